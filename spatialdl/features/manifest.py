@@ -9,7 +9,7 @@ from typing import Any
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.data.saving import TEMPORARY, load_json, save_json
 from spatialdl.features.encoders.encoder import Encoder, Wish
-from spatialdl.features.results import LAYOUTS, Layout, load_before
+from spatialdl.features.results import LAYOUTS, MAPS, Layout, load_before
 from spatialdl.slides.batch.report import Report
 from spatialdl.version import __version__
 
@@ -69,10 +69,10 @@ class Folder:
     def begin(self) -> None:
         """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
         (self.path / self.layout.features).mkdir(parents=True, exist_ok=True)
-        folders = [one for kind in LAYOUTS for one in Layout(self.path, kind).folders]
-        patterns = (TEMPORARY, *(["*.h5", "*.pt"] if self._replaced else []))
-        for pattern in (TEMPORARY, *(f"{one}/{last}" for one in folders for last in patterns)):
-            for file in self.path.glob(pattern):
+        files = [one for kind in (*LAYOUTS, MAPS) for one in Layout(self.path, kind).files_of("*")]
+        patterns = [self.path / TEMPORARY, *(one.with_name(TEMPORARY) for one in files)]
+        for pattern in [*patterns, *(files if self._replaced else [])]:
+            for file in pattern.parent.glob(pattern.name):
                 file.unlink()
         self._save(self._before.get("slides", []))
 
@@ -92,6 +92,19 @@ class Folder:
         self._save([self._entry(report) for report in together])
         return together
 
+    def _entry(self, report: Report) -> dict[str, Any]:
+        layout, whole = self.layout, self.layout.kind == MAPS
+        file = f"{layout.features}/{report.slide}.h5" if report.written else None
+        return {
+            "slide": report.slide,
+            "file": file,
+            **({"picture": f"{MAPS}/{report.slide}.png"} if whole and file is not None else {}),
+            **({} if whole else {"tiles": report.written}),
+            "status": report.status,
+            "reason": report.reason,
+            "report": report.to_json(),
+        }
+
     def _earlier(self) -> list[Report]:
         reports = []
         for entry in self._before.get("slides", []):
@@ -100,17 +113,6 @@ class Folder:
             except (ValueError, KeyError, TypeError):  # of another version
                 continue
         return reports
-
-    def _entry(self, report: Report) -> dict[str, Any]:
-        file = f"{self.layout.features}/{report.slide}.h5"
-        return {
-            "slide": report.slide,
-            "file": file if report.written else None,
-            "tiles": report.written,
-            "status": report.status,
-            "reason": report.reason,
-            "report": report.to_json(),
-        }
 
     def _save(self, slides: Sequence[object]) -> None:
         content = {

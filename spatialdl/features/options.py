@@ -14,7 +14,7 @@ from spatialdl.features.encoders.encoder import POOLS, Wish
 from spatialdl.features.encoders.preprocessing import INTERPOLATIONS
 from spatialdl.features.results import LAYOUTS
 from spatialdl.slides.batch.choosing import add_options
-from spatialdl.slides.batch.options import add_resolution, add_tissue
+from spatialdl.slides.batch.options import WHOLE_TILE, add_resolution, add_tissue
 from spatialdl.text import positive_int
 
 PRECISIONS = {
@@ -34,6 +34,10 @@ CUTTING = (
 )
 """Options that say how slides are cut; a data set is cut already."""
 
+_OF_TILES = (
+    *("tile_size", "overlap", "edge", "filter", "min_tissue", "annotations", "crop", "split"),
+    *("batch_size", "readers", "jobs", "layout"),
+)
 _FILES = ("mask_dir", "annotations", "stain_reference")  # whose contents are in keys of slides
 _MOST_READERS = 4
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -46,7 +50,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         ValueError: an argument of the encoder is given twice, or the layout has another dtype.
     """
     options = parser().parse_args(argv)
-    options.whole = False
+    if options.whole:
+        _check_whole(options)
+    elif options.grid is not None or options.limit_gb is not None:
+        raise ValueError("--grid and --limit-gb cut whole regions: add --whole, or leave them out")
     options.dtype = _dtype(options.layout, options.dtype)
     arguments: dict[str, Any] = {}
     for key, value in options.encoder_args:
@@ -65,8 +72,32 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         options.std,
         options.interpolation,
         options.tile_size,
+        options.whole,
     )
+    if options.whole:
+        options.tile_size = WHOLE_TILE
     return options
+
+
+def _check_whole(options: argparse.Namespace) -> None:
+    """Refuse options that whole regions have no use for.
+
+    Raises:
+        ValueError: naming them.
+    """
+    usual = parser()
+    clash = [
+        f"--{name.replace('_', '-')}"
+        for name in _OF_TILES
+        if getattr(options, name) != usual.get_default(name)
+    ]
+    if clash:
+        raise ValueError(f"{', '.join(clash)} is of tiles, and --whole has none: leave it out")
+    if options.limit_gb is not None and options.grid is None:
+        raise ValueError(
+            f"--limit-gb {options.limit_gb:g} is of regions that one process cuts into parts: add "
+            "--grid ROWS,COLS"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,8 +107,8 @@ def parser() -> argparse.ArgumentParser:
         description="Compute features of the tiles of slides, or of a data set of tiles, with a "
         "frozen encoder.",
         epilog="Each slide gives DIR/h5/NAME.h5 with `features` and `coords`, as TRIDENT reads "
-        "them; --layout clam makes a data folder of CLAM. Under mpiexec or srun the ranks share "
-        "the slides.",
+        "them; --layout clam makes a data folder of CLAM, and --whole a map. Under mpiexec or srun "
+        "the ranks share the slides, or with --whole each region.",
     )
     add = made.add_argument
     add(
@@ -99,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     add_resolution(made, required=False)
     add_tissue(made)
     add_options(made)
+    _add_whole(made.add_argument_group("whole regions"))
     add("--split", metavar="NAME", help="of a data set: the split that is taken (default all)")
     add("--recursive", action="store_true", help="look for slides in folders of folders, too")
     _add_work(made.add_argument_group("work"))
@@ -145,6 +177,30 @@ def _add_encoder(group: Any) -> None:
     add("--mean", type=_three, metavar="R,G,B", help="of its input, in place of what it says")
     add("--std", type=_three, metavar="R,G,B", help="of its input, in place of what it says")
     add("--interpolation", choices=INTERPOLATIONS, help="by which tiles are resized")
+
+
+def _add_whole(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--whole",
+        action="store_true",
+        help="in place of a vector a tile a map of the box around the tissue of each slide, "
+        "DIR/maps/NAME.h5 and .png; ranks share each region",
+    )
+    add(
+        "--grid",
+        type=_grid,
+        metavar="ROWS,COLS",
+        help="into how many parts a region is cut: one a rank (default: as square as it goes), or "
+        "in one process one after the other",
+    )
+    add(
+        "--limit-gb",
+        type=_above_zero,
+        metavar="X",
+        help="of one process with --grid: 10^9 bytes of activations in memory, others lie on a "
+        "disk (default: no limit)",
+    )
 
 
 def _add_work(group: Any) -> None:
@@ -198,10 +254,11 @@ def _dtype(layout: str, given: str | None) -> str:
 
 def cutting_settings(options: argparse.Namespace) -> dict[str, object]:
     """How slides are cut; files count by being given, what is in them by the keys of slides."""
-    return {
+    said = {
         name: getattr(options, name) is not None if name in _FILES else getattr(options, name)
         for name in CUTTING
     }
+    return {**said, "tile_size": None, "whole": True} if options.whole else said
 
 
 def given_cutting(options: argparse.Namespace) -> list[str]:
@@ -224,6 +281,23 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+def _grid(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2 or not all(one.isascii() and one.isdigit() and int(one) for one in parts):
+        raise ArgumentTypeError(f"{text!r} is not ROWS,COLS, such as 2,2")
+    return int(parts[0]), int(parts[1])
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _three(text: str) -> tuple[float, ...]:

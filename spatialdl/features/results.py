@@ -3,6 +3,7 @@
 h5/NAME.h5           features, coords
 h5_files/NAME.h5     the same in the layout of CLAM
 pt_files/NAME.pt     its features alone, as a tensor: what the training script of CLAM loads
+maps/NAME.h5, .png   features of a whole region, see `features.maps`
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spatialdl.features.encoding import Filling
 from spatialdl.slides.batch.report import Report
 from spatialdl.slides.batch.steps import sum_up
 
-LAYOUTS = ("h5", "clam")
+LAYOUTS, MAPS = ("h5", "clam"), "maps"
 _KEY, _REPORT = "key", "report"
 
 
@@ -36,16 +37,16 @@ class Layout:
 
     Attributes:
         out: the folder of the run.
-        kind: one of `LAYOUTS`.
+        kind: one of `LAYOUTS`, of features of tiles, or `MAPS`, of whole regions.
     """
 
     out: Path
-    kind: str = "h5"
+    kind: str = LAYOUTS[0]
 
     @property
     def features(self) -> str:
         """Folder of feature files."""
-        return "h5_files" if self.kind == "clam" else "h5"
+        return "h5_files" if self.kind == "clam" else self.kind
 
     @property
     def tensors(self) -> str | None:
@@ -60,10 +61,15 @@ class Layout:
         """The file of its features as a tensor."""
         return None if self.tensors is None else self.out / self.tensors / f"{name}.pt"
 
-    @property
-    def folders(self) -> list[str]:
-        """Folders with files of slides."""
-        return [self.features, *([] if self.tensors is None else [self.tensors])]
+    def picture_of(self, name: str) -> Path:
+        """The picture of its map, where there are maps."""
+        return self.out / MAPS / f"{name}.png"
+
+    def files_of(self, name: str) -> list[Path]:
+        """All files of a slide."""
+        picture = self.picture_of(name) if self.kind == MAPS else None
+        found = (self.features_of(name), self.tensor_of(name), picture)
+        return [path for path in found if path is not None]
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,7 @@ class Before:
 
 def load_before(layout: Layout, name: str) -> Before | None:
     """What an earlier run has made of a slide; None if a file is missing or damaged."""
-    tensor = layout.tensor_of(name)
-    if tensor is not None and not tensor.is_file():
+    if not all(path.is_file() for path in layout.files_of(name)):
         return None
     try:
         with h5py.File(layout.features_of(name), "r", locking=False) as h5:
@@ -102,6 +107,11 @@ def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
     )
 
 
+def known_again(key: str, report: Report) -> dict[str, str]:
+    """The attributes of features that `load_before` reads."""
+    return {_KEY: key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
+
+
 def save_slide(
     layout: Layout, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
 ) -> Report:
@@ -120,9 +130,8 @@ def save_slide(
     bag, report = filling.bag, filling.bag.report
     sum_up(report, filling.parts)
     if not report.written:
-        for path in (layout.features_of(bag.name), layout.tensor_of(bag.name)):
-            if path is not None:
-                path.unlink(missing_ok=True)  # of what the slide was before
+        for path in layout.files_of(bag.name):
+            path.unlink(missing_ok=True)  # of what the slide was before
         return report
     features = np.concatenate(filling.features)
     with np.errstate(over="ignore"):  # found below
@@ -136,7 +145,7 @@ def save_slide(
             f"finite{f' in {dtype}' if large else ''}; {remedy}"
         )
     coords = np.array([(x, y) for part in filling.parts for x, y, _ in part.taken], np.int64)
-    said = {**about, _KEY: bag.key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
+    said = {**about, **known_again(bag.key, report)}
     tensor = layout.tensor_of(bag.name)
     if tensor is not None:  # first: the key, by which a slide is done, is in the other file
         _save_tensor(tensor, stored)

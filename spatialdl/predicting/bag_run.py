@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from spatialdl.data.tile_bags import open_tile_bags
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
+from spatialdl.predicting.bag_records import BagOutcome, BagRecords
 from spatialdl.predicting.given import given_slides
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.progress import bar
@@ -39,26 +39,10 @@ from spatialdl.training.tasks.survival import survival_columns, survival_of
 log = logging.getLogger("spatialdl.predict")
 
 
-@dataclass(frozen=True)
-class BagOutcome:
-    """What came out of a slide.
-
-    Attributes:
-        values: float64 (columns,), probabilities or values; None where it failed.
-        remark: why there is no heat map.
-        problem: why it failed.
-    """
-
-    name: str
-    tiles: int
-    values: npt.NDArray[np.float64] | None = None
-    remark: str = ""
-    problem: str = ""
-    files: Sequence[str] = field(default_factory=tuple)
-
-
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
     """Predict all bags, which are dealt out to the ranks; every rank of the world calls it.
+
+    Bags that an earlier run predicted in this directory keep their predictions.
 
     Returns:
         Whether there are predictions for all of them.
@@ -83,12 +67,20 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
         )
     slides = slides_of(config, files)
     predictor = BagPredictor(trained, config, run_dir, slides)
+    records = BagRecords(run_dir, trained, config)
     own = files[world.rank :: world.size]
     found = []
     progress = bar("bags", "predicted", len(own), "slide") if world.rank == 0 else nullcontext()
     with progress as shown:
         for file in own:
-            found.append(predictor.predict(file))
+            slide = slides.get(file.slide)
+            key = records.key(file, slide)
+            outcome = records.load(file.slide, key)
+            if outcome is None:
+                outcome = predictor.predict(file)
+                if slide is None or not outcome.remark:  # a slide may be readable next time
+                    records.save(outcome, key)
+            found.append(outcome)
             if shown is not None:
                 shown.update()
     everybody = world.gather(found)
@@ -250,6 +242,8 @@ def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind:
     told["reason"] = [one.problem or one.remark for one in outcomes]
     path = save_columns(run_dir, "slides", told, kind)
     print(table([_report(one, trained) for one in outcomes]))
+    if before := sum(one.done_before for one in outcomes):
+        log.info("%s done already; overwrite=true predicts again", counted(before, "slide"))
     maps = counted(sum(bool(one.files) for one in outcomes), "heat map")
     log.info("written: %s, %s in %s", path, maps, run_dir)
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +109,16 @@ class PiecedMap:
 
         Others go through it as well, and get bands without a column.
         """
+        yield from self._bands(column, rows, (), np.float64)
+
+    def blocks(self, columns: int, rows: int, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
+        """As `bands`, of all columns: (columns, rows, ...), of a type."""
+        yield from self._bands(slice(None), rows, (columns,), dtype)
+
+    def _bands(
+        self, column: int | slice, rows: int, before: tuple[int, ...], dtype: npt.DTypeLike
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Bands whose dims are those before the map's, and the map's."""
         top, *inset = self._offset
         for first in range(0, self.size[0], rows):
             last = min(first + rows, self.size[0])
@@ -116,20 +127,24 @@ class PiecedMap:
                 parts = (_cut(piece, column, first - top, last - top) for piece in self._pieces)
                 everybody = self._world.gather([part for one in parts for part in one])
             if everybody is None:
-                yield np.empty((last - first, *(0 for _ in inset)))
+                yield np.empty((*before, last - first, *(0 for _ in inset)), dtype)
                 continue
-            band = np.full((last - first, *self.size[1:]), self._empty)
+            band = np.full((*before, last - first, *self.size[1:]), self._empty, dtype)
             for start, values in (part for one in everybody for part in one):
                 at = (start[0] + top - first, *map(sum, zip(start[1:], inset, strict=True)))
-                under = band[tuple(map(slice, at, map(sum, zip(at, values.shape, strict=True))))]
-                under[...] = values[tuple(map(slice, under.shape))]  # cut at the map's end
+                extents = values.shape[len(before) :]
+                ends = map(sum, zip(at, extents, strict=True))
+                place: tuple[Any, ...] = (..., *map(slice, at, ends))
+                under = band[place]
+                place = (..., *map(slice, under.shape[len(before) :]))
+                under[...] = values[place]  # cut at the map's end
             yield band
 
 
-def _cut(piece: Piece, column: int, first: int, last: int) -> Iterator[Part]:
+def _cut(piece: Piece, column: int | slice, first: int, last: int) -> Iterator[Part]:
     """Those rows of a piece that lie in a band of the region."""
     row = piece.start[0]
     begin, end = max(first, row), min(last, row + piece.values.shape[1])
     if begin < end:
-        part = piece.values[column, begin - row : end - row]
+        part = piece.values[:, begin - row : end - row][column]
         yield (begin, *piece.start[1:]), np.ascontiguousarray(part.numpy())

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +15,14 @@ from hydra import compose, initialize_config_module
 from spatialdl.comm.alone import Alone
 from spatialdl.data.feature_file import write_features
 from spatialdl.data.tile_bags import open_tile_bags
-from spatialdl.predicting.bag_run import run
+from spatialdl.predicting.bag_run import BagPredictor, run
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
 from tests.fitting import fit
+from tests.vision import import_path
 
+ROOT = Path(__file__).resolve().parents[2]
 ENCODER = ("_target_=spatialdl.models.tile_encoder", "num_classes=8")
 
 
@@ -123,3 +130,100 @@ def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
     given = config(f"ckpt_path={folder / 'run'}", "features=[a,b]")
     with pytest.raises(ValueError, match="takes tiles: give the folder of a data set"):
         run(given, tmp_path / "out", Alone())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+from spatialdl.comm.alone import Alone
+from spatialdl.predicting.bag_run import BagPredictor, run
+from tests.predicting.test_bag_run import config
+
+draw, drawn = BagPredictor._draw, []
+
+
+def draw_or_die(self, file, *rest):
+    files = draw(self, file, *rest)
+    drawn.append(file.slide)
+    if len(drawn) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return files
+
+
+BagPredictor._draw = draw_or_die
+run(config(*sys.argv[2:]), Path(sys.argv[1]), Alone())
+"""
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """Names of the slides that are predicted, not taken from records."""
+    names, predict = [], BagPredictor.predict
+
+    def noted(self, file):
+        names.append(file.slide)
+        return predict(self, file)
+
+    monkeypatch.setattr(BagPredictor, "predict", noted)
+    return names
+
+
+def test_a_killed_run_resumes(tmp_path, trained, predicted) -> None:
+    folder, _ = trained
+    out, words = tmp_path / "out", (f"ckpt_path={folder / 'run'}", f"features={folder / 'bags'}")
+    out.mkdir()
+    environment = {**os.environ, "PYTHONPATH": import_path(ROOT)}
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED, str(out), *words],
+        check=False,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not (out / "slides.csv").exists()
+    assert run(config(*words), out, Alone())
+    assert predicted == ["s3", "s4", "s5", "s6", "s7", "s8"]
+    assert run(config(*words), tmp_path / "at_once", Alone())
+    assert (out / "slides.csv").read_bytes() == (tmp_path / "at_once" / "slides.csv").read_bytes()
+    for file in (tmp_path / "at_once").glob("*.tif"):
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, predicted) -> None:
+    folder, _ = trained
+    bags, out = tmp_path / "bags", tmp_path / "out"
+    out.mkdir()
+    write_bags(bags, (5, 2, 3))
+    words = (f"ckpt_path={folder / 'run'}", f"features={bags}")
+
+    def again(*more):
+        predicted.clear()
+        assert run(config(*words, *more), out, Alone())
+        return list(predicted)
+
+    assert again() == ["s0", "s1", "s2"]
+    assert again("table=csv", "device=cpu") == []
+    (out / "s1-attention.png").unlink()
+    assert again() == ["s1"]
+    write_features(bags / "s2.h5", np.ones((4, WIDTH)), np.zeros((4, 2), int))
+    assert again() == ["s2"]
+    assert [row["tiles"] for row in rows(out)] == ["5", "2", "4"]
+    record = out / "records" / "s0.json"
+    record.write_text(record.read_text()[:-20])
+    assert again() == ["s0"]
+    assert again("maps=false") == ["s0", "s1", "s2"]
+    assert again("maps=false", "overwrite=true") == ["s0", "s1", "s2"]
+
+
+def test_a_failed_slide_is_tried_again(tmp_path, trained, predicted) -> None:
+    folder, _ = trained
+    write_features(tmp_path / "bad.h5", np.full((2, WIDTH), np.nan), None)
+    write_features(tmp_path / "good.h5", np.ones((2, WIDTH)), None)
+    given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}", "maps=false")
+    for tried in (["bad", "good"], ["bad"]):
+        predicted.clear()
+        assert not run(given, tmp_path, Alone())
+        assert predicted == tried

@@ -30,6 +30,7 @@ class Wish:
         crop: crop as the encoder's own transform does; else whole tiles are resized.
         size, mean, std, interpolation: in place of what the encoder says.
         tile_size: of the tiles, where it is known.
+        whole: maps of whole regions in place of a vector a tile.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Wish:
     std: tuple[float, ...] | None = None
     interpolation: str | None = None
     tile_size: int | None = None
+    whole: bool = False
 
     @property
     def kind(self) -> str:
@@ -88,7 +90,8 @@ class Encoder:
     """A network without its head, in evaluation mode.
 
     Attributes:
-        network: takes images (N, 3, size, size), gives features (N, width).
+        network: takes images (N, 3, size, size), gives features (N, width); of whole regions it
+            takes images of any size, and gives maps (N, width, rows, columns).
         preprocessing: what is done to tiles before.
         weights: where they come from, in words.
     """

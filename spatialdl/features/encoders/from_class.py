@@ -10,8 +10,11 @@ from typing import Any
 from torch import nn
 
 from spatialdl.features.encoders.encoder import Encoder, Features, Wish
+from spatialdl.features.encoders.maps import FeatureMap
 from spatialdl.features.encoders.preprocessing import Preprocessing
 from spatialdl.features.encoders.weights import load_file
+
+_SIDE = 224  # of an image by which the width of a map is found
 
 
 def own_encoder(wish: Wish) -> Encoder:
@@ -44,7 +47,8 @@ def own_encoder(wish: Wish) -> Encoder:
         wish.interpolation or str(getattr(network, "interpolation", "bicubic")),
     )
     source = str(wish.weights or f"made by {wish.name}")
-    return Encoder(Features(network), wish.preprocessing(steps), source)
+    found_by = FeatureMap(network) if wish.whole else Features(network)
+    return Encoder(found_by, wish.preprocessing(steps), source)
 
 
 def _found(name: str) -> Any:
@@ -67,6 +71,8 @@ def _found(name: str) -> Any:
 
 def _size(wish: Wish, network: nn.Module) -> int:
     found = wish.size or getattr(network, "input_size", None) or wish.tile_size
+    if wish.whole and not found:
+        return _SIDE
     return int(_said(found, network, "input_size", "--input-size or --tile-size"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from spatialdl.features.encoders.encoder import Encoder, Features, Wish
+from spatialdl.features.encoders.maps import TimmMap
 from spatialdl.features.encoders.offline import offline
 from spatialdl.features.encoders.preprocessing import Preprocessing, centred
 from spatialdl.features.encoders.weights import load_file
@@ -50,7 +51,8 @@ def timm_encoder(wish: Wish) -> Encoder:
         centred(resized, size),
     )
     source = str(wish.weights or f"pretrained {wish.rest}")
-    return Encoder(Features(network), wish.preprocessing(found), source)
+    found_by = TimmMap(network) if wish.whole else Features(network)
+    return Encoder(found_by, wish.preprocessing(found), source)
 
 
 def _why(wish: Wish, error: Exception) -> str:

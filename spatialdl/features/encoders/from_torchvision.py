@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from spatialdl.features.encoders.encoder import Encoder, Features, Wish
+from spatialdl.features.encoders.maps import TorchvisionMap
 from spatialdl.features.encoders.offline import offline
 from spatialdl.features.encoders.preprocessing import Preprocessing, centred
 from spatialdl.features.encoders.weights import load_file
@@ -49,7 +50,8 @@ def torchvision_encoder(wish: Wish) -> Encoder:
         centred(resized, size),
     )
     source = str(wish.weights or weights)
-    return Encoder(Features(network), wish.preprocessing(found), source)
+    found_by = TorchvisionMap(network, wish.name) if wish.whole else Features(network)
+    return Encoder(found_by, wish.preprocessing(found), source)
 
 
 def _take_off_head(network: nn.Module, name: str) -> None:

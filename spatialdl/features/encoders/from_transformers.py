@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spatialdl.features.encoders.encoder import Encoder, Wish, as_features
+from spatialdl.features.encoders.maps import TransformersMap
 from spatialdl.features.encoders.offline import offline
 from spatialdl.features.encoders.preprocessing import Preprocessing
 from spatialdl.features.encoders.weights import load_file
@@ -63,7 +64,8 @@ def transformers_encoder(wish: Wish) -> Encoder:
         )
     steps = wish.preprocessing(processor_steps(processor, network.config, wish))
     weights = str(wish.weights or source)
-    return Encoder(Pooled(network, wish.pool, steps.size), steps, weights)
+    made = TransformersMap(network) if wish.whole else Pooled(network, wish.pool, steps.size)
+    return Encoder(made, steps, weights)
 
 
 def _made(wish: Wish, source: str, local: bool) -> tuple[Any, list[str]]:

@@ -30,6 +30,8 @@ def make_encoder(wish: Wish) -> Encoder:
         raise ValueError(
             f"--pool {wish.pool} is of transformers:..., and --encoder is {wish.name}: leave it out"
         )
+    if wish.pool != "auto" and wish.whole:
+        raise ValueError(f"--pool {wish.pool} is of tiles, and --whole has maps: leave it out")
     encoder = _MAKERS[wish.kind](wish)
     encoder.network.float().eval().requires_grad_(False)
     return encoder

@@ -99,6 +99,11 @@ class Preprocess(nn.Module):
             images = images[:, :, kept, kept]
         return (images * steps.scale - self.mean) / self.std
 
+    def scaled(self, pixels: Tensor) -> Tensor:
+        """Pixels uint8 (N, rows, cols, 3) as images (N, 3, rows, cols), neither resized nor cut."""
+        images = pixels.permute(0, 3, 1, 2).to(self.mean.dtype).contiguous()
+        return images.mul_(self._steps.scale).sub_(self.mean).div_(self.std)
+
 
 def centred(resized: int, size: int) -> int:
     """The first row of the middle, as timm and torchvision round it."""

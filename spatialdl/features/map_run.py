@@ -1,0 +1,91 @@
+"""The command on whole regions: every slide on all ranks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from math import prod
+
+import torch
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.features.agreeing import agreeing
+from spatialdl.features.encoders.encoder import Encoder
+from spatialdl.features.finishing import finish
+from spatialdl.features.manifest import Folder
+from spatialdl.features.maps.network import Parts, grid_for
+from spatialdl.features.maps.regions import RegionSource
+from spatialdl.features.maps.running import MapJob, MapWorker
+from spatialdl.features.maps.stride import stride_of
+from spatialdl.features.preparing import Prepared, opened_folder
+from spatialdl.training.optimization.precision import Precision
+
+
+def map_regions(
+    prepared: Prepared,
+    world: Communicator,
+    encoder: Encoder,
+    device: torch.device,
+    precision: Precision,
+) -> int:
+    """Write maps of whole regions, each on all ranks, which call it together.
+
+    Returns:
+        The exit code.
+    """
+    with ExitStack() as stack:
+        folder: Folder | None = None
+        with agreeing(world):
+            job = _job(prepared, world, encoder, device, precision)
+            if world.rank == 0:
+                folder = stack.enter_context(opened_folder(prepared))
+        outcome = MapWorker(job, encoder, device, world).run()
+        code = finish(prepared, folder, [outcome]) if folder is not None else None
+        agreed: int = world.bcast(code)
+        return agreed
+
+
+def _job(
+    prepared: Prepared,
+    world: Communicator,
+    encoder: Encoder,
+    device: torch.device,
+    precision: Precision,
+) -> MapJob:
+    options, source = prepared.options, prepared.source
+    assert isinstance(source, RegionSource)
+    return MapJob(
+        source,
+        prepared.layout,
+        prepared.about,
+        options.dtype,
+        precision,
+        stride_of(encoder),
+        int(prepared.settings["encoder"]["width"]),
+        _parts(options.grid, options.limit_gb, world.size, device),
+    )
+
+
+def _parts(
+    grid: tuple[int, int] | None, limit_gb: float | None, ranks: int, device: torch.device
+) -> Parts:
+    """Into which parts regions are cut.
+
+    Raises:
+        ValueError: ranks and options do not go together.
+    """
+    if ranks > 1 and limit_gb is not None:
+        raise ValueError(
+            f"--limit-gb {limit_gb:g} is of one process, and here {ranks} ranks share each region: "
+            "leave it out"
+        )
+    if ranks > 1 and grid is not None and prod(grid) != ranks:
+        raise ValueError(
+            f"--grid {grid[0]},{grid[1]} has {prod(grid)} parts, one a rank, and there are {ranks} "
+            "ranks: leave it out, or start as many"
+        )
+    if limit_gb is not None and device.type != "cpu":
+        raise ValueError(
+            f"--limit-gb {limit_gb:g} is of memory beside a CPU, and the encoder is on {device}: "
+            "add --device cpu, or leave it out"
+        )
+    return Parts(grid or grid_for(ranks), limit_gb)

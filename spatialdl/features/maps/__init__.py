@@ -1,0 +1,1 @@
+"""Feature maps of whole regions, which are split over ranks."""

@@ -1,0 +1,131 @@
+"""A run over whole regions: slide after slide, each on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.errors import SlideError
+from spatialdl.features.encoders.encoder import Encoder
+from spatialdl.features.maps.network import MapNetwork, Parts
+from spatialdl.features.maps.regions import Region, RegionSource
+from spatialdl.features.maps.stride import Stride
+from spatialdl.features.maps.writing import FoundMap, save_map
+from spatialdl.features.results import Layout, check_other, known_again, load_before
+from spatialdl.features.working import Outcome, failed
+from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.steps import Task
+from spatialdl.training.optimization.precision import Precision
+
+
+@dataclass(frozen=True)
+class MapJob:
+    """What all ranks of a run have in common.
+
+    Attributes:
+        source: the slides.
+        layout: of the folder of the run.
+        about: attributes of the features.
+        dtype: in which they are stored.
+        precision: in which numbers the encoder computes.
+        stride: of its maps.
+        width: features of a cell.
+        parts: into which regions are cut.
+    """
+
+    source: RegionSource
+    layout: Layout
+    about: Mapping[str, Any]
+    dtype: str
+    precision: Precision
+    stride: Stride
+    width: int
+    parts: Parts
+
+
+class MapWorker:
+    """Does a run; all ranks make it and call it together.
+
+    Args:
+        job: the run.
+        encoder: of maps, as made.
+        device: where this rank computes.
+        world: the ranks.
+
+    Raises:
+        ValueError: the grid is of another number of ranks.
+    """
+
+    def __init__(
+        self, job: MapJob, encoder: Encoder, device: torch.device, world: Communicator
+    ) -> None:
+        self._job, self._world = job, world
+        self._network = MapNetwork(encoder, device, job.precision, job.parts, world)
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Write the maps of all slides.
+
+        Returns:
+            What became of them, on rank 0.
+
+        Raises:
+            ValueError: the encoder cannot be split, or there is too little memory.
+            OSError: nothing can be written.
+        """
+        tasks, first = self._job.source.tasks, self._world.rank == 0
+        hidden = None if first else True
+        with tqdm(total=len(tasks), unit="slide", disable=hidden, leave=False) as bar:
+            for task in tasks:
+                report = self._one(task)
+                if first:
+                    self._outcome.reports.append(report)
+                bar.update()
+        return self._outcome
+
+    def _one(self, task: Task) -> Report:
+        opened = self._opened(task) if self._world.rank == 0 else None
+        agreed: tuple[Report, str, Region | None] = self._world.bcast(opened)
+        report, key, region = agreed
+        if region is None:
+            return report
+        job, started = self._job, time.monotonic()
+        try:
+            size, pieces = self._network.run(region)
+            found = FoundMap(region, size, job.width, pieces).stored(job.dtype, self._world)
+        except SlideError as error:  # the same on all ranks
+            return failed(report, error)
+        finally:
+            region.images.close()
+        report.written, report.seconds = 1, report.seconds + time.monotonic() - started
+        attributes = {
+            **job.about,
+            **region.attributes(job.stride, size),
+            **known_again(key, report),
+        }
+        save_map(job.layout, found, attributes, job.source.options.slide_mpp, self._world)
+        return report
+
+    def _opened(self, task: Task) -> tuple[Report, str, Region | None]:
+        """A slide on rank 0: its report, its key, and its region if there is one to be done."""
+        job = self._job
+        try:
+            key = job.source.key(task)
+            before = load_before(job.layout, task.name)
+            if before is not None and before.key == key:
+                self._outcome.before.append(task.name)
+                return before.report, key, None
+            check_other(before, key, job.layout.out, str(task.path))
+            report, region = job.source.region(task, job.stride)
+            if region is None:  # of what the slide was before
+                for path in job.layout.files_of(task.name):
+                    path.unlink(missing_ok=True)
+            return report, key, region
+        except Exception as error:
+            return failed(Report(task.name, file=str(task.path)), error), "", None
