@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spatialdl.comm.alone import Alone
-from spatialdl.predicting.pieces import Piece, PiecedMap
+from spatialdl.predicting.pieces import Piece, PiecedMap, joined, kept_in
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 100])
@@ -25,3 +25,23 @@ def test_a_region_lies_at_its_place_in_the_map(offset, rows):
         expected = np.full(size, np.nan)
         expected[top : top + 9, left : left + 11] = values[column]
         assert np.array_equal(np.concatenate(bands), expected, equal_nan=True)
+
+
+def test_pieces_of_a_box_are_joined():
+    whole = torch.arange(2.0 * 7 * 5).view(2, 7, 5)
+    parts = [((3, 1), whole[:, :4, :2]), ((3, 3), whole[:, :4, 2:]), ((7, 1), whole[:, 4:, :2])]
+    parts.append(((7, 3), whole[:, 4:, 2:]))
+    [one] = joined([Piece(start, values) for start, values in parts])
+    assert one.start == (3, 1)
+    assert torch.equal(one.values, whole)
+    assert joined([]) == []
+    alone = Piece((0, 0), whole)
+    assert joined([alone]) == [alone]
+
+
+def test_a_piece_may_lie_in_a_file_that_nobody_sees(tmp_path):
+    values = torch.rand(3, 4, 5).transpose(1, 2)
+    kept = kept_in(tmp_path, Piece((7, 9), values))
+    assert kept.start == (7, 9)
+    assert torch.equal(kept.values, values)
+    assert list(tmp_path.iterdir()) == []
