@@ -11,8 +11,10 @@ import pytest
 import tifffile
 import torch
 
+from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data.feature_file import list_features
 from spatialdl.features.command import main
+from tests.features.test_command import ended, started
 
 TINY = ["--mpp", "0.5", "--encoder", "tests.features.tiny.Tiny", "--device", "cpu"]
 
@@ -64,6 +66,19 @@ def test_trident_finds_the_places_and_the_scale_of_tiles(small, tmp_path, dtype)
     assert int(said["overlap"]) == 16
     steps = coords / (48 * 0.7 / 0.5)  # whole ones, to half a pixel of level 0
     assert np.abs(steps - steps.round()).max() <= 0.5 / 67
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, 1), (1, 2)])
+def test_ranks_and_processes_write_the_tensors_of_one_process(small, clam, tmp_path, ranks, jobs):
+    launcher = tuple(mpiexec_command(ranks)) if ranks > 1 else ()
+    words = [small, "--out", tmp_path, *TINY, "--layout", "clam", "--jobs", jobs]
+    code, said = ended(started(*words, launcher=launcher))
+    assert code == 0, said
+    assert {path.parent.name for path in tmp_path.glob("*/*.*")} == {"h5_files", "pt_files"}
+    for name in "abc":
+        found, wanted = (torch.load(out / "pt_files" / f"{name}.pt") for out in (tmp_path, clam))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_slide_without_its_tensor_is_computed_again(small, clam, tmp_path, capsys):
