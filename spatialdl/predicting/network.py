@@ -24,7 +24,7 @@ from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.predicting.trained import Trained, trained_in
 from spatialdl.predicting.trust import check_targets
 from spatialdl.spatial.shadow import meta_copy
-from spatialdl.streaming.memory import Memory
+from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.training.checkpoints.content import check_network, restore_network
 from spatialdl.training.checkpoints.folder import candidates
 from spatialdl.training.checkpoints.reading import Checkpoint
@@ -32,7 +32,6 @@ from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
 from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
-from spatialdl.training.virtual_tiles import memory_within
 
 _MORE, _FEWEST = 4, 2**20
 """Times the elements of a checkpoint, and beyond, that building its network may take."""
@@ -115,7 +114,7 @@ class Network:
         if not self.placement.stream:
             return None
         limit, folder = self._config.memory_limit_gb, self._config.parallel.stream_to
-        return memory_within(limit, folder, self._device, "memory_limit_gb")
+        return memory_within(limit, folder, self._device, "memory_limit_gb", "parallel.stream_to")
 
     @torch.no_grad()
     def _check_takes(self, model: nn.Module, size: Size) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.streaming.store import DiskStore, Slot
 
 SMALL = 64 * 2**10
@@ -191,3 +192,37 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             _collect((value,), found)
     return set(found)
+
+
+def memory_within(
+    limit_gb: object,
+    folder: object,
+    device: torch.device,
+    key: str = "limit_gb",
+    folder_key: str = "store",
+) -> Memory:
+    """What holds tensors of virtual tiles, within a limit if there is one.
+
+    Args:
+        limit_gb: 10^9 bytes; None for no limit.
+        folder: for what is not in memory; None for that for temporary files.
+        key, folder_key: what the two are called where they are given.
+
+    Raises:
+        ValueError: the limit is no positive number, or the store cannot be used.
+    """
+    if limit_gb is None:
+        if folder is not None:
+            raise ValueError(
+                f"{folder_key}={folder} is of no use without {key}: set it, or leave {folder_key} "
+                "out"
+            )
+        return Memory()
+    if isinstance(limit_gb, bool) or not isinstance(limit_gb, int | float) or not limit_gb > 0:
+        raise ValueError(f"{key}={limit_gb} must be a number above 0")
+    if device.type != "cpu":
+        raise ValueError(
+            f"{key}={limit_gb} is for networks on a CPU, this one is on {device}: leave it out"
+        )
+    return_what_is_freed()
+    return Memory(int(limit_gb * 1e9), DiskStore(None if folder is None else str(folder)))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.turns import Turns
@@ -23,8 +22,7 @@ from spatialdl.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.streaming.copies import Copies
-from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.store import DiskStore
+from spatialdl.streaming.memory import Memory, memory_within
 
 
 def stream(
@@ -64,7 +62,7 @@ def stream(
     """
     axes = Axes(spatial=tuple(grid))
     _check(model, image, axes.spatial)
-    run = _Run(model, image, axes, _memory(limit_gb, store, _device_of(model)))
+    run = _Run(model, image, axes, memory_within(limit_gb, store, _device_of(model)))
     if not torch.is_grad_enabled():
         return tree_unflatten(run.forward(), run.form)
     given = image if isinstance(image, Tensor) else None
@@ -107,21 +105,6 @@ def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
 def _device_of(model: nn.Module) -> torch.device:
     first = next((each for each in (*model.parameters(), *model.buffers())), None)
     return torch.device("cpu") if first is None else first.device
-
-
-def _memory(limit_gb: float | None, folder: str | Path | None, device: torch.device) -> Memory:
-    if limit_gb is None:
-        if folder is not None:
-            raise ValueError(f"store={folder} is of no use without limit_gb")
-        return Memory()
-    if not limit_gb > 0:
-        raise ValueError(f"limit_gb must be above 0, got {limit_gb}")
-    if device.type != "cpu":
-        raise ValueError(
-            f"limit_gb={limit_gb} is for networks on a CPU, this one is on {device}: leave it out"
-        )
-    return_what_is_freed()
-    return Memory(int(limit_gb * 1e9), DiskStore(folder))
 
 
 class _Run:

@@ -6,19 +6,16 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
 from tqdm import tqdm
 
-from spatialdl.comm.allocator import return_what_is_freed
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.sizes import sizes_of, stored, tiles_within
-from spatialdl.streaming.store import DiskStore
 from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.layouts import AUTO, placement_of
 
@@ -148,35 +145,6 @@ def check_room(
             f"where {free / 1e9:.0f} GB are free: name a folder on a larger disk by "
             "parallel.stream_to, or keep less, by parallel.recompute=block or smaller images"
         )
-
-
-def memory_within(
-    limit: object, folder: object, device: torch.device, key: str = "trainer.memory_limit_gb"
-) -> Memory:
-    """What holds activations of virtual tiles, within a limit if there is one.
-
-    Args:
-        limit: 10^9 bytes, the value of `key`; None for no limit.
-        folder: of what is not in memory, the value of ``parallel.stream_to``.
-
-    Raises:
-        ValueError: the limit is no positive number, or the store cannot be used.
-    """
-    if limit is None:
-        if folder is not None:
-            raise ValueError(
-                f"parallel.stream_to={folder} is of no use without {key}: set it, or leave "
-                "parallel.stream_to out"
-            )
-        return Memory()
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-        raise ValueError(f"{key}={limit} must be a number above 0")
-    if device.type != "cpu":
-        raise ValueError(
-            f"{key}={limit} is for networks on a CPU, this run is on {device}: leave it out"
-        )
-    return_what_is_freed()
-    return Memory(int(limit * 1e9), DiskStore(folder if folder is None else Path(str(folder))))
 
 
 class StepBar:

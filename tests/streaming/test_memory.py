@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from spatialdl.streaming.memory import Memory
+from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.streaming.store import DiskStore
 
 MB = 2**20 // 4  # numbers
@@ -95,3 +96,32 @@ def test_shapes_without_memory_and_small_ones_are_not_counted(tmp_path):
         small = torch.zeros(100)
     assert kept.here == kept.peak == 0
     assert (len(shape), len(small)) == (100 * MB, 100)
+
+
+def test_memory_has_the_limit_and_the_folder(tmp_path):
+    assert memory_within(None, None, torch.device("cpu")).limit is None
+    memory = memory_within(1.5, str(tmp_path), torch.device("cpu"))
+    assert memory.limit == 1_500_000_000
+    assert memory.store is not None
+    assert memory.store.folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("limit", "folder", "device", "message"),
+    [
+        (None, "/tmp", "cpu", "store=/tmp is of no use without limit_gb"),
+        (0, None, "cpu", "limit_gb=0 must be a number above 0"),
+        (True, None, "cpu", "limit_gb=True must be a number above 0"),
+        ("2", None, "cpu", "limit_gb=2 must be a number above 0"),
+        (
+            2,
+            None,
+            "cuda",
+            "limit_gb=2 is for networks on a CPU, this one is on cuda",
+        ),
+        (2, "/no/such/folder", "cpu", "cannot store tensors in /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_is_refused(limit, folder, device, message):
+    with pytest.raises(ValueError, match=message):
+        memory_within(limit, folder, torch.device(device))

@@ -17,6 +17,7 @@ import spatialdl
 from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
 from spatialdl.models.vit import VisionTransformer
+from spatialdl.streaming import memory as memory_module
 from spatialdl.streaming import streamed
 from spatialdl.streaming.memory import Memory
 
@@ -204,7 +205,7 @@ def test_a_limit_holds(monkeypatch):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(streamed, "Memory", Seen)
+    monkeypatch.setattr(memory_module, "Memory", Seen)
     for limit in (None, 0.01):
         x = torch.randn(1, 3, 512, 512)
         spatialdl.stream(model, x, (3, 3), limit_gb=limit).mean().backward()
@@ -221,7 +222,7 @@ def test_a_limit_holds(monkeypatch):
         (nn.ReLU(), [1, 2], {}, "got a list"),
         (nn.ReLU(), image(1, 3, 8, 1), {}, "8x1 is smaller than the grid 2x2"),
         (nn.ReLU(), image(1, 3, 8, 8), {"grid": (0, 2)}, "needs at least 1 rank, got 0"),
-        (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 0}, "limit_gb must be above 0, got 0"),
+        (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 0}, "limit_gb=0 must be a number above 0"),
         (nn.ReLU(), image(1, 3, 8, 8), {"store": "/tmp"}, "store=/tmp is of no use without"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 1, "store": "/no"}, "cannot store tensors"),
         (nn.Conv2d(3, 3, 1, device="meta"), image(1, 3, 8, 8), {"limit_gb": 1}, "is on meta"),

@@ -17,10 +17,7 @@ from spatialdl.training.virtual_tiles import (
     StepBar,
     check_room,
     choose_virtual_tiles,
-    memory_within,
 )
-
-CPU = torch.device("cpu")
 
 
 def compose(*words: str) -> DictConfig:
@@ -86,35 +83,6 @@ def test_a_disk_that_is_too_small_is_told_before_the_step(tmp_path):
 
 def test_without_a_limit_nothing_waits_on_a_disk():
     check_room(Memory(), resnet18(), (1, 3, 300_000, 300_000), parts=1, ranks=1, recompute=False)
-
-
-def test_memory_has_the_limit_and_the_folder(tmp_path):
-    assert memory_within(None, None, CPU).limit is None
-    memory = memory_within(1.5, str(tmp_path), CPU)
-    assert memory.limit == 1_500_000_000
-    assert memory.store is not None
-    assert memory.store.folder == tmp_path
-
-
-@pytest.mark.parametrize(
-    ("limit", "folder", "device", "message"),
-    [
-        (None, "/tmp", "cpu", "parallel.stream_to=/tmp is of no use without trainer.memory_limit"),
-        (0, None, "cpu", "trainer.memory_limit_gb=0 must be a number above 0"),
-        (True, None, "cpu", "trainer.memory_limit_gb=True must be a number above 0"),
-        ("2", None, "cpu", "trainer.memory_limit_gb=2 must be a number above 0"),
-        (
-            2,
-            None,
-            "cuda",
-            "trainer.memory_limit_gb=2 is for networks on a CPU, this run",
-        ),
-        (2, "/no/such/folder", "cpu", "cannot store tensors in /no/such/folder"),
-    ],
-)
-def test_what_cannot_be_is_refused(limit, folder, device, message):
-    with pytest.raises(ValueError, match=message):
-        memory_within(limit, folder, torch.device(device))
 
 
 def test_a_bar_counts_the_operations_of_a_step(monkeypatch):

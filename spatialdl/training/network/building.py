@@ -19,6 +19,7 @@ from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.streaming.memory import memory_within
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
 from spatialdl.training.network.pretrained_input import warn_of_other_input
@@ -28,7 +29,7 @@ from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.cox import Cox
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.task import Task
-from spatialdl.training.virtual_tiles import check_room, memory_within
+from spatialdl.training.virtual_tiles import check_room
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
@@ -162,7 +163,8 @@ def make_pipeline(
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     memory = None
     if placement.stream:
-        memory = memory_within(config.trainer.memory_limit_gb, parallel.stream_to, device)
+        keys = "trainer.memory_limit_gb", "parallel.stream_to"
+        memory = memory_within(config.trainer.memory_limit_gb, parallel.stream_to, device, *keys)
         check_room(
             *(memory, model, _under_way(config, sources, placement)),
             parts=placement.replica_size,
