@@ -170,18 +170,36 @@ def _fits_whole(size: int) -> bool:
     return size**2 * BYTES_PER_PIXEL < SHARE * int(line.split()[1]) * 1024
 
 
-def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> dict[str, Any]:
-    """Side of the largest image within the limit, without streaming and with it."""
+def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Of each precision, the largest image within the limit without streaming and with it."""
+    found = []
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        whole, runs = _largest_whole(options, precision)
+        fit = [row["size"] for row in rows if row["precision"] == precision and row["fits"]]
+        refused = [size for size, memory in runs.items() if memory is None]
+        found.append(
+            {
+                "precision": precision,
+                "whole": whole,
+                "refused": min(refused, default=None),
+                "streamed": max(fit, default=0),
+            }
+        )
+    return found
+
+
+def _largest_whole(
+    options: argparse.Namespace, precision: str
+) -> tuple[int, dict[int, float | None]]:
+    """Side of the largest image without streaming, and memory of all that were tried."""
     runs: dict[int, float | None] = {}
 
     def measure(size: int) -> float | None:
-        found = _step(options, size, "float32", _within(options), 0)
+        found = _step(options, size, precision, _within(options), 0)
         runs[size] = found["resident_gb"] if found["fits"] else None
         return runs[size]
 
-    whole = search(measure, options.limit_gb, max(*options.sizes, STEP))
-    fit = [row["size"] for row in rows if all(run["streamed"]["fits"] for run in row["runs"])]
-    return {"whole": whole, "streamed": max(fit, default=0), "runs": runs}
+    return search(measure, options.limit_gb, max(*options.sizes, STEP)), runs
 
 
 # --- what they say
@@ -241,12 +259,6 @@ def table(result: dict[str, Any]) -> str:
         f"{base['base_gb']:.2f} GB at the start; ~ extrapolated by pixels; *bf16*: by autocast, "
         "and the stem runs again in backward"
     )
-    side = {name: f"{largest[name]} x {largest[name]}" for name in ("whole", "streamed")}
-    pixels = (largest["streamed"] / largest["whole"]) ** 2 if largest["whole"] else 0
-    ends = [
-        ["without streaming", side["whole"], refused(largest["runs"])],
-        ["streamed", side["streamed"], f"{pixels:.0f} times the pixels; no larger one was tried"],
-    ]
     return "\n".join(
         [
             *heading(result),
@@ -254,15 +266,25 @@ def table(result: dict[str, Any]) -> str:
             "",
             *markdown(TITLES, rows),
             "",
-            *markdown([f"largest image within {limit}", "", ""], ends),
+            *markdown(
+                [
+                    f"largest image within {limit}",
+                    "whole",
+                    "refused",
+                    "streamed",
+                    "times the pixels",
+                ],
+                [_largest_cells(one) for one in largest],
+            ),
         ]
     )
 
 
-def refused(runs: dict[int, float | None]) -> str:
-    """The smallest size that did not fit."""
-    sizes = [size for size, memory in runs.items() if memory is None]
-    return f"{min(sizes)} x {min(sizes)} does not fit" if sizes else "no larger one was tried"
+def _largest_cells(found: dict[str, Any]) -> list[str]:
+    whole, streamed = found["whole"], found["streamed"]
+    times = f"{(streamed / whole) ** 2:.0f} or more" if whole else ""
+    refused = "" if found["refused"] is None else str(found["refused"])
+    return [found["precision"], str(whole), refused, str(streamed), times]
 
 
 def _cells(row: Row) -> list[str]:

@@ -30,7 +30,10 @@ def result() -> dict[str, Any]:
                 runs[-1]["ideal"] = step(ideal * more)
         rows.append({"size": size, "precision": precision, "grid": size // 64, "runs": runs})
     stream.complete(rows)
-    largest = {"whole": 64, "streamed": 512, "runs": {64: 0.1, 96: None, 128: None}}
+    largest = [
+        {"precision": "float32", "whole": 64, "refused": 96, "streamed": 256},
+        {"precision": "bfloat16", "whole": 0, "refused": None, "streamed": 512},
+    ]
     found = {"command": "bench", "machine": "2 cores, X", "date": "today", "device": "CPU"}
     return {**found, "options": vars(options), "rows": rows, "largest": largest}
 
@@ -50,10 +53,10 @@ def test_the_table_has_a_line_for_each_size_and_the_largest_images(result: dict[
     assert cells[3][:5] == ["256", "4 x 4", "64.0", "~64.0", "1.00"]
     assert cells[5][0] == "512, *bf16*"
     assert cells[5][-1] == "does not fit"
-    assert cells[-2] == ["without streaming", "64 x 64", "96 x 96 does not fit"]
-    assert cells[-1][1:] == ["512 x 512", "64 times the pixels; no larger one was tried"]
+    assert cells[-2] == ["float32", "64", "96", "256", "16 or more"]
+    assert cells[-1] == ["bfloat16", "0", "", "512", ""]
     result["rows"][1]["fits"] = False
-    assert stream.table(result).count("does not fit") == 6
+    assert stream.table(result).count("does not fit") == 5
 
 
 def test_the_picture_is_drawn(result: dict[str, Any], tmp_path: Any) -> None:
@@ -78,3 +81,18 @@ def test_steps_that_do_not_compute_the_same_are_refused() -> None:
 def test_what_cannot_be_measured_is_refused(words: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         stream._parse(words)
+
+
+def test_the_largest_images_are_found_for_each_precision(
+    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(_: Any, size: int, precision: str, words: list[str], __: int) -> dict[str, Any]:
+        assert words == ["--limit-gb", "2.0"]
+        taken = size**2 / (200_000 if precision == "float32" else 400_000)
+        return {"fits": taken <= 2, "resident_gb": taken}
+
+    monkeypatch.setattr(stream, "_step", found)
+    options = stream._parse(["--sizes", "2048"])
+    largest = stream._largest(options, result["rows"])
+    assert [(one["whole"], one["refused"]) for one in largest] == [(576, 640), (832, 896)]
+    assert [one["streamed"] for one in largest] == [256, 512]
