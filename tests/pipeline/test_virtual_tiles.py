@@ -148,6 +148,19 @@ def test_steps_follow_each_other_and_gradients_add_up(tmp_path):
             optimizer.zero_grad()
 
 
+def test_modes_and_weights_are_those_of_the_network_at_each_forward():
+    torch.manual_seed(0)
+    model, x = resnet18(3, width=8).double(), image(2, 3, 33, 34)
+    tiles = tiles_of(model, (2, 2))
+    tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2, CPU)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter + 0.01  # other memory
+        found = tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2, CPU).output
+        torch.testing.assert_close(found, model(x), rtol=1e-10, atol=1e-10)
+
+
 def test_images_are_read_one_virtual_tile_at_a_time():
     x, asked = image(2, 3, 11, 8), []
     shape, size = tuple(x.shape), x.shape[2:]
@@ -180,7 +193,7 @@ class Skips(nn.Module):
         first = self.one(x)
         second = self.two(first)
         vector = self.pool(first)
-        third = self.three(torch.cat([first * vector, x], 1))
+        third = self.three(torch.cat([first, x], 1)) * vector
         return self.end(third.mean((2, 3)) + second.mean((2, 3)) + vector.flatten(1))
 
 

@@ -443,3 +443,33 @@ def test_a_compiled_run_has_the_same_numbers_and_names_and_resumes(real, tmp_pat
     for name, value in expected.state_dict().items():
         assert torch.allclose(found.state_dict()[name], value, rtol=0, atol=1e-10), name
     train(ours, *more, "trainer.max_steps=6", "ckpt_path=latest")  # uncompiled from here on
+
+
+KINDS = {
+    "classification": ["model.width=8"],
+    "segmentation": ["task=segmentation", "model=unet", "model.width=8", "model.depth=2"],
+}
+
+
+@pytest.mark.parametrize("stream", ["[2,2]", "[3,1]", "[1,1]"])
+@pytest.mark.parametrize("task", KINDS)
+def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
+    """Its activations wait on a disk."""
+    words = [*KINDS[task], "data.image_size=[70,67]", "data/augment=pathology", "trainer.ema=0.5"]
+    words += ["trainer.validate_every=2", "parallel.microbatches=2", "trainer.clip_norm=1"]
+    plain = train(tmp_path / "plain", *words)
+    limit = ["trainer.memory_limit_gb=0.001", f"parallel.stream_to={tmp_path}"]
+    ours = train(tmp_path / "ours", *words, f"parallel.stream={stream}", *limit)
+    found, expected = summary(tmp_path / "ours"), summary(tmp_path / "plain")
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
+    assert len(found["validation"]) == len(expected["validation"]) == 2
+    for one, other in zip(found["validation"], expected["validation"], strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            assert one[key] == pytest.approx(value, abs=1e-10, nan_ok=True), key
+    state = ours.parts.pipeline.state_dict()
+    for name, value in plain.parts.pipeline.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+    store = ours.parts.pipeline.options.memory._store
+    assert store.written > 10_000_000
+    assert store.folder == tmp_path

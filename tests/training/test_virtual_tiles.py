@@ -4,29 +4,77 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from spatialdl.models import resnet18, wide_view
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
+from spatialdl.training.checks import check_config
 from spatialdl.training.console.progress import TERMINAL
 from spatialdl.training.virtual_tiles import (
     StepBar,
     check_room,
     choose_virtual_tiles,
 )
+from tests.bags import bag_config, write_bags
+from tests.composing import composed
+
+STREAM = "parallel.stream=[2,2]"
 
 
-def compose(*words: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base=None):
-        return hydra_compose("train", list(words))
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "trainer.memory_limit_gb=0.5",
+        "trainer.memory_limit_gb=2 parallel.stream_to=/tmp",
+        "parallel=sp+pp parallel.recompute=block trainer.clip_norm=1 trainer.ema=0.9",
+        "parallel=gems trainer.accumulate=2",
+        "task=segmentation model=unet",
+    ],
+)
+def test_what_goes_with_virtual_tiles(words):
+    assert check_config(composed("train", f"{STREAM} {words}")).stream == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("trainer.compile=true", "trainer.compile=true"),
+        ("task.mixup=0.2", "task.mixup=0.2"),
+        ("debug.name=detect_nan", "debug=detect_nan"),
+        ("task=survival task.loss=cox", "task.loss=cox"),
+        ("parallel=dp parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true"),
+        ("parallel=dp parallel.shard_state=true", "parallel.shard_state=true"),
+        ("parallel=pp parallel.schedule=zero_bubble", "parallel.schedule=zero_bubble"),
+        ("parallel.tensor=2", "parallel.tensor=2"),
+        ("parallel=sp+pp parallel.local_dp=2", "parallel.local_dp=2"),
+    ],
+)
+def test_what_does_not_go_with_virtual_tiles(words, what):
+    sentence = (
+        rf"^{what} does not go with virtual tiles, parallel.stream=\[2, 2\]: leave one of the"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        check_config(composed("train", f"{STREAM} {words}"))
+
+
+def test_bags_have_no_virtual_tiles(tmp_path):
+    config = bag_config(write_bags(tmp_path))
+    config.parallel.stream = [2]
+    with pytest.raises(ValueError, match=r"parallel.stream=\[2\] takes images of one size"):
+        check_config(config)
+
+
+@pytest.mark.parametrize("words", ["parallel.stream_to=/tmp", "trainer.memory_limit_gb=2"])
+def test_keys_of_virtual_tiles_are_of_no_use_without_any(words):
+    with pytest.raises(ValueError, match=rf"^{words} is of no use without virtual tiles: set par"):
+        check_config(composed("train", words))
 
 
 def parallel(*words: str) -> DictConfig:
-    return compose("parallel.stream=auto", *words).parallel
+    return composed("train", " ".join(["parallel.stream=auto", *words])).parallel
 
 
 def chosen(limit: object, *words: str, shape: tuple[int, ...] = (1, 3, 1024, 1024)) -> list[int]:
@@ -47,7 +95,7 @@ def test_auto_takes_fewer_tiles_the_more_memory_there_is():
 
 
 def test_named_tiles_stay():
-    settings = compose("parallel.stream=[3,2]").parallel
+    settings = composed("train", "parallel.stream=[3,2]").parallel
     choose_virtual_tiles(settings, resnet18(), (1, 3, 64, 64), torch.float32, None)
     assert list(settings.stream) == [3, 2]
 

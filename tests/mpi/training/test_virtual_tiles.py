@@ -1,0 +1,67 @@
+"""Runs on virtual tiles of several ranks, whose activations wait on a disk, as in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from mpi4py import MPI
+
+from spatialdl.comm.alone import Alone
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
+from tests.mpi.device import device_key
+
+WORLD = MPI.COMM_WORLD
+SMALL = [
+    *("data.image_size=[70,67]", "data.num_classes=3", "data.samples=7", "data.batch_size=4"),
+    *("data.validation_samples=3", "data/augment=pathology", "trainer.precision=float64"),
+    *("trainer.max_steps=3", "trainer.validate_every=2", "trainer.report=false"),
+]
+KINDS = {
+    "classification": ["model.width=8"],
+    "segmentation": ["task=segmentation", "model=unet", "model.width=8", "model.depth=2"],
+}
+# (layout, slices of the batch that one process accumulates over); the ranks follow from it
+LAYOUTS = {
+    2: [
+        ("parallel=sp parallel.grid=[2,1] parallel.stream=[1,2]", 1),
+        ("parallel=sp parallel.grid=[1,2] parallel.stream=[2,1] data.workers=1", 1),
+        ("parallel=dp parallel.stream=[2,2]", 2),
+        ("parallel=pp parallel.microbatches=2 parallel.stream=[2,2]", 2),
+    ],
+    3: [("parallel=sp+pp parallel.microbatches=2 parallel.stream=[2,1]", 2)],
+    4: [("parallel=dp+sp parallel.stream=[1,2]", 2)],
+}
+
+
+def train(run_dir: Path, comm: Any, *words: str) -> tuple[Trainer, dict[str, Any]]:
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", [*SMALL, device_key(comm), *words])
+    trainer = Trainer(config, comm)
+    fit(trainer, run_dir)
+    found = json.loads((run_dir / "summary.json").read_text()) if comm.rank == 0 else {}
+    return trainer, found
+
+
+@pytest.mark.parametrize("task", KINDS)
+@pytest.mark.parametrize(("layout", "slices"), LAYOUTS.get(WORLD.size, []))
+def test_equals_one_process(layout, slices, task, tmp_path):
+    words = [*KINDS[task], "comm.check=true", "parallel.microbatches=1", *layout.split()]
+    limit = ["trainer.memory_limit_gb=0.001", f"parallel.stream_to={tmp_path}"]
+    trainer, ours = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, *limit)
+    assert trainer.parts.pipeline.options.memory._store.written > 1_000_000
+    if WORLD.rank > 0:
+        return
+    _, plain = train(tmp_path / "plain", Alone(), *KINDS[task], f"parallel.microbatches={slices}")
+    assert ours["world_size"] == WORLD.size
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
+    assert len(ours["validation"]) == len(plain["validation"]) == 2
+    for one, other in zip(ours["validation"], plain["validation"], strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            assert one[key] == pytest.approx(value, abs=1e-10, nan_ok=True), key
