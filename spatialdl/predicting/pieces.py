@@ -25,10 +25,20 @@ Part = tuple[tuple[int, ...], Floats]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a map: its first slice, row and column, and values (classes, *spatial)."""
+    """A part of a map: its first slice, row and column, and values (classes, *spatial).
+
+    Attributes:
+        file: where the values are, if that is not in memory.
+    """
 
     start: tuple[int, ...]
     values: Tensor
+    file: mmap.mmap | None = None
+
+    def let_go(self) -> None:
+        """What was read of a file need not stay in memory."""
+        if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.file.madvise(mmap.MADV_DONTNEED)
 
 
 def kept_in(folder: Path, piece: Piece) -> Piece:
@@ -39,10 +49,9 @@ def kept_in(folder: Path, piece: Piece) -> Piece:
         kept = np.memmap(file, dtype, "w+", shape=tuple(values.shape))
     kept[...] = values.numpy()
     kept.flush()
-    mapped = kept._mmap  # type: ignore[attr-defined]
-    if hasattr(mmap, "MADV_DONTNEED"):
-        mapped.madvise(mmap.MADV_DONTNEED)
-    return Piece(piece.start, torch.from_numpy(kept))
+    stored = Piece(piece.start, torch.from_numpy(kept), kept._mmap)  # type: ignore[attr-defined]
+    stored.let_go()
+    return stored
 
 
 def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
@@ -138,6 +147,8 @@ class PiecedMap:
                 under = band[place]
                 place = (..., *map(slice, under.shape[len(before) :]))
                 under[...] = values[place]  # cut at the map's end
+            for piece in self._pieces:
+                piece.let_go()
             yield band
 
 
