@@ -141,8 +141,12 @@ class MadeOfTiles:
     def _joined(self, pieces: list[Tensor], layout: Layout) -> Tensor:
         if len(layout.boxes) > 1:
             return self._tiles.together(pieces, layout)
-        self._tiles.memory.bring(pieces[:1])
-        return pieces[0].detach()
+        return self._own_copy(pieces[0])
+
+    def _own_copy(self, tensor: Tensor) -> Tensor:
+        """Of memory that nobody stores, while others read it or it is on its way to them."""
+        self._tiles.memory.bring([tensor])
+        return tensor.detach().clone()
 
     @property
     def output(self) -> Any:
@@ -167,8 +171,7 @@ class MadeOfTiles:
         if not isinstance(first, Tensor):
             return first
         if not isinstance(first, SpatialTensor):
-            self._tiles.memory.bring([first])
-            return first.detach()
+            return self._own_copy(first)
         layout = first.spatial_layout
         tile = self._tiles.together([value._tile for value in values], layout)
         if mesh.parts == 1:

@@ -31,6 +31,7 @@ from spatialdl.pipeline.region import Region
 from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.shapes import HandoverShapes, SplitShape, over_ranks
+from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.streaming.memory import Memory
@@ -146,6 +147,24 @@ def test_steps_follow_each_other_and_gradients_add_up(tmp_path):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stream", [(1, 1), (2, 2)])
+def test_what_has_left_stays_in_memory(stream, tmp_path):
+    """Others read it, or send it on, while the next micro-batch is worked on."""
+    x = image(1, 10_000, 4, 6)
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    tiles = tiles_of(model, stream, Memory(100_000, DiskStore(tmp_path)))
+    size = Layout.even(1, (10_000,), (1,))
+    whole = HandoverShape((1, 10_000), x.dtype, size, size)
+    with torch.no_grad():
+        first = tiles.forward({IMAGE: x}, entering(x, stream), 1, CPU)
+        found = [first.output, first.leaving(OUTPUT, whole)]
+        tiles.forward({IMAGE: x * 2}, entering(x, stream), 1, CPU)
+    assert tiles.memory._store.written > 0
+    for one in found:
+        assert one.untyped_storage().nbytes() > 0
+        torch.testing.assert_close(one, x.mean((2, 3)))
 
 
 def test_modes_and_weights_are_those_of_the_network_at_each_forward():

@@ -466,10 +466,13 @@ def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
     for one, other in zip(found["validation"], expected["validation"], strict=True):
         assert one.keys() == other.keys()
         for key, value in other.items():
-            assert one[key] == pytest.approx(value, abs=1e-10, nan_ok=True), key
+            if isinstance(value, list):
+                torch.testing.assert_close(one[key], value, rtol=0, atol=1e-10, equal_nan=True)
+            else:
+                assert one[key] == pytest.approx(value, abs=1e-10, nan_ok=True), key
     state = ours.parts.pipeline.state_dict()
     for name, value in plain.parts.pipeline.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
     store = ours.parts.pipeline.options.memory._store
-    assert store.written > 10_000_000
+    assert store.written > 4_000_000
     assert store.folder == tmp_path
