@@ -161,7 +161,7 @@ def test_what_has_left_stays_in_memory(stream, tmp_path):
         first = tiles.forward({IMAGE: x}, entering(x, stream), 1, CPU)
         found = [first.output, first.leaving(OUTPUT, whole)]
         tiles.forward({IMAGE: x * 2}, entering(x, stream), 1, CPU)
-    assert tiles.memory._store.written > 0
+    assert tiles.memory.store.written > 0
     for one in found:
         assert one.untyped_storage().nbytes() > 0
         torch.testing.assert_close(one, x.mean((2, 3)))

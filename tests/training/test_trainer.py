@@ -473,6 +473,6 @@ def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
     state = ours.parts.pipeline.state_dict()
     for name, value in plain.parts.pipeline.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
-    store = ours.parts.pipeline.options.memory._store
+    store = ours.parts.pipeline.options.memory.store
     assert store.written > 4_000_000
     assert store.folder == tmp_path

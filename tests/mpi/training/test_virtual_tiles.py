@@ -55,7 +55,7 @@ def test_equals_one_process(layout, slices, task, tmp_path):
     words = [*KINDS[task], "comm.check=true", "parallel.microbatches=1", *layout.split()]
     limit = ["trainer.memory_limit_gb=0.0003", f"parallel.stream_to={tmp_path}"]
     trainer, ours = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, *limit)
-    written = trainer.parts.pipeline.options.memory._store.written
+    written = trainer.parts.pipeline.options.memory.store.written
     assert WORLD.allreduce(written) > 1_000_000
     if WORLD.rank > 0:
         return
