@@ -26,7 +26,7 @@ from spatialdl.training.checks import (
     check_complete,
     check_device,
 )
-from spatialdl.training.layouts import placement_of, schedule_of
+from spatialdl.training.layouts import AUTO, placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
 GEOJSON = {"plain": ".geojson", "gzip": ".geojson.gz"}
@@ -71,9 +71,11 @@ def check_config(config: DictConfig) -> Placement:
         raise ValueError("parallel=auto is for training: name the layout, such as parallel=dp")
     if config.parallel.shard_state:
         raise ValueError("parallel.shard_state=true is for training: leave it out")
-    for key in ("stream", "stream_to"):
-        if config.parallel[key] is not None:
-            raise ValueError(f"parallel.{key}={config.parallel[key]} is for training: leave it out")
+    if config.parallel.stream == AUTO:
+        raise ValueError(
+            "parallel.stream=auto is for training: name the virtual tiles, such as "
+            "parallel.stream=[4,4]"
+        )
     dims = 1 if config.features is not None else None if config.volumes is None else 3
     placement = placement_of(config.parallel, dims)
     if config.features is not None and placement.world_size > placement.data:
@@ -114,11 +116,16 @@ def _check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
             f"parallel.stream={config.parallel.stream} cuts images, and features={config.features} "
             "has none: leave it out"
         )
-    if config.memory_limit_gb is not None and not placement.stream:
-        raise ValueError(
-            f"memory_limit_gb={config.memory_limit_gb} is of no use without virtual tiles: set "
-            "parallel.stream, such as parallel.stream=[4,4], or leave it out"
-        )
+    given = {
+        "memory_limit_gb": config.memory_limit_gb,
+        "parallel.stream_to": config.parallel.stream_to,
+    }
+    for key, value in given.items():
+        if value is not None and not placement.stream:
+            raise ValueError(
+                f"{key}={value} is of no use without virtual tiles: set parallel.stream, such as "
+                "parallel.stream=[4,4], or leave it out"
+            )
 
 
 def _check_store(config: DictConfig) -> None:
