@@ -24,6 +24,8 @@ def given(tmp_path) -> str:
         ("min_tissue=0 overlap=0 level=0 tile_size=1 batch_size=1", 1),
         ("min_tissue=1 mpp=0.25 slide_mpp=0.5 whole=false table=parquet", 1),
         ("parallel=sp parallel.grid=[2,3] whole=true", 6),
+        ("parallel.stream=[2,2] memory_limit_gb=2 parallel.stream_to=/tmp", 1),
+        ("parallel=sp parallel.grid=[2,1] parallel.stream=[1,4]", 2),
         ("parallel=dp parallel.data=4 batch_size=4", 4),
         ("slides=null shards=SET split=val", 1),
         ("classes=[a,b] activation=true", 1),
