@@ -23,8 +23,9 @@ from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path
 from spatialdl.comm.world import start_world
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
 
 CLASSES = 10

@@ -20,9 +20,9 @@ from spatialdl.comm.mesh import Mesh, start_placement
 from spatialdl.comm.protection import Timeout
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline as Runtime
-from spatialdl.pipeline.runtime import PipelineOptions
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.tensor import SpatialTensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -65,6 +66,26 @@ class Worker(Protocol):
             tiles: on this rank; leaves, of which some want gradients.
             samples: on this rank.
         """
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a rank with virtual tiles has of a micro-batch's images, or of their masks.
+
+    Attributes:
+        shape: of the rank's box: (N, C, *spatial), of masks (N, *spatial).
+        dtype: of what is read.
+        size: of the spatial dims of the whole image.
+        read: gives a part, from slices of all dims or with ``...`` of the last ones.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    read: Callable[[Any], Tensor]
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self.read(part)
 
 
 class _Enter(torch.autograd.Function):

@@ -16,8 +16,7 @@ from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Worker
-from spatialdl.pipeline.region import Region
+from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Region, Worker
 from spatialdl.pipeline.shapes import Border, Passing, over_ranks, own_samples
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import VirtualTiles

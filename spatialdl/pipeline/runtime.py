@@ -9,16 +9,16 @@ order is GEMS.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.uses import Plan, check_plan, uses_of
+from spatialdl.channels.uses import check_plan, uses_of
 from spatialdl.channels.weights import divide, settle, weights_of, whole_state
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.communicator import Communicator
@@ -29,7 +29,7 @@ from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
-from spatialdl.pipeline.batch_loss import BatchLoss, Width, check_forwards_first
+from spatialdl.pipeline.batch_loss import BatchLoss, check_forwards_first
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compiled import check_compiler, compile_stages
@@ -37,6 +37,7 @@ from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.moving import moved
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion, Made
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Microbatch, PlacedStage
@@ -46,7 +47,6 @@ from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.step_context import StepContext, are_weights_apart
-from spatialdl.spatial.gather import Names
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.streaming.memory import Memory
@@ -54,54 +54,7 @@ from spatialdl.streaming.memory import Memory
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from spatialdl.comm.processes import Nodes
     from spatialdl.pipeline.sharded import ShardedStage
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """How a `Pipeline` works; what is left out does as one process does.
-
-    Attributes:
-        cut: layers before which to cut, see `pipeline.partition.cut`.
-        balance: what is alike in all stages where `cut` does not say, see `pipeline.balance`.
-        gather_before: modules that get whole images, see `spatial.gather`.
-        recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
-        sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
-        seed: of the random numbers that the network draws in training.
-        backend: of torch.distributed, through which gradients are averaged; None for that of the
-            pipeline's ranks, see `comm.groups`; with one they must be all ranks of the world.
-        shard_state: whether data replicas share parameters, gradients and optimizer state out
-            among them, over `backend` or that of the ranks, see `pipeline.sharded`.
-        device: of stages and tensors; by default the CPU.
-        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
-        nodes: of the ranks, if gradients are to be averaged by nodes where that saves time.
-        compiled: whether stages are compiled, see `pipeline.compiled`.
-        tensor_plan: how weights are divided by channels where that is not to be found out, see
-            `channels.uses.check_plan`.
-        sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
-            None, or where it gives None, all alike.
-        memory: holds what virtual tiles need later, if ranks have any (`Placement.stream`).
-        batch_loss: the columns of outputs and targets, if the criterion compares the samples of a
-            batch, see `pipeline.batch_loss`; of networks of one stage.
-    """
-
-    cut: Names = None
-    balance: Literal["time", "measured", "memory"] = "time"
-    gather_before: Names = None
-    recompute: Literal["none", "block", "stage"] = "none"
-    sync_batchnorm: bool = False
-    seed: int = 0
-    backend: str | None = None
-    shard_state: bool = False
-    device: torch.device | None = None
-    mixed: torch.dtype | None = None
-    nodes: Nodes | None = None
-    compiled: bool = False
-    tensor_plan: Plan = field(default_factory=dict)
-    sample_weights: Callable[[Tensor], Tensor | None] | None = None
-    memory: Memory | None = None
-    batch_loss: Width | None = None
 
 
 class Pipeline:

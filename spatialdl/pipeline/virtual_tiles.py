@@ -17,8 +17,7 @@ from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import virtual_ranks
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Box, Layout, finer_parts, last_slices
-from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Shapes
-from spatialdl.pipeline.region import Region
+from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Region, Shapes
 from spatialdl.pipeline.steps import Value
 from spatialdl.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local

@@ -20,7 +20,8 @@ from spatialdl.data.image_source import Size
 from spatialdl.errors import CheckpointError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.predicting.trained import Trained, trained_in
 from spatialdl.predicting.trust import check_targets
 from spatialdl.spatial.shadow import meta_copy

@@ -19,8 +19,8 @@ from spatialdl.data.image_source import Box
 from spatialdl.data.loader import Loader, bag_to_input, to_input
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.views import Views
+from spatialdl.pipeline.own_tile import Region
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.region import Region
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.split import from_local
 from spatialdl.training.tasks.losses import check_pixels

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.parallel.layout import Layout
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.spatial.attention_kernels import KERNELS
 from spatialdl.spatial.tensor import from_tile
 from spatialdl.training.layouts import placement_of, schedule_of

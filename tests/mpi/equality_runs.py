@@ -25,9 +25,10 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.data.format import UNLABELLED
 from spatialdl.models import VisionTransformer
 from spatialdl.parallel.layout import even_bounds
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.own_tile import Region
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.region import Region
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
 from spatialdl.training.tasks.losses import segmentation_loss

@@ -7,8 +7,9 @@ from torch import nn
 from spatialdl.comm.alone import Alone
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.batch_loss import Width, check_forwards_first
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
 
 

@@ -10,7 +10,7 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
-from spatialdl.pipeline.own_tile import OwnTile, enter
+from spatialdl.pipeline.own_tile import OwnTile, Region, enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE, Value
@@ -142,3 +142,25 @@ def test_the_first_operation_may_write_into_a_leaf():
     F.relu_(enter(leaf)).sum().backward()
     assert leaf.grad.tolist() == [0, 1]
     assert leaf.tolist() == [0, 2]  # the same memory
+
+
+def test_parts_are_made_when_they_are_asked_for():
+    whole = torch.arange(2 * 3 * 5 * 4).view(2, 3, 5, 4)
+    asked = []
+
+    def read(part):
+        asked.append(part)
+        return whole[part]
+
+    region = Region((2, 3, 5, 4), torch.int64, (10, 4), read)
+    assert asked == []
+    part = (..., slice(1, 3), slice(0, 2))
+    assert torch.equal(region[part], whole[:, :, 1:3, :2])
+    assert asked == [part]
+
+
+def test_a_region_stays_as_it_is():
+    region = Region((1, 2, 2), torch.int64, (2, 2), torch.zeros(1, 2, 2).__getitem__)
+    with pytest.raises(AttributeError, match="cannot assign"):
+        region.shape = (2, 2, 2)
+    assert region  # which tells it from none

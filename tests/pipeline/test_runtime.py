@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl.comm.alone import Alone
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import checkpoint_contexts
 

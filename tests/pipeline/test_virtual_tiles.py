@@ -25,10 +25,11 @@ from spatialdl.models.vit import VisionTransformer
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.own_tile import Region
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.region import Region
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.shapes import HandoverShapes, SplitShape, over_ranks
 from spatialdl.pipeline.stage import OUTPUT

@@ -24,7 +24,8 @@ device = put_on(world)
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 
 def step(placement, schedule, hook=None):

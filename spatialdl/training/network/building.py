@@ -18,7 +18,8 @@ from spatialdl.configuring.own_keys import offered_keys, refused_key
 from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.streaming.memory import memory_within
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head

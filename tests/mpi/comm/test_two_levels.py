@@ -17,7 +17,8 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.comm.two_levels import TwoLevels, by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 
 SIZE = MPI.COMM_WORLD.size

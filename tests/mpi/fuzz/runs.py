@@ -18,8 +18,9 @@ from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.data.writer import ShardWriter
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import repeated
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.checks import check_config

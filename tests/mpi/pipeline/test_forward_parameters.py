@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality

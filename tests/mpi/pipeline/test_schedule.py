@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.simulate import Costs, simulate
 

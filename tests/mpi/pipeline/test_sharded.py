@@ -24,8 +24,9 @@ from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_group import backend_for
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit

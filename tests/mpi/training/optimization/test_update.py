@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer

@@ -8,8 +8,9 @@ from torch import nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline, PipelineOptions
+from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.training.tasks.task import MultiLabel
 from tests.mpi.training.small import small
