@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -169,8 +169,16 @@ def _thread_contexts() -> list[Callable[[], AbstractContextManager[Any]]]:
         # on a GPU autograd would go on in a thread of the device, past the turns
         partial(torch.autograd.set_multithreading_enabled, False),
     ]
+    if torch.accelerator.is_available():  # the first one is what a new thread begins with
+        contexts.append(partial(_on_device, torch.accelerator.current_device_index()))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             contexts.append(partial(torch.autocast, device, dtype))
     return contexts
+
+
+@contextmanager
+def _on_device(index: int) -> Iterator[None]:
+    torch.accelerator.set_device_index(index)
+    yield
