@@ -76,6 +76,11 @@ def _see(number: int) -> None:
         end_job(128 + number)
 
 
+def seen() -> bool:
+    """Whether one has asked this rank for a stop."""
+    return _Seen.first is not None
+
+
 def ignore() -> None:
     """From now on: the run is over, and Python would let them kill a rank that waits for others."""
     for number in STOPPING:

@@ -19,6 +19,7 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.placed import Microbatch
+from spatialdl.training import signals
 from spatialdl.training.callbacks import Callbacks, RunState, callback_plugins
 from spatialdl.training.checkpoints.keeping import Checkpoints, Resumed
 from spatialdl.training.console.rank_table import tell_ranks
@@ -38,7 +39,7 @@ from spatialdl.training.staging import stage_feeds
 from spatialdl.training.step import Step
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.time_split import COLUMNS, TimeSplit
-from spatialdl.training.virtual_tiles import StepBar
+from spatialdl.training.virtual_tiles import GivenUp, StepWatch
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -85,7 +86,11 @@ class Trainer:
         self._metrics: Scores = {}
         self._timeline: Timeline | None = None
         self._split = TimeSplit()
-        self._bar = StepBar(parts.pipeline.memory, world.rank == 0)
+        self._watch = StepWatch(
+            *(parts.pipeline.memory, parts.pipeline.stages.values()),
+            is_told=world.rank == 0,
+            stops=signals.seen if world.size == 1 else None,
+        )
 
     def fit(self, run_dir: Path) -> None:
         """Train to the end, or until told to stop; rank 0 writes the run directory."""
@@ -247,7 +252,12 @@ class Trainer:
             waiting.at(f"step {self.course.step + 1}")
             waited = time.perf_counter() - started
             images = self.parts.train_feed.samples(self.course.batch)
-            loss = self._train_step(self.parts.train_feed.microbatches(batch))
+            try:
+                loss = self._train_step(self.parts.train_feed.microbatches(batch))
+            except GivenUp:
+                self._meeting.between()
+                self._between_steps(reporter)
+                break
             seconds = time.perf_counter() - started
             if self._timeline is not None:
                 self._timeline.step_done(last=self.course.is_over())
@@ -301,8 +311,12 @@ class Trainer:
         self.checkpoints.save({**self.course.state(), **content}, is_best)
 
     def _train_step(self, batch: list[Microbatch]) -> float:
-        """One optimizer step; returns the loss of the whole batch, the same on every rank."""
-        with self._bar.over(self.course.step + 1):
+        """One optimizer step; returns the loss of the whole batch, the same on every rank.
+
+        Raises:
+            GivenUp: on a run of one rank, if it is told to stop meanwhile.
+        """
+        with self._watch.over(self.course.step + 1):
             own = self._step.run(batch, self.course.step)
         self.course.step_done()
         loss = self._meeting.after_step(own)

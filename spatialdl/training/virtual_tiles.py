@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from spatialdl.parallel.layout import by
@@ -147,27 +149,49 @@ def check_room(
         )
 
 
-class StepBar:
-    """Tells on a terminal how far a step is that takes some seconds.
+class GivenUp(Exception):
+    """A step was given up, as the run is told to stop; weights and buffers are as before it."""
 
-    What is counted are operations of the virtual tiles of rank 0; how many there are is known when
-    a step is over.
+
+class StepWatch:
+    """Watches steps that take some seconds, operation by operation of the virtual tiles.
+
+    On a terminal it tells how far a step is; how many operations there are is known when a step is
+    over. A run of one rank need not end a step that takes minutes when it is told to stop.
 
     Args:
         memory: of the run; None without virtual tiles.
+        stages: of the run, whose buffers a forward changes.
         is_told: whether on this rank.
+        stops: whether the run is told to stop; None where that must wait for the end of a step, as
+            other ranks wait for this one in its midst.
     """
 
-    def __init__(self, memory: Memory | None, is_told: bool) -> None:
-        self._memory = memory if is_told and has_terminal() else None
+    def __init__(
+        self,
+        memory: Memory | None,
+        stages: Iterable[nn.Module],
+        *,
+        is_told: bool,
+        stops: Callable[[], bool] | None = None,
+    ) -> None:
+        self._shows = is_told and has_terminal()
+        self._memory = memory if self._shows or stops is not None else None
+        self._stages, self._stops = tuple(stages), stops
         self._operations: int | None = None
 
     @contextmanager
     def over(self, step: int) -> Iterator[None]:
-        """Around a step, the first is 1."""
-        if self._memory is None:
+        """Around a step, the first is 1.
+
+        Raises:
+            GivenUp: the run is told to stop.
+        """
+        memory = self._memory
+        if memory is None:
             yield
             return
+        before = self._buffers() if self._stops is not None else []
         with tqdm(
             total=self._operations,
             desc=f"step {step}",
@@ -176,10 +200,30 @@ class StepBar:
             leave=False,
             file=sys.stderr,
             dynamic_ncols=True,
+            disable=not self._shows,
         ) as bar:
-            self._memory.told = bar.update
+            memory.told = partial(self._told, bar)
             try:
                 yield
+            except GivenUp:
+                for module, name, buffer in before:
+                    module._buffers[name] = buffer
+                raise
             finally:
-                self._memory.told = None
-                self._operations = bar.n
+                memory.told = None
+            self._operations = bar.n
+
+    def _told(self, bar: tqdm[Any]) -> None:
+        bar.update()
+        if self._stops is not None and self._stops():
+            raise GivenUp
+
+    def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Copies of all there are."""
+        return [
+            (module, name, buffer.detach().clone())
+            for stage in self._stages
+            for module in stage.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import multiprocessing
+import signal
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from spatialdl.comm.alone import Alone
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.training import signals
 from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -476,3 +479,30 @@ def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
     store = ours.parts.pipeline.options.memory.store
     assert store.written > 4_000_000
     assert store.folder == tmp_path
+
+
+def test_a_run_that_is_told_to_stop_gives_up_a_step_on_virtual_tiles(tmp_path, monkeypatch):
+    """A step may take longer than a scheduler waits; the run goes on as if it had not begun it."""
+    words = [*KINDS["classification"], "data.image_size=[64,64]", "parallel.stream=[2,2]"]
+    whole = train(tmp_path / "whole", *words)
+    monkeypatch.setattr(signals._Seen, "first", None)
+    operations = count()
+
+    def seen() -> bool:
+        if next(operations) == 20_000:  # in the midst of the second step
+            signals._Seen.first = signal.SIGTERM
+        return signals._Seen.first is not None
+
+    with monkeypatch.context() as within:
+        within.setattr(signals, "seen", seen)
+        stopped = train(tmp_path / "ours", *words)
+    done = stopped.course.step
+    assert next(operations) == 20_001  # it did not even end the operation
+    assert 0 < done < whole.course.step
+    assert stopped.course.stopped is signal.SIGTERM
+    monkeypatch.setattr(signals._Seen, "first", None)
+    ours = train(tmp_path / "ours", *words, "ckpt_path=latest")
+    assert summary(tmp_path / "ours")["loss"] == summary(tmp_path / "whole")["loss"]
+    state = ours.parts.pipeline.state_dict()
+    for name, value in whole.parts.pipeline.state_dict().items():
+        assert torch.equal(state[name], value), name

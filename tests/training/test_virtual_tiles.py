@@ -13,7 +13,8 @@ from spatialdl.streaming.store import DiskStore
 from spatialdl.training.checks import check_config
 from spatialdl.training.console.progress import TERMINAL
 from spatialdl.training.virtual_tiles import (
-    StepBar,
+    GivenUp,
+    StepWatch,
     check_room,
     choose_virtual_tiles,
 )
@@ -136,20 +137,37 @@ def test_without_a_limit_nothing_waits_on_a_disk():
 def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
     monkeypatch.setenv(TERMINAL, "1")
     memory = Memory()
-    bar = StepBar(memory, is_told=True)
+    watch = StepWatch(memory, [], is_told=True)
     for step in (1, 2):
-        with bar.over(step), memory.watch():
+        with watch.over(step), memory.watch():
             torch.ones(3).add(1).sum()
         assert memory.told is None
-        assert bar._operations == 3
+        assert watch._operations == 3
 
 
-def test_other_ranks_and_runs_without_virtual_tiles_have_no_bar(monkeypatch):
+def test_other_ranks_and_runs_without_virtual_tiles_are_not_watched(monkeypatch):
     monkeypatch.setenv(TERMINAL, "1")
     memory = Memory()
-    for bar in (StepBar(memory, is_told=False), StepBar(None, is_told=True)):
-        with bar.over(1):
+    for watch in (StepWatch(memory, [], is_told=False), StepWatch(None, [], is_told=True)):
+        with watch.over(1):
             assert memory.told is None
+
+
+def test_a_step_that_is_given_up_leaves_buffers_as_they_were():
+    memory, norm, told = Memory(), nn.BatchNorm2d(2), []
+    watch = StepWatch(memory, [norm], is_told=False, stops=lambda: bool(told))
+    before = {name: one.clone() for name, one in norm.named_buffers()}
+
+    def step() -> None:
+        with watch.over(1), memory.watch():
+            norm(torch.rand(2, 2, 4, 4))
+            told.append(True)
+            norm(torch.rand(2, 2, 4, 4))
+
+    with pytest.raises(GivenUp):
+        step()
+    assert memory.told is None
+    assert all(torch.equal(one, before[name]) for name, one in norm.named_buffers())
 
 
 def test_settings_of_virtual_tiles_are_left_alone_without_any():
