@@ -82,6 +82,12 @@ class Across:
         self._under_way.append(crossing)
         return crossing
 
+    def finish(self) -> None:
+        """Wait until all that was sent has left; when virtual ranks of this process are done."""
+        for one in self._under_way:
+            one.wait()
+        self._under_way = []
+
 
 _Entry = tuple[int, int, int, Tensor]
 """The other process, who sends, who receives, and what."""
@@ -110,10 +116,14 @@ class Crossing:
     def is_done(self) -> bool:
         return self._found is not None or self._pending.is_done()
 
+    def wait(self) -> None:
+        """Until what is sent has left, and what is received is there."""
+        noted("exchange of virtual ranks", self._comm.world_ranks, self._pending.wait)
+
     def arrived(self, rank: int) -> dict[int, list[Tensor]]:
         """What a virtual rank has got, by giver; waits until all of this process is there."""
         if self._found is None:
-            noted("exchange of virtual ranks", self._comm.world_ranks, self._pending.wait)
+            self.wait()
             self._found = {}
             for (_, giver, taker, _view), place in _places(self._arriving, self._receives):
                 self._found.setdefault(taker, {}).setdefault(giver, []).append(place)

@@ -48,8 +48,8 @@ class VirtualTiles:
         own, axes = ranks[mesh.part], Axes(spatial=mesh.tile_grid)
         self._module, self.mesh, self.memory, self.count = module, mesh, memory, len(own)
         self._turns: Turns[Any] = Turns(len(own))
-        across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
-        comms = virtual_ranks(axes.parts, self._turns, across)
+        self._across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
+        comms = virtual_ranks(axes.parts, self._turns, self._across)
         self.meshes = [Mesh(axes, comm.rank, mesh.replica, comm, comm) for comm in comms]
         self._copies = Copies(module, len(own))
         self._tiles = [
@@ -83,7 +83,10 @@ class VirtualTiles:
                 return work(number)
 
         with self._copies.in_place():
-            return self._turns.run([partial(watched, number) for number in range(self.count)])
+            found = self._turns.run([partial(watched, number) for number in range(self.count)])
+        if self._across is not None:
+            self._across.finish()
+        return found
 
     def pass_gradients_on(self) -> None:
         """To the network's own parameters, as one backward of this rank."""

@@ -30,7 +30,8 @@ def on_all(
     """What this process's virtual ranks return, by rank; they are dealt out in turn."""
     ranks = [range(process, EACH * world.size, world.size) for process in range(world.size)]
     turns: Turns[Any] = Turns(EACH)
-    comms = virtual_ranks(EACH * world.size, turns, Across(world, ranks))
+    across = Across(world, ranks)
+    comms = virtual_ranks(EACH * world.size, turns, across)
     memory = memory or Memory()
 
     def watched(comm: Virtual) -> Any:
@@ -38,6 +39,8 @@ def on_all(
             return work(comm)
 
     found = turns.run([lambda comm=comm: watched(comm) for comm in comms])
+    across.finish()  # or what is sent last may have lost its memory before it has left
+    assert not across._under_way
     return dict(zip(ranks[world.rank], found, strict=True))
 
 
