@@ -60,12 +60,13 @@ class Turn:
 
     def piece_before(self, piece: Piece, size: Sequence[int]) -> Piece:
         """A part of the map of the turned image of `size` as part of the image's map."""
+        if not any(self.mirrored) and not self.swapped:
+            return piece
         values, start = piece.values, []
         for dim, mirrored in enumerate(self.mirrored):
             first, extent = piece.start[dim], values.shape[dim + 1]
             start.append(size[dim] - first - extent if mirrored else first)
-        if any(self.mirrored):
-            values = values.flip([dim + 1 for dim, one in enumerate(self.mirrored) if one])
+        values = values.flip([dim + 1 for dim, one in enumerate(self.mirrored) if one])
         if self.swapped:
             values = values.transpose(-1, -2)
         return Piece(self._in_order(start), values)
