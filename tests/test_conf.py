@@ -278,6 +278,8 @@ def make_run(name: str, folder: Path) -> None:
         small = [*(one for one in small if "width" not in one), *SMALL["vit"]]
     if name == "volume_fractals":
         small.append("data.image_size=[16,18,20]")
+    if name == "whole_slide_one_device":
+        small.append("parallel.stream=[2,2]")
     if name == "bag":
         bags = write_bags(folder.parent / "bags")
         small = [*small[:2], *small[-3:], f"data.features={bags}", "data.batch_size=2"]
