@@ -47,8 +47,9 @@ test-mpi: $(READY)
 	    tests/mpi/channels tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training \
 	    $(addprefix --ignore tests/mpi/training/, tasks pictures console test_staging.py)
 
-	# other numbers of ranks: stages of one rank beside stages of many; of two: see test-device
-	set -e; for ranks in 1 5 8; do \
+	# other numbers of ranks: stages of one rank beside stages of many; of two: see test-device; of eight:
+	# test-slow
+	set -e; for ranks in 1 5; do \
 	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
 	done
@@ -76,15 +77,13 @@ test-gpu: $(READY)
 	SPATIALDL_DEVICES=1 $(ON_GPU)=host $(WITH_TESTS) $(ON_SHARED)
 	SPATIALDL_DEVICES=1 $(ON_GPU)=mpi $(WITH_TESTS) $(ON_SHARED)
 
-# operators on split images, and layouts by host and mpi, are left to test-slow
+# operators on split images, layouts by host and mpi, and those of four ranks are left to test-slow
 test-device: $(READY)
 	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py \
 	    LEFT_OUT="--ignore tests/mpi/spatial/test_op_db.py"
-	# layouts of three and four ranks, whose streams are late at random
-	set -e; for ranks in 3 4; do \
-	    SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
-	        tests/mpi/pipeline/test_equal_numbers.py; \
-	done
+	# layouts of three ranks, whose streams are late at random
+	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py
 
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
 WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
@@ -111,6 +110,10 @@ test-slow: $(READY)
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py
+	$(RUN) 3000 -n 8 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz
+	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py
 	# all layouts on the simulated accelerator, and all that surrounds their steps
 	set -e; for ranks in 2 3; do \
 	    $(ON_SIM)=nccl $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" $(WHOLE_RUNS); \
