@@ -1,8 +1,27 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 
-from spatialdl.training.peak_memory import device_memory_mb
+from spatialdl.training.peak_memory import device_memory_mb, peak_memory_mb
+
+TELL = """
+import torch
+from spatialdl.training.peak_memory import peak_memory_mb
+print(peak_memory_mb(torch.device("cpu")))
+"""
+
+
+def test_memory_of_the_process_that_starts_another_does_not_count():
+    """As it did, so that a small program started by a large one seemed as large."""
+    ballast = b"x" * 2**30
+    done = subprocess.run(
+        [sys.executable, "-c", TELL], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert peak_memory_mb(torch.device("cpu")) > len(ballast) / 2**20
+    assert 50 < float(done.stdout) < 900
 
 
 def test_what_a_device_says_is_in_use_is_not_only_its_tensors(monkeypatch):
