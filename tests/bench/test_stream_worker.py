@@ -19,13 +19,14 @@ def run(*words: str) -> dict[str, Any]:
 def test_within_a_limit_a_streamed_step_fits_and_that_of_the_whole_image_does_not(
     tmp_path: Any,
 ) -> None:
-    limit = ["--limit-gb", "0.7"]
+    limit = ["--limit-gb", "0.65"]
     grid = ["--grid", "2", "--live-gb", "0.1", "--store", str(tmp_path)]
     streamed, refused, whole = run(*limit, *grid), run(*limit), run()
     assert not refused["fits"]
-    assert refused["why"]  # whichever part of PyTorch has been refused memory
+    assert "can't allocate memory" in refused["why"]
     assert streamed["fits"]
-    assert streamed["resident_gb"] < whole["resident_gb"] - 0.1
+    assert streamed["resident_gb"] < 0.65 + 0.1  # and libraries
+    assert whole["resident_gb"] > 0.8
     assert streamed["written_gb"] > 0.3
     assert abs(streamed["loss"] - whole["loss"]) < 1e-5
 
