@@ -27,7 +27,7 @@ from spatialdl.comm.protection import (
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import Box, Layout
+from spatialdl.parallel.layout import Box, Layout, finer_grid
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.parallel.placement import Placement, Position
 
@@ -73,8 +73,7 @@ class Mesh:
     @property
     def tile_grid(self) -> tuple[int, ...]:
         """As `grid`, but counting virtual tiles."""
-        factors = self.stream or (1,) * len(self.grid)
-        return tuple(parts * factor for parts, factor in zip(self.grid, factors, strict=True))
+        return finer_grid(self.grid, self.stream)
 
     @property
     def data(self) -> int:
@@ -119,9 +118,7 @@ class Mesh:
 
     def layout(self, samples: int, size: Sequence[int]) -> Layout:
         """The default layout on this mesh of images whose spatial dims have `size`."""
-        if not self.stream:
-            return Layout.even(samples, size, self.grid)
-        return Layout.even(samples, size, self.tile_grid).coarser(self.stream)
+        return Layout.of_ranks(samples, size, self.grid, self.stream)
 
     def own_box(self, layout: Layout) -> Box:
         """This rank's box of a layout."""

@@ -141,6 +141,19 @@ class Layout:
         return cls((0, samples), tuple(cuts))
 
     @classmethod
+    def of_ranks(
+        cls, samples: int, size: Sequence[int], grid: Sequence[int], stream: Sequence[int]
+    ) -> Layout:
+        """The default layout on a grid of ranks with virtual tiles: their parts are whole tiles.
+
+        Args:
+            stream: virtual tiles of a rank along each spatial dim; () for none.
+        """
+        if not stream:
+            return cls.even(samples, size, grid)
+        return cls.even(samples, size, finer_grid(grid, stream)).coarser(stream)
+
+    @classmethod
     def by_sample(cls, samples: int, size: Sequence[int], parts: int) -> Layout:
         """Whole images, the samples cut evenly over `parts`."""
         return cls(even_bounds(samples, parts), tuple((0, extent) for extent in size))
@@ -216,6 +229,13 @@ class Layout:
     def describe(self) -> str:
         """Short text for messages: ``2x1 over 70x93``."""
         return f"{by(self.grid)} over {by(self.size)}"
+
+
+def finer_grid(grid: Sequence[int], factors: Sequence[int]) -> tuple[int, ...]:
+    """A grid with so many parts in each part of another; () as factors leaves it."""
+    if not factors:
+        return tuple(grid)
+    return tuple(parts * factor for parts, factor in zip(grid, factors, strict=True))
 
 
 def finer_parts(grid: Sequence[int], factors: Sequence[int], part: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from spatialdl.parallel.axes import Axes
-from spatialdl.parallel.layout import Layout, by
+from spatialdl.parallel.layout import Layout, by, finer_grid
 
 
 class Position(NamedTuple):
@@ -132,16 +132,11 @@ class Placement:
     @cached_property
     def tile_grids(self) -> tuple[tuple[int, ...], ...]:
         """As `grids`, but counting virtual tiles."""
-        factors = self.stream or (1,) * self.dims
-        return tuple(
-            tuple(parts * factor for parts, factor in zip(grid, factors, strict=True))
-            for grid in self.grids
-        )
+        return tuple(finer_grid(grid, self.stream) for grid in self.grids)
 
     def layout(self, stage: int, samples: int, size: Sequence[int]) -> Layout:
         """The default layout on the ranks of a stage of images whose spatial dims have `size`."""
-        fine = Layout.even(samples, size, self.tile_grids[stage])
-        return fine.coarser(self.stream) if self.stream else fine
+        return Layout.of_ranks(samples, size, self.grids[stage], self.stream)
 
     @property
     def copies(self) -> int:

@@ -22,7 +22,7 @@ from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.training import signals
 from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import check_validations, fit
 
 TINY = [
     "model.width=2",
@@ -466,13 +466,7 @@ def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
     found, expected = summary(tmp_path / "ours"), summary(tmp_path / "plain")
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
     assert len(found["validation"]) == len(expected["validation"]) == 2
-    for one, other in zip(found["validation"], expected["validation"], strict=True):
-        assert one.keys() == other.keys()
-        for key, value in other.items():
-            if isinstance(value, list):
-                torch.testing.assert_close(one[key], value, rtol=0, atol=1e-10, equal_nan=True)
-            else:
-                assert one[key] == pytest.approx(value, abs=1e-10, nan_ok=True), key
+    check_validations(found["validation"], expected["validation"])
     state = ours.parts.pipeline.state_dict()
     for name, value in plain.parts.pipeline.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import check_validations, fit
 from tests.mpi.device import device_key
 
 WORLD = MPI.COMM_WORLD
@@ -63,10 +62,4 @@ def test_equals_one_process(layout, slices, task, tmp_path):
     assert ours["world_size"] == WORLD.size
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert len(ours["validation"]) == len(plain["validation"]) == 2
-    for one, other in zip(ours["validation"], plain["validation"], strict=True):
-        assert one.keys() == other.keys()
-        for key, value in other.items():
-            if isinstance(value, list):
-                torch.testing.assert_close(one[key], value, rtol=0, atol=1e-10, equal_nan=True)
-            else:
-                assert one[key] == pytest.approx(value, abs=1e-10, nan_ok=True), key
+    check_validations(ours["validation"], plain["validation"])
