@@ -5,6 +5,7 @@ Beside it the seconds that go to waiting, from `count` on: two readings of a clo
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -49,23 +50,28 @@ class _Recorder:
         return time.perf_counter() - self.began
 
 
+class _Thread(threading.local):
+    depth, began = 0, 0.0
+
+
+_thread = _Thread()
+
+
 class _Counter:
     """Seconds of the spans of a kind, of those that lie in no other one."""
-
-    depth, began = 0, 0.0
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def __enter__(self) -> None:
-        _Counter.depth += 1
-        if _Counter.depth == 1:
-            _Counter.began = time.perf_counter()
+        _thread.depth += 1
+        if _thread.depth == 1:
+            _thread.began = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:
-        _Counter.depth -= 1
-        if _Counter.depth == 0:
-            self.seconds += time.perf_counter() - _Counter.began
+        _thread.depth -= 1
+        if _thread.depth == 0:
+            self.seconds += time.perf_counter() - _thread.began
 
 
 class _State:
@@ -128,7 +134,7 @@ def enabled() -> bool:
 def count() -> None:
     """Count the seconds of waits from now on."""
     _State.counters = {kind: _Counter() for kind in WAITS}
-    _Counter.depth = 0
+    _thread.depth = 0
 
 
 def counted() -> dict[Kind, float]:
@@ -138,6 +144,11 @@ def counted() -> dict[Kind, float]:
     for counter in counters.values():
         counter.seconds = 0.0
     return found
+
+
+def leave_out(seconds: float) -> None:
+    """So long, until now, another thread had its turn: no wait of this one, whatever it is in."""
+    _thread.began += seconds
 
 
 def stop_counting() -> None:

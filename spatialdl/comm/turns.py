@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
@@ -17,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from spatialdl.comm import trace
 from spatialdl.errors import CommMismatch
 
 Result = TypeVar("Result")
@@ -90,7 +92,9 @@ class Turns(Generic[Result]):
         self._ready[me] = is_ready
         self._states[me] = _State()
         self._pass_on(me)
+        began = time.perf_counter()
         self._gates[me].acquire()
+        trace.leave_out(time.perf_counter() - began)
         self._active = me
         if self._failure is not None:
             raise _Stopped

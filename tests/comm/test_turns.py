@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
+from spatialdl.comm import trace
 from spatialdl.comm.turns import Turns
 from spatialdl.errors import CommMismatch
 
@@ -84,3 +86,26 @@ def test_threads_have_the_modes_of_the_caller():
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         assert turns.run([modes, modes]) == [(False, True, torch.float16)] * 2
     assert turns.run([modes, modes])[0][:2] == (True, False)
+
+
+def test_turns_of_others_are_no_wait(monkeypatch):
+    """They were counted: a report said that nearly all of a step was waiting for sums."""
+    clock, done = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    turns: Turns[None] = Turns(2)
+
+    def waits() -> None:
+        with trace.span("reduce", "a sum"):
+            clock[0] += 1
+            turns.wait(lambda: bool(done))
+            clock[0] += 2
+
+    def computes() -> None:
+        clock[0] += 100
+        done.append(True)
+
+    trace.count()
+    turns.run([waits, computes])
+    seconds = trace.counted()["reduce"]
+    trace.stop_counting()
+    assert seconds == 3
