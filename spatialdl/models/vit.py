@@ -49,8 +49,7 @@ class PatchEmbedding(nn.Module):
             )
         x = self.proj(x)
         for dim in range(self.dims):  # one after the other, so that no table is as large as x
-            table = self.positions(dim, x.shape[2 + dim], x.device)
-            x = x + table.to(self.proj.weight.dtype)
+            x = x + self.positions(dim, x.shape[2 + dim], x.device).to(self.proj.weight.dtype)
         return x.flatten(2).transpose(1, 2)
 
     def positions(self, dim: int, size: int, device: torch.device) -> Tensor:
@@ -64,11 +63,13 @@ class PatchEmbedding(nn.Module):
             device: where it is computed.
 
         Returns:
-            (width, 1, ..., size, ..., 1), float32, to be added to (N, width, *tokens).
+            (width, 1, ..., size, ..., 1), to be added to (N, width, *tokens): float64 in a network
+            of float64, else float32.
         """
         waves = self.width // (2 * self.dims)
-        exponents = torch.arange(waves, device=device) / max(waves - 1, 1)
-        angles = torch.arange(size, device=device) * _SLOWEST ** -exponents.unsqueeze(1)
+        dtype = torch.promote_types(self.proj.weight.dtype, torch.float32)
+        exponents = torch.arange(waves, device=device, dtype=dtype) / max(waves - 1, 1)
+        angles = torch.arange(size, device=device, dtype=dtype) * _SLOWEST ** -exponents[:, None]
         own = torch.cat([angles.sin(), angles.cos()])
         first = (self.dims - 1 - dim) * 2 * waves
         table = F.pad(own, (0, 0, first, self.width - first - 2 * waves))

@@ -61,6 +61,15 @@ def test_positions_are_those_of_the_plain_baseline():
     torch.testing.assert_close(tokens[0], expected)
 
 
+def test_positions_of_a_network_of_float64_are_of_float64():
+    """Sines of float32 differ in the last digit from device to device, and so did losses by 1e-10."""
+    embedding = vit(width=24, heads=3, patch=4).double().patch_embed
+    found = embedding.positions(1, 9, torch.device("cpu"))
+    slowest = torch.arange(9, dtype=torch.float64) / 10_000
+    torch.testing.assert_close(found[5].flatten(), slowest.sin(), rtol=1e-14, atol=0)
+    assert embedding.to(torch.bfloat16).positions(1, 9, torch.device("cpu")).dtype == torch.float32
+
+
 @pytest.mark.parametrize(("size", "width"), [((9,), 12), ((3, 4), 12), ((2, 3, 4), 12), ((5,), 2)])
 def test_every_place_has_another_position(size, width):
     embedding = vit(width=width, heads=1, patch=2, dims=len(size)).patch_embed

@@ -33,6 +33,8 @@ def _device() -> torch.device:
 
 
 DEVICE = _device()
+REFERENCE = torch.device("cpu") if DEVICE.type == "sim" else DEVICE
+"""Where one process computes what is compared; the simulated device would use the same code."""
 
 
 def lacking(world: Communicator) -> str:

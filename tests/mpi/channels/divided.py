@@ -19,7 +19,7 @@ from spatialdl.channels.weights import divide
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.parallel.partition import Partition
-from tests.mpi.device import DEVICE
+from tests.mpi.device import DEVICE, REFERENCE
 
 WORLD: Communicator = world()
 
@@ -44,10 +44,13 @@ def assert_as_whole(
         What it gave.
     """
     references = [x.detach().clone().requires_grad_() for x in wholes]
-    expected = operation(*(x * 1 for x in references))  # which may be written into
+    # which may be written into, where kernels are those of the parts: hardswish of float64 has a
+    # constant of float32 in PyTorch's for CUDA
+    expected = operation(*((x * 1).to(REFERENCE) for x in references))
     leaves = [channels(x.requires_grad_(), at, partition) for x in wholes]
     given = operation(*(one.like(one.part * 1) for one in leaves))
     whole = whole_of(given)
+    expected = expected.cpu()
     torch.testing.assert_close(whole.detach().cpu(), expected.detach(), rtol=0, atol=1e-12)
     weights = torch.randn(expected.shape, dtype=expected.dtype)
     (expected * weights).sum().backward()

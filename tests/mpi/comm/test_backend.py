@@ -184,6 +184,7 @@ def test_hooks_for_gradients(over_gloo, hook):
     assert all(torch.equal(other, weights[0][0]) for other in everybody)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PowerSGD waits for CUDA, not for tensors")
 def test_a_hook_that_talks_in_what_it_chains(over_gloo):
     """PowerSGD: collectives that follow each other, each started when the one before is done.
 

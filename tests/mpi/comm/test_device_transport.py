@@ -134,6 +134,7 @@ def handed_over_and_back(ranks: Communicator) -> tuple[bool, bool]:
     return (right, True) if ranks.rank == last else (True, right)
 
 
+@pytest.mark.world(2, 3, 4)
 def test_stages_hand_over(ranks: Communicator, delays: None) -> None:
     assert handed_over_and_back(ranks) == (True, True)
 
@@ -326,6 +327,7 @@ def undecided() -> Iterator[None]:
     _Chosen.path = before
 
 
+@pytest.mark.world(2, 3, 4)
 def test_ranks_that_share_a_device_do_not_take_nccl(undecided: None) -> None:
     ranks, first = as_communicator(MPI.COMM_WORLD), torch.device(DEVICE.type, 0)
     path = choose_device_path(ranks, first)
@@ -392,6 +394,7 @@ def test_what_was_chosen_stays() -> None:
         choose_device_path(ranks, DEVICE, other)
 
 
+@pytest.mark.world(2, 3, 4)
 def test_devices_of_different_kinds_are_refused() -> None:
     ranks = as_communicator(MPI.COMM_WORLD)
     own = DEVICE if ranks.rank else torch.device("cpu")
