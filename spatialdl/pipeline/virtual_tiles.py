@@ -72,14 +72,14 @@ class VirtualTiles:
 
         made = self.each(work)
         draws.finish()
-        self.memory.bring(self._module.buffers())
+        self.memory.release(self._module.buffers())
         return MadeOfTiles(self, made)
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
         """What `work` returns for each virtual tile of this rank, in turns."""
 
         def watched(number: int) -> Any:
-            with self.memory.watch():
+            with self.memory.watch(number):
                 return work(number)
 
         with self._copies.in_place():
@@ -95,7 +95,7 @@ class VirtualTiles:
         there = [(weight, grad) for weight, grad in found if grad is not None]
         if there:
             own, grads = zip(*there, strict=True)
-            self.memory.bring(grads)
+            self.memory.release(grads)
             torch._foreach_div_(grads, self.count)  # as over ranks: of the mean of their losses
             torch.autograd.backward(own, grads)
 
@@ -219,7 +219,7 @@ class MadeOfTiles:
         grads = [made.gradient(value, shape) for made in self._made]
         if len(shape.receiver.boxes) > 1:
             return tiles.together(grads, shape.receiver).div_(tiles.count)
-        tiles.memory.bring(grads)
+        tiles.memory.release(grads)
         return torch.stack(grads).mean(0)
 
 

@@ -1,6 +1,7 @@
-"""Where tensors lie that no virtual rank needs now: a file without a name.
+"""Where tensors lie that no virtual tile needs now: a file without a name.
 
-It is gone when the process ends, however it ends.
+It is gone when the process ends, however it ends. Bytes are written and read by threads beside the
+one that computes.
 """
 
 from __future__ import annotations
@@ -10,36 +11,123 @@ import os
 import shutil
 import tempfile
 from bisect import bisect_left
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
-_PAGE = 4096
+PAGE = 4096
 
 
-class Slot(NamedTuple):
-    """A place in the file, in bytes."""
+class Transfer(Protocol):
+    """Bytes on their way into a store or out of it."""
+
+    def wait(self) -> None:
+        """Until they are there, for all that this thread does afterwards.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+
+    def is_done(self) -> bool:
+        """Whether they are there, or have failed; does not wait."""
+
+
+@dataclass
+class Slot:
+    """A place in a store, in bytes, and what is on its way there or back."""
 
     start: int
     size: int
+    transfer: Transfer | None = field(default=None, compare=False)
+
+    def wait(self) -> None:
+        """Until nothing is on its way; raises what `Transfer.wait` raises."""
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
+            transfer.wait()
+
+    def is_done(self) -> bool:
+        return self.transfer is None or self.transfer.is_done()
 
 
-class DiskStore:
-    """Bytes of storages in a file on `folder`, which is never seen there.
-
-    Args:
-        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+class Store(Protocol):
+    """Keeps bytes of storages; for one thread at a time.
 
     Attributes:
+        place: what it is, in messages.
+        folder: for files of what is as large besides.
         written, read: bytes so far.
-        peak: bytes that the file has had at most.
-
-    Raises:
-        ValueError: no file can be made there.
+        peak: bytes that it has had at most.
+        room: bytes that it can still take.
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    place: str
+    folder: Path
+    written: int
+    read: int
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def room(self) -> int: ...
+
+    def put(self, storage: torch.UntypedStorage) -> Slot:
+        """Begin to store it; it must live, and stay as it is, until the slot is done."""
+
+    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        """Begin to bring the bytes back; nobody else may use the storage until the slot is done."""
+
+    def free(self, slot: Slot) -> None:
+        """The place may be used again; nothing is on its way there."""
+
+    def close(self) -> None: ...
+
+
+class Places:
+    """Slots in a row of bytes that grows where no free one is large enough."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: list[tuple[int, int]] = []  # starts and sizes in order, none beside another
+
+    def take(self, nbytes: int) -> Slot:
+        """The first free place that is large enough, or one at the end."""
+        size = -(-nbytes // PAGE) * PAGE
+        for at, (start, found) in enumerate(self._free):
+            if found >= size:
+                self._free[at : at + 1] = [(start + size, found - size)][: found > size]
+                return Slot(start, size)
+        start = self.end
+        if self._free and sum(self._free[-1]) == start:
+            start = self._free.pop()[0]
+        self.end = start + size
+        return Slot(start, size)
+
+    def free(self, slot: Slot) -> None:
+        """The place may be used again, together with free ones beside it."""
+        start, size = slot.start, slot.size
+        at = bisect_left(self._free, (start, size))
+        if at < len(self._free) and self._free[at][0] == start + size:
+            size += self._free.pop(at)[1]
+        if at and sum(self._free[at - 1]) == start:
+            at -= 1
+            before = self._free.pop(at)
+            start, size = before[0], before[1] + size
+        self._free.insert(at, (start, size))
+
+
+class File:
+    """A file without a name in a folder.
+
+    Raises:
+        ValueError: none can be made there.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
         self.folder = Path(folder or tempfile.gettempdir())
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="spatialdl-stream-")  # noqa: SIM115
@@ -47,77 +135,97 @@ class DiskStore:
             raise ValueError(
                 f"cannot store tensors in {self.folder}: {error.strerror}; name another folder"
             ) from error
-        self._end = self.written = self.read = 0
-        self._free: list[Slot] = []  # in order, none beside another
-
-    @property
-    def peak(self) -> int:
-        return self._end
 
     @property
     def room(self) -> int:
         """Free bytes of the disk."""
         return shutil.disk_usage(self.folder).free
 
-    def put(self, storage: torch.UntypedStorage) -> Slot:
-        """Write the bytes of a storage.
-
-        Raises:
-            OSError: the disk is full, or fails.
-        """
-        slot = self._take(storage.nbytes())
-        memory, done = _bytes_of(storage), 0
+    def write(self, memory: memoryview, start: int) -> None:
+        """Raises OSError where the disk is full, or fails."""
+        done = 0
         try:
             while done < len(memory):
-                done += os.pwrite(self._file.fileno(), memory[done:], slot.start + done)
+                done += os.pwrite(self._file.fileno(), memory[done:], start + done)
         except OSError as error:
-            self.free(slot)
+            size = os.fstat(self._file.fileno()).st_size
             raise OSError(
                 error.errno,
-                f"{error.strerror}: {self.folder}, where {self._end / 1e9:.1f} GB of tensors are "
+                f"{error.strerror}: {self.folder}, where {size / 1e9:.1f} GB of tensors are "
                 "stored; name a folder on a disk with more room",
             ) from error
-        self.written += len(memory)
-        return slot
 
-    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        """Read them back into a storage of their size."""
-        memory, done = _bytes_of(storage), 0
+    def read(self, memory: memoryview, start: int) -> None:
+        done = 0
         while done < len(memory):
-            count = os.preadv(self._file.fileno(), [memory[done:]], slot.start + done)
+            count = os.preadv(self._file.fileno(), [memory[done:]], start + done)
             if not count:
                 raise OSError(f"what was stored in {self.folder} is not there any more")
             done += count
-        self.read += len(memory)
-
-    def free(self, slot: Slot) -> None:
-        """The place may be used again, together with free ones beside it."""
-        start, size = slot
-        at = bisect_left(self._free, slot)
-        if at < len(self._free) and self._free[at].start == start + size:
-            size += self._free.pop(at).size
-        if at and sum(self._free[at - 1]) == start:
-            at -= 1
-            before = self._free.pop(at)
-            start, size = before.start, before.size + size
-        self._free.insert(at, Slot(start, size))
 
     def close(self) -> None:
         self._file.close()
 
-    def _take(self, nbytes: int) -> Slot:
-        """The first free place that is large enough, or one at the end."""
-        size = -(-nbytes // _PAGE) * _PAGE
-        for at, (start, found) in enumerate(self._free):
-            if found >= size:
-                self._free[at : at + 1] = [Slot(start + size, found - size)][: found > size]
-                return Slot(start, size)
-        start = self._end
-        if self._free and sum(self._free[-1]) == start:
-            start = self._free.pop().start
-        self._end = start + size
-        return Slot(start, size)
+
+class DiskStore:
+    """Bytes of storages of a CPU in a file on `folder`, which is never seen there; see `Store`.
+
+    Args:
+        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+
+    Raises:
+        ValueError: no file can be made there.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._file, self._places = File(folder), Places()
+        self.folder, self.place = self._file.folder, str(self._file.folder)
+        self.written = self.read = 0
+        # of their own, so that what is needed now does not wait for what was needed before
+        self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
+        self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")
+
+    @property
+    def peak(self) -> int:
+        return self._places.end
+
+    @property
+    def room(self) -> int:
+        return self._file.room
+
+    def put(self, storage: torch.UntypedStorage) -> Slot:
+        slot, memory = self._places.take(storage.nbytes()), bytes_of(storage)
+        slot.transfer = InThread(self._writer.submit(self._file.write, memory, slot.start))
+        self.written += len(memory)
+        return slot
+
+    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        memory = bytes_of(storage)
+        slot.transfer = InThread(self._reader.submit(self._file.read, memory, slot.start))
+        self.read += len(memory)
+
+    def free(self, slot: Slot) -> None:
+        self._places.free(slot)
+
+    def close(self) -> None:
+        for each in (self._writer, self._reader):
+            each.shutdown()
+        self._file.close()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+class InThread:
+    """A transfer that a thread makes."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """The memory of a storage of a CPU."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

@@ -149,7 +149,7 @@ class _Run:
             return [self._whole(values) for values in self._outputs]
 
     def _forward(self, rank: int, network: nn.Module, draws: OnThreads, wants_grad: bool) -> Any:
-        with self.memory.watch(), draws.of():
+        with self.memory.watch(rank), draws.of():
             tile = self._read(rank)
             if wants_grad:
                 tile = self._tiles[rank] = tile.clone().requires_grad_()
@@ -192,7 +192,7 @@ class _Run:
             self._turns.run([partial(self._backward, seeds, rank) for rank in range(self._count)])
         found = self._copies.take_gradients(self.weights)
         there = [grad for grad in found if grad is not None]
-        self.memory.bring(there)
+        self.memory.release(there)
         if there:  # as over ranks: of the mean of their losses
             torch._foreach_div_(there, self._count)
         return self._image_gradient(), found
@@ -211,7 +211,7 @@ class _Run:
         return roots, seeds
 
     def _backward(self, seeds: list[Any], rank: int) -> None:
-        with self.memory.watch():
+        with self.memory.watch(rank):
             roots, grads = seeds[rank]
             seeds[rank] = None
             torch.autograd.backward(roots, grads)

@@ -143,8 +143,8 @@ def check_room(
     needed, free = ranks * stored(sizes, memory.limit, parts), memory.store.room
     if needed > free:
         raise ValueError(
-            f"about {needed / 1e9:.0f} GB of activations would wait in {memory.store.folder}, "
-            f"where {free / 1e9:.0f} GB are free: name a folder on a larger disk by "
+            f"about {needed / 1e9:.0f} GB of activations would wait in {memory.store.place}, "
+            f"where {free / 1e9:.0f} GB are free: name a folder on a disk with room by "
             "parallel.stream_to, or keep less, by parallel.recompute=block or smaller images"
         )
 

@@ -31,11 +31,15 @@ from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.random import keyed, scope
+from spatialdl.streaming.memory import memory_within
 from spatialdl.training.tasks.losses import segmentation_loss
 from spatialdl.training.tasks.task import Task
 from tests.mpi.device import DEVICE
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet, Transformer
+
+LIMIT_GB = 5e-4
+"""Of memory for virtual tiles: a few of their activations."""
 
 STEPS = 3
 SEED = 11
@@ -169,6 +173,7 @@ def parallel(
             device=DEVICE,
             compiled=case.compiled,
             sample_weights=task.weights if task else None,
+            memory=memory_within(LIMIT_GB, None, DEVICE) if case.placement.stream else None,
         ),
     )
     optimizer = optimiser(pipeline.parameters())

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +101,108 @@ def test_shapes_without_memory_and_small_ones_are_not_counted(tmp_path):
     assert (len(shape), len(small)) == (100 * MB, 100)
 
 
+def turns_of(kept: Memory, tiles: list[torch.Tensor], count: int) -> None:
+    """Each virtual tile adds one to its tensor in its turns."""
+    for _ in range(count):
+        for number, tile in enumerate(tiles):
+            with kept.watch(number):
+                tile.add_(1)
+
+
+def test_of_tiles_that_take_turns_some_stay(tmp_path):
+    """If the one used last always stayed, each would go just before its turn comes."""
+    kept = memory(tmp_path, 6)
+    with kept.watch():
+        tiles = [torch.zeros(MB) for _ in range(8)]
+    turns_of(kept, tiles, 2)
+    before = kept.store.read
+    turns_of(kept, tiles, 5)
+    assert kept.store.read - before <= 5 * 5 * 2**20  # 8 of 8 a round before
+    kept.bring(tiles)
+    assert [int(tile[-1]) for tile in tiles] == [7] * 8
+
+
+def test_what_the_next_tile_needs_is_brought_back_before_its_turn(tmp_path):
+    kept = memory(tmp_path, 6)
+    with kept.watch():
+        tiles = [torch.zeros(MB) for _ in range(8)]
+    turns_of(kept, tiles, 2)
+    there = []
+    for number, tile in enumerate(tiles):
+        there.append(tile.untyped_storage().nbytes() > 0)
+        with kept.watch(number):
+            tile.add_(1)
+    assert all(there)
+
+
+def test_a_forward_does_not_bring_back_what_backward_needs(tmp_path):
+    kept = memory(tmp_path, 6)
+    saved = []
+    with kept.watch():
+        for _ in range(20):
+            saved.append(torch.zeros(MB))
+    assert kept.store.read == 0
+    x = torch.ones(MB, requires_grad=True)
+    with kept.watch():
+        y = x
+        for _ in range(20):
+            y = y.sin()
+        assert kept.store.read == 0
+        y.sum().backward()
+    assert kept.store.read > 0
+
+
+def test_in_backward_what_comes_next_is_on_its_way(tmp_path, monkeypatch):
+    kept = memory(tmp_path, 8)
+    x = torch.ones(MB, requires_grad=True)
+    with kept.watch():
+        y = x
+        for _ in range(20):
+            y = y.sin()
+        looked = []
+        look = kept.look_ahead
+
+        def looking() -> None:
+            before = kept.store.read
+            look()
+            looked.append(kept.store.read - before)
+
+        monkeypatch.setattr(kept, "look_ahead", looking)
+        before = kept.store.read
+        y.sum().backward()
+        total = kept.store.read - before
+    assert sum(looked) >= 0.5 * total
+
+
+def test_who_writes_outside_has_what_it_wrote(tmp_path):
+    """A copy in the store was taken for what a tensor has, though an optimizer had changed it."""
+    kept = memory(tmp_path, 2)
+    with kept.watch():
+        grad = torch.zeros(MB)
+        others = [torch.zeros(MB) for _ in range(4)]
+    kept.release([grad])
+    grad += 3
+    with kept.watch():
+        more = [other + 1 for other in others]
+        assert grad.untyped_storage().nbytes() > 0
+    assert grad[0] == 3
+    assert len(more) == 4
+
+
+def test_a_write_that_fails_is_raised_and_loses_nothing(tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = memory(tmp_path, 2)
+    with kept.watch():
+        first = torch.arange(MB)
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            list(map(first.add, range(4)))
+        monkeypatch.undo()
+        assert int(first.sum()) == int(torch.arange(MB).sum())
+
+
 def test_memory_has_the_limit_and_the_folder(tmp_path):
     assert memory_within(None, None, torch.device("cpu")).limit is None
     memory = memory_within(1.5, str(tmp_path), torch.device("cpu"))
@@ -113,12 +218,7 @@ def test_memory_has_the_limit_and_the_folder(tmp_path):
         (0, None, "cpu", "limit_gb=0 must be a number above 0"),
         (True, None, "cpu", "limit_gb=True must be a number above 0"),
         ("2", None, "cpu", "limit_gb=2 must be a number above 0"),
-        (
-            2,
-            None,
-            "cuda",
-            "limit_gb=2 is for networks on a CPU, this one is on cuda",
-        ),
+        (2, "host", "cpu", "store=host is for accelerators, this network is on a CPU: take disk"),
         (2, "/no/such/folder", "cpu", "cannot store tensors in /no/such/folder"),
     ],
 )

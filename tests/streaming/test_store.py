@@ -9,11 +9,17 @@ import sys
 import pytest
 import torch
 
-from spatialdl.streaming.store import DiskStore
+from spatialdl.streaming.store import DiskStore, Slot
 
 
 def storage(size: int, seed: int = 0) -> torch.UntypedStorage:
     return torch.rand(size, generator=torch.Generator().manual_seed(seed)).untyped_storage()
+
+
+def stored(store: DiskStore, values: torch.UntypedStorage) -> Slot:
+    slot = store.put(values)
+    slot.wait()
+    return slot
 
 
 def test_bytes_come_back(tmp_path):
@@ -23,6 +29,7 @@ def test_bytes_come_back(tmp_path):
     for slot, one in zip(slots, (first, second), strict=True):
         room = torch.UntypedStorage(one.nbytes())
         store.get(slot, room)
+        slot.wait()
         assert room.tolist() == one.tolist()
     assert store.written == store.read == 20_012
     assert not list(tmp_path.iterdir())  # it has no name
@@ -30,27 +37,28 @@ def test_bytes_come_back(tmp_path):
 
 def test_places_are_used_again(tmp_path):
     store = DiskStore(tmp_path)
-    slot = store.put(storage(5000))
+    slot = stored(store, storage(5000))
     store.free(slot)
-    assert store.put(storage(5000, 1)) == slot
-    assert store.put(storage(5000, 2)) != slot
+    assert stored(store, storage(5000, 1)) == slot
+    assert stored(store, storage(5000, 2)) != slot
     assert store.peak == 2 * slot.size
 
 
 def test_free_places_beside_each_other_become_one(tmp_path):
     store = DiskStore(tmp_path)
-    first, second, third, last = (store.put(storage(2048, seed)) for seed in range(4))
+    first, second, third, last = (stored(store, storage(2048, seed)) for seed in range(4))
     for slot in (third, first, second):
         store.free(slot)
-    small = store.put(storage(1024, 4))
-    large = store.put(storage(4096, 5))  # what is left of three
+    small = stored(store, storage(1024, 4))
+    large = stored(store, storage(4096, 5))  # what is left of three
     assert (small.start, large.start, store.peak) == (0, 4096, 4 * 8192)
     store.free(last)
-    longer = store.put(storage(5120, 6))  # the last one and 8192 more
+    longer = stored(store, storage(5120, 6))  # the last one and 8192 more
     assert (longer.start, store.peak) == (20480, 40960)
     for slot, seed, count in ((small, 4, 1024), (large, 5, 4096), (longer, 6, 5120)):
         room = torch.UntypedStorage(4 * count)
         store.get(slot, room)
+        slot.wait()
         assert room.tolist() == storage(count, seed).tolist()
 
 
@@ -67,17 +75,14 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match=r"No space left on device.*name a folder on a disk"):
-        store.put(storage(5000))
-    monkeypatch.undo()
-    store.put(storage(5000))
-    assert store.peak == 20_480  # the place of the failed one
+        store.put(storage(5000)).wait()
 
 
 KILLED = """
 import os, signal, sys, torch
 from spatialdl.streaming.store import DiskStore
 store = DiskStore(sys.argv[1])
-store.put(torch.rand(10**6).untyped_storage())
+store.put(torch.rand(10**6).untyped_storage()).wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -98,7 +103,7 @@ def test_a_limit_on_files_is_told(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         with pytest.raises(OSError, match=r"File too large: .*tensors are stored"):
-            store.put(storage(5000))
+            store.put(storage(5000)).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

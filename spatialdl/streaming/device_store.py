@@ -1,0 +1,231 @@
+"""Where tensors of an accelerator lie that no virtual tile needs now: pinned memory, or a disk.
+
+Copies run in two streams beside the one that computes, one for each direction.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from spatialdl.streaming.store import File, Places, Slot, bytes_of
+
+Result = TypeVar("Result")
+
+CHUNK = 256 * 2**20
+"""Bytes of pinned memory asked for together: a power of two, to which PyTorch rounds up."""
+
+STAGED = 8
+"""Copies to or from a disk that may have pinned memory at the same time."""
+
+
+class PinnedStore:
+    """Bytes of storages of a device in pinned memory of the host; see `store.Store`."""
+
+    place = "pinned memory of the host"
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies, self._places = Copies(device), Places()
+        self._chunks: list[Tensor] = []
+        self.folder = Path(tempfile.gettempdir())
+        self.written = self.read = 0
+
+    @property
+    def peak(self) -> int:
+        return self._places.end
+
+    @property
+    def room(self) -> int:
+        """Memory of the machine that is free, and what is pinned already."""
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(found.split()[1]) * 1024 + len(self._chunks) * CHUNK
+
+    def put(self, storage: torch.UntypedStorage) -> Slot:
+        slot = self._places.take(storage.nbytes())
+        while len(self._chunks) * CHUNK < self._places.end:
+            self._chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
+        slot.transfer = self._copies.out(storage, self._pieces(slot.start, storage.nbytes()))
+        self.written += storage.nbytes()
+        return slot
+
+    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        slot.transfer = self._copies.back(self._pieces(slot.start, storage.nbytes()), storage)
+        self.read += storage.nbytes()
+
+    def free(self, slot: Slot) -> None:
+        self._places.free(slot)
+
+    def close(self) -> None:
+        self._chunks = []
+
+    def _pieces(self, start: int, nbytes: int) -> list[Tensor]:
+        """Of the chunks, in their order."""
+        found, stop = [], start + nbytes
+        while start < stop:
+            chunk, offset = divmod(start, CHUNK)
+            end = min(CHUNK, offset + stop - start)
+            found.append(self._chunks[chunk][offset:end])
+            start += end - offset
+        return found
+
+
+class DeviceDiskStore:
+    """Bytes of storages of a device in a file, by way of pinned memory; see `store.Store`.
+
+    Args:
+        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+
+    Raises:
+        ValueError: no file can be made there.
+    """
+
+    def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
+        self._copies, self._file, self._places = Copies(device), File(folder), Places()
+        self.folder, self.place = self._file.folder, str(self._file.folder)
+        self.written = self.read = 0
+        self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
+        self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")
+        self._staged: list[Future[Any]] = []
+
+    @property
+    def peak(self) -> int:
+        return self._places.end
+
+    @property
+    def room(self) -> int:
+        return self._file.room
+
+    def put(self, storage: torch.UntypedStorage) -> Slot:
+        slot, staging = self._places.take(storage.nbytes()), self._staging(storage.nbytes())
+        copied = self._copies.out(storage, [staging])
+
+        def write() -> None:
+            copied.synchronize()
+            self._file.write(bytes_of(staging.untyped_storage())[: len(staging)], slot.start)
+
+        slot.transfer = _Written(copied, self._submit(self._writer, write))
+        self.written += storage.nbytes()
+        return slot
+
+    def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        staging, queued = self._staging(storage.nbytes()), self._copies.queued()
+        box = [storage]
+
+        def read() -> Copied:
+            own = box.pop()  # so that this thread is never the last that has it
+            self._file.read(bytes_of(staging.untyped_storage())[: len(staging)], slot.start)
+            return self._copies.back([staging], own, queued)
+
+        slot.transfer = _Read(self._submit(self._reader, read))
+        self.read += storage.nbytes()
+
+    def free(self, slot: Slot) -> None:
+        self._places.free(slot)
+
+    def close(self) -> None:
+        for each in (self._writer, self._reader):
+            each.shutdown()
+        self._file.close()
+
+    def _staging(self, nbytes: int) -> Tensor:
+        while len(self._staged) >= STAGED:
+            self._staged.pop(0).exception()  # which its slot raises
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], Result]) -> Future[Result]:
+        future = thread.submit(work)
+        self._staged.append(future)
+        return future
+
+
+class Copies:
+    """Copies between a device and pinned memory, for any thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = torch.Stream(device), torch.Stream(device)
+
+    def queued(self) -> torch.Event:
+        """What this thread has queued on the device so far."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def out(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> Copied:
+        """From the device; the storage must live until it is done."""
+        parts = self._parts(storage, pieces)
+        return self._run(self._out, self.queued(), zip(pieces, parts, strict=True))
+
+    def back(
+        self,
+        pieces: Sequence[Tensor],
+        storage: torch.UntypedStorage,
+        after: torch.Event | None = None,
+    ) -> Copied:
+        """To the device, after what had the memory before."""
+        parts = self._parts(storage, pieces)
+        return self._run(self._back, after or self.queued(), zip(parts, pieces, strict=True))
+
+    def _run(
+        self, stream: torch.Stream, after: torch.Event, pairs: Iterable[tuple[Tensor, Tensor]]
+    ) -> Copied:
+        stream.wait_event(after)
+        with stream:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return Copied(stream.record_event(), self._device)
+
+    def _parts(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of the bytes of a storage, as long as the pieces."""
+        values = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return values.split_with_sizes([len(one) for one in pieces])
+
+
+class Copied:
+    """A copy that a stream makes; the host does not wait for it."""
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class _Written:
+    """A copy, and a thread that writes it to a disk: the storage is free after the copy."""
+
+    def __init__(self, copied: Copied, written: Future[None]) -> None:
+        self._copied, self._written = copied, written
+
+    def wait(self) -> None:
+        self._copied.wait()
+        self._written.result()
+
+    def is_done(self) -> bool:
+        return self._written.done()
+
+
+class _Read:
+    """A thread that reads from a disk and starts the copy to the device."""
+
+    def __init__(self, copied: Future[Copied]) -> None:
+        self._copied = copied
+
+    def wait(self) -> None:
+        self._copied.result().wait()
+
+    def is_done(self) -> bool:
+        if not self._copied.done():
+            return False
+        return self._copied.exception() is not None or self._copied.result().is_done()

@@ -1,0 +1,116 @@
+"""Tensors of virtual tiles that wait in pinned memory of the host, or on a disk."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import spatialdl
+from spatialdl.streaming.device_store import CHUNK, DeviceDiskStore, PinnedStore
+from spatialdl.streaming.memory import Memory, memory_within
+from spatialdl.streaming.streamed import memory_of
+from tests.simulated_device.holding import held
+
+STORES = {"host": PinnedStore, "disk": DeviceDiskStore}
+MB = 2**20 // 4  # numbers
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> PinnedStore | DeviceDiskStore:
+    return STORES[request.param](torch.device("sim"))
+
+
+def test_bytes_come_back(store, delays):
+    wholes = [torch.arange(size, device="sim") * 3 for size in (100_000, 5, 40_000)]
+    expected = [whole.cpu() for whole in wholes]
+    slots = [store.put(whole.untyped_storage()) for whole in wholes]
+    for slot, whole in zip(slots, wholes, strict=True):
+        slot.wait()
+        whole.untyped_storage().resize_(0)
+    torch.zeros(1_000_000, device="sim")  # which may have their memory
+    for slot, whole, values in reversed(list(zip(slots, wholes, expected, strict=True))):
+        whole.untyped_storage().resize_(values.nbytes)
+        store.get(slot, whole.untyped_storage())
+        slot.wait()
+        assert torch.equal(whole.cpu(), values)
+    assert store.written == store.read == sum(values.nbytes for values in expected)
+
+
+def test_what_is_longer_than_a_piece_of_pinned_memory(monkeypatch):
+    monkeypatch.setattr("spatialdl.streaming.device_store.CHUNK", 2**16)
+    store, whole = PinnedStore(torch.device("sim")), torch.arange(3 * 2**14, device="sim")
+    first = store.put(torch.zeros(1000, device="sim").untyped_storage())
+    slot = store.put(whole.untyped_storage())
+    assert slot.start == first.size
+    slot.wait()
+    values = whole.cpu()
+    whole.zero_()
+    store.get(slot, whole.untyped_storage())
+    slot.wait()
+    assert torch.equal(whole.cpu(), values)
+    assert CHUNK > 2**16
+
+
+def test_pinned_memory_is_stored_without_a_wait_of_the_host():
+    store, whole = PinnedStore(torch.device("sim")), torch.ones(1000, device="sim")
+    with held():
+        slot = store.put(whole.untyped_storage())
+        assert not slot.is_done()
+        slot.wait()
+    torch.sim.synchronize()
+    assert slot.is_done()
+
+
+def test_operations_on_what_was_stored(store, delays):
+    kept = Memory(4 * 2**20, store)
+    with kept.watch():
+        made = [torch.full((MB,), float(number), device="sim") for number in range(12)]
+        for _ in range(3):
+            for one in made:
+                one.add_(1)
+        assert kept.here <= 4 * 2**20
+        totals = torch.stack([one.mean() for one in made])
+    assert totals.tolist() == [number + 3 for number in range(12)]
+    assert store.read > 12 * 2**20
+
+
+@pytest.mark.parametrize("where", STORES)
+def test_a_streamed_network_is_that_of_one_process(where, delays, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)
+    ).double()
+    ours, x = copy.deepcopy(model).to("sim"), torch.randn(1, 3, 101, 90, dtype=torch.float64)
+    for _ in range(2):
+        expected = model(x)
+        expected.square().mean().backward()
+        y = spatialdl.stream(
+            ours, x.to("sim"), (3, 2), limit_gb=3e-4, store="host" if where == "host" else tmp_path
+        )
+        memory = memory_of(y)
+        y.square().mean().backward()
+        torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=1e-12)
+    for own, one in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.cpu(), one.grad, rtol=0, atol=1e-12)
+    for own, one in zip(ours.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(own.cpu(), one, rtol=0, atol=1e-12)
+    assert memory.store.written > 1e6
+    del y, memory
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_tensors_of_a_device_wait(tmp_path):
+    assert isinstance(memory_within(1, None, torch.device("sim")).store, PinnedStore)
+    assert isinstance(memory_within(1, "host", torch.device("sim")).store, PinnedStore)
+    assert isinstance(memory_within(1, "disk", torch.device("sim")).store, DeviceDiskStore)
+    found = memory_within(1, str(tmp_path), torch.device("sim")).store
+    assert isinstance(found, DeviceDiskStore)
+    assert found.folder == tmp_path
+    with pytest.raises(ValueError, match=r"cannot store tensors in .*missing: No such file"):
+        memory_within(1, str(tmp_path / "missing"), torch.device("sim"))
+    assert 0 < PinnedStore(torch.device("sim")).room < 2**50
