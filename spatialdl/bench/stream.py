@@ -1,6 +1,7 @@
 """Training steps on images larger than memory in one process: streamed, beside the whole image.
 
-A step of a ResNet-18 has a process of its own, in which the kernel refuses memory beyond the limit.
+A step of a ResNet-18 has a process of its own, in which the kernel refuses memory beyond the limit,
+or, with ``--device``, PyTorch memory of the device; there the second of two steps is measured.
 The ideal is the same step on the whole image without a limit, alternately in the same run; where
 that is more than the machine has, it is extrapolated by pixels. The largest image that trains
 within the limit without streaming is found by bisection.
@@ -15,8 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from spatialdl.bench.device import add_device, describe
 from spatialdl.bench.memory import STEP, search
 from spatialdl.bench.results import (
     CPU,
@@ -29,6 +32,7 @@ from spatialdl.bench.results import (
     words_of,
 )
 from spatialdl.bench.stream_picture import draw
+from spatialdl.comm.device_path import device_of
 from spatialdl.planning.worker import environment, run_worker
 
 SHARE = 0.8
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     complete(rows)
     result = {
         **origin("stream", words_of(options)),
-        "device": CPU,
+        "device": describe(device_of(options.device)),
         "options": vars(options),
         "rows": rows,
         "largest": _largest(options, rows),
@@ -68,7 +72,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=16384,
         help=f"from this size on in bfloat16, the stem run again in backward {shown}",
     )
-    parser.add_argument("--store", help="folder for tensors (that for temporary files)")
+    text = "where tensors wait: host, disk or a folder (host; of a CPU disk)"
+    parser.add_argument("--store", help=text)
+    add_device(parser)
     parser.add_argument("--threads", type=int, default=1, help=shown)
     parser.add_argument("--rounds", type=int, default=1, help=f"steps of each case {shown}")
     parser.add_argument(
@@ -101,7 +107,7 @@ def _measure(options: argparse.Namespace) -> list[Row]:
     """A row for each size and precision; the smaller precision also where the ideal fits."""
     sides = [(size, precision_of(options, size)) for size in options.sizes]
     if any(precision == "bfloat16" for _, precision in sides):
-        measured = [size for size in options.sizes if _fits_whole(size)]
+        measured = [size for size in options.sizes if _fits_whole(options, size)]
         sides += [(size, "bfloat16") for size in measured[-1:]]
     sides = sorted(set(sides), key=lambda side: (side[1] != "float32", side[0]))
     rows: list[Row] = [
@@ -122,7 +128,7 @@ def _pair(options: argparse.Namespace, row: Row, number: int) -> dict[str, Any]:
     size, precision = row["size"], row["precision"]
     pair = {"streamed": _streamed(options, size, precision, number)}
     pair["limited"] = _step(options, size, precision, _within(options), 0)
-    if pair["streamed"]["fits"] and _fits_whole(size):
+    if pair["streamed"]["fits"] and _fits_whole(options, size):
         pair["ideal"] = _step(options, size, precision, [], number)
         check_alike(size, precision, *(pair[side]["loss"] for side in ("streamed", "ideal")))
     return pair
@@ -154,7 +160,7 @@ def _within(options: argparse.Namespace) -> list[str]:
 def _step(
     options: argparse.Namespace, size: int, precision: str, words: Sequence[str], number: int
 ) -> dict[str, Any]:
-    words = ["--size", str(size), "--precision", precision, *words]
+    words = ["--size", str(size), "--precision", precision, "--device", options.device, *words]
     if precision == "bfloat16":
         words.append("--recompute-stem")
     way = "streamed" if "--grid" in words else "limited" if "--limit-gb" in words else "ideal"
@@ -163,11 +169,16 @@ def _step(
     return kept(path, words, lambda: run_worker(command, environment(options.threads)))
 
 
-def _fits_whole(size: int) -> bool:
-    """Whether the machine has memory for a step on the whole image."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    line = next(line for line in lines if line.startswith("MemAvailable:"))
-    return size**2 * BYTES_PER_PIXEL < SHARE * int(line.split()[1]) * 1024
+def _fits_whole(options: argparse.Namespace, size: int) -> bool:
+    """Whether the machine, or its device, has memory for a step on the whole image."""
+    device = device_of(options.device)
+    if device.type == "cpu":
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    else:
+        free = torch.get_device_module(device).mem_get_info()[0]
+    return size**2 * BYTES_PER_PIXEL < SHARE * free
 
 
 def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -252,12 +263,16 @@ def table(result: dict[str, Any]) -> str:
     rows = [_cells(row) for row in result["rows"]]
     limit = f"{options['limit_gb']:g} GB"
     base = result["rows"][0]["runs"][0]["streamed"]
+    within = (
+        f"a process may have {limit} of private memory, of which the imports take "
+        f"{base['base_data_gb']:.2f} GB; resident memory has shared libraries beside, in all "
+        f"{base['base_gb']:.2f} GB at the start"
+    )
+    if result["device"] != CPU:
+        within = f"a process may have {limit} of the device, which is what *resident* counts"
     about = (
-        f"ResNet-18, one training step, {options['threads']} thread(s); a process may have "
-        f"{limit} of private memory, of which the imports take {base['base_data_gb']:.2f} GB; "
-        "resident memory has shared libraries beside, in all "
-        f"{base['base_gb']:.2f} GB at the start; ~ extrapolated by pixels; *bf16*: by autocast, "
-        "and the stem runs again in backward"
+        f"ResNet-18, one training step, {options['threads']} thread(s); {within}; ~ extrapolated "
+        "by pixels; *bf16*: by autocast, and the stem runs again in backward"
     )
     return "\n".join(
         [

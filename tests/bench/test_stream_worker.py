@@ -32,7 +32,7 @@ def test_within_a_limit_a_streamed_step_fits_and_that_of_the_whole_image_does_no
 
 
 def test_parts_of_a_picture_are_those_of_the_whole() -> None:
-    picture = stream_worker.Picture(5000)
+    picture = stream_worker.Picture(5000, torch.device("cpu"))
     whole = picture[:, :, 4000:, 4500:]
     assert whole.shape == (1, 3, 1000, 500)
     assert torch.equal(picture[:, :, 4100:4200, 4600:4601], whole[:, :, 100:200, 100:101])
