@@ -81,12 +81,15 @@ _PER_TILE = {
     aten.hardswish_.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default,
+    aten.leaky_relu_.default,  # without the tag in PyTorch 2.11
     aten.leaky_relu_backward.default,
     aten.masked_fill_.Scalar,
     aten.masked_fill_.Tensor,
+    aten.mish_.default,
     aten.mish_backward.default,
     aten.softplus_backward.default,
     aten.softshrink_backward.default,
+    aten.threshold_.default,
 }
 
 

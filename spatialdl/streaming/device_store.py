@@ -34,6 +34,7 @@ class PinnedStore:
         self._copies, self._places = Copies(device), Places()
         self._chunks: list[Tensor] = []
         self.folder = Path(tempfile.gettempdir())
+        self.device: torch.device | None = device
         self.written = self.read = 0
 
     @property
@@ -89,6 +90,7 @@ class DeviceDiskStore:
     def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
         self._copies, self._file, self._places = Copies(device), File(folder), Places()
         self.folder, self.place = self._file.folder, str(self._file.folder)
+        self.device: torch.device | None = device
         self.written = self.read = 0
         self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
         self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")

@@ -150,7 +150,8 @@ class Memory:
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """An operation has made it."""
-        if storage.nbytes() > SMALL:
+        device = None if self.store is None else self.store.device
+        if storage.nbytes() > SMALL and (device is None or storage.device.type == device.type):
             self._entries[storage._cdata] = entry = _Entry(storage, self)
             self._use(entry)
             self._has_come(entry)
@@ -318,6 +319,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: Memory, tile: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory, self._tile = memory, tile
+        device = None if memory.store is None else memory.store.device
+        self._stream = None if device is None else torch.accelerator.current_stream(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
@@ -326,10 +329,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, memory = kwargs or {}, self._memory
         if memory.told is not None:
             memory.told()
-        memory.begin(self._tile)
         given: dict[int, torch.UntypedStorage] = {}
         _collect(args, given)
         _collect(kwargs.values(), given)
+        own = self._stream
+        if own is not None:
+            current = torch.accelerator.current_stream(own.device)
+            if current != own:
+                self._bring(given.values(), own, current)
+                return func(*args, **kwargs)
+        memory.begin(self._tile)
         written = _written(func, args, kwargs) if func._schema.is_mutable else ()
         memory.make_room(given.values())
         for key, storage in given.items():
@@ -343,6 +352,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory.make_room((*given.values(), *made.values()))
         memory.look_ahead()
         return result
+
+    def _bring(
+        self,
+        given: Iterable[torch.UntypedStorage],
+        own: torch.Stream,
+        current: torch.Stream,
+    ) -> None:
+        """For an operation of another stream, such as the packing of messages.
+
+        What it makes is not watched: what is stored or freed waits for the own stream only.
+        """
+        with own:
+            for storage in given:
+                self._memory.need(storage)
+        current.wait_stream(own)
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -57,6 +57,7 @@ class Store(Protocol):
     """Keeps bytes of storages; for one thread at a time.
 
     Attributes:
+        device: the accelerator whose tensors it takes; None for those of a CPU.
         place: what it is, in messages.
         folder: for files of what is as large besides.
         written, read: bytes so far.
@@ -64,6 +65,7 @@ class Store(Protocol):
         room: bytes that it can still take.
     """
 
+    device: torch.device | None
     place: str
     folder: Path
     written: int
@@ -179,6 +181,7 @@ class DiskStore:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._file, self._places = File(folder), Places()
+        self.device: torch.device | None = None
         self.folder, self.place = self._file.folder, str(self._file.folder)
         self.written = self.read = 0
         # of their own, so that what is needed now does not wait for what was needed before

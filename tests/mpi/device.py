@@ -56,7 +56,8 @@ class CarriedOver(TorchFunctionMode):
     """Carries tensors on the CPU to the device of others that a function is called with.
 
     Networks, labels and indices that tests hold lie on the CPU, where the reference is computed.
-    Functions that the package itself calls are not seen.
+    Functions that the package itself calls are not seen, but for those of `reindex` and the like
+    that a test calls itself: what these have pinned stays where it is.
     """
 
     def __torch_function__(
@@ -69,8 +70,12 @@ class CarriedOver(TorchFunctionMode):
                 frame = frame.f_back  # type: ignore[assignment]
             given[1]["weight"] = frame.f_locals["weight"]
         if any(isinstance(one, Tensor) and one.device.type != "cpu" for one in tree_leaves(given)):
-            given = tree_map_only(Tensor, lambda one: one.to(DEVICE) if one.is_cpu else one, given)
+            given = tree_map_only(Tensor, _carried, given)
         return func(*given[0], **given[1])
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    return tensor.to(DEVICE) if tensor.is_cpu and not tensor.is_pinned() else tensor
 
 
 def device_key(comm: Communicator) -> str:

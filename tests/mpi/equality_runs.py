@@ -34,7 +34,7 @@ from spatialdl.random import keyed, scope
 from spatialdl.streaming.memory import memory_within
 from spatialdl.training.tasks.losses import segmentation_loss
 from spatialdl.training.tasks.task import Task
-from tests.mpi.device import DEVICE
+from tests.mpi.device import DEVICE, REFERENCE
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_networks import NETWORKS, Plain, RandomChain, RandomVolumeNet, Transformer
 
@@ -107,7 +107,7 @@ def drawing_by_name(model: VisionTransformer) -> Iterator[None]:
 
 
 def autocast(mixed: torch.dtype | None) -> AbstractContextManager[object]:
-    return nullcontext() if mixed is None else torch.autocast("cpu", mixed)
+    return nullcontext() if mixed is None else torch.autocast(REFERENCE.type, mixed)
 
 
 @cache
@@ -120,11 +120,11 @@ def reference(
 
 
 def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
-    model = network(case, dtype)
+    model = network(case, dtype).to(REFERENCE)
     optimizer = optimiser(model.parameters())
     losses = []
     for step in range(STEPS):
-        images, labels = images_and_labels(case, step, dtype)
+        images, labels = (one.to(REFERENCE) for one in images_and_labels(case, step, dtype))
         model.train()
         optimizer.zero_grad()
         total = 0.0
@@ -141,7 +141,7 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         losses.append(total)
-    return Outcome(losses, model.state_dict())
+    return Outcome(losses, {name: value.cpu() for name, value in model.state_dict().items()})
 
 
 def parallel(

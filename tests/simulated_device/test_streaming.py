@@ -114,3 +114,27 @@ def test_where_tensors_of_a_device_wait(tmp_path):
     with pytest.raises(ValueError, match=r"cannot store tensors in .*missing: No such file"):
         memory_within(1, str(tmp_path / "missing"), torch.device("sim"))
     assert 0 < PinnedStore(torch.device("sim")).room < 2**50
+
+
+def test_another_stream_reads_what_comes_back(store, delays):
+    """Only that stream waited for it, and the one that computes read it too early."""
+    kept, side = Memory(4 * 2**20, store), torch.Stream("sim")
+    with kept.watch():
+        made = [torch.full((MB,), float(number), device="sim") for number in range(12)]
+        for number, one in enumerate(made):
+            with side:
+                copied = one + 1
+            again = one * 3
+            torch.accelerator.current_stream().wait_stream(side)
+            assert copied.untyped_storage()._cdata not in kept._entries
+            assert (copied == number + 1).all()
+            assert (again == 3 * number).all()
+
+
+def test_pinned_memory_is_not_watched(store):
+    kept = Memory(2**20, store)
+    with kept.watch():
+        pinned = torch.ones(4 * MB, pin_memory=True)
+        there = torch.ones(MB, device="sim")
+    assert kept.here == there.nbytes
+    assert len(pinned) == 4 * MB

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_group import backend_for
+from spatialdl.comm.device_path import device_path
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.placed import Microbatch
@@ -37,7 +37,7 @@ from tests.simulated_device.holding import held
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 RANKS = MPI.COMM_WORLD.size
-BACKENDS = ["null"] if backend_for(DEVICE) is None else ["null", "nccl"]
+BACKENDS = ["null", "nccl"] if device_path().name == "nccl" else ["null"]
 WIDTH = 12 * 32  # in equal parts for 2 and 3 ranks
 
 

@@ -80,13 +80,20 @@ def _one_if_alone(*values: Any) -> list[Any]:
     return [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in values]
 
 
+def norms() -> tuple[float, ...]:
+    """Without infinity, whose gradient is NaN in PyTorch 2.11 itself."""
+    x = torch.ones(1, 1, 4, requires_grad=True)
+    F.lp_pool1d(x, float("inf"), 2).sum().backward()
+    return (1, 2, 3, 2.0, *((float("inf"),) if x.grad.isfinite().all() else (2,)))
+
+
 @in_all_dims(8, 200)
 def test_lp_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims), pooling=True)
     kernel = tuple(min(k, n) for k, n in zip(s.kernel, s.image.shape[2:], strict=True))
     stride = rng.choice((None, s.stride))
-    norm, ceil_mode = rng.choice((1, 2, 3, 2.0, float("inf"))), rng.random() < 0.5
+    norm, ceil_mode = rng.choice(norms()), rng.random() < 0.5
 
     def pool(x: Tensor) -> Tensor:
         return functional("lp_pool", dims)(x, norm, *_one_if_alone(kernel, stride), ceil_mode)

@@ -159,6 +159,8 @@ def test_over_any_dims(name: str, meshes: dict) -> None:
 
 @pytest.mark.parametrize("name", OVER_ONE)
 def test_over_one_dim(name: str, meshes: dict) -> None:
+    if name == "aminmax" and torch.__version__ < "2.13":
+        pytest.skip("older PyTorch has no gradient of it")
     function = OVER_ONE[name]
     for mesh in meshes.values():
         for dim in range(-1, 4):

@@ -66,7 +66,7 @@ def test_refused(meshes: dict) -> None:
         with pytest.raises(UnsupportedSpatialOp, match="dim 1"):
             F.channel_shuffle(x.permute(0, 2, 3, 1), 2)
         for wrong in (lambda x: F.pixel_shuffle(x, 3), lambda x: F.pixel_unshuffle(x, 4)):
-            with pytest.raises(RuntimeError):
+            with pytest.raises((RuntimeError, AssertionError)):  # by PyTorch's version
                 wrong(x)
 
 

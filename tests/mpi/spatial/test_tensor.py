@@ -137,6 +137,8 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "Hardswish inplace": nn.Hardswish(inplace=True),
     "SiLU inplace": nn.SiLU(inplace=True),
     "LeakyReLU inplace": nn.LeakyReLU(inplace=True),
+    "Mish inplace": nn.Mish(inplace=True),
+    "Threshold inplace": nn.Threshold(0.1, -2.0, inplace=True),
     "add_": lambda x: x.add_(2.0),
     "add_ scaled": lambda x: x.add_(x, alpha=0.5),
     "mul_": lambda x: x.mul_(-1),
