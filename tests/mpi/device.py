@@ -75,7 +75,8 @@ class CarriedOver(TorchFunctionMode):
 
 
 def _carried(tensor: Tensor) -> Tensor:
-    return tensor.to(DEVICE) if tensor.is_cpu and not tensor.is_pinned() else tensor
+    is_pinned = type(tensor) is Tensor and tensor.is_pinned()
+    return tensor.to(DEVICE) if tensor.is_cpu and not is_pinned else tensor
 
 
 def device_key(comm: Communicator) -> str:
