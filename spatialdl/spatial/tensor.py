@@ -81,7 +81,6 @@ _PER_TILE = {
     aten.hardswish_.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default,
-    aten.leaky_relu_.default,  # without the tag in PyTorch 2.11
     aten.leaky_relu_backward.default,
     aten.masked_fill_.Scalar,
     aten.masked_fill_.Tensor,
@@ -90,6 +89,16 @@ _PER_TILE = {
     aten.softplus_backward.default,
     aten.softshrink_backward.default,
     aten.threshold_.default,
+    # without the tag in PyTorch 2.8 to 2.11
+    aten._conj_physical.default,
+    aten.celu_.default,
+    aten.elu_.default,
+    aten.hardsigmoid_.default,
+    aten.hardtanh_.default,
+    aten.ldexp.Tensor,
+    aten.leaky_relu.default,
+    aten.leaky_relu_.default,
+    aten.selu_.default,
 }
 
 

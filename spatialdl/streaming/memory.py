@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -103,16 +103,19 @@ class Memory:
         self._leaving_bytes = self._early = 0
         self.told: Callable[[], object] | None = None
 
-    @contextmanager
-    def watch(self, tile: int = 0) -> Iterator[None]:
+    def watch(self, tile: int = 0) -> AbstractContextManager[object]:
         """A context for a thread; several threads may be in it, one of them active at a time.
+
+        Without a limit, and nobody to be told of operations, nothing is watched: a look at each
+        takes the time of a small one.
 
         Args:
             tile: number of the virtual tile that the thread works on. They have turns in the order
                 of their numbers, as far as is known here.
         """
-        with _Watch(self, tile):
-            yield
+        if self.limit is None and self.told is None:
+            return nullcontext()
+        return _Watch(self, tile)
 
     def bring(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors their bytes back, for who reads them outside of `watch`."""

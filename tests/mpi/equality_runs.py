@@ -120,11 +120,12 @@ def reference(
 
 
 def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
-    model = network(case, dtype).to(REFERENCE)
+    device = torch.device("cpu") if mixed is None else REFERENCE
+    model = network(case, dtype).to(device)
     optimizer = optimiser(model.parameters())
     losses = []
     for step in range(STEPS):
-        images, labels = (one.to(REFERENCE) for one in images_and_labels(case, step, dtype))
+        images, labels = (one.to(device) for one in images_and_labels(case, step, dtype))
         model.train()
         optimizer.zero_grad()
         total = 0.0

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from spatialdl.models import resnet18, unet
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.sizes import SHARE, Sizes, sizes_of, stored, tiles_within
+from spatialdl.streaming.store import DiskStore
 
 
 def really(model: nn.Module, shape: tuple[int, ...]) -> int:
     """What tensors take at most while an image is trained on."""
-    memory = Memory()
+    memory = Memory(10**12, DiskStore())
     with memory.watch():
         output = model(torch.rand(shape))
         output.backward(torch.ones_like(output))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spatialdl import SpatialTensor, UnsupportedSpatialOp, init_mesh, shard
 from spatialdl.comm.alone import Alone
+from tests.mpi.device import DEVICE
 from tests.mpi.equality import Operation, check, close, every_mesh, parameter
 
 
@@ -179,6 +180,8 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_layers(name: str, training: bool, meshes: dict) -> None:
+    if name == "weight_norm" and DEVICE.type == "cuda":
+        pytest.skip("norms of float64 are of float32 in PyTorch's kernel for CUDA")
     rng = random.Random(7)
     torch.manual_seed(0)
     layer = LAYERS[name]().double()
