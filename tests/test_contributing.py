@@ -24,7 +24,7 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = re.findall(
-        r"`((?:spatialdl|tests|docs|tools|examples|\.ci)/[\w/.+-]*)`", page.read_text()
+        r"`((?:spatialdl|conf|tests|docs|tools|examples|\.ci)/[\w/.+-]*)`", page.read_text()
     )
     assert [one for one in named if "NAME" not in one and not (ROOT / one).exists()] == []
 
@@ -128,5 +128,5 @@ def test_recipes_of_images_take_the_range_of_torch_and_files_that_are_there(reci
     assert f'"{torch}"' in text
     copied = re.findall(r"^COPY (.+) \S+$|^    (\S+) /src/\S+$", text, re.MULTILINE)
     names = {name for pair in copied for words in pair for name in words.split()}
-    assert {"spatialdl", "hydra_plugins", "pyproject.toml"} <= names
+    assert {"spatialdl", "conf", "hydra_plugins", "pyproject.toml"} <= names
     assert [name for name in names if not (ROOT / name).exists()] == []

@@ -24,6 +24,7 @@ from spatialdl.version import __version__
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("spatialdl/", "hydra_plugins/")
+LINK, LINKED = "spatialdl/conf", "conf"  # a link to the folder at the top
 INFO = f"spatialdl-{__version__}.dist-info"
 GENERATED = ("PKG-INFO", "setup.cfg", "spatialdl.egg-info/*")
 BUILD = (
@@ -34,12 +35,21 @@ BUILD = (
 
 
 def in_repository() -> list[str]:
-    """Files of the repository, new ones that git does not ignore included, deleted ones not."""
+    """Files and links of the repository, also new ones that git does not ignore."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git repository here says which files are the project's")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-    return sorted(name for name in done.stdout.split("\n") if (ROOT / name).is_file())
+    return sorted(name for name in done.stdout.split("\n") if name and (ROOT / name).exists())
+
+
+def in_package() -> list[str]:
+    """Files that are installed, under the names that they have then."""
+    names = [
+        name.replace(LINKED, LINK, 1) if name.startswith(f"{LINKED}/") else name
+        for name in in_repository()
+    ]
+    return sorted(name for name in names if name.startswith(PACKAGES) and name != LINK)
 
 
 def copied(folder: Path) -> Path:
@@ -47,7 +57,7 @@ def copied(folder: Path) -> Path:
     for name in in_repository():
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, place)
+        shutil.copyfile(ROOT / name, place, follow_symlinks=False)
     return folder
 
 
@@ -84,9 +94,15 @@ def sdist(source: Path) -> tarfile.TarFile:
 
 
 def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: zipfile.ZipFile) -> None:
-    package = [name for name in in_repository() if name.startswith(PACKAGES)]
     inside = [name for name in wheel.namelist() if not name.startswith(INFO)]
-    assert sorted(inside) == package
+    assert sorted(inside) == in_package()
+
+
+def test_the_configuration_lies_at_the_top_and_is_installed_in_the_package() -> None:
+    # a link, and no entry of package-dir: a clone whose environment has another one installed would
+    # find the configuration of that one
+    assert (ROOT / LINK).is_symlink() or not (ROOT / ".git").exists()
+    assert (ROOT / LINK).resolve() in (ROOT / LINKED, ROOT / LINK)
 
 
 def test_what_is_no_python_in_the_package_is_named_as_package_data() -> None:
@@ -94,7 +110,7 @@ def test_what_is_no_python_in_the_package_is_named_as_package_data() -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["spatialdl"]
     data = [
         name.removeprefix("spatialdl/")
-        for name in in_repository()
+        for name in in_package()
         if name.startswith("spatialdl/") and not name.endswith(".py")
     ]
     assert len(data) > 50
@@ -139,7 +155,8 @@ def test_the_source_distribution_has_the_whole_repository(sdist: tarfile.TarFile
         str(PurePosixPath(one.name).relative_to(top)) for one in sdist.getmembers() if one.isfile()
     }
     added = {name for name in inside if not any(fnmatch(name, one) for one in GENERATED)}
-    assert added == set(in_repository())
+    # which has no links: the configuration is there twice
+    assert added == {name for name in in_repository() if name != LINK} | set(in_package())
 
 
 def test_the_changelog_begins_with_what_comes_next_and_has_this_version() -> None:
