@@ -1,4 +1,4 @@
-# make demo | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
+# make setup | make demo | make test-fast | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -15,7 +15,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
+.PHONY: setup demo test test-fast test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,8 +25,29 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --target .venv/vision "timm>=1.0" "torchvision>=0.23,<0.29"
 	touch $(READY)
 
+setup: $(READY)
+
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(if $(SLIDES),--slides "$(SLIDES)")
+
+# while one writes: boxes, plans, schedules, shards, slides, the rules of the source, and on two ranks
+# operations on split images and whole layouts against one process; less than two minutes on two cores
+FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parallel/test_placement.py \
+    spatial random/test_generator.py random/test_streams.py \
+    $(addprefix comm/, test_mesh.py test_plan.py test_tape.py) \
+    $(addprefix pipeline/, test_schedule.py test_zero_bubble.py test_interleaved.py test_gems.py \
+    test_handovers.py test_simulate.py) training/test_layouts.py \
+    $(addprefix data/, test_format.py test_chunks.py test_striping.py) configuring/test_keys.py \
+    $(addprefix slides/, reading/test_opening.py reading/test_reader.py cutting/test_grid.py \
+    finding/test_tissue.py) \
+    test_contributing.py test_dependencies.py test_docs.py test_house.py test_init.py test_text.py)
+FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py \
+    $(addprefix spatial/, test_families.py test_norm.py test_conv_window.py test_pool.py test_flip.py) \
+    pipeline/test_front.py)
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 $(FAST)
+	$(RUN) 300 -n 2 $(MPI_TESTS) -m "not slow" $(FAST_MPI)
 
 test: test-serial test-mpi test-device
 
@@ -131,6 +152,7 @@ test-slow: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 typecheck: $(READY)
 	$(BIN)/mypy

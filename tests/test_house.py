@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "house.md").read_text()
 ROOMS = dict(re.findall(r"^- `([\w/.]+)`: ((?:.|\n  )*)", PAGE, re.MULTILINE))
 FILES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-    for file in PACKAGE.rglob("*.py")
+    for file in (*PACKAGE.rglob("*.py"), *(PACKAGE / "conf").glob("*.py"))  # conf is a link
 }
 
 

@@ -204,9 +204,10 @@ def test_every_place_that_is_linked_is_there(page):
     assert links or page.name != "README.md"
 
 
-def test_every_page_is_linked_from_the_readme():
+def test_every_page_is_linked_from_the_readme_or_the_guide_for_contributors():
+    both = README + (ROOT / "CONTRIBUTING.md").read_text()
     for page in PAGES:
-        assert page.name == "README.md" or f"](docs/{page.name}" in README
+        assert page.name == "README.md" or f"](docs/{page.name}" in both
 
 
 def test_make_targets_that_are_named_are_there():

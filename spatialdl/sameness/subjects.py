@@ -54,7 +54,8 @@ def code(config: DictConfig) -> Subject:
     package = Path(spatialdl.__file__).parent
     items = {
         f"{package.name}/{path.relative_to(package)}": _sum_of(path)
-        for path in package.rglob("*.py")
+        # in a clone conf is a link, into which rglob does not go
+        for path in (*package.rglob("*.py"), *(package / "conf").glob("*.py"))
     }
     for key, value in _leaves(OmegaConf.to_container(config)):
         for target in _targets(key, value):

@@ -70,6 +70,10 @@ def test_code_is_that_of_the_package_and_of_what_the_configuration_names(tmp_pat
     del sys.modules["sameness_networks"]
 
 
+def test_code_of_the_configuration_is_compared_though_it_is_behind_a_link_in_a_clone():
+    assert "spatialdl/conf/__init__.py" in code(composed()).items
+
+
 def test_versions_are_those_in_use():
     found = versions().items
     assert found["python"] == platform.python_version()
