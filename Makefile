@@ -1,7 +1,8 @@
-# make demo | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
+# make demo | make docs | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
+DOCS   := .venv/.docs
 RUN    := $(BIN)/mpiexec --oversubscribe --timeout
 MPI_TESTS := $(BIN)/python -m pytest -p no:cacheprovider
 
@@ -15,7 +16,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
+.PHONY: demo docs test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -27,6 +28,14 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(if $(SLIDES),--slides "$(SLIDES)")
+
+$(DOCS): $(READY)
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $(DOCS)
+
+# into site/; a link that leads nowhere, or a page that is not in the navigation, is an error
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test: test-serial test-mpi test-device
 
@@ -144,4 +153,4 @@ bench-gpu: $(READY)
 	$(BIN)/python -m spatialdl.bench suite --device auto
 
 clean:
-	rm -rf .venv build *.egg-info outputs demo
+	rm -rf .venv build *.egg-info outputs demo site

@@ -97,7 +97,7 @@ def test_the_network_that_is_checked_is_exact(tmp_path):
 @pytest.mark.parametrize("words", commands("spatialdl.train"), ids=" ".join)
 def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("tiles", "my_set", "scan_set", "volume_set"):  # which the commands before it have written
+    for folder in ("tiles", "my_set", "scan_set", "volume_set"):  # of the commands before it
         (tmp_path / folder).mkdir()
     for table in ("receptors.csv", "labels.csv", "split.csv", "ages.csv", "survival.csv"):
         (tmp_path / table).touch()
