@@ -21,15 +21,12 @@ COMMANDS = ("train", "predict", "evaluate", "plan")
 
 def nav() -> list[str]:
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    return re.findall(r"([\w/.-]+\.md)$", text, re.MULTILINE)
+    return re.findall(r"([\w/.-]+\.md)(?:  #.*)?$", text, re.MULTILINE)
 
 
 def test_every_page_is_in_the_navigation_once():
-    own = [page for page in nav() if not page.startswith(f"{repository.FOLDER}/")]
-    assert sorted(own) == sorted(PAGES)
-    others = {page.removeprefix(f"{repository.FOLDER}/") for page in nav()} - set(own)
-    assert others <= set(repository.ALWAYS)
-    assert [name for name in others if not (ROOT / name).is_file()] == []
+    by_themselves = {page for page in PAGES if page.startswith(f"{repository.DECISIONS}/")}
+    assert sorted(nav()) == sorted(set(PAGES) - by_themselves)
 
 
 def test_every_page_has_one_title_and_every_picture_a_text():
@@ -65,9 +62,22 @@ def test_the_reference_has_every_key_with_its_comment():
 def test_files_that_pages_link_become_pages():
     text = repository.page_of("examples/slurm/launcher/site.yaml")
     assert text.startswith("# examples/slurm/launcher/site.yaml\n\n````yaml\n")
-    assert "## examples/slurm/train.sbatch" in repository.page_of("examples/slurm/")
-    assert repository.address("examples/slurm/") == "source/examples/slurm.md"
+    assert "## examples/slurm/train.sbatch" in repository.page_of("examples/slurm")
+    assert repository.address("examples/slurm") == "source/examples/slurm.md"
     assert repository.address("SECURITY.md") == "source/SECURITY.md"
+
+
+def test_links_out_of_the_documentation_lead_to_these_pages():
+    text = "[a](../SECURITY.md#data) [b](gpus.md) [c](https://x.org) [d](#e) [f](../no_such.py)"
+    assert list(repository.outside(text, "docs/page.md")) == ["SECURITY.md"]
+    assert repository.redirected(text, "docs/page.md", "page.md") == text.replace(
+        "../SECURITY", "source/SECURITY"
+    )
+    text = "[a](../../LICENSE) [b](../gpus.md)"
+    there = repository.redirected(text, "docs/decisions/0001.md", "decisions/0001.md")
+    assert there == "[a](../source/LICENSE.md) [b](../gpus.md)"
+    there = repository.redirected("[a](docs/gpus.md) [b](LICENSE)", "X.md", "source/X.md")
+    assert there == "[a](../gpus.md) [b](LICENSE.md)"
 
 
 def messages() -> list[str]:
