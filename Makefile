@@ -34,8 +34,9 @@ $(DOCS): $(READY)
 	touch $(DOCS)
 
 # into site/; a link that leads nowhere, or a page that is not in the navigation, is an error
+# (not with --quiet, which hides from --strict what it looks for)
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: test-serial test-mpi test-device
 
