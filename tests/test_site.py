@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -57,6 +58,11 @@ def test_the_reference_has_every_key_with_its_comment():
     assert "#### `parallel=sp+pp`" in page
     for command in COMMANDS:
         assert f"<!-- keys of {command} -->" in PAGES["configuration.md"]
+
+
+def test_the_reference_has_every_installed_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert [name for name in scripts if f"| `{name}` |" not in PAGES["configuration.md"]] == []
 
 
 def test_files_that_pages_link_become_pages():
