@@ -26,7 +26,12 @@ AT_LEAST = {
     ),
     "volumes": ("volume_run/report.html", "volume_predicted/volumes.csv"),
 }
-YOURS = {"labels.csv", "metrics.csv", "process_list.csv"}  # files that pages name without a folder
+YOURS = {
+    "labels.csv",
+    "splits.csv",
+    "metrics.csv",
+    "process_list.csv",
+}  # files that pages name without a folder
 
 
 def words_of(line: str) -> list[str]:
