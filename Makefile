@@ -1,4 +1,4 @@
-# make demo | make docs | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
+# make demo | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -16,7 +16,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
+.PHONY: demo test test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -28,15 +28,6 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py $(if $(SLIDES),--slides "$(SLIDES)")
-
-$(DOCS): $(READY)
-	$(BIN)/pip install --quiet --editable ".[docs]"
-	touch $(DOCS)
-
-# into site/; a link that leads nowhere, or a page that is not in the navigation, is an error
-# (not with --quiet, which hides from --strict what it looks for)
-docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: test-serial test-mpi test-device
 
@@ -144,6 +135,16 @@ lint: $(READY)
 
 typecheck: $(READY)
 	$(BIN)/mypy
+
+$(DOCS): $(READY)
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $(DOCS)
+
+# the site, into site/; a link that leads nowhere, or a page that is not in the navigation, is an error
+# (not with --quiet, which hides from --strict what it looks for)
+.PHONY: docs
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m spatialdl.bench spatial
