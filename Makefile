@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
+DOCS   := .venv/.docs
 RUN    := $(BIN)/mpiexec --oversubscribe --timeout
 MPI_TESTS := $(BIN)/python -m pytest -p no:cacheprovider
 
@@ -157,6 +158,16 @@ lint: $(READY)
 typecheck: $(READY)
 	$(BIN)/mypy
 
+$(DOCS): $(READY)
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $(DOCS)
+
+# the site, into site/; a link that leads nowhere, or a page that is not in the navigation, is an error
+# (not with --quiet, which hides from --strict what it looks for)
+.PHONY: docs
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python -m spatialdl.bench spatial
 	$(BIN)/python -m spatialdl.bench halo
@@ -166,4 +177,4 @@ bench-gpu: $(READY)
 	$(BIN)/python -m spatialdl.bench suite --device auto
 
 clean:
-	rm -rf .venv build *.egg-info outputs demo
+	rm -rf .venv build *.egg-info outputs demo site

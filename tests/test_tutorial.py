@@ -1,4 +1,4 @@
-"""The tutorial runs as it stands, from drawn slides to an evaluated network."""
+"""Tutorials run as they stand: their programs are written, their first commands carried out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,27 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+DOCS = ROOT / "docs"
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-MADE = (
-    *("cohort/cohort.html", "cohort/cohort.csv", "split.csv", "features/h5/s0.h5"),
-    *("clusters/clusters.png", "run/report.html", "predicted/slides.csv"),
-    *("predicted/s0-attention.png", "evaluated/report.html", "evaluated/metrics.csv"),
-)
+AT_LEAST = {
+    "own-slides": ("tiles/report.html", "tiles_run/report.html", "tiles_predicted/slides.csv"),
+    "transformer": ("vit_run/report.html", "vit_run/metrics.csv"),
+    "tutorial": (
+        *("cohort/cohort.html", "cohort/cohort.csv", "split.csv", "features/h5/s0.h5"),
+        *("clusters/clusters.png", "run/report.html", "predicted/slides.csv"),
+        *("predicted/s0-attention.png", "evaluated/report.html", "evaluated/metrics.csv"),
+    ),
+    "volumes": ("volume_run/report.html", "volume_predicted/volumes.csv"),
+}
+YOURS = {
+    "labels.csv",
+    "splits.csv",
+    "metrics.csv",
+    "process_list.csv",
+}  # files that pages name without a folder
 
 
 def words_of(line: str) -> list[str]:
@@ -31,29 +44,49 @@ def words_of(line: str) -> list[str]:
     return [sys.executable, "-c", start, *words]
 
 
-def test_every_command_of_the_page_works(tmp_path):
-    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S):
-        (tmp_path / name).write_text(code)
-    (commands,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)
-    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+def carry_out(page: str, folder: Path) -> None:
+    """Write the programs of a page, and run the lines of its first shell block one by one."""
+    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", page, re.M | re.S):
+        (folder / name).write_text(code)
+    commands = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)[0]
     for line in commands.splitlines():
         done = subprocess.run(
             words_of(line),
-            cwd=tmp_path,
-            env=where,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=200,
             check=False,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    named = re.findall(r"`([\w/-]+\.(?:html|csv|png|h5))`", PAGE)
-    assert set(named) - {"labels.csv"} <= set(MADE)
-    assert [name for name in MADE if not (tmp_path / name).is_file()] == []
-    with (tmp_path / "predicted" / "slides.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["slide"] for row in rows] == [f"s{number}" for number in range(8)]
-    assert {row["predicted"] for row in rows} <= {"ring", "strand"}
-    with (tmp_path / "evaluated" / "metrics.csv").open(newline="") as file:
-        found = {(row["level"], row["metric"]) for row in csv.DictReader(file)}
-    assert {("slide", "accuracy"), ("patient", "accuracy")} <= found
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", AT_LEAST)
+def test_every_command_of_a_tutorial_works(name, tmp_path):
+    page = (DOCS / f"{name}.md").read_text()
+    carry_out(page, tmp_path)
+    named = set(re.findall(r"`([\w/-]+\.(?:html|csv|png|h5|nii))`", page)) - YOURS
+    expected = {*named, *AT_LEAST[name]}
+    assert sorted(one for one in expected if not (tmp_path / one).is_file()) == []
+    if name == "tutorial":
+        rows = rows_of(tmp_path / "predicted" / "slides.csv")
+        assert [row["slide"] for row in rows] == [f"s{number}" for number in range(8)]
+        assert {row["predicted"] for row in rows} <= {"ring", "strand"}
+        metrics = rows_of(tmp_path / "evaluated" / "metrics.csv")
+        found = {(row["level"], row["metric"]) for row in metrics}
+        assert {("slide", "accuracy"), ("patient", "accuracy")} <= found
+    if name == "own-slides":
+        rows = rows_of(tmp_path / "tiles_predicted" / "slides.csv")
+        assert {row["status"] for row in rows} == {"processed"}
+        assert len(rows) == 4
+    if name == "volumes":
+        rows = rows_of(tmp_path / "volume_predicted" / "volumes.csv")
+        assert {row["status"] for row in rows} == {"processed"}
+        assert len(rows) == 4

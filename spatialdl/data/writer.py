@@ -59,8 +59,9 @@ class ShardWriter:
         level: of zstd, 1 (fast) to 22 (small).
         chunk: tiles as JPEG only: rows and columns of a chunk, where the tiles to come encoded
             have others than the first one added.
-        stripe_count, stripe_size: on Lustre, over how many storage targets a shard is spread, -1
-            for all, and in pieces of how many bytes (`lfs setstripe`).
+        stripe_count: on Lustre, over how many storage targets a shard is spread (`lfs setstripe`),
+            -1 for all.
+        stripe_size: on Lustre, bytes of the pieces in which it is spread.
         overwrite: replace a data set of that name.
         made_with: settings worth keeping, written to the manifest as they are.
 
