@@ -301,12 +301,16 @@ def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _check_known(x: ChannelTensor) -> None:
     with torch._C.DisableTorchFunction():
-        known = x.grad_fn is None
+        known, is_followed = x.grad_fn is None, x.requires_grad
     if not known:
         raise UnsupportedSpatialOp(
             "a torch.autograd.Function, or a hook, has changed a tensor whose channels are divided "
             "over ranks: give it full_tensor(), or take tensor=1"
         )
+    if is_followed and type(x) is ChannelTensor and not x.part.requires_grad:
+        # kept by a checkpoint within another: PyTorch detaches it, and has only the whole need a
+        # gradient again, but the third run must save for backward what the others did
+        x.part = x.part.detach().requires_grad_()
 
 
 def whole_of(x: Any, alike: bool = True) -> Any:
