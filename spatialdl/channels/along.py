@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.channels.tensor import ChannelTensor, channel_op, divided_op, on_tile
+from spatialdl.channels.tensor import (
+    ChannelTensor,
+    channel_op,
+    divided_op,
+    is_divided,
+    on_tile,
+    pointwise,
+)
 from spatialdl.random.generator import Region
 from spatialdl.random.plain import check_probability, dropped
 from spatialdl.random.streams import next_key, whole
@@ -77,6 +84,14 @@ for _function in (
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
 ):
     _unchanged(_function)
+
+
+@channel_op(Tensor.copy_)
+def copy_(input: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
+    """Into the part; whole weights, and those on trial, are left to all channels."""
+    if not is_divided(input) or input.trial is not None:
+        return NotImplemented
+    return pointwise(Tensor.copy_, (input, src, non_blocking), {})
 
 
 def _new(function: Any) -> None:

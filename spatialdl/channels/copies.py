@@ -14,6 +14,8 @@ from spatialdl.random.composite import inside
 
 def refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
     name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):  # of a property such as Tensor.data
+        name = getattr(func.__self__, "__name__", name)
     return UnsupportedSpatialOp(
         f"{name} cannot be done on a tensor whose channels are divided over ranks: {advice}, or "
         "take tensor=1"

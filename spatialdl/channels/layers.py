@@ -47,7 +47,7 @@ def _partition_of(x: Any, at: int) -> Partition | None:
 Local = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class _Layer:
+class Layer:
     """A layer with a weight that has dims of output and of input channels.
 
     Args:
@@ -180,7 +180,7 @@ def _register_conv(function: Any) -> None:
             return NotImplemented  # without samples
         if groups > 1:
             return _by_groups(local, input, weight, bias, groups, weight.shape[0])
-        return _Layer(local, input, weight, bias, at=1, out=0, into=1).run()
+        return Layer(local, input, weight, bias, at=1, out=0, into=1).run()
 
 
 def _register_transposed(function: Any) -> None:
@@ -203,7 +203,7 @@ def _register_transposed(function: Any) -> None:
             return NotImplemented
         if groups > 1:
             return _by_groups(local, input, weight, bias, groups, weight.shape[1] * groups)
-        return _Layer(local, input, weight, bias, at=1, out=1, into=0).run()
+        return Layer(local, input, weight, bias, at=1, out=1, into=0).run()
 
 
 for _dims in (1, 2, 3):
@@ -215,7 +215,7 @@ for _dims in (1, 2, 3):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or (is_divided(input) and input.at != input.dim() - 1):
         return NotImplemented
-    return _Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
+    return Layer(F.linear, input, weight, bias, at=input.dim() - 1, out=0, into=1).run()
 
 
 @channel_op(F.embedding)

@@ -133,6 +133,11 @@ class ChannelTensor(Tensor):
         whole = whole_of(self)
         return whole.full_tensor() if isinstance(whole, SpatialTensor) else whole
 
+    def check_data_of(self, target: Tensor) -> None:
+        """Refuse ``target.data = self``: a plain tensor has no part."""
+        function = Tensor.data.__set__  # type: ignore[attr-defined]
+        raise refusal(function, f"{_SET}, or give it full_tensor()")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ChannelTensor({self.part!r}, dim {self.at} of {self.partition.size})"
 
@@ -263,9 +268,10 @@ def _refuse(func: Any, advice: str) -> None:
 
 for _name in ("register_hook", "retain_grad", "backward", "numpy", "data_ptr", "share_memory_"):
     _refuse(getattr(Tensor, _name), "it would see a copy; give it full_tensor()")
+_SET = "set the attribute itself (module.name = x)"
 for _name in ("data", "grad"):
-    for _function in (getattr(Tensor, _name).__get__, getattr(Tensor, _name).__set__):
-        _refuse(_function, "it would see a copy; take detach()")
+    _refuse(getattr(Tensor, _name).__get__, "it would see a copy; take detach()")
+    _refuse(getattr(Tensor, _name).__set__, f"it would reach a copy; {_SET}")
 
 
 @channel_op(Tensor._version.__get__)  # type: ignore[attr-defined]
@@ -295,12 +301,16 @@ def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _check_known(x: ChannelTensor) -> None:
     with torch._C.DisableTorchFunction():
-        known = x.grad_fn is None
+        known, is_followed = x.grad_fn is None, x.requires_grad
     if not known:
         raise UnsupportedSpatialOp(
             "a torch.autograd.Function, or a hook, has changed a tensor whose channels are divided "
             "over ranks: give it full_tensor(), or take tensor=1"
         )
+    if is_followed and type(x) is ChannelTensor and not x.part.requires_grad:
+        # kept by a checkpoint within another: PyTorch detaches it, and has only the whole need a
+        # gradient again, but the third run must save for backward what the others did
+        x.part = x.part.detach().requires_grad_()
 
 
 def whole_of(x: Any, alike: bool = True) -> Any:

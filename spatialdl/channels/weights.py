@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils._pytree import tree_map_only
 
-from spatialdl.channels import along, group_norm, heads, layers, shapes
+from spatialdl.channels import along, group_norm, heads, layers, products, shapes
 from spatialdl.channels.moves import all_gather, own_part
 from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
@@ -31,6 +31,7 @@ __all__ = [
     "group_norm",
     "heads",
     "layers",
+    "products",
     "shapes",
 ]  # which register what can be done on channels
 

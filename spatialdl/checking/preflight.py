@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.channels.uses import uses_of
+from spatialdl.channels.uses import Plan, uses_of
 from spatialdl.channels.weights import divide, whole_outputs
 from spatialdl.checking.record import Recorder, Refusal
 from spatialdl.comm.dry import Dry
@@ -72,6 +73,7 @@ def preflight(
     criterion: Criterion | None = None,
     segments: bool = False,
     columns: int | None = None,
+    tensor_plan: Plan = MappingProxyType({}),
 ) -> Preflight:
     """Run a network as a layout would, forwards and backwards.
 
@@ -84,6 +86,7 @@ def preflight(
         criterion: tells of outputs that do not fit the task.
         segments: whether it learns a class for every pixel.
         columns: numbers that it learns for every image; None for one label.
+        tensor_plan: how weights are divided by channels where that is not to be found out.
     """
     found = Preflight()
     shadow = meta_copy(model)
@@ -96,7 +99,7 @@ def preflight(
         shadow, placement = meta_copy(model), Placement(1, placement.grids[:1])
         found.stages = [shadow]
     dtype = next((p.dtype for p in shadow.parameters()), torch.get_default_dtype())
-    run = _Run(found, placement, shape, dtype)
+    run = _Run(found, placement, shape, dtype, tensor_plan)
     run.forward()
     if run.output is not None:
         run.loss(criterion, segments, columns)
@@ -110,8 +113,10 @@ class _Run:
         placement: Placement,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        tensor_plan: Plan,
     ) -> None:
         self._found, self._placement, self._shape = found, placement, shape
+        self._plan = tensor_plan
         self._shapes = HandoverShapes(found.stages, placement, shape[1:], dtype)
         self._modules = [meta_copy(stage).train() for stage in found.stages]
         self.output: Any = None
@@ -146,7 +151,7 @@ class _Run:
         comm = Dry(ranks - 1, ranks, "tensor")
         run = partial(run_stage, values=taken, samples=self._shape[0])
         try:
-            divide(module, uses_of(module, comm, run), comm)
+            divide(module, uses_of(module, comm, run, self._plan), comm)
         except (RuntimeError, ValueError) as error:  # UnsupportedSpatialOp is the first
             self._found.errors.append(str(error))
             return False

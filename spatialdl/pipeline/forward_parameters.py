@@ -149,12 +149,10 @@ class _Aliases(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func == _DATA and isinstance(args[0], nn.Parameter):
+        is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+        if is_data and isinstance(args[0], nn.Parameter):
             self.found.append((args[0], result, result._version))
         return result
-
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _refusal(name: str) -> UnsupportedSpatialOp:

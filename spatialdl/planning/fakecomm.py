@@ -90,6 +90,7 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         criterion=None if task is None else task.loss,
         segments=job.segments,
         columns=sources.num_classes if config.task.name in TARGETED else None,
+        tensor_plan=dict(job.tensor_plan),
     )
     if schedule is not None:
         table = _Table(job, cluster, placement, schedule, config.parallel.recompute, slices, found)

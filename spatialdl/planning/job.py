@@ -44,6 +44,7 @@ class Job:
         optimizer: makes one for parameters.
         balance: what is alike in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
+        tensor_plan: what is divided of modules of stages whose channels are, see `Divided`.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Job:
     balance: Literal["time", "memory"] = "time"
     read_bytes: float = 0.0
     on_cpu: bool = True
+    tensor_plan: tuple[tuple[str, str], ...] = ()
     _programs: dict[bool, Program] = field(default_factory=dict, init=False)
     _balanced: dict[tuple[bool, int], Costs] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, init=False)

@@ -28,11 +28,14 @@ class Divided(NamedTuple):
     Attributes:
         ranks: over which they are divided.
         first, after: its first part, and the one after its last.
+        plan: for names of modules what is divided where that is not to be found out, see
+            `channels.uses.Plan`.
     """
 
     ranks: int
     first: int
     after: int
+    plan: tuple[tuple[str, str], ...] = ()
 
 
 class Parts:
@@ -140,7 +143,7 @@ class Parts:
             for number in copied.span:
                 shadow.run_part(copied.pieces[number], recording, values, _META)
 
-        divide(network, uses_of(network, comm, run), comm)
+        divide(network, uses_of(network, comm, run, dict(which.plan)), comm)
         return copied
 
     def given(self, number: int, values: dict[Value, Tensor]) -> dict[Value, Tensor]:

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from spatialdl.channels.uses import check_plan
 from spatialdl.data.image_source import whole_box
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
@@ -107,6 +108,8 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         )
     model = build_model(config, sources).to(dtype)
     gather_before(model, config.parallel.gather_before)
+    plan = {str(name): str(form) for name, form in (config.parallel.tensor_plan or {}).items()}
+    check_plan(model, plan)
     batch = int(config.data.batch_size)
     return Job(
         model=model,
@@ -118,6 +121,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         balance="memory" if config.parallel.balance == "memory" else "time",
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
+        tensor_plan=tuple(plan.items()),
     )
 
 

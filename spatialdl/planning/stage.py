@@ -82,7 +82,7 @@ def stage_costs(
         grid = placement.grids[stage]
         own_samples = ceil(samples / placement.batch_parts(stage))
         tensor = placement.tensor_parts(stage)
-        divided = Divided(tensor, first, after) if tensor > 1 else None
+        divided = Divided(tensor, first, after, job.tensor_plan) if tensor > 1 else None
         costs = job.costs(own_samples, grid, again, stages == 1, divided)
         if memory != "all":
             costs = getattr(costs, memory) or costs

@@ -40,6 +40,9 @@ class WholeTensor(SpatialTensor):
 
     __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl  # type: ignore[assignment]
 
+    def check_data_of(self, target: Tensor) -> None:
+        """Any tensor can take its values: they are its own."""
+
     @property
     def _tile(self) -> Tensor:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -219,7 +222,7 @@ _register(
 _register(_on_image, F.batch_norm, torch.batch_norm, F.group_norm, F.instance_norm)
 _register(_on_image, *_CONV_DIMS)
 _register(_detached, Tensor.detach, torch.detach, _getter("data"))
-_register(_not_split, _getter("_base"))
+_register(_not_split, _getter("_base"), Tensor.data.__set__)  # type: ignore[attr-defined]
 _register(_gradient, _getter("grad"))
 _register(_gradients, torch.autograd.grad)
 _register(_hooked, Tensor.register_hook)

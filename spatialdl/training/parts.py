@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.processes import Nodes
+from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.views import Views
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.shardable import check_samples
@@ -30,6 +31,7 @@ from spatialdl.training.optimization.update import Update
 from spatialdl.training.own_data import check_same_samples
 from spatialdl.training.settings import open_sources, resolve_statistics
 from spatialdl.training.tasks.own_metrics import OwnMetrics
+from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
 from spatialdl.training.virtual_tiles import choose_virtual_tiles
@@ -167,8 +169,16 @@ class Parts:
             channels_last=bool(self.config.trainer.channels_last),
             seed=seed,
             one_batch=self._overfits,
-            masks_in_parts=trains,
+            masks_in_parts=trains or self._scores_tiles(views),
         )
+
+    def _scores_tiles(self, views: Views) -> bool:
+        """Whether maps are validated virtual tile by virtual tile.
+
+        A loss of the user's sees whole maps, and a data set of the user's makes whole masks.
+        """
+        is_whole = isinstance(views.source, DatasetSource)
+        return isinstance(self.task, Segmentation) and not (self.task.has_own_loss or is_whole)
 
     def _check_last_batch(self) -> None:
         """That of an epoch may be smaller."""

@@ -19,6 +19,8 @@ from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
 from spatialdl.pipeline.placed import Microbatch
 from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.spatial.split import from_local
+from spatialdl.spatial.tensor import SpatialTensor, from_tile
 from spatialdl.training.feeding import Feed
 from spatialdl.training.pictures.gallery import Example, Gallery
 from spatialdl.training.pictures.heat_maps import HeatMaps
@@ -159,14 +161,40 @@ class Validation:
             self._map_metrics = self._own_metrics.of_maps(self._pipeline.device)
         for batch, parts in enumerate(batches):
             slices = self._feed.own(batch)
-            for number, output in self._pipeline.evaluate(parts).items():
-                target, mesh = parts[number].target, self._pipeline.last(number)
-                if target is not None and mesh is not None and mesh.channels == 0:
+            for number, mesh, output in self._maps(parts):
+                target = self._target(parts[number], number, mesh, output)
+                if target is not None and mesh.channels == 0:
                     sums += task.tally(output, target, mesh.part)
                     self._map_metrics.update(output, target, mesh.part)
                     if self._gallery is not None:
                         self._gallery.note(slices[number], output, target, mesh)
         return sums
+
+    def _maps(self, parts: Sequence[Microbatch]) -> Iterator[tuple[int, Mesh, Tensor]]:
+        """Of each micro-batch the map that leaves here; in virtual tiles where masks come so."""
+        if any(one.masks is not None for one in parts):
+            yield from self._pipeline.evaluate_tiles(parts)
+            return
+        for number, output in self._pipeline.evaluate(parts).items():
+            mesh = self._pipeline.last(number)
+            if mesh is not None:
+                yield number, mesh, output
+
+    def _target(self, part: Microbatch, number: int, mesh: Mesh, output: Tensor) -> Tensor | None:
+        """The masks of a map, split as it is; of a virtual tile those of its own pixels."""
+        if part.masks is None:
+            return part.target
+        own = self._pipeline.last(number)
+        assert own is not None
+        size = part.masks.size
+        if not isinstance(output, SpatialTensor):  # all of it, for all virtual tiles
+            whole = part.masks[(..., *map(slice, part.masks.shape[1:]))]
+            return whole if own.parts == 1 else from_local(whole, own, size)
+        fits = tuple(output.shape[2:]) == tuple(size)
+        layout = output.spatial_layout if fits else mesh.layout(1, size)
+        starts = zip(mesh.own_box(layout).spatial, own.box(size)[::2], strict=True)
+        slices = (slice(start - at, stop - at) for (start, stop), at in starts)
+        return from_tile(part.masks[(..., *slices)], layout, mesh)
 
     def _own_outputs(
         self, task: SampleTask, batches: Iterable[Sequence[Microbatch]]

@@ -241,3 +241,17 @@ def test_a_layer_whose_channels_cannot_be_divided_is_found(capsys, tmp_path, mon
     text = capsys.readouterr().out
     assert "it would write into a copy" in text
     assert text.endswith("it would not run: 1 to be changed\n")
+
+
+def test_a_plan_of_what_is_divided_is_followed(capsys):
+    """It was left out: weights were counted as divided otherwise."""
+    found = []
+    for words in ([], ["parallel.tensor_plan={layer4: replicate}"]):
+        assert look(config("parallel=none", "parallel.tensor=2", *words))
+        rows = capsys.readouterr().out.splitlines()
+        found.append([line for line in rows if line[:5].strip().isdigit()])
+    assert found[0] != found[1]
+    assert not look(
+        config("parallel=none", "parallel.tensor=2", "parallel.tensor_plan={no: input}")
+    )
+    assert "tensor_plan names 'no'" in capsys.readouterr().out

@@ -129,9 +129,21 @@ def test_ranks_with_virtual_tiles_read_the_box_that_is_wanted_and_no_more(task, 
         asked.clear()
 
 
-def test_masks_to_validate_on_are_whole_and_images_in_parts():
-    words = ("model=unet", "task=segmentation", "data.validation_samples=3", STREAM)
-    feed = parts(*words).validation_feed
+VALIDATED = ("model=unet", "task=segmentation", "data.validation_samples=3", STREAM)
+
+
+def test_masks_to_validate_on_are_read_in_parts():
+    feed = parts(*VALIDATED).validation_feed
+    (batch,) = feed.batches()
+    first, second = feed.microbatches(batch)
+    assert (first.target, first.tile) == (None, None)
+    assert first.masks.shape == (1, 12, 9)
+    assert second.masks[..., 2:3, 0:9].shape == (2, 1, 9)
+
+
+def test_masks_for_a_loss_of_the_users_are_whole_and_images_in_parts():
+    """It sees whole maps."""
+    feed = parts(*VALIDATED, "task.loss={_target_: torch.nn.CrossEntropyLoss}").validation_feed
     (batch,) = feed.batches()
     first, second = feed.microbatches(batch)
     assert (first.masks, first.tile) == (None, None)

@@ -59,6 +59,10 @@ class Segmentation:
             output, target, self.weight, self.label_smoothing, self.dice, self.classes
         )
 
+    @property
+    def has_own_loss(self) -> bool:
+        return self._own is not None
+
     def check_output(self, output: Tensor, target: Tensor) -> None:
         check_maps(output, target, self.weight, self.classes)
 

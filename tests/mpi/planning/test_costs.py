@@ -137,18 +137,23 @@ def assert_counted(
     assert any(talk.axis == "tensor" for talk in heard) is has_weights
 
 
-def assert_network(name: str, placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_network(
+    name: str,
+    placement: Placement,
+    monkeypatch: pytest.MonkeyPatch,
+    plan: tuple[tuple[str, str], ...] = (),
+) -> None:
     job, grid, tensor = job_of(name), placement.grids[0], placement.tensor_parts(0)
     (position,) = placement.positions(WORLD.rank)
     mesh = stage_mesh(placement, position, WORLD)
     program = job.program()
-    which = Divided(tensor, 0, len(program.parts(not program.is_chain).pieces))
+    which = Divided(tensor, 0, len(program.parts(not program.is_chain).pieces), plan)
     costs = job.costs(SAMPLES, grid, False, True, which)
     model = job.model.train()
     image = torch.randn(SAMPLES, *job.image)
     tiles = image if mesh.parts == 1 else spatialdl.shard(image, mesh)
-    uses = uses_of(model, mesh.tensor_comm, lambda shadow: shadow(without_data(tiles)))
-    divide(model, uses, mesh.tensor_comm)
+    run = lambda shadow: shadow(without_data(tiles))  # noqa: E731
+    divide(model, uses_of(model, mesh.tensor_comm, run, dict(plan)), mesh.tensor_comm)
     with overheard(mesh, monkeypatch) as heard, keyed(0, 0, 0):
         with kept() as saved:
             output = whole_outputs(model(tiles))
@@ -166,6 +171,26 @@ def assert_network(name: str, placement: Placement, monkeypatch: pytest.MonkeyPa
 @pytest.mark.world(2, 3)
 def test_a_divided_network_sends_and_holds_what_is_counted(name, monkeypatch):
     assert_network(name, Placement(1, ((1, 1),), tensor=(RANKS,)), monkeypatch)
+
+
+PLANS = {
+    "vgg head": (("0", "input"), ("4", "output"), ("6", "output")),
+    "vit": (("*", "output"),),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.world(2, 3)
+def test_a_plan_of_what_is_divided_is_counted(name, monkeypatch):
+    """The planner counted what it would have found out itself."""
+    job, grid = job_of(name), (1, 1)
+    after = len(job.program().parts(not job.program().is_chain).pieces)
+    own, planned = (
+        told(job.costs(SAMPLES, grid, False, True, which), which)
+        for which in (Divided(RANKS, 0, after), Divided(RANKS, 0, after, PLANS[name]))
+    )
+    assert own != planned
+    assert_network(name, Placement(1, (grid,), tensor=(RANKS,)), monkeypatch, PLANS[name])
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -570,6 +570,8 @@ ASKED: dict[str, Callable[[Tensor], object]] = {
     "whole += split": lambda x: image().__iadd__(x),
     "whole.copy_(split)": lambda x: image().copy_(x),
     "whole[...] = split": lambda x: image().__setitem__(..., x),
+    "whole.data = split": lambda x: setattr(image(), "data", x),
+    "split.data of another size": lambda x: setattr(x.detach(), "data", F.max_pool2d(x, 2)),
     "into a whole": lambda x: torch.add(x.detach(), 1.0, out=image()),
     "into a scalar": lambda x: torch.exp(x.detach(), out=torch.tensor(0.0, dtype=x.dtype)),
 }
@@ -701,6 +703,8 @@ REFUSED = [
     "whole += split",
     "whole.copy_(split)",
     "whole[...] = split",
+    "whole.data = split",
+    "split.data of another size",
     "into a whole",
     "into a scalar",
 ]
@@ -708,6 +712,7 @@ REFUSED = [
 
 DONE_BY_ONE_RANK = {
     *("both split", "nonzero", "unique", "bilinear", "fft", "svd", "whole += split"),
+    *("whole.data = split", "split.data of another size"),
     *("whole.copy_(split)", "into a whole", "into a scalar", "a vector of another size beside it"),
     *("a map of another size beside it", "a split image of another size beside it"),
 }
@@ -748,6 +753,25 @@ def test_a_refused_write_has_written_nothing(mesh: Mesh) -> None:
         with pytest.raises(UnsupportedSpatialOp):
             write()
     assert torch.equal(whole, image())
+
+
+def test_data_of_a_split_tensor_is_its_tile(mesh: Mesh) -> None:
+    """It kept the old tile, and all that followed had the old numbers."""
+    x, reference = shard(image(), mesh), image()
+    for value in (image(seed=1), shard(image(seed=2), mesh), x * 2 - 1):
+        whole = value.full_tensor() if isinstance(value, SpatialTensor) else value
+        x.data, reference.data = value, whole.clone()
+        torch.testing.assert_close((x + 1).full_tensor(), reference + 1)
+
+
+@pytest.mark.world(2, 3, 4)
+def test_data_shared_with_another_split_tensor_are_not_written_to_unseen(mesh: Mesh) -> None:
+    """A write into the one is a write into the other, of which autograd knows nothing."""
+    x, value = shard(image(), mesh), shard(image(seed=1).requires_grad_(), mesh)
+    y = value * 2
+    x.data = y
+    with pytest.raises(UnsupportedSpatialOp, match="it would write into another split tensor"):
+        x.mul_(2)
 
 
 @pytest.mark.parametrize(

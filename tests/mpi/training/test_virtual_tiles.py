@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.trainer import Trainer
 from tests.fitting import check_validations, fit
 from tests.mpi.device import device_key
@@ -62,4 +63,31 @@ def test_equals_one_process(layout, slices, task, tmp_path):
     assert ours["world_size"] == WORLD.size
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert len(ours["validation"]) == len(plain["validation"]) == 2
+    check_validations(ours["validation"], plain["validation"])
+
+
+@pytest.mark.world(2, 4)
+def test_maps_are_validated_tile_by_tile(tmp_path, monkeypatch):
+    """Map and masks of a rank's whole tile were in memory at once, and in no limit."""
+    layout = {2: "sp parallel.grid=[2,1]", 4: "dp+sp"}[WORLD.size]
+    words = [*KINDS["segmentation"], *f"parallel={layout} parallel.stream=[2,3]".split()]
+    words += ["task.dice=1", "data.image_size=[71,69]"]
+    tallied: list[tuple[int, ...]] = []
+    tally = Segmentation.tally
+
+    def noted(self: Segmentation, output: Any, target: Any, part: int) -> Any:
+        tallied.append(tuple(output.to_local().shape[2:]))
+        assert output.to_local().shape[2:] == target.to_local().shape[1:]
+        return tally(self, output, target, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segmentation, "tally", noted)
+        _, ours = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
+    assert tallied
+    assert all(rows <= 24 and columns <= 24 for rows, columns in tallied)
+    if WORLD.rank > 0:
+        return
+    slices = WORLD.size // 2
+    own = [*KINDS["segmentation"], *words[-2:], f"parallel.microbatches={slices}"]
+    _, plain = train(tmp_path / "plain", Alone(), *own)
     check_validations(ours["validation"], plain["validation"])
