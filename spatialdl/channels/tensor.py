@@ -133,11 +133,6 @@ class ChannelTensor(Tensor):
         whole = whole_of(self)
         return whole.full_tensor() if isinstance(whole, SpatialTensor) else whole
 
-    def check_data_of(self, target: Tensor) -> None:
-        """Refuse ``target.data = self``: a plain tensor has no part."""
-        function = Tensor.data.__set__  # type: ignore[attr-defined]
-        raise refusal(function, f"{_SET}, or give it full_tensor()")
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ChannelTensor({self.part!r}, dim {self.at} of {self.partition.size})"
 

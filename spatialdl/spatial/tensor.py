@@ -34,7 +34,6 @@ from spatialdl.comm.repartition import repartition
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import Layout
 from spatialdl.random.composite import inside
-from spatialdl.spatial import data_property  # noqa: F401  (Tensor.data asks check_data_of)
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image
@@ -203,16 +202,6 @@ class SpatialTensor(torch.Tensor):
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
         whole: Tensor = watched(self, bring(self, plan, "full_tensor", whole=True))
         return whole
-
-    def check_data_of(self, target: Tensor) -> None:
-        """Refuse ``target.data = self`` if `target` is a plain tensor, which has no tile."""
-        if type(target) is not SpatialTensor:
-            raise refusal(
-                Tensor.data.__set__,  # type: ignore[attr-defined]
-                [self],
-                "the plain tensor that it is set on would hold no pixels; set the attribute itself "
-                "(module.name = x), or give it to_local() or full_tensor()",
-            )
 
     def describe(self) -> str:
         """How it is split, for messages: ``2x1 over 70x93``."""

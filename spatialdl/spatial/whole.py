@@ -40,9 +40,6 @@ class WholeTensor(SpatialTensor):
 
     __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl  # type: ignore[assignment]
 
-    def check_data_of(self, target: Tensor) -> None:
-        """Any tensor can take its values: they are its own."""
-
     @property
     def _tile(self) -> Tensor:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():

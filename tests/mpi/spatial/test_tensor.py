@@ -570,7 +570,6 @@ ASKED: dict[str, Callable[[Tensor], object]] = {
     "whole += split": lambda x: image().__iadd__(x),
     "whole.copy_(split)": lambda x: image().copy_(x),
     "whole[...] = split": lambda x: image().__setitem__(..., x),
-    "whole.data = split": lambda x: setattr(image(), "data", x),
     "split.data of another size": lambda x: setattr(x.detach(), "data", F.max_pool2d(x, 2)),
     "into a whole": lambda x: torch.add(x.detach(), 1.0, out=image()),
     "into a scalar": lambda x: torch.exp(x.detach(), out=torch.tensor(0.0, dtype=x.dtype)),
@@ -703,7 +702,6 @@ REFUSED = [
     "whole += split",
     "whole.copy_(split)",
     "whole[...] = split",
-    "whole.data = split",
     "split.data of another size",
     "into a whole",
     "into a scalar",
@@ -712,7 +710,7 @@ REFUSED = [
 
 DONE_BY_ONE_RANK = {
     *("both split", "nonzero", "unique", "bilinear", "fft", "svd", "whole += split"),
-    *("whole.data = split", "split.data of another size"),
+    "split.data of another size",
     *("whole.copy_(split)", "into a whole", "into a scalar", "a vector of another size beside it"),
     *("a map of another size beside it", "a split image of another size beside it"),
 }
