@@ -8,8 +8,11 @@ glibc, left alone, keeps what is freed in a heap, where tensors of many sizes le
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
+import time
+from typing import ClassVar
 
 SWITCH = "THP_MEM_ALLOC_ENABLE"
 """PyTorch's own for huge pages. 0, set by the user, leaves glibc as it is, too."""
@@ -17,6 +20,15 @@ SWITCH = "THP_MEM_ALLOC_ENABLE"
 MAPPED_FROM = 8 * 2**20
 KEPT_UP_TO = 64 * 2**20
 """Bytes: from which size memory is mapped by itself; how much free memory a heap may keep."""
+
+NEAR = 0.9
+"""Of the most memory in use so far: what a process may take without giving back any."""
+
+HOLES_FROM = 32 * 2**20
+"""Bytes: free memory of a heap that is worth to be given back."""
+
+LOOKS_EVERY = 0.05
+"""Seconds: to look at a heap takes up to a few tenths of a millisecond."""
 
 ALONE_FROM = 128 * 2**10
 """Bytes: the same for processes whose memory has a limit; what glibc begins with by itself."""
@@ -34,9 +46,7 @@ def environment() -> dict[str, str]:
     """
     if _is_left_alone():
         return {}
-    values = {"hugetlb": 1, "mmap_threshold": MAPPED_FROM, "trim_threshold": KEPT_UP_TO}
-    settings = ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())
-    return {_TUNABLES: settings, SWITCH: "0"}
+    return {_TUNABLES: _settings(), SWITCH: "0"}
 
 
 def prepare() -> None:
@@ -61,11 +71,86 @@ def return_what_is_freed() -> None:
         _set(_M_MMAP_THRESHOLD, ALONE_FROM)
 
 
+class _Heap(ctypes.Structure):
+    """What glibc's mallinfo2 returns; bytes.
+
+    Attributes:
+        hblkhd: mapped by themselves, all in use.
+        uordblks: in use in the heap.
+        fordblks: free in the heap.
+    """
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+class Holes:
+    """Free memory between memory in use, which goes back to the system near the peak of a step.
+
+    What a forward makes and drops leaves holes between what it keeps. They are used again later,
+    but at the peak they would add a quarter to what a rank takes. Given back where a process takes
+    less anyhow, they would only have to be mapped again.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+        self._info = getattr(library, "mallinfo2", None)  # since glibc 2.33
+        self._trim = getattr(library, "malloc_trim", None)
+        self._most = self._beside = 0  # bytes; resident beside the heap: libraries, stacks
+        self._next = 0.0
+        if self._info is not None:
+            self._info.restype = _Heap
+
+    def look(self) -> None:
+        """Give them back where it is worth it; called often, as it seldom looks."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOOKS_EVERY
+            self.give_back()
+
+    def give_back(self) -> bool:
+        """Return whether it was worth it."""
+        if self._info is None or self._trim is None or not _is_ours():
+            return False
+        heap = self._info()
+        used = heap.hblkhd + heap.uordblks
+        self._most = max(self._most, used)
+        resident = _resident()
+        # of free memory, what was given back before is not resident
+        holes = min(heap.fordblks, resident - used - self._beside)
+        if holes < HOLES_FROM or resident < NEAR * (self._most + self._beside):
+            return False
+        self._trim(0)
+        self._beside = _resident() - used
+        return True
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 def _set(parameter: int, value: int) -> None:
     """By glibc's mallopt; other libraries have none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(parameter, value)
+
+
+@functools.cache
+def _is_ours() -> bool:
+    """Whether memory is as this module sets it, here or for the ranks that were started."""
+    return not _is_left_alone() or os.environ.get(_TUNABLES) == _settings()
+
+
+def _settings() -> str:
+    values = {"hugetlb": 1, "mmap_threshold": MAPPED_FROM, "trim_threshold": KEPT_UP_TO}
+    return ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())
 
 
 def _is_left_alone() -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spatialdl.comm import check, dry, trace
+from spatialdl.comm import allocator, check, dry, trace
 from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Communicator, Pending, Start, UnderWay
 from spatialdl.comm.held import Exchange, Held
@@ -19,6 +19,8 @@ from spatialdl.comm.tape import exchange_once, taped
 from spatialdl.comm.waiting import noted
 from spatialdl.errors import CommMismatch
 from spatialdl.parallel.layout import Box
+
+_holes = allocator.Holes()
 
 
 def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartition") -> Pending:
@@ -43,6 +45,8 @@ def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartit
 
 
 def _start(comm: Communicator, exchange: Exchange, name: str) -> Pending:
+    if exchange.device.type == "cpu":
+        _holes.look()
     check.agree(comm, _Described(name, exchange.adjoint, exchange.plan))
     return _Noted(comm, exchange, name)
 

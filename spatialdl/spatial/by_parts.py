@@ -94,14 +94,16 @@ class _ByParts(torch.autograd.Function):
         parts, own = ctx.parts, ctx.saved_tensors
         tile = own[parts.passing]
         message = tile.reshape(1, -1)
-        returning = Returning(parts.ring, message, parts.elements(tile))
+        returning = Returning(parts.ring, parts.elements(tile))
         grads = [wide(torch.zeros_like(x)) for x in own]
         for number, arrived in circulate(parts.ring, message, parts.elements(tile)):
             part = parts.ring.part(number)
             tokens = parts.unpacked(arrived, tile, part)
             operands = [x.detach() for x in parts.operands(own, tokens, part)]
             found = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
-            returning.send(number, found[parts.passing].reshape(1, -1))
+            going = found[parts.passing].reshape(1, -1)
+            # the first is added to, and may be memory of what autograd was given
+            returning.send(number, going if number else going.clone())
             for place, one in enumerate(found):
                 if place != parts.passing:
                     _add(grads[place], one, parts, parts.at[place], part)

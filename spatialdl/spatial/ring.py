@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spatialdl.comm.alone import Done
 from spatialdl.comm.communicator import Pending
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.held import Exchange, Held
@@ -91,40 +92,56 @@ class _Packed(NamedTuple):
 
 
 def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
-    """Messages of all parts, each with how far it is from the own one, which comes first."""
+    """Messages of all parts, each with how far it is from the own one, which comes first.
+
+    None is kept here longer than it is needed: what the caller drops is freed.
+    """
     hops = len(ring.counts)
-    message: Tensor = own
-    pending: Pending | None = None
+    arriving: list[tuple[Tensor, Pending]] = [(own, Done())]
     for number in range(hops):
-        following: tuple[Tensor, Pending] | None = None
         if number + 1 < hops:
-            plan = ring.hop(number + 1, elements)
-            room = own.new_empty(plan.need.shape)
-            what = Exchange(plan, [Held(own, plan.own)], [Held(room, plan.need)], own.device)
-            following = room, start_exchange(ring.mesh.grid_comm, what, "attention")
-        if pending is not None:
-            pending.wait()
-        yield number, message
-        if following is not None:
-            message, pending = following
+            arriving.append(_ask_for(ring, number + 1, own, elements))
+        else:
+            del own  # the last that asks for it is under way, and keeps it until then
+        yield number, _arrived(arriving)
+
+
+def _ask_for(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tensor, Pending]:
+    """Memory for the message of the part `number` after the own one, which is on its way."""
+    plan = ring.hop(number, elements)
+    room = own.new_empty(plan.need.shape)
+    what = Exchange(plan, [Held(own, plan.own)], [Held(room, plan.need)], own.device)
+    return room, start_exchange(ring.mesh.grid_comm, what, "attention")
+
+
+def _arrived(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
+    message, pending = arriving.pop(0)
+    pending.wait()
+    return message
 
 
 class Returning:
-    """Gradients of keys and values on their way to the ranks that have them.
+    """Gradients of keys and values on their way to the ranks that have them."""
 
-    Attributes:
-        total: their sum; float32 of half precision.
-    """
-
-    def __init__(self, ring: Ring, own: Tensor, elements: int) -> None:
+    def __init__(self, ring: Ring, elements: int) -> None:
         self._ring, self._elements = ring, elements
-        self.total = wide(torch.zeros_like(own))
+        self._total: Tensor | None = None
         self._under_way: tuple[Plan, list[Held], Pending, Tensor] | None = None
 
+    @property
+    def total(self) -> Tensor:
+        """The sum of what has come back; float32 of half precision."""
+        assert self._total is not None
+        return self._total
+
     def send(self, number: int, grad: Tensor) -> None:
-        """What this rank makes of the keys of the part `number` after its own."""
-        if number == 0:
-            self.total += grad
+        """What this rank makes of the keys of the part `number` after its own, which comes first.
+
+        Args:
+            grad: memory that nobody else uses; the sum is made in that of the own part.
+        """
+        if self._total is None:
+            self._total = wide(grad)
             return
         plan = self._ring.hop(number, self._elements)
         rooms = rooms_back(grad, plan)
@@ -167,21 +184,25 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, bias, out, spread = ctx.saved_tensors
         ring, scores = ctx.ring, ctx.scores
         pack = _Packed(key.shape, value.shape)
-        own = pack.packed(key, value)
-        returning = Returning(ring, own, pack.elements)
-        grad_query = wide(torch.zeros_like(query))
+        returning = Returning(ring, pack.elements)
+        grad_query: Tensor | None = None
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
         given = grad, out, spread
-        for number, message in circulate(ring, own, pack.elements):
+        for number, message in circulate(ring, pack.packed(key, value), pack.elements):
             part = ring.part(number)
             keys, values = pack.unpacked(message, ring.counts[part])
             grads = backward_block(scores.of(part), query, keys, values, bias, given, grad_bias)
-            grad_query += grads[0]
-            returning.send(number, pack.packed(*grads[1:]))
+            del message, keys, values  # or the peak of the step is here, in one of its first layers
+            of_query, packed = wide(grads[0]), pack.packed(*grads[1:])
+            del grads
+            grad_query = of_query if grad_query is None else grad_query.add_(of_query)
+            returning.send(number, packed)
+            del packed
+        assert grad_query is not None
         returning.wait()
-        total = returning.total.to(own.dtype)
+        total = returning.total.to(key.dtype)
         grad_key, grad_value = pack.unpacked(total, ring.counts[ring.mesh.part])
         return grad_query.to(query.dtype), grad_key, grad_value, grad_bias, None
 

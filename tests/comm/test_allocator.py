@@ -87,9 +87,55 @@ def test_holes_in_a_heap_are_returned_where_memory_is_limited():
             assert least <= returned <= most
 
 
+HOLES = """
+import os
+from pathlib import Path
+import spatialdl, torch
+from spatialdl.comm.allocator import Holes
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+def returned():
+    before = resident()
+    holes.give_back()
+    return before - resident()
+
+holes, tensors = Holes(), [torch.ones(2**18) for _ in range(256)]  # of 1 MB
+del tensors[::2]
+found = [returned()]
+tensors += [torch.ones(2**18) for _ in range(192)]
+found.append(returned())
+more = torch.ones(2**26)
+found.append(returned())
+del more, tensors[::2]
+found.append(returned())
+more = torch.ones(2**26)
+found.append(returned())
+print(*found)
+"""
+
+
+@pytest.mark.skipif(not PAGES.exists(), reason="glibc's settings are of Linux")
+def test_holes_are_given_back_where_a_process_is_near_its_peak():
+    """Of a rank's activations of a few MB, they were a fifth of all that it had at its peak."""
+    for environment in ({}, tunables()):
+        of_first, none_left, none_made, far, near = huge_and_returned("os", HOLES, **environment)
+        assert of_first == pytest.approx(128, abs=8)
+        assert [none_left, none_made, far] == pytest.approx([0] * 3, abs=8)
+        assert near == pytest.approx(160, abs=8)
+
+
+@pytest.mark.skipif(not PAGES.exists(), reason="glibc's settings are of Linux")
+def test_holes_stay_where_the_user_has_set_memory():
+    found = huge_and_returned("os", HOLES, THP_MEM_ALLOC_ENABLE="0")
+    assert found == pytest.approx([0] * 5, abs=8)
+
+
 def test_elsewhere_nothing_is_set(monkeypatch):
     monkeypatch.delenv(allocator.SWITCH, raising=False)
     monkeypatch.setattr(allocator.sys, "platform", "darwin")
     allocator.prepare()
     allocator.return_what_is_freed()
+    assert not allocator.Holes().give_back()
     assert allocator.SWITCH not in os.environ

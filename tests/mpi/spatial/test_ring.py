@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,38 @@ class Largest(TorchDispatchMode):
         return out
 
 
+class Most(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile had at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._now = 0
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, SpatialTensor) for one in types):
+            return NotImplemented  # what is done with its tile comes here again
+        given = {one.untyped_storage()._cdata for one in _plain((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for one in _plain(out):
+            if one.untyped_storage()._cdata not in given:
+                self._born(one.untyped_storage())
+        return out
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def died(_: Any) -> None:
+            self._now -= size
+            del self._alive[key]
+
+        self._alive[key] = weakref.ref(storage, died)
+        self._now += size
+        self.bytes = max(self.bytes, self._now)
+
+
 def _plain(values: Any) -> list[Tensor]:
     found = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
     return [
@@ -90,6 +123,26 @@ def test_no_rank_holds_all_keys(attend: Callable[[Tensor], Tensor]) -> None:
             largest.elements = 0
             attend(x * weight).square().sum().backward()
         assert 0 < largest.elements < N * COUNT * C
+
+
+def test_backward_holds_each_message_no_longer_than_it_needs_it() -> None:
+    """Several were held at once, by names that nothing read any more, at the peak of a ViT's step.
+
+    Of the size of the own queries: keys and values of a part 2, their gradients 2 and 2 that were
+    added up before, gradients of the queries 2; of the projections and their gradients 3 each.
+    """
+    for mesh in every_mesh(2).values():
+        if mesh.grid_comm.size != 2:
+            continue
+        own = torch.rand(N, C, 40, 40, dtype=torch.float64).to(DEVICE)
+        x = shard(own, mesh)
+        q, k, v = (tokens(x).detach().requires_grad_() for _ in range(3))
+        y = F.scaled_dot_product_attention(q, k, v)
+        grad = y.detach().clone()
+        with Most() as most:
+            y.backward(grad)
+        size = x.to_local().nbytes
+        assert 0 < most.bytes < 9.5 * size, most.bytes / size
 
 
 def test_each_rank_receives_every_key_of_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
