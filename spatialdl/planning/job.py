@@ -119,8 +119,9 @@ class Job:
         again: bool,
         uncut: bool = False,
         divided: Divided | None = None,
+        stream: tuple[int, ...] = (),
     ) -> NetworkCosts:
-        """Of all parts on one rank.
+        """Of all parts on one rank, where it has virtual tiles on one of these; see `count`.
 
         Args:
             samples: of a micro-batch of a replica.
@@ -128,13 +129,14 @@ class Job:
                 `parts` gives those of the stages.
             uncut: whether the network is run as it is.
             divided: a stage of whose channels each rank has a part.
+            stream: virtual tiles of a rank along each spatial dim; () for none.
 
         Raises:
             CannotWork: if the network does something else with so many samples, or its channels
                 cannot be divided.
         """
         uncut = uncut and not self.program(again).is_chain
-        key = (samples, grid, again, uncut, divided)
+        key = (samples, grid, again, uncut, divided, stream)
         if key not in self._counted:
             low, high = COUNTED
             found = None
@@ -152,6 +154,7 @@ class Job:
         again: bool,
         uncut: bool,
         divided: Divided | None,
+        stream: tuple[int, ...],
     ) -> NetworkCosts:
         program, shape = self.program(again), (samples, *self.image)
         keys = {"uncut": uncut, "segments": self.segments, "on_cpu": self.on_cpu}
@@ -161,7 +164,7 @@ class Job:
             if len(whole.layers) < divided.first:
                 return whole  # refused
         try:
-            own = count(program, shape, grid, **keys, divided=divided)
+            own = count(program, shape, grid, **keys, divided=divided, stream=stream)
         except CannotRecord as error:
             raise CannotWork(str(error)) from error
         except (RuntimeError, TypeError, ValueError) as error:  # UnsupportedSpatialOp is the first

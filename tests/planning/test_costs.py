@@ -10,9 +10,10 @@ from spatialdl.comm.dry import Talk
 from spatialdl.models import resnet18, unet
 from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.costs import between, count, largest_part, with_stage
+from spatialdl.planning.costs import between, count, with_stage
 from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program
+from spatialdl.planning.tile import largest_part
 
 
 def small() -> nn.Sequential:
