@@ -20,8 +20,22 @@ from spatialdl.comm.tape import replaying
 
 Kind = Literal["exchange", "sum", "gather"]
 Axis = Literal["grid", "tensor"]
-Event = Literal["bring", "wait for neighbours", "wait for all"]
-"""What a virtual rank does of a call: others have their turns while it waits."""
+Givers = tuple[tuple[int, ...], ...]
+"""For each virtual rank of a process those of the same process from which it gets something."""
+
+
+class Event(NamedTuple):
+    """What a virtual rank does of a call: others have their turns while it waits.
+
+    Attributes:
+        kind: "bring" comes to it; "wait" for an exchange, or for a sum or gather of all.
+        pieces: bytes of what it brings to an exchange, piece by piece.
+        givers: of an exchange.
+    """
+
+    kind: Literal["bring", "wait", "wait for all"]
+    pieces: tuple[int, ...] = ()
+    givers: Givers = ()
 
 
 class Talk(NamedTuple):
@@ -105,8 +119,8 @@ def note(comm: object, kind: Kind, ranks: int, size: int) -> None:
     if replaying():
         return
     if isinstance(comm, Dry) and comm.processes:
-        _follow("bring")
-        _follow("wait for all")
+        _follow(Event("bring"))
+        _follow(Event("wait for all"))
         ranks = len(comm.processes)
         if kind == "gather":  # a sum is taken within the process first
             size *= len(comm.processes[comm.process_of[comm.rank]])
@@ -118,7 +132,8 @@ def exchange(comm: object, what: Exchange) -> Done:
     if replaying():
         return Done()
     if isinstance(comm, Dry) and comm.processes:
-        _follow("bring")
+        pieces = tuple(view.nbytes for view in what.leaving())
+        _follow(Event("bring", pieces, _givers(comm, what.plan, what.adjoint)))
         _tell(comm, "exchange", *_crossing(comm, what))
         return _Awaited()
     peers = {piece.peer for piece in (*what.outgoing, *what.incoming)}
@@ -128,7 +143,7 @@ def exchange(comm: object, what: Exchange) -> Done:
 
 class _Awaited(Done):
     def wait(self) -> None:
-        _follow("wait for neighbours")
+        _follow(Event("wait"))
 
 
 def _follow(event: Event) -> None:
@@ -164,3 +179,10 @@ def _crossing_pixels(comm: Dry, plan: Plan, adjoint: bool) -> tuple[int, int]:
     )
     peers = {*process[takers[leaves]], *process[givers[arrives]]} - {here}
     return len(peers), pixels
+
+
+@lru_cache(maxsize=4096)
+def _givers(comm: Dry, plan: Plan, adjoint: bool) -> Givers:
+    here = comm.processes[comm.process_of[comm.rank]]
+    links = (plan.links.T if adjoint else plan.links)[np.ix_(here, here)]
+    return tuple(tuple(map(int, links[:, taker].nonzero()[0])) for taker in range(len(here)))

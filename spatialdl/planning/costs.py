@@ -277,6 +277,7 @@ class _Run:
         touches = self._ledger.touches
         if touches is not None:
             made, of_weights = self._ledger.memories, self._gradients()
+            touches.made = [one.number for one in made]
             touches.gradients = frozenset(one.number for one in made if id(one) in of_weights)
         found = self._result(Sizes(0, math.inf), on_cpu)
         if on_cpu:

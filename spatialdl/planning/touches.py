@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
     Attributes:
         part: of the network.
-        event: None of an operation.
+        event: what the tile does of a call of all tiles; None of an operation.
         uses: memories that it reads or writes, by number.
         writes: those of them that it writes.
         makes: memories that it makes.
@@ -44,6 +44,7 @@ class Touches:
         sizes: bytes of each memory.
         gone: for each memory the step before which it is freed.
         since: the step with which backward begins.
+        made: the numbers of `planning.ledger.Ledger.memories`.
         gradients: memories of gradients of weights, which virtual tiles share.
     """
 
@@ -51,6 +52,7 @@ class Touches:
     sizes: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     since: int = 0
+    made: list[int] = field(default_factory=list)
     gradients: frozenset[int] = frozenset()
 
     def add(self, size: int) -> int:
