@@ -128,7 +128,10 @@ class Ledger:
         before = dict.fromkeys(_key(one) for one in inputs)
         is_view = bool(outputs) and all(_key(one) in before for one in outputs) and not changes
         for one in outputs:
-            self._remember(one)
+            if _is_shape(func, kwargs):
+                self.own(one)
+            else:
+                self._remember(one)
         if self.touches is not None:
             self._touch(self.touches, before, outputs, written(func, args, kwargs) * changes)
         if is_view or func in _FREE:
@@ -193,6 +196,11 @@ _FREE = {
     aten.detach.default,
     aten.alias.default,
 }
+
+
+def _is_shape(func: Any, kwargs: Any) -> bool:
+    """Whether a tensor is on the ``meta`` device wherever the network runs, and takes nothing."""
+    return func is aten.empty_like.default and kwargs.get("device") is not None
 
 
 def _local(tensor: Tensor) -> Tensor:

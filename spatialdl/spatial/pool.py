@@ -126,7 +126,8 @@ class _Pooling:
     ) -> Tensor:
         """The gradient of what was pooled, which has the shape of `like`, a tensor on ``meta``."""
         _, pool_backward = self._functions
-        x = torch.empty_like(like, device=grad.device)  # only its shape counts
+        layout = like.size(), like.stride()  # only its shape counts
+        x = torch.empty_strided(*layout, dtype=like.dtype, device=grad.device)
         found = (with_rows(places),) if self.divisor is None else ()
         arguments = (*self._arguments(padding), *found)
         return without_rows(pool_backward(with_rows(grad), with_rows(x), *arguments), x)
