@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
@@ -174,6 +175,7 @@ class _Run:
         self._state = [one for state in parts.state for one in state]
         for tensor in self._state:
             self._ledger.own(tensor)
+        self._hooks = self._followed_gradients() if touches is not None else []
         self._talks: dict[tuple[Phase, int], list[Talk]] = {}
         self._refused: str | None = None
         self._entering = {value: _arrived(value, one) for value, one in entering.items()}
@@ -187,6 +189,19 @@ class _Run:
         self._listened: list[Talk] = []  # in backward, of which so many are attributed
         self._attributed = 0
         self._forwarded = 0
+
+    def _followed_gradients(self) -> list[RemovableHandle]:
+        def told(weight: Tensor) -> None:
+            touches, grad = self._ledger.touches, weight.grad
+            memory = None if grad is None else self._ledger.memory_of(grad)
+            if memory is not None and touches is not None:
+                touches.add_up(self._ledger.part, memory.number)
+
+        learn = (one for one in self._state if one.requires_grad and one.is_leaf)
+        return [
+            one.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+            for one in learn
+        ]
 
     def forward(self) -> None:
         for one in self._entering.values():
@@ -276,9 +291,7 @@ class _Run:
     def result(self, on_cpu: bool) -> NetworkCosts:
         touches = self._ledger.touches
         if touches is not None:
-            made, of_weights = self._ledger.memories, self._gradients()
-            touches.made = [one.number for one in made]
-            touches.gradients = frozenset(one.number for one in made if id(one) in of_weights)
+            touches.made = [one.number for one in self._ledger.memories]
         found = self._result(Sizes(0, math.inf), on_cpu)
         if on_cpu:
             found.heap = self._result(Sizes(0, MAPPED_FROM), on_cpu)
@@ -340,6 +353,8 @@ class _Run:
         """Free the weights' gradients: the next run begins without."""
         for one in self._state:
             one.grad = None
+        for hook in self._hooks:
+            hook.remove()
 
 
 def with_stage(whole: NetworkCosts, own: NetworkCosts, which: Divided) -> NetworkCosts:

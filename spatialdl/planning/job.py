@@ -20,6 +20,7 @@ from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
 from spatialdl.planning.ledger import Ledger, Work
 from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program
+from spatialdl.streaming.sizes import Sizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]
@@ -44,6 +45,8 @@ class Job:
         optimizer: makes one for parameters.
         balance: what is alike in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
+        limit: bytes that virtual tiles may have in memory; None for no limit.
+        store: where the others go: to a disk, or to pinned memory of the host.
     """
 
     model: nn.Module
@@ -55,10 +58,13 @@ class Job:
     balance: Literal["time", "memory"] = "time"
     read_bytes: float = 0.0
     on_cpu: bool = True
+    limit: int | None = None
+    store: Literal["disk", "host"] = "disk"
     _programs: dict[bool, Program] = field(default_factory=dict, init=False)
     _balanced: dict[tuple[bool, int], Costs] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, init=False)
     _counted: dict[tuple[Any, ...], NetworkCosts] = field(default_factory=dict, init=False)
+    _sizes: dict[int, Sizes | None] = field(default_factory=dict, init=False)
     _updates: dict[bool, list[list[Work]]] = field(default_factory=dict, init=False)
 
     def program(self, again: bool = False) -> Program:
@@ -66,6 +72,13 @@ class Job:
         if again not in self._programs:
             self._programs[again] = Program(self.model, self.image, again)
         return self._programs[again]
+
+    def sizes(self, samples: int) -> Sizes | None:
+        """What the network takes of so many whole images, see `streaming.sizes`."""
+        if samples not in self._sizes:
+            dtype = next((p.dtype for p in self.model.parameters()), torch.get_default_dtype())
+            self._sizes[samples] = sizes_of(self.model, (samples, *self.image), dtype)
+        return self._sizes[samples]
 
     @cached_property
     def weights(self) -> int:

@@ -61,13 +61,11 @@ class StageSteps:
 
     Attributes:
         sizes: bytes of each memory.
-        shared: those that all tiles add up in one: gradients of weights.
     """
 
     forward: list[Work]
     backward: list[Work]
     sizes: Sequence[int]
-    shared: frozenset[int]
 
 
 def steps_of(
@@ -91,7 +89,7 @@ def steps_of(
     forward = _works(touches, front, counted, kept, since)
     if not again:
         rest = _works(touches, back, counted, kept, None)
-        return StageSteps(forward, rest, touches.sizes, touches.gradients)
+        return StageSteps(forward, rest, touches.sizes)
     entering = {n for one in forward for n in one.step.uses}
     entering -= {n for one in forward for n in one.step.makes}
     kept |= entering
@@ -100,7 +98,7 @@ def steps_of(
     once = [*forward, Work(Step(first), tuple(sorted(lost)))]
     rest = [*(Work(one.step, one.frees) for one in forward if one.step.event is None)]
     rest += _works(touches, back, counted, kept, None)
-    return StageSteps(once, rest, touches.sizes, touches.gradients)
+    return StageSteps(once, rest, touches.sizes)
 
 
 def _works(
@@ -133,8 +131,9 @@ def _works(
                 tuple(memory for memory in some if counted[memory])
                 for some in (step.uses, step.writes, step.makes)
             )
-            step = Step(step.part, None, uses, writes, makes)
-        if step.event is not None or step.uses or step.makes or frees:
+            adds = step.adds if step.adds >= 0 and counted[step.adds] else -1
+            step = Step(step.part, None, uses, writes, makes, adds)
+        if step.event is not None or step.uses or step.makes or step.adds >= 0 or frees:
             found.append(Work(step, tuple(frees)))
     return found
 
@@ -182,6 +181,17 @@ class Room:
 
     def has(self, key: Key) -> bool:
         return key in self._here or key in self._away
+
+    def add_up(self, own: Key, total: Key) -> None:
+        """Add a memory to another, or let it be that if there is none."""
+        if self.has(total):
+            self.touch((own, total), (total,), {})
+            self.forget(own)
+            return
+        places: tuple[dict[Key, int], ...] = (self._here, self._away, self._slots)
+        for some in places:
+            if own in some:
+                some[total] = some.pop(own)
 
     def forget_all(self, owner: Owner) -> None:
         for key in [one for one in (*self._here, *self._away) if one[0] == owner]:
@@ -309,8 +319,7 @@ class _Turns:
             if step.event is None:
                 self._touch(tile, step)
             for number in frees:
-                if number not in self._stage.shared:
-                    self._room.forget((self._owner, tile, number))
+                self._room.forget((self._owner, tile, number))
             if step.event is not None and not self._goes_on(tile, step.event):
                 return
 
@@ -351,28 +360,15 @@ class _Turns:
                 self._room.forget(key)
 
     def _touch(self, tile: int, step: Step) -> None:
-        owner, sizes, room = self._owner, self._stage.sizes, self._room
-        uses, makes = [], {}
+        """An operation; what it uses but nothing has made is read, or comes from another stage."""
+        owner, sizes = self._owner, self._stage.sizes
+        uses, makes = [], {(owner, tile, number): sizes[number] for number in step.makes}
         for number in step.uses:
-            key = self._key(tile, number)
-            if room.has(key):
+            key = owner, tile, number
+            if self._room.has(key):
                 uses.append(key)
-            else:  # it comes from another stage, or is read
+            else:
                 makes[key] = sizes[number]
-        added = []
-        for number in step.makes:
-            key = (owner, tile, number)
-            if number in self._stage.shared:
-                if not room.has((owner, -1, number)):
-                    key = (owner, -1, number)
-                else:
-                    added.append(number)
-            makes[key] = sizes[number]
-        room.touch(uses, [self._key(tile, number) for number in step.writes], makes)
-        for number in added:
-            both = [(owner, tile, number), (owner, -1, number)]
-            room.touch(both, both[1:], {})
-            room.forget(both[0])
-
-    def _key(self, tile: int, number: int) -> Key:
-        return self._owner, -1 if number in self._stage.shared else tile, number
+        self._room.touch(uses, [(owner, tile, number) for number in step.writes], makes)
+        if step.adds >= 0:
+            self._room.add_up((owner, tile, step.adds), (owner, -1, step.adds))

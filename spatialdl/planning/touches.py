@@ -26,6 +26,8 @@ class Step(NamedTuple):
         uses: memories that it reads or writes, by number.
         writes: those of them that it writes.
         makes: memories that it makes.
+        adds: that of the gradient of a weight which is added to those of other virtual tiles; -1
+            for none.
     """
 
     part: int
@@ -33,6 +35,7 @@ class Step(NamedTuple):
     uses: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
+    adds: int = -1
 
 
 @dataclass
@@ -45,7 +48,6 @@ class Touches:
         gone: for each memory the step before which it is freed.
         since: the step with which backward begins.
         made: the numbers of `planning.ledger.Ledger.memories`.
-        gradients: memories of gradients of weights, which virtual tiles share.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -53,7 +55,6 @@ class Touches:
     gone: list[int] = field(default_factory=list)
     since: int = 0
     made: list[int] = field(default_factory=list)
-    gradients: frozenset[int] = frozenset()
 
     def add(self, size: int) -> int:
         """The number of a new memory."""
@@ -67,12 +68,18 @@ class Touches:
     def tell(self, part: int, event: Event) -> None:
         self.steps.append(Step(part, event))
 
+    def add_up(self, part: int, number: int) -> None:
+        """The gradient of a weight is complete on this tile."""
+        self.steps.append(Step(part, adds=number))
+
     def note(
         self, part: int, uses: Iterable[int], writes: Iterable[int], makes: Iterable[int]
     ) -> None:
         """An operation; memories that are not counted have the number -1."""
-        each = (tuple(n for n in dict.fromkeys(some) if n >= 0) for some in (uses, writes, makes))
-        step = Step(part, None, *each)
+        used, changed, made = (
+            tuple(n for n in dict.fromkeys(some) if n >= 0) for some in (uses, writes, makes)
+        )
+        step = Step(part, None, used, changed, made)
         if step.uses or step.makes:
             self.steps.append(step)
 
