@@ -93,12 +93,20 @@ def steps_of(
     entering = {n for one in forward for n in one.step.uses}
     entering -= {n for one in forward for n in one.step.makes}
     kept |= entering
-    lost = {n for one in forward for n in one.step.makes} - kept
-    lost -= {n for one in forward for n in one.frees}
-    once = [*forward, Work(Step(first), tuple(sorted(lost)))]
+    once = _without_graph(forward, kept)
     rest = [*(Work(one.step, one.frees) for one in forward if one.step.event is None)]
     rest += _works(touches, back, counted, kept, None)
     return StageSteps(once, rest, touches.sizes)
+
+
+def _without_graph(works: Sequence[Work], kept: set[int]) -> list[Work]:
+    """A forward of which nothing is kept for backward: what is used for the last time is gone."""
+    last = {n: at for at, one in enumerate(works) for n in (*one.step.uses, *one.step.makes)}
+    frees: dict[int, list[int]] = {}
+    for memory, at in last.items():
+        if memory not in kept:
+            frees.setdefault(at, []).append(memory)
+    return [Work(one.step, tuple(frees.get(at, ()))) for at, one in enumerate(works)]
 
 
 def _works(
