@@ -39,7 +39,7 @@ def test_the_table_and_the_pictures_are_made(tmp_path, capsys):
         (["world=2", "device_memory_gb=0"], "device_memory_gb=0 must be more than 0"),
         (["world=2", "device_memory_gb=0.1"], "fits 0.10 GB a rank: the nearest, parallel="),
         (["world=2", "parallel=auto"], "parallel=auto is for training: leave it out"),
-        (["world=3", "parallel=sp"], "parallel=sp needs 1 data x 2x1"),
+        (["world=3", "parallel=sp"], "world=3, but parallel=sp needs 2 ranks: leave world out"),
         (
             ["parallel=sp", "parallel.tensor=2", "parallel.stream=[2,1]"],
             "parallel.tensor=2 does not go with virtual tiles",
@@ -123,16 +123,13 @@ def test_other_mistakes_are_told_before_this_machine_is_measured(
 
 
 def test_a_named_layout_is_predicted_by_itself(tmp_path, capsys):
-    words = ["parallel=sp", "parallel.grid=[1,2]"]
+    words = ["parallel=sp", "parallel.grid=[2,1]"]
     (row,) = plan.plan(config(*SMALL, *words), [*SMALL, *words], tmp_path)
     searched = plan.plan(config(*SMALL, "world=2"), SMALL, tmp_path)
     assert row.layout.overrides() == words
-    (same,) = (
-        one
-        for one in searched
-        if one.layout.name == "sp" and dict(one.layout.keys).get("grid") == [1, 2]
-    ) if any(dict(one.layout.keys).get("grid") == [1, 2] for one in searched) else (row,)
-    assert row.prediction.seconds == same.prediction.seconds
+    keys = (("grid", [2, 1]), ("spatial_stages", 1))
+    (same,) = (one for one in searched if one.layout.keys == keys)
+    assert row.prediction == same.prediction
     small = [*words, "device_memory_gb=0.01"]
     plan.plan(config(*SMALL, *small), [*SMALL, *small], tmp_path)
     assert "note: a rank has 0.01 GB: it does not fit" in capsys.readouterr().out
@@ -140,6 +137,7 @@ def test_a_named_layout_is_predicted_by_itself(tmp_path, capsys):
 
 def test_virtual_tiles_have_memory_store_and_time(tmp_path, capsys):
     words = ["parallel=sp", "parallel.stream=[2,2]", "trainer.memory_limit_gb=0.001"]
+    words += ["data.image_size=[256,256]"]
     (row,) = plan.plan(config(*SMALL, *words), [*SMALL, *words], tmp_path)
     text = capsys.readouterr().out
     assert "activations within 0.001 GB; the others of a rank are in pinned memory" in text

@@ -161,8 +161,12 @@ def named(
     plain = [(key.removeprefix("parallel."), value) for key, value in keys]
     layout = _with_tiles(job, parallel, LayoutKeys(parallel.name, tuple(plain)))
     found = Row(layout, _predicted(job, cluster, parallel, layout, parallel.recompute))
-    if world is not None:
-        found.prediction.placement.check_world(world, f"parallel={parallel.name}")
+    needed = found.prediction.placement.world_size
+    if world not in (None, needed):
+        raise ValueError(
+            f"world={world}, but {' '.join(layout.overrides())} needs {needed} ranks: leave world "
+            "out, or name another layout"
+        )
     return found
 
 
