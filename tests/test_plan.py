@@ -155,3 +155,13 @@ def test_layouts_with_virtual_tiles_are_looked_for(tmp_path):
     tiles = {tuple(dict(row.layout.keys)["stream"]) for row in rows}
     assert len(tiles) > 1  # more where a rank has more of an image
     assert all(row.prediction.stores for row in rows)
+
+
+def test_auto_chooses_a_layout_with_virtual_tiles():
+    words = ["parallel.stream=auto", "trainer.memory_limit_gb=0.002", "data.image_size=[256,256]"]
+    words += ["parallel.cluster=nvlink_node", "parallel.world=2"]
+    chosen, line = auto.choose_alone(auto_config(*words), ["parallel=auto", *words])
+    assert min(chosen.parallel.stream) >= 1
+    assert placement_of(chosen.parallel, 2).world_size == 2
+    assert f"parallel.stream={list(chosen.parallel.stream)}".replace(" ", "") in line
+    assert line.count("parallel.stream=auto") == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 from spatialdl.comm.alone import Alone
@@ -24,10 +25,14 @@ from spatialdl.pipeline.steps import IMAGE
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.job import Job
 from spatialdl.planning.predict import predict
+from spatialdl.planning.setup import job_of as job_of_config
 from spatialdl.planning.store_use import Room, StoreUse
 from spatialdl.random import keyed
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
+from spatialdl.training.layouts import placement_of, schedule_of
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "resnet": (lambda: resnet18(num_classes=10, width=16), (3, 512, 480)),
@@ -164,3 +169,35 @@ def test_micro_batches_and_stages_of_virtual_tiles_are_predicted(name, paper):
     if name == "1f1b":
         gpipe = predict(job, paper, placement, make_schedule("gpipe", placement, 4), "none")
         assert found.stores[0].here < 0.7 * gpipe.stores[0].here
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=whole_slide_one_device", "data.image_size=[2000,1900]"],
+        [
+            *("task=segmentation", "model=unet", "model.width=8", "model.depth=2"),
+            *("data.image_size=[500,520]", "data.batch_size=2", "parallel.microbatches=2"),
+            *("trainer.max_steps=1", "data.samples=2", "data.validation_samples=0"),
+        ],
+    ],
+)
+def test_a_run_of_the_training_command_stores_what_is_predicted(words, paper, tmp_path):
+    words = [*words, "parallel.stream=[3,4]", "device=cpu", "trainer.report=false"]
+    words += ["trainer.memory_limit_gb=0.02", f"parallel.stream_to={tmp_path}"]
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose("train", words)
+    placement = placement_of(config.parallel, 2)
+    schedule = schedule_of(config.parallel, placement)
+    (use,) = predict(job_of_config(config, paper), paper, placement, schedule, "none").stores
+    trainer = Trainer(config, Alone())
+    fit(trainer, tmp_path / "run")
+    memory = trainer.parts.pipeline.options.memory
+    assert memory is not None
+    assert memory.store is not None
+    assert use.written > 20e6
+    # reading a tile has a copy of its pixels for a moment
+    assert memory.peak == pytest.approx(use.here, rel=0.2)
+    assert memory.store.peak == pytest.approx(use.stored, rel=0.1)
+    assert memory.store.written == pytest.approx(use.written, rel=0.2)
+    assert memory.store.read == pytest.approx(use.read, rel=0.2)
