@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,10 +27,10 @@ from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, Work, taken
 from spatialdl.planning.parts import Divided, Parts
-from spatialdl.planning.peaks import Lives, lives, lives_between
+from spatialdl.planning.peaks import Lives, lives
 from spatialdl.planning.program import Program
 from spatialdl.planning.tile import LargestTile, local
-from spatialdl.planning.touches import Touches, touches_between
+from spatialdl.planning.touches import Touches
 from spatialdl.random import keyed
 
 
@@ -355,64 +355,6 @@ class _Run:
             one.grad = None
         for hook in self._hooks:
             hook.remove()
-
-
-def with_stage(whole: NetworkCosts, own: NetworkCosts, which: Divided) -> NetworkCosts:
-    """Costs of which those of one stage are replaced by what `count` says of it divided."""
-    layers = [*whole.layers[: which.first], *own.layers, *whole.layers[which.after :]]
-    heap, mapped = (
-        with_stage(a, b, which) if a is not None and b is not None else None
-        for a, b in ((whole.heap, own.heap), (whole.mapped, own.mapped))
-    )
-    loss = own.loss or whole.loss
-    return replace(whole, layers=layers, loss=loss, lives=own.lives, heap=heap, mapped=mapped)
-
-
-def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | None:
-    """Costs on the straight line from `a` (share 0) through `b` (share 1): of other samples.
-
-    Returns:
-        None if the two did not do the same operations.
-    """
-    if a.refused or b.refused or a.loss is None or b.loss is None:
-        return None
-    layers = [_between(x, y, share) for x, y in zip(a.layers, b.layers, strict=True)]
-    loss, made = _between(a.loss, b.loss, share), lives_between(a.lives, b.lives, share)
-    if loss is None or made is None or any(one is None for one in layers):
-        return None
-    if a.touches is not None and touches_between(a.touches, b.touches, share) is None:
-        return None
-    return NetworkCosts(
-        [one for one in layers if one is not None],
-        round(a.input + share * (b.input - a.input)),
-        loss,
-        a.uses,
-        made,
-        touches=touches_between(a.touches, b.touches, share),
-    )
-
-
-def _between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts | None:
-    values: dict[str, Any] = {}
-    for key, x in vars(a).items():
-        y = getattr(b, key)
-        if isinstance(x, list):
-            if [one[0] for one in x] != [one[0] for one in y]:
-                return None
-            values[key] = [
-                type(p)(
-                    *(
-                        m if isinstance(m, str | Value) else round(m + share * (n - m))
-                        for m, n in zip(p, q, strict=True)
-                    )
-                )
-                for p, q in zip(x, y, strict=True)
-            ]
-        elif isinstance(x, int) and not isinstance(x, bool):
-            values[key] = round(x + share * (y - x))
-        else:
-            values[key] = x
-    return LayerCosts(**values)
 
 
 def _arrived(value: Value, x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from spatialdl.pipeline.balance import Costs, estimated, memory
 from spatialdl.pipeline.recording import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
+from spatialdl.planning.combined import between, with_stage
+from spatialdl.planning.costs import NetworkCosts, count
 from spatialdl.planning.ledger import Ledger, Work
 from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program

@@ -97,7 +97,24 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def touches_between(a: Touches | None, b: Touches | None, share: float) -> Touches | None:
     """On the straight line from `a` (share 0) through `b` (share 1); of other samples."""
-    if a is None or b is None or a.steps != b.steps:
+    if a is None or b is None or len(a.steps) != len(b.steps) or a.gone != b.gone:
+        return None
+    steps = [_between(one, other, share) for one, other in zip(a.steps, b.steps, strict=True)]
+    known = [one for one in steps if one is not None]
+    if len(known) < len(steps):
         return None
     sizes = [round(x + share * (y - x)) for x, y in zip(a.sizes, b.sizes, strict=True)]
-    return replace(a, sizes=sizes)
+    return replace(a, steps=known, sizes=sizes)
+
+
+def _between(a: Step, b: Step, share: float) -> Step | None:
+    """None if the two do not do the same."""
+    if a == b:
+        return a
+    one, other = a.event, b.event
+    if one is None or other is None or len(one.pieces) != len(other.pieces):
+        return None
+    each = zip(one.pieces, other.pieces, strict=True)
+    event = one._replace(pieces=tuple(round(x + share * (y - x)) for x, y in each))
+    found = a._replace(event=event)
+    return found if found == b._replace(event=other._replace(pieces=event.pieces)) else None
