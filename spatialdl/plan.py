@@ -1,6 +1,7 @@
 """The planning command: ``python -m spatialdl.plan key=value ... world=64``.
 
-It takes every key of ``spatialdl.train``, runs nothing, and lists the layouts that fit.
+It takes every key of ``spatialdl.train``, runs nothing, and lists the layouts that fit; of a layout
+that is named it tells what it takes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,27 +67,34 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     """
     from spatialdl.planning.calibrate import measured
     from spatialdl.planning.drawing import draw_layout, draw_timeline
-    from spatialdl.planning.search import limit, search, table
+    from spatialdl.planning.search import limit, named, search, table
     from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
 
+    is_named = config.parallel.name not in ("none", "auto")
+    if is_named and OmegaConf.is_missing(config, "world"):
+        config = config.copy()
+        config.world = None  # as many as it needs
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
     if config.launcher.name != "local":
         raise ValueError(f"launcher={config.launcher.name} is for runs: planning takes no job")
-    if config.parallel.name != "none":
-        raise ValueError(
-            f"parallel={config.parallel.name} is a layout already: leave it out, or "
-            "write parallel=none, to look for one"
-        )
+    if config.parallel.name == "auto":
+        raise ValueError("parallel=auto is for training: leave it out, which looks for a layout")
     fit_model_keys(config, overrides)
     again = bool(config.calibrate)
     check_first(config, config.cluster.get("name") == MEASURED and (again or measured() is None))
     cluster = cluster_named(config.cluster, again)
     job = job_of(config, cluster)
-    memory = limit(config.device_memory_gb, cluster, config.world)
-    rows = search(job, cluster, config.parallel, config.world, memory)
+    if is_named:
+        rows = [named(job, cluster, config.parallel, overrides, config.world)]
+        memory = limit(config.device_memory_gb, cluster, rows[0].prediction.placement.world_size)
+    else:
+        memory = limit(config.device_memory_gb, cluster, config.world)
+        rows = search(job, cluster, config.parallel, config.world, memory)
     print(table(rows[: int(config.rows)], job, cluster, len(rows)))
+    if memory is not None and rows[0].memory > memory:
+        print(f"\nnote: a rank has {memory / 1e9:.2f} GB: it does not fit")
     _write(rows[: int(config.rows)], folder)
     draw_layout(rows[0], job, folder / "layout.png")
     draw_timeline(rows[0], folder / "timeline.png")
@@ -102,6 +111,7 @@ def _write(rows: Sequence[Row], folder: Path) -> None:
             "memory_bytes": list(row.prediction.memory),
             "sent_bytes": row.prediction.sent,
             "bubble": row.prediction.bubble,
+            "stores": [asdict(one) for one in row.prediction.stores],
         }
         for row in rows
     ]

@@ -38,7 +38,13 @@ def test_the_table_and_the_pictures_are_made(tmp_path, capsys):
         ([], "world has no value: add world="),
         (["world=2", "device_memory_gb=0"], "device_memory_gb=0 must be more than 0"),
         (["world=2", "device_memory_gb=0.1"], "fits 0.10 GB a rank: the nearest, parallel="),
-        (["world=2", "parallel=sp"], "parallel=sp is a layout already"),
+        (["world=2", "parallel=auto"], "parallel=auto is for training: leave it out"),
+        (["world=3", "parallel=sp"], "world=3, but parallel=sp needs 2 ranks: leave world out"),
+        (
+            ["parallel=sp", "parallel.tensor=2", "parallel.stream=[2,1]"],
+            "parallel.tensor=2 does not go with virtual tiles",
+        ),
+        (["world=1", "parallel.stream=auto"], "takes as few virtual tiles as fit into trainer.mem"),
         (["world=2", "calibrate=true"], "calibrate=true measures this machine, but cluster=nv"),
     ],
 )
@@ -114,3 +120,48 @@ def test_other_mistakes_are_told_before_this_machine_is_measured(
     given = [*SMALL[:3], override, "world=2"]
     with pytest.raises(ValueError, match=sentence):
         plan.plan(config(*given), given, tmp_path)
+
+
+def test_a_named_layout_is_predicted_by_itself(tmp_path, capsys):
+    words = ["parallel=sp", "parallel.grid=[2,1]"]
+    (row,) = plan.plan(config(*SMALL, *words), [*SMALL, *words], tmp_path)
+    searched = plan.plan(config(*SMALL, "world=2"), SMALL, tmp_path)
+    assert row.layout.overrides() == words
+    keys = (("grid", [2, 1]), ("spatial_stages", 1))
+    (same,) = (one for one in searched if one.layout.keys == keys)
+    assert row.prediction == same.prediction
+    small = [*words, "device_memory_gb=0.01"]
+    plan.plan(config(*SMALL, *small), [*SMALL, *small], tmp_path)
+    assert "note: a rank has 0.01 GB: it does not fit" in capsys.readouterr().out
+
+
+def test_virtual_tiles_have_memory_store_and_time(tmp_path, capsys):
+    words = ["parallel=sp", "parallel.stream=[2,2]", "trainer.memory_limit_gb=0.001"]
+    words += ["data.image_size=[256,256]"]
+    (row,) = plan.plan(config(*SMALL, *words), [*SMALL, *words], tmp_path)
+    text = capsys.readouterr().out
+    assert "activations within 0.001 GB; the others of a rank are in pinned memory" in text
+    assert row.prediction.placement.stream == (2, 2)
+    (written,) = json.loads((tmp_path / "plan.json").read_text())
+    assert written["overrides"] == ["parallel=sp", "parallel.stream=[2,2]"]
+    assert len(written["stores"]) == 2
+    assert all(one["written"] > 0 for one in written["stores"])
+
+
+def test_layouts_with_virtual_tiles_are_looked_for(tmp_path):
+    words = ["world=2", "parallel.stream=auto", "trainer.memory_limit_gb=0.002"]
+    words += ["data.image_size=[256,256]"]
+    rows = plan.plan(config(*SMALL, *words), SMALL, tmp_path)
+    tiles = {tuple(dict(row.layout.keys)["stream"]) for row in rows}
+    assert len(tiles) > 1  # more where a rank has more of an image
+    assert all(row.prediction.stores for row in rows)
+
+
+def test_auto_chooses_a_layout_with_virtual_tiles():
+    words = ["parallel.stream=auto", "trainer.memory_limit_gb=0.002", "data.image_size=[256,256]"]
+    words += ["parallel.cluster=nvlink_node", "parallel.world=2"]
+    chosen, line = auto.choose_alone(auto_config(*words), ["parallel=auto", *words])
+    assert min(chosen.parallel.stream) >= 1
+    assert placement_of(chosen.parallel, 2).world_size == 2
+    assert f"parallel.stream={list(chosen.parallel.stream)}".replace(" ", "") in line
+    assert line.count("parallel.stream=auto") == 0

@@ -96,7 +96,7 @@ def preflight(
     except ValueError as error:
         found.errors.append(str(error))
         # its operations can be told all the same, on the grid of the first stage
-        shadow, placement = meta_copy(model), Placement(1, placement.grids[:1])
+        shadow, placement = meta_copy(model), Placement(1, placement.tile_grids[:1])
         found.stages = [shadow]
     dtype = next((p.dtype for p in shadow.parameters()), torch.get_default_dtype())
     run = _Run(found, placement, shape, dtype, tensor_plan)
@@ -197,7 +197,7 @@ class _Run:
         last = len(self._modules) - 1
         if criterion is not None:
             self._check_task(criterion, segments, columns)
-        mesh = dry_mesh(self._placement.grids[last])
+        mesh = dry_mesh(self._placement.tile_grids[last])
         loss = self._tried(last, lambda: (dry_loss(self.output, segments, self._shape, mesh),))
         if loss is not None and loss[0] is not None:
             self._backward(last, [loss[0]])

@@ -33,12 +33,10 @@ def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartit
         name: of the operation, for the check.
     """
     is_meta = exchange.device.type == "meta"
-    if exchange.plan.talks and is_meta:
-        peers = {piece.peer for piece in (*exchange.outgoing, *exchange.incoming)}
-        size = sum(view.nbytes for view in exchange.leaving())
-        dry.note(comm, "exchange", len(peers), size)
-    if not exchange.plan.talks or is_meta:
+    if not exchange.plan.talks:
         return Done()
+    if is_meta:
+        return dry.exchange(comm, exchange)
     if taped():
         return exchange_once(lambda: _start(comm, exchange, name), exchange.landing())
     return _start(comm, exchange, name)

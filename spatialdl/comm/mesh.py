@@ -266,12 +266,13 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
     )
 
 
-def dry_mesh(grid: tuple[int, ...], part: int = 0) -> Mesh:
+def dry_mesh(grid: tuple[int, ...], part: int = 0, processes: Sequence[Sequence[int]] = ()) -> Mesh:
     """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device.
 
     Args:
         part: as which rank.
+        processes: see `Dry`.
     """
     axes = Axes(spatial=grid)
-    comm = Dry(part, axes.size)
+    comm = Dry(part, axes.size, processes=processes)
     return Mesh(axes, part, 0, comm, comm)

@@ -77,7 +77,8 @@ def choose_alone(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConf
         )
     fit_model_keys(config, overrides)
     chosen, row = choose(config, world)
-    others = [one for one in overrides if not re.match(r"\+*parallel(=|\.(world|dev|clus))", one)]
+    own = r"\+*parallel(=|\.(world|dev|clus|stream=))"
+    others = [one for one in overrides if not re.match(own, one)]
     return chosen, [*row.layout.overrides(), *others]
 
 

@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ TINY_RUN = (
     "trainer.checkpoint.keep=0",
 )
 FITTED = ("conv", "conv_input", "conv_strided_input", "conv_weight")
+DISK_BLOCK, DISK_BLOCKS = 16 * 2**20, 16
+"""Bytes that are written at once, and how often."""
+
 WORKER = (sys.executable, "-m", "spatialdl.planning.calibrate_worker")
 
 
@@ -71,6 +75,7 @@ def calibrate() -> dict[str, Any]:
         "within_node": link,
         "between_nodes": link,
         "reduce": _link(found["all_reduce"]),
+        "disk_bytes_per_second": _disk_speed(),
     }
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +153,19 @@ def _link(pairs: Sequence[Sequence[float]]) -> dict[str, float]:
     """From (bytes, seconds), ascending: what the smallest takes, and the speed of the largest."""
     size, seconds = pairs[-1]
     return {"seconds": pairs[0][1], "bytes_per_second": size / max(seconds - pairs[0][1], 1e-9)}
+
+
+def _disk_speed() -> float:
+    """Of the disk for temporary files: written until it is there, and read."""
+    block = os.urandom(DISK_BLOCK)
+    with tempfile.TemporaryFile() as file:
+        began = time.perf_counter()
+        for number in range(DISK_BLOCKS):
+            os.pwrite(file.fileno(), block, number * DISK_BLOCK)
+        os.fsync(file.fileno())
+        for number in range(DISK_BLOCKS):
+            os.pread(file.fileno(), DISK_BLOCK, number * DISK_BLOCK)
+        return 2 * DISK_BLOCKS * DISK_BLOCK / (time.perf_counter() - began)
 
 
 def _base_mb(layout: str) -> float:

@@ -88,6 +88,9 @@ class Cluster:
         base_mb: memory (2**20 bytes) that a rank takes before it trains.
         within_node, between_nodes: ways between ranks.
         reduce: the way of sums within a node, if they do not take `within_node`.
+        disk_bytes_per_second: to or from a node's disk, where virtual tiles store tensors; all
+            ranks of the node share it.
+        host_bytes_per_second: between a device and pinned memory of its host.
     """
 
     name: str
@@ -102,6 +105,8 @@ class Cluster:
     within_node: Link
     between_nodes: Link
     reduce: Link | None = None
+    disk_bytes_per_second: float = 1e9
+    host_bytes_per_second: float = 2e10
 
     def threads(self, ranks: int) -> int:
         """Threads that the command gives to each of so many ranks on CPUs."""
@@ -133,6 +138,12 @@ class Cluster:
 
     def base_bytes(self, ranks: int) -> float:
         return 2**20 * (self.base_mb_alone if ranks == 1 else self.base_mb)
+
+    def store_bytes_per_second(self, store: str, ranks: int) -> float:
+        """What each of so many ranks has of the way to a store, "disk" or "host"."""
+        if store == "host":
+            return self.host_bytes_per_second
+        return self.disk_bytes_per_second / min(ranks, self.ranks_per_node)
 
     def nodes(self, first: int, last: int) -> int:
         """Nodes between two ranks of the world: 0 within one."""

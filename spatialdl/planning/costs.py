@@ -8,29 +8,30 @@ a change of grid tiles may differ by a pixel from those that are counted here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
-from spatialdl.comm.dry import Talk, listening
-from spatialdl.comm.mesh import Mesh, dry_mesh
+from spatialdl.comm.dry import Event, Talk, following, listening
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.ledger import Ledger, Phase, Work, taken
 from spatialdl.planning.parts import Divided, Parts
-from spatialdl.planning.peaks import Lives, lives, lives_between
+from spatialdl.planning.peaks import Lives, lives
 from spatialdl.planning.program import Program
+from spatialdl.planning.tile import LargestTile, local
+from spatialdl.planning.touches import Touches
 from spatialdl.random import keyed
-from spatialdl.spatial.tensor import SpatialTensor
 
 
 class Output(NamedTuple):
@@ -79,6 +80,7 @@ class NetworkCosts:
         uses: parts that take a value, in order.
         lives: what was made, and when it lived.
         refused: why parts after those that are listed cannot work on this grid.
+        touches: what a virtual tile does with memory; None where ranks have none.
         heap, mapped: on a CPU the same, with the memory alone that lies in the C library's heap, or
             is mapped by itself, see `spatialdl.comm.allocator`.
     """
@@ -89,6 +91,7 @@ class NetworkCosts:
     uses: dict[Value, list[int]]
     lives: Lives = field(compare=False)
     refused: str | None = None
+    touches: Touches | None = field(default=None, compare=False)
     heap: NetworkCosts | None = None
     mapped: NetworkCosts | None = None
 
@@ -114,6 +117,7 @@ def count(
     shape: tuple[int, ...],
     grid: tuple[int, ...] = (1, 1),
     *,
+    stream: tuple[int, ...] = (),
     uncut: bool = False,
     segments: bool = False,
     on_cpu: bool = True,
@@ -124,6 +128,8 @@ def count(
     Args:
         shape: (N, C, *spatial) of the images of a micro-batch of one replica, whole.
         grid: into which they are cut.
+        stream: virtual tiles of a rank along each spatial dim; () for none. What is counted is one
+            tile; messages, outputs and the input are those of all tiles of a rank.
         uncut: whether the network is run as it is, and not step by step.
         segments: whether it learns a class for every pixel.
         on_cpu: where convolutions need memory for themselves.
@@ -135,11 +141,12 @@ def count(
     """
     parts = program.parts(uncut)
     recording = program.recording(shape[0]) if parts.is_recorded else None
-    entering: Mapping[Value, Tensor] = {IMAGE: image_on(shape, grid, parts.dtype)}
+    tile = LargestTile(shape, grid, stream)
+    entering: Mapping[Value, Tensor] = {IMAGE: tile.image(parts.dtype)}
     if divided is not None:
         entering = program.entering(divided, uncut, grid, entering)
         parts = program.divided(divided, uncut, shape[0], entering)
-    run = _Run(parts, recording, shape, grid, segments, on_cpu, entering)
+    run = _Run(parts, recording, shape, tile, segments, on_cpu, entering)
     try:
         run.forward()
         run.backward()
@@ -154,25 +161,27 @@ class _Run:
         parts: Parts,
         recording: Recording | None,
         shape: tuple[int, ...],
-        grid: tuple[int, ...],
+        tile: LargestTile,
         segments: bool,
         on_cpu: bool,
         entering: Mapping[Value, Tensor],
     ) -> None:
         self._parts, self._recording = parts, recording
         self._shape, self._segments = shape, segments
-        self._mesh = mesh_on(shape, grid)
-        self._split = math.prod(grid) > 1
-        self._ledger = Ledger(whole_pages=on_cpu)
+        self._tile, self._mesh = tile, tile.mesh
+        self._split = tile.mesh.parts > 1
+        touches = Touches() if tile.is_virtual else None
+        self._ledger = Ledger(whole_pages=on_cpu, touches=touches)
         self._state = [one for state in parts.state for one in state]
         for tensor in self._state:
             self._ledger.own(tensor)
+        self._hooks = self._followed_gradients() if touches is not None else []
         self._talks: dict[tuple[Phase, int], list[Talk]] = {}
         self._refused: str | None = None
         self._entering = {value: _arrived(value, one) for value, one in entering.items()}
         self._values = dict(self._entering)
         self._output: Any = None
-        self.input = _local(entering[IMAGE]).nbytes if IMAGE in entering else 0
+        self.input = tile.bytes(entering[IMAGE]) if IMAGE in entering else 0
         self._loss: Tensor | None = None
         self._outcomes: dict[int, list[tuple[Value, int, int]]] = {}
         self._uses = parts.uses(recording)
@@ -181,11 +190,24 @@ class _Run:
         self._attributed = 0
         self._forwarded = 0
 
+    def _followed_gradients(self) -> list[RemovableHandle]:
+        def told(weight: Tensor) -> None:
+            touches, grad = self._ledger.touches, weight.grad
+            memory = None if grad is None else self._ledger.memory_of(grad)
+            if memory is not None and touches is not None:
+                touches.add_up(self._ledger.part, memory.number)
+
+        learn = (one for one in self._state if one.requires_grad and one.is_leaf)
+        return [
+            one.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+            for one in learn
+        ]
+
     def forward(self) -> None:
         for one in self._entering.values():
-            self._ledger.own(_local(one))
+            self._ledger.own(local(one), enters=True)
         names = self._parts.names
-        with self._ledger.watch(), torch.device("meta"), keyed(0, 0, 0):
+        with self._watched(), keyed(0, 0, 0):
             for number in self._parts.span:
                 if not self._run_part(number, names[number]):
                     return
@@ -195,6 +217,15 @@ class _Run:
             with listening() as talks:
                 self._loss = dry_loss(self._output, self._segments, self._shape, self._mesh)
             self._heard("forward", len(names), talks)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self._ledger.watch(), torch.device("meta"), following(self._follow):
+            yield
+
+    def _follow(self, event: Event) -> None:
+        if self._ledger.touches is not None:
+            self._ledger.touches.tell(self._ledger.part, event)
 
     def _run_part(self, number: int, name: str) -> bool:
         self._begin("forward", number)
@@ -210,9 +241,9 @@ class _Run:
         self._heard("forward", number, talks)
         found = []
         for value, one in self._parts.given(number, self._values).items():
-            memory = self._ledger.memory_of(_local(one))
+            memory = self._ledger.memory_of(local(one))
             place = next((i for i, m in enumerate(self._ledger.memories) if m is memory), -1)
-            found.append((value, place, _local(one).nbytes))
+            found.append((value, place, self._tile.bytes(one)))
             if one.requires_grad and before.get(id(one)) != one._version:
                 part = one.part if isinstance(one, ChannelTensor) else one
                 part.register_hook(self._arriving(number, value))  # type: ignore[no-untyped-call]
@@ -239,14 +270,16 @@ class _Run:
         last = max(self._outcomes, default=0)
         self._begin("backward", last + (self._loss is not None))
         self._forwarded = len(self._ledger.moments)
+        if self._ledger.touches is not None:
+            self._ledger.touches.since = len(self._ledger.touches.steps)
         roots = list(self._values.values()) if self._loss is None else [self._loss]
         roots = [one for one in roots if one.requires_grad]
         self._output = None
         self._values.clear()
         given = [] if self._loss is not None else [torch.ones_like(one) for one in roots]
         for one in given:  # by the stage behind
-            self._ledger.own(_local(one))
-        with self._ledger.watch(), torch.device("meta"), listening() as talks:
+            self._ledger.own(local(one), enters=True)
+        with self._watched(), listening() as talks:
             self._listened = talks
             grads = given or [torch.ones_like(one) for one in roots]
             if roots:
@@ -256,6 +289,9 @@ class _Run:
         self._loss = None
 
     def result(self, on_cpu: bool) -> NetworkCosts:
+        touches = self._ledger.touches
+        if touches is not None:
+            touches.made = [one.number for one in self._ledger.memories]
         found = self._result(Sizes(0, math.inf), on_cpu)
         if on_cpu:
             found.heap = self._result(Sizes(0, MAPPED_FROM), on_cpu)
@@ -275,7 +311,8 @@ class _Run:
         has_loss = not self._refused and self._parts.span.stop == last
         loss = self._layer(last, sizes) if has_loss else None
         entering = self.input if sizes.hold(self.input) else 0
-        return NetworkCosts(costs, entering, loss, self._uses, made, self._refused)
+        touches = self._ledger.touches
+        return NetworkCosts(costs, entering, loss, self._uses, made, self._refused, touches)
 
     def _layer(self, number: int, sizes: Sizes) -> LayerCosts:
         is_loss = number == len(self._parts.names)
@@ -316,95 +353,11 @@ class _Run:
         """Free the weights' gradients: the next run begins without."""
         for one in self._state:
             one.grad = None
-
-
-def with_stage(whole: NetworkCosts, own: NetworkCosts, which: Divided) -> NetworkCosts:
-    """Costs of which those of one stage are replaced by what `count` says of it divided."""
-    layers = [*whole.layers[: which.first], *own.layers, *whole.layers[which.after :]]
-    heap, mapped = (
-        with_stage(a, b, which) if a is not None and b is not None else None
-        for a, b in ((whole.heap, own.heap), (whole.mapped, own.mapped))
-    )
-    loss = own.loss or whole.loss
-    return replace(whole, layers=layers, loss=loss, lives=own.lives, heap=heap, mapped=mapped)
-
-
-def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | None:
-    """Costs on the straight line from `a` (share 0) through `b` (share 1): of other samples.
-
-    Returns:
-        None if the two did not do the same operations.
-    """
-    if a.refused or b.refused or a.loss is None or b.loss is None:
-        return None
-    layers = [_between(x, y, share) for x, y in zip(a.layers, b.layers, strict=True)]
-    loss, made = _between(a.loss, b.loss, share), lives_between(a.lives, b.lives, share)
-    if loss is None or made is None or any(one is None for one in layers):
-        return None
-    return NetworkCosts(
-        [one for one in layers if one is not None],
-        round(a.input + share * (b.input - a.input)),
-        loss,
-        a.uses,
-        made,
-    )
-
-
-def _between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts | None:
-    values: dict[str, Any] = {}
-    for key, x in vars(a).items():
-        y = getattr(b, key)
-        if isinstance(x, list):
-            if [one[0] for one in x] != [one[0] for one in y]:
-                return None
-            values[key] = [
-                type(p)(
-                    *(
-                        m if isinstance(m, str | Value) else round(m + share * (n - m))
-                        for m, n in zip(p, q, strict=True)
-                    )
-                )
-                for p, q in zip(x, y, strict=True)
-            ]
-        elif isinstance(x, int) and not isinstance(x, bool):
-            values[key] = round(x + share * (y - x))
-        else:
-            values[key] = x
-    return LayerCosts(**values)
-
-
-def largest_part(layout: Layout) -> int:
-    """The part with the most pixels, of these the one with the most neighbours."""
-
-    def size(part: int) -> tuple[int, int]:
-        places = zip(layout.part_at(part), layout.grid, strict=True)
-        neighbours = sum((place > 0) + (place < parts - 1) for place, parts in places)
-        return math.prod(layout.boxes[part].shape[1:]), neighbours
-
-    return max(range(len(layout.boxes)), key=size)
-
-
-def mesh_on(shape: tuple[int, ...], grid: tuple[int, ...]) -> Mesh:
-    """Of images of a shape (N, C, *spatial), as the rank with the largest tile sees it."""
-    return dry_mesh(grid, largest_part(Layout.even(shape[0], shape[2:], grid)))
-
-
-def image_on(shape: tuple[int, ...], grid: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Images of a shape (N, C, *spatial) on that rank."""
-    if math.prod(grid) == 1:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    mesh = mesh_on(shape, grid)
-    layout = mesh.layout(shape[0], shape[2:])
-    tile = torch.empty((*shape[:2], *mesh.own_box(layout).shape[1:]), dtype=dtype, device="meta")
-    return SpatialTensor(tile, layout, mesh)
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _arrived(value: Value, x: Tensor) -> Tensor:
     """As a stage gets it: what other stages give wants a gradient."""
     wants = value != IMAGE and x.is_floating_point()
     return on_tile(enter, x.detach().requires_grad_()) if wants else x
-
-
-def _local(tensor: Tensor) -> Tensor:
-    part = tensor.part if isinstance(tensor, ChannelTensor) else tensor
-    return part._tile if isinstance(part, SpatialTensor) else part

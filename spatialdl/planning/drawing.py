@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.layout import by, even_bounds
@@ -26,6 +26,7 @@ MOST_SLABS = 8
 """Of a volume, likewise."""
 
 _SKEW = 0.4  # of the depth of a slab, how far its sides are drawn to the right
+_VIRTUAL: dict[str, Any] = {"colors": "white", "linestyles": "dashed", "linewidth": 0.8}
 _FRONT, _SIDE = ("#c6dbef", "#9ecae1"), ("#a9c4de", "#85b3d1")
 
 
@@ -83,7 +84,7 @@ def _draw_stage(panel: Axes, placement: Placement, stage: int, size: Sequence[in
     """The tiles of a stage; a volume is pulled apart into its slabs of slices, side by side."""
     grid = placement.grids[stage]
     if len(size) == 3:
-        bounds = even_bounds(size[0], grid[0])
+        bounds = placement.layout(stage, 1, size).cuts[0]
         for slab, (first, end) in enumerate(islice(pairwise(bounds), MOST_SLABS)):
             left = slab * (1.2 * size[2] + _SKEW * bounds[1])
             _draw_sides(panel, left, size[1:], grid[1:], _SKEW * (end - first))
@@ -118,12 +119,16 @@ def _draw_tiles(
 ) -> None:
     """Those of an image or a slab, with the rank of the first replica, and of its other copy.
 
+    Dashed lines cut them into virtual tiles.
+
     Args:
         slab: where its left edge is drawn, and its number.
     """
     from matplotlib.patches import Rectangle
 
     rows, cols = (1, *placement.grids[stage])[-2:]
+    tiles = (1, *(placement.stream or (1,) * placement.dims))[-2:]
+    fine = [even_bounds(n, m * k) for n, m, k in zip(size, (rows, cols), tiles, strict=True)]
     parts = placement.axes(stage).parts
     ranks = [
         [names_of(placement, stage, part, copy) for part in range(parts)]
@@ -133,8 +138,8 @@ def _draw_tiles(
     digits = max(len(name) for one in ranks for name in one)
     font = min(8.0, (100 if len(placement.grids[stage]) == 3 else 200) / (cols * digits))
     for (row, (y0, y1)), (col, (x0, x1)) in product(
-        enumerate(pairwise(even_bounds(size[0], rows))),
-        enumerate(pairwise(even_bounds(size[1], cols))),
+        enumerate(pairwise(fine[0][:: tiles[0]])),
+        enumerate(pairwise(fine[1][:: tiles[1]])),
     ):
         colour = _FRONT[(row + col) % 2]
         place = (left + x0, y0)
@@ -144,6 +149,12 @@ def _draw_tiles(
             text = "\n".join(one[part] for one in ranks)
             middle = left + (x0 + x1) / 2, (y0 + y1) / 2
             panel.text(*middle, text, ha="center", va="center", fontsize=font)
+    inside = [
+        [at for n, at in enumerate(bounds) if n % each]
+        for bounds, each in zip(fine, tiles, strict=True)
+    ]
+    panel.hlines(inside[0], left, left + size[1], **_VIRTUAL)
+    panel.vlines([left + at for at in inside[1]], 0, size[0], **_VIRTUAL)
 
 
 def _draw_sides(

@@ -21,10 +21,11 @@ from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.calibrate import measured
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job
 from spatialdl.planning.predict import Prediction, predict
-from spatialdl.planning.setup import cluster_named, job_of
+from spatialdl.planning.setup import MEASURED, cluster_named, job_of, with_virtual_tiles
 from spatialdl.planning.stage import StageCosts, stage_costs
 from spatialdl.training.console.layout_text import drawn
 from spatialdl.training.console.rank_table import rank_lines
@@ -56,6 +57,8 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     sources = _tried(
         errors, lambda: open_sources(config.data, seed, config.task.name, config.task.get("loss"))
     )
+    if sources is not None:
+        config = _tried(errors, lambda: with_virtual_tiles(config, sources)) or config
     dims = len(sources.image_size) if sources is not None else None
     placement = _tried(errors, lambda: placement_of(config.parallel, dims))
     schedule = None
@@ -236,10 +239,8 @@ class _Table:
         size = self._found.entering[stage]
         if size is None:
             return "no image", ""
-        sides = [
-            [stop - start for start, stop in pairwise(even_bounds(count, parts))]
-            for count, parts in zip(size, self._placement.grids[stage], strict=True)
-        ]
+        cuts = self._placement.layout(stage, 1, size).cuts
+        sides = [[stop - start for start, stop in pairwise(bounds)] for bounds in cuts]
         return " x ".join(map(_range, sides)), ", ".join(f"0:{side[0]}" for side in sides)
 
     def _memory(self, prediction: Prediction) -> Iterator[str]:
@@ -258,6 +259,36 @@ class _Table:
             yield f"  {count:6} with {named:25}{memory / 1e9:10.3f} GB each"
         total = sum(prediction.memory) * self._placement.data
         yield f"  {self._placement.world_size:6} {'together':30}{total / 1e9:10.3f} GB"
+        if prediction.stores:
+            yield from self._virtual_tiles(prediction)
+
+    def _virtual_tiles(self, prediction: Prediction) -> Iterator[str]:
+        """What they have in the store, and how long a step takes."""
+        job, most = self._job, max(prediction.stores, key=lambda use: use.written + use.read)
+        where = "in pinned memory of the host" if job.store == "host" else "on a disk"
+        if job.limit is None:
+            yield "virtual tiles: all activations stay in memory, without trainer.memory_limit_gb"
+        else:
+            yield (
+                f"virtual tiles: activations within {job.limit / 1e9:g} GB; of the others "
+                f"{most.stored / 1e9:.3f} GB are {where}"
+            )
+            yield (
+                f"  in a step a rank writes {most.written / 1e9:.3f} GB there and reads "
+                f"{most.read / 1e9:.3f} GB"
+            )
+        cluster = self._cluster
+        if cluster.cores is not None:
+            if measured() is None:
+                yield "  time: `python -m spatialdl.plan --calibrate` measures this machine first"
+                return
+            cluster = cluster_named(cluster_file(MEASURED))
+        placement = self._placement
+        timed = predict(job, cluster, placement, self._schedule, self._recompute)
+        yield (
+            f"  a step takes {timed.seconds:.3g} s on ranks of cluster={cluster.name}, "
+            f"{timed.storing:.3g} s of them for the store"
+        )
 
 
 def _range(sizes: Sequence[int]) -> str:

@@ -16,10 +16,12 @@ from spatialdl.pipeline.balance import Costs, estimated, memory
 from spatialdl.pipeline.recording import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
+from spatialdl.planning.combined import between, with_stage
+from spatialdl.planning.costs import NetworkCosts, count
 from spatialdl.planning.ledger import Ledger, Work
 from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program
+from spatialdl.streaming.sizes import Sizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]
@@ -45,6 +47,8 @@ class Job:
         balance: what is alike in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
         tensor_plan: what is divided of modules of stages whose channels are, see `Divided`.
+        limit: bytes that virtual tiles may have in memory; None for no limit.
+        store: where the others go: to a disk, or to pinned memory of the host.
     """
 
     model: nn.Module
@@ -57,10 +61,13 @@ class Job:
     read_bytes: float = 0.0
     on_cpu: bool = True
     tensor_plan: tuple[tuple[str, str], ...] = ()
+    limit: int | None = None
+    store: Literal["disk", "host"] = "disk"
     _programs: dict[bool, Program] = field(default_factory=dict, init=False)
     _balanced: dict[tuple[bool, int], Costs] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, init=False)
     _counted: dict[tuple[Any, ...], NetworkCosts] = field(default_factory=dict, init=False)
+    _sizes: dict[int, Sizes | None] = field(default_factory=dict, init=False)
     _updates: dict[bool, list[list[Work]]] = field(default_factory=dict, init=False)
 
     def program(self, again: bool = False) -> Program:
@@ -68,6 +75,13 @@ class Job:
         if again not in self._programs:
             self._programs[again] = Program(self.model, self.image, again)
         return self._programs[again]
+
+    def sizes(self, samples: int) -> Sizes | None:
+        """What the network takes of so many whole images, see `streaming.sizes`."""
+        if samples not in self._sizes:
+            dtype = next((p.dtype for p in self.model.parameters()), torch.get_default_dtype())
+            self._sizes[samples] = sizes_of(self.model, (samples, *self.image), dtype)
+        return self._sizes[samples]
 
     @cached_property
     def weights(self) -> int:
@@ -121,8 +135,9 @@ class Job:
         again: bool,
         uncut: bool = False,
         divided: Divided | None = None,
+        stream: tuple[int, ...] = (),
     ) -> NetworkCosts:
-        """Of all parts on one rank.
+        """Of all parts on one rank, where it has virtual tiles on one of these; see `count`.
 
         Args:
             samples: of a micro-batch of a replica.
@@ -130,13 +145,14 @@ class Job:
                 `parts` gives those of the stages.
             uncut: whether the network is run as it is.
             divided: a stage of whose channels each rank has a part.
+            stream: virtual tiles of a rank along each spatial dim; () for none.
 
         Raises:
             CannotWork: if the network does something else with so many samples, or its channels
                 cannot be divided.
         """
         uncut = uncut and not self.program(again).is_chain
-        key = (samples, grid, again, uncut, divided)
+        key = (samples, grid, again, uncut, divided, stream)
         if key not in self._counted:
             low, high = COUNTED
             found = None
@@ -154,6 +170,7 @@ class Job:
         again: bool,
         uncut: bool,
         divided: Divided | None,
+        stream: tuple[int, ...],
     ) -> NetworkCosts:
         program, shape = self.program(again), (samples, *self.image)
         keys = {"uncut": uncut, "segments": self.segments, "on_cpu": self.on_cpu}
@@ -163,7 +180,7 @@ class Job:
             if len(whole.layers) < divided.first:
                 return whole  # refused
         try:
-            own = count(program, shape, grid, **keys, divided=divided)
+            own = count(program, shape, grid, **keys, divided=divided, stream=stream)
         except CannotRecord as error:
             raise CannotWork(str(error)) from error
         except (RuntimeError, TypeError, ValueError) as error:  # UnsupportedSpatialOp is the first

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from spatialdl.planning.shapes import Known, run, tensors_in
+from spatialdl.planning.touches import Touches, written
 from spatialdl.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -45,6 +46,7 @@ class Memory:
 
     Attributes:
         taken: bytes with what is left over of its last page.
+        number: of what a virtual tile touches; -1 where that is not followed.
     """
 
     bytes: int
@@ -53,6 +55,7 @@ class Memory:
     part: int
     born: int
     died: int | None = None
+    number: int = -1
 
 
 PAGE = 2 * 2**20
@@ -86,6 +89,7 @@ class Ledger:
         memories: storages that operations have made.
         results: what operations give, see `planning.shapes`.
         whole_pages: whether large tensors take whole pages, as on CPUs.
+        touches: what a virtual tile does with memory, which is written down, too; None otherwise.
     """
 
     phase: Phase = "forward"
@@ -95,11 +99,20 @@ class Ledger:
     memories: list[Memory] = field(default_factory=list)
     whole_pages: bool = False
     results: Known = field(default_factory=lambda: _RESULTS)
+    touches: Touches | None = None
     _known: dict[int, Memory] = field(default_factory=dict)
 
-    def own(self, tensor: Tensor) -> None:
-        """Leave a tensor's memory out, which somebody else counts: weights."""
-        self._known[_key(tensor)] = Memory(tensor.nbytes, tensor.nbytes, self.phase, self.part, -1)
+    def own(self, tensor: Tensor, enters: bool = False) -> None:
+        """Leave a tensor's memory out, which somebody else counts: weights.
+
+        Args:
+            enters: whether it is a virtual tile's, which has it from elsewhere.
+        """
+        size = tensor.nbytes
+        memory = Memory(size, size, self.phase, self.part, -1)
+        if enters and self.touches is not None:
+            memory.number = self.touches.add(size)
+        self._known[_key(tensor)] = memory
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor (of a tile, if it is split), if the run has made it."""
@@ -112,15 +125,32 @@ class Ledger:
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs, outputs = tensors_in((args, *kwargs.values())), tensors_in(result)
         changes = bool(func._schema.is_mutable)
-        before = {_key(one) for one in inputs}
+        before = dict.fromkeys(_key(one) for one in inputs)
         is_view = bool(outputs) and all(_key(one) in before for one in outputs) and not changes
         for one in outputs:
-            self._remember(one)
+            if _is_shape(func, kwargs):
+                self.own(one)
+            else:
+                self._remember(one)
+        if self.touches is not None:
+            self._touch(self.touches, before, outputs, written(func, args, kwargs) * changes)
         if is_view or func in _FREE:
             return
         works = list(_works(func, args, kwargs, result, _bytes(inputs + outputs), changes))
         self.work.setdefault((self.phase, self.part), []).extend(works)
         self.moments.append(Moment(self.phase, self.part, _workspace(func, args, result)))
+
+    def _touch(
+        self,
+        touches: Touches,
+        before: dict[int, None],
+        outputs: list[Tensor],
+        changed: list[Tensor],
+    ) -> None:
+        uses = [self._known[key].number for key in before if key in self._known]
+        writes = [self._known[_key(one)].number for one in changed if _key(one) in self._known]
+        makes = [self._known[_key(one)].number for one in outputs if _key(one) not in before]
+        touches.note(self.part, uses, writes, makes)
 
     def _remember(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -130,12 +160,16 @@ class Ledger:
         size = storage.nbytes()
         whole = taken(size) if self.whole_pages else size
         memory = Memory(size, whole, self.phase, self.part, len(self.moments))
+        if self.touches is not None:
+            memory.number = self.touches.add(size)
         self._known[key] = memory
         self.memories.append(memory)
         weakref.finalize(storage, self._forget, key, memory)
 
     def _forget(self, key: int, memory: Memory) -> None:
         memory.died = len(self.moments)
+        if self.touches is not None:
+            self.touches.forget(memory.number)
         if self._known.get(key) is memory:
             del self._known[key]
 
@@ -162,6 +196,11 @@ _FREE = {
     aten.detach.default,
     aten.alias.default,
 }
+
+
+def _is_shape(func: Any, kwargs: Any) -> bool:
+    """Whether a tensor is on the ``meta`` device wherever the network runs, and takes nothing."""
+    return func is aten.empty_like.default and kwargs.get("device") is not None
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -57,6 +57,13 @@ class Lives:
         own &= (self.died > self.since) | self._among(given)
         return int(self.bytes[own].sum())
 
+    def repeated(self, times: int) -> Lives:
+        """Of so many virtual tiles that come to the same operations together.
+
+        Gradients of weights they share, and one of them computes at a time.
+        """
+        return replace(self, bytes=np.where(self.is_gradient, self.bytes, times * self.bytes))
+
     def forward_peak(self, first: int, after: int) -> int:
         """Most bytes at a time of what the parts have made, in forward."""
         own = self._made(first, after) & (self.born < self.since)

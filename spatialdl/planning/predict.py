@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
+from spatialdl.pipeline.action import Action, Kind, Schedule
 from spatialdl.pipeline.holders import holding
 from spatialdl.pipeline.simulate import Costs, Span, Timeline, merged, simulate
 from spatialdl.planning.cluster import Cluster
@@ -15,6 +15,7 @@ from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.ledger import Work
 from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import StageCosts, stage_costs
+from spatialdl.planning.store_use import Replay, StoreUse
 
 Held = tuple[tuple[int, int], ...]
 """The (copy, stage) pairs that a rank holds."""
@@ -31,6 +32,10 @@ class Prediction:
         bubble: share of the time, 0 to 1, in which ranks wait for each other's micro-batches.
         timeline: of each rank of a replica, gradients not yet averaged, weights not yet changed.
         reducing, updating: seconds of these.
+        stores: what virtual tiles of each rank of a replica have in memory and in the store; ()
+            without virtual tiles.
+        storing: seconds of the rank that writes to the store and reads from it most, in a step;
+            they are part of `seconds`.
     """
 
     placement: Placement
@@ -43,6 +48,8 @@ class Prediction:
     timeline: Timeline
     reducing: float
     updating: float
+    stores: tuple[StoreUse, ...] = ()
+    storing: float = 0.0
 
 
 def predict(
@@ -59,11 +66,20 @@ def predict(
         for rank in range(placement.replica_size)
     ]
     distinct = list(dict.fromkeys(kinds))
+    stores: dict[Held, StoreUse] = {}
+    storing = 0.0
+    if placement.stream:
+        lists = {kind: _actions(schedule, kind) for kind in distinct}
+        replays = {kind: _replayed(job, placement, stages, lists[kind]) for kind in distinct}
+        stores = {kind: use for kind, (use, _) in replays.items()}
+        rate = cluster.store_bytes_per_second(job.store, placement.world_size)
+        storing = max(use.written + use.read for use in stores.values()) / rate
+        stages = [_stored(one, n, rate, replays) for n, one in enumerate(stages)]
     timeline = _simulated(cluster, placement, schedule, stages, distinct, kinds)
     reducing = _reducing(cluster, placement, stages)
     updating = _updating(job, cluster, placement, stages, distinct, recompute == "block")
     layers: list[list[StageCosts]] = [stages]
-    if cluster.cores is not None:
+    if cluster.cores is not None and not stores:
         # what is freed in the heap stays there, while elsewhere more is mapped: peaks add up
         layers = [
             stage_costs(job, cluster, placement, schedule.microbatches, recompute, memory)
@@ -71,7 +87,11 @@ def predict(
         ]
     of_kind = {
         kind: _static(job, cluster, placement, schedule, stages, kind)
-        + sum(_peak(one, spans, kind) for one in layers)
+        + (
+            _virtual_peak(stages, kind, stores[kind])
+            if stores
+            else sum(_peak(one, spans, kind) for one in layers)
+        )
         for kind, spans in zip(distinct, timeline.spans, strict=True)
     }
     everybody = Timeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
@@ -86,6 +106,8 @@ def predict(
         timeline=everybody,
         reducing=reducing,
         updating=updating,
+        stores=tuple(stores[kind] for kind in kinds) if stores else (),
+        storing=storing,
     )
 
 
@@ -99,12 +121,58 @@ def _simulated(
 ) -> Timeline:
     """A row for each kind of ranks: those of a grid do the same."""
     costs = Costs([one.forward for one in stages], [one.backward for one in stages])
-    order = merged(schedule.train)
-    lists = [[a for a in order if (a.copy, a.stage) in kind] for kind in distinct]
+    lists = [_actions(schedule, kind) for kind in distinct]
     if cluster.cores is None:
         return simulate(lists, costs)
     weights = [placement.data * kinds.count(kind) for kind in distinct]
     return simulate_shared(lists, weights, costs, cluster.cores, cluster.lone_speed)
+
+
+def _actions(schedule: Schedule, kind: Held) -> list[Action]:
+    return [one for one in merged(schedule.train) if (one.copy, one.stage) in kind]
+
+
+Moved = Mapping[tuple[int, Kind], float]
+"""Bytes to and from the store of a rank's forwards, or backwards, of a stage in a step."""
+
+
+def _replayed(
+    job: Job, placement: Placement, stages: Sequence[StageCosts], actions: Sequence[Action]
+) -> tuple[StoreUse, Moved]:
+    """What is in memory and in the store of a rank in a step."""
+    steps = {n: one.steps for n, one in enumerate(stages) if one.steps is not None}
+    replay, moved = Replay(steps, placement.stream, job.limit), dict[tuple[int, Kind], float]()
+    for action in actions:
+        key = action.stage, action.kind
+        moved[key] = moved.get(key, 0.0) + replay.run(action)
+    counts = {key: sum((a.stage, a.kind) == key for a in actions) for key in moved}
+    return replay.room.use, {key: size / counts[key] for key, size in moved.items()}
+
+
+def _stored(
+    stage: StageCosts,
+    number: int,
+    rate: float,
+    replays: Mapping[Held, tuple[StoreUse, Moved]],
+) -> StageCosts:
+    """A stage with the time of its store, which does not overlap with computing."""
+    forward, backward = (
+        max(moved.get((number, kind), 0.0) for _, moved in replays.values()) / rate
+        for kind in _KINDS
+    )
+    return replace(stage, forward=stage.forward + forward, backward=stage.backward + backward)
+
+
+_KINDS: tuple[Kind, Kind] = ("forward", "backward")
+
+
+def _virtual_peak(stages: Sequence[StageCosts], kind: Held, use: StoreUse) -> float:
+    """As `_peak`, where all tensors of tiles are dealt with together."""
+    numbers = {stage for _, stage in kind}
+    weights = sum(stages[n].weights for n in numbers)
+    handed_over = max(sum(stages[n].arriving) for n in numbers)
+    workspace = max(stages[n].workspace for n in numbers)
+    return max(use.here + workspace + handed_over + weights, 2.0 * weights)
 
 
 def _reducing(cluster: Cluster, placement: Placement, stages: Sequence[StageCosts]) -> float:
@@ -189,10 +257,13 @@ def _images(
     """Bytes of a batch's images on a rank of the first stage, and of reading the next ones."""
     actions = {a for actions in schedule.evaluate for a in actions if a.stage == 0}
     loaded = tile * sum(action.copy == copy for action in actions)
+    if placement.stream:
+        loaded = 0  # each virtual tile is read when its turn comes
     if cluster.cores is None:
         return loaded
     channels, *size = job.image
-    pixels = prod(-(-n // parts) for n, parts in zip(size, placement.grids[0], strict=True))
+    grid = placement.tile_grids[0]
+    pixels = prod(-(-n // parts) for n, parts in zip(size, grid, strict=True))
     samples = -(-job.batch // placement.data)
     # this batch and the next one as bytes, and what the thread that reads keeps to itself
     return loaded + 2 * samples * channels * pixels + job.read_bytes * pixels

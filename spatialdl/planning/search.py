@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +14,14 @@ from spatialdl.parallel.layout import by, nearly_cubic
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import Job, Recompute
 from spatialdl.planning.predict import Prediction, predict
-from spatialdl.training.layouts import check_batch, check_image, placement_of, schedule_of
+from spatialdl.training.layouts import (
+    AUTO,
+    check_batch,
+    check_image,
+    placement_of,
+    schedule_of,
+)
+from spatialdl.training.virtual_tiles import virtual_tiles_for
 
 LARGEST_GRID = 512
 MOST_STAGES = 32
@@ -90,8 +98,8 @@ def search(
     tried = list(layouts(world, job.batch, len(job.program().names), dims))
     for layout in tqdm(tried, desc="layouts", unit="layout", disable=not show, leave=False):
         for recompute in _again(job, base, layout):
-            made = _with(layout, recompute)
             try:
+                made = _with_tiles(job, base, _with(layout, recompute))
                 row = Row(made, _predicted(job, cluster, base, made, recompute))
             except ValueError as error:  # the network, the batch and the layout do not go together
                 reason = str(error)
@@ -117,6 +125,49 @@ def _again(job: Job, base: DictConfig, layout: LayoutKeys) -> Sequence[Recompute
 def _with(layout: LayoutKeys, recompute: Recompute) -> LayoutKeys:
     more = () if recompute == "none" else (("recompute", recompute),)
     return LayoutKeys(layout.name, (*layout.keys, *more))
+
+
+def _with_tiles(job: Job, base: DictConfig, layout: LayoutKeys) -> LayoutKeys:
+    """With virtual tiles as the configuration says: as few as fit into the limit, or these."""
+    if base.stream is None:
+        return layout
+    keys = tuple(one for one in layout.keys if one[0] != "stream")
+    if base.stream != AUTO:
+        return LayoutKeys(layout.name, (*keys, ("stream", list(base.stream))))
+    config = layout.config(base)
+    samples = ceil(job.batch / (config.data * config.microbatches))
+    limit = None if job.limit is None else job.limit / 1e9
+    tiles = virtual_tiles_for(config, job.sizes(samples), (samples, *job.image), limit)
+    return LayoutKeys(layout.name, (*keys, ("stream", tiles)))
+
+
+def named(
+    job: Job, cluster: Cluster, parallel: DictConfig, overrides: Sequence[str], world: int | None
+) -> Row:
+    """The one layout that a configuration names.
+
+    Args:
+        overrides: as they were written.
+        world: ranks that are asked for; None: as many as it needs.
+
+    Raises:
+        ValueError: if it needs another number, or network, batch and layout do not go together.
+    """
+    keys = [
+        (key, value)
+        for key, _, value in (word.lstrip("+").partition("=") for word in overrides)
+        if key.startswith("parallel.")
+    ]
+    plain = [(key.removeprefix("parallel."), value) for key, value in keys]
+    layout = _with_tiles(job, parallel, LayoutKeys(parallel.name, tuple(plain)))
+    found = Row(layout, _predicted(job, cluster, parallel, layout, parallel.recompute))
+    needed = found.prediction.placement.world_size
+    if world not in (None, needed):
+        raise ValueError(
+            f"world={world}, but {' '.join(layout.overrides())} needs {needed} ranks: leave world "
+            "out, or name another layout"
+        )
+    return found
 
 
 def _predicted(
@@ -248,6 +299,21 @@ def _orders(
             yield f"{spatial}gems", (*many, *times)
 
 
+def _stores(rows: Sequence[Row], job: Job) -> Iterator[str]:
+    """What virtual tiles of the rank that stores most move, row by row."""
+    where = "in pinned memory of the host" if job.store == "host" else "on a disk"
+    limit = "no limit" if job.limit is None else f"{job.limit / 1e9:g} GB"
+    yield f"virtual tiles, activations within {limit}; the others of a rank are {where}:"
+    yield f"{'GB stored':>9}{'written':>10}{'read':>10}{'s of it':>10}  virtual tiles of a rank"
+    for row in rows:
+        one = row.prediction
+        most = max(one.stores, key=lambda use: use.written + use.read)
+        yield (
+            f"{most.stored / 1e9:9.2f}{most.written / 1e9:10.2f}{most.read / 1e9:10.2f}"
+            f"{one.storing:10.4g}  {by(one.placement.stream)}"
+        )
+
+
 def _text(value: Any) -> str:
     return str(value).replace(" ", "")
 
@@ -283,6 +349,8 @@ def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
             f"{one.sent / 1e6:10.1f}{one.bubble:9.0%}  {keys}"
         )
     world = rows[0].prediction.placement.world_size
+    if rows[0].prediction.stores:
+        lines += ["", *_stores(rows, job)]
     before = cluster.base_bytes(world)
     if cluster.cores is None:  # on CPUs it is measured
         lines += ["", f"of them {before / 1e9:.2f} GB: context, NCCL, libraries (cluster.base_mb)"]

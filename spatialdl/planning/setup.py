@@ -6,6 +6,7 @@ import functools
 import logging
 import tracemalloc
 from math import prod
+from typing import Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,10 +18,12 @@ from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import Job
 from spatialdl.spatial.gather import gather_before
 from spatialdl.training.checks import check_config
+from spatialdl.training.layouts import AUTO
 from spatialdl.training.network.building import build_model
 from spatialdl.training.optimization.optimizers import make_optimizer
 from spatialdl.training.optimization.precision import named
 from spatialdl.training.settings import Sources, open_sources
+from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_shape
 
 log = logging.getLogger("spatialdl.plan")
 
@@ -79,11 +82,6 @@ def planned_type(config: DictConfig) -> torch.dtype:
     Raises:
         ValueError: if the costs of that are not known.
     """
-    if config.parallel.stream is not None:
-        raise ValueError(
-            f"the costs of virtual tiles, parallel.stream={config.parallel.stream}, are not known "
-            "to the planner: name the layout, and leave debug=fakecomm and parallel=auto out"
-        )
     precision = named(config.trainer.precision)
     if precision.mixed is not None:
         raise ValueError(
@@ -122,7 +120,53 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
         tensor_plan=tuple(plan.items()),
+        limit=limit_bytes(config),
+        store=store_of(config, on_cpu=cluster.cores is not None),
     )
+
+
+def limit_bytes(config: DictConfig) -> int | None:
+    """What virtual tiles may have in memory; None for no limit.
+
+    Raises:
+        ValueError: it is no positive number, or tensors have a folder without it.
+    """
+    limit, folder = config.trainer.memory_limit_gb, config.parallel.stream_to
+    if limit is None:
+        if folder is not None:
+            raise ValueError(
+                f"parallel.stream_to={folder} is of no use without trainer.memory_limit_gb: set "
+                "it, or leave parallel.stream_to out"
+            )
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        raise ValueError(f"trainer.memory_limit_gb={limit} must be a number above 0")
+    return int(limit * 1e9)
+
+
+def store_of(config: DictConfig, on_cpu: bool) -> Literal["disk", "host"]:
+    """Where tensors of virtual tiles go: those of devices to their host, unless a folder is named.
+
+    Args:
+        on_cpu: whether ranks compute on cores, whose memory is that of the host.
+    """
+    folder = config.parallel.stream_to
+    return "host" if folder == "host" or (folder is None and not on_cpu) else "disk"
+
+
+def with_virtual_tiles(config: DictConfig, sources: Sources) -> DictConfig:
+    """The configuration with virtual tiles in place of ``parallel.stream=auto``.
+
+    Raises:
+        ValueError: there is no limit, or the network cannot be run without data.
+    """
+    if config.parallel.stream != AUTO:
+        return config
+    config, limit = config.copy(), config.trainer.memory_limit_gb
+    shape = microbatch_shape(config, (sources.channels, *sources.image_size))
+    dtype = named(config.trainer.precision).dtype
+    choose_virtual_tiles(config.parallel, build_model(config, sources), shape, dtype, limit)
+    return config
 
 
 def _read_bytes(sources: Sources) -> float:

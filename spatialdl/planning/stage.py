@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Literal
 
@@ -17,6 +17,7 @@ from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import CannotWork, Job, Recompute
 from spatialdl.planning.parts import Divided
 from spatialdl.planning.peaks import Sum
+from spatialdl.planning.store_use import StageSteps, steps_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class StageCosts:
         halos: that part of it which are halos.
         channels: that part of it which goes to the ranks that divide its channels.
         layers: its first step, and the one after its last.
+        workspace: most that an operation needs for itself.
+        steps: what a virtual tile does; None without.
     """
 
     forward: float
@@ -52,6 +55,8 @@ class StageCosts:
     halos: int
     channels: int
     layers: tuple[int, int]
+    workspace: int = 0
+    steps: StageSteps | None = field(default=None, compare=False)
 
 
 def stage_costs(
@@ -83,7 +88,7 @@ def stage_costs(
         own_samples = ceil(samples / placement.batch_parts(stage))
         tensor = placement.tensor_parts(stage)
         divided = Divided(tensor, first, after, job.tensor_plan) if tensor > 1 else None
-        costs = job.costs(own_samples, grid, again, stages == 1, divided)
+        costs = job.costs(own_samples, grid, again, stages == 1, divided, placement.stream)
         if memory != "all":
             costs = getattr(costs, memory) or costs
         if len(costs.layers) < after:
@@ -115,6 +120,9 @@ class _Stage:
         self._cluster, self._placement, self._stage = cluster, placement, stage
         self._first, self._after = parts
         self._own, self._lives, self._uses = costs.layers[slice(*parts)], costs.lives, costs.uses
+        self._tiles, self._touches = prod(placement.stream), costs.touches
+        if self._touches is not None:
+            self._lives = costs.lives.repeated(self._tiles)
         self._is_last = stage == placement.stages - 1
         self._loss = costs.loss if self._is_last else None
         self._input = costs.input
@@ -155,13 +163,22 @@ class _Stage:
             backward_peak=later + weights,
             first_backward_peak=first,
             weights=weights,
-            buffers=sum(one.buffers for one in self._own),
+            buffers=self._tiles * sum(one.buffers for one in self._own),
             arriving=(self._entering, _total(returning) + largest),
             sent=sum(talk.bytes for talk in talks) + self._handed_over(),
             halos=sum(t.bytes for t in talks if t.kind == "exchange" and t.axis == "grid"),
             channels=sum(talk.bytes for talk in talks if talk.axis == "tensor"),
             layers=layers,
+            workspace=int(self._lives.rooms.max(initial=0)),
+            steps=self._steps(given, again),
         )
+
+    def _steps(self, given: set[int], again: bool) -> StageSteps | None:
+        if self._touches is None:
+            return None
+        numbers = [self._touches.made[one] for one in given]
+        parts = (self._first, self._after)
+        return steps_of(self._touches, parts, numbers, self._loss is not None, again)
 
     @staticmethod
     def _gradients(borders: Mapping[Border, Mapping[Value, int]]) -> list[dict[Value, int]]:
@@ -184,8 +201,9 @@ class _Stage:
     def _seconds(self) -> tuple[float, float]:
         """Forward and backward of a micro-batch; whoever receives takes the time."""
         cluster, world, ranks = self._cluster, self._placement.world_size, self._ranks()
-        forward = sum(cluster.seconds(one.forward, world) for one in self._own)
-        backward = sum(cluster.seconds(one.backward, world) for one in self._own)
+        tiles = self._tiles
+        forward = tiles * sum(cluster.seconds(one.forward, world) for one in self._own)
+        backward = tiles * sum(cluster.seconds(one.backward, world) for one in self._own)
         forward += cluster.talking([t for one in self._own for t in one.forward_talks], ranks)
         backward += cluster.talking([t for one in self._own for t in one.backward_talks], ranks)
         for border, sizes in self._before.items():
@@ -195,7 +213,8 @@ class _Stage:
             size = sum(sizes.values()) * self._takers(border.taker, border.giver)
             backward += self._border(border, size)
         if self._loss is not None:
-            backward += cluster.seconds(self._loss.forward + self._loss.backward, world)
+            works = self._loss.forward + self._loss.backward
+            backward += tiles * cluster.seconds(works, world)
             backward += cluster.talking(self._loss.forward_talks + self._loss.backward_talks, ranks)
         return forward, backward
 

@@ -126,7 +126,8 @@ class _Pooling:
     ) -> Tensor:
         """The gradient of what was pooled, which has the shape of `like`, a tensor on ``meta``."""
         _, pool_backward = self._functions
-        x = torch.empty_like(like, device=grad.device)  # only its shape and strides count
+        layout = like.size(), like.stride()  # only these count
+        x = torch.empty_strided(*layout, dtype=like.dtype, device=grad.device)
         if self.divisor is not None and any(padding) and not grad.is_cpu:
             # of channels-last averages with padding PyTorch's kernel for CUDA leaves outputs out
             x, grad = (one.contiguous(memory_format=torch.contiguous_format) for one in (x, grad))

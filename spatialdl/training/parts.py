@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import prod
 
 from omegaconf import DictConfig
 
@@ -34,7 +34,7 @@ from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.validation import Validation
-from spatialdl.training.virtual_tiles import choose_virtual_tiles
+from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_shape
 
 
 class Parts:
@@ -117,14 +117,13 @@ class Parts:
 
     def _choose_virtual_tiles(self) -> None:
         """As few as fit into the limit, if that is asked for."""
-        config, parallel = self.config, self.config.parallel
-        if parallel.stream != AUTO:
+        config, sources = self.config, self.sources
+        if config.parallel.stream != AUTO:
             return
-        samples = ceil(config.data.batch_size / (parallel.data * parallel.microbatches))
         choose_virtual_tiles(
-            parallel,
-            build_model(config, self.sources),
-            (samples, self.sources.channels, *self.sources.image_size),
+            config.parallel,
+            build_model(config, sources),
+            microbatch_shape(config, (sources.channels, *sources.image_size)),
             self.precision.dtype,
             config.trainer.memory_limit_gb,
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.sizes import sizes_of, stored, tiles_within
+from spatialdl.streaming.sizes import Sizes, sizes_of, stored, tiles_within
 from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.layouts import AUTO, placement_of
 
@@ -89,29 +90,67 @@ def choose_virtual_tiles(
     """
     if parallel.stream != AUTO:
         return
+    limit_gb = _limit(limit, key)
+    sizes = sizes_of(model, shape, dtype, trains=trains)
+    parallel.stream = virtual_tiles_for(parallel, sizes, shape, limit_gb, key, type(model).__name__)
+    log.info("parallel.stream=auto: %s virtual tiles on each rank", by(parallel.stream))
+
+
+def _limit(limit: object, key: str) -> float:
     if limit is None:
         raise ValueError(
             f"parallel.stream=auto takes as few virtual tiles as fit into {key}: set it, such as "
             f"{key}=8, or name the tiles, such as parallel.stream=[4,4]"
         )
-    sizes = sizes_of(model, shape, dtype, trains=trains)
+    return float(str(limit))
+
+
+def virtual_tiles_for(
+    parallel: DictConfig,
+    sizes: Sizes | None,
+    shape: tuple[int, ...],
+    limit: object,
+    key: str = "trainer.memory_limit_gb",
+    network: str = "the network",
+) -> list[int]:
+    """The fewest virtual tiles of a rank that fit into the limit, along each spatial dim.
+
+    Args:
+        parallel: the layout.
+        sizes: of the network on images of `shape`; None if it cannot be run without data.
+        shape: see `choose_virtual_tiles`, as are
+        limit: and
+        key: are.
+        network: what it is called.
+
+    Raises:
+        ValueError: there is no limit, or it is too small, or there are no sizes.
+    """
+    limit_gb = _limit(limit, key)
     if sizes is None:
         raise ValueError(
-            f"parallel.stream=auto: what {type(model).__name__} takes cannot be found out without "
-            "data: name the tiles, such as parallel.stream=[4,4]"
+            f"parallel.stream=auto: what {network} takes cannot be found out without data: name "
+            "the tiles, such as parallel.stream=[4,4]"
         )
     dims = len(shape) - 2
     grids = placement_of(parallel, dims).grids
-    found = [
-        tiles_within(sizes, int(float(str(limit)) * 1e9), shape[2:], grid) for grid in set(grids)
-    ]
+    found = [tiles_within(sizes, int(limit_gb * 1e9), shape[2:], grid) for grid in set(grids)]
     if any(extent < LEAST * parts for extent, parts in zip(shape[2:], found[0], strict=True)):
         raise ValueError(
             f"parallel.stream=auto: {key}={limit} is too small for images of {by(shape[2:])}, of "
             f"which one operation takes {sizes.largest / 1e9:.1f} GB: give it more"
         )
-    parallel.stream = [max(each) for each in zip(*found, strict=True)]
-    log.info("parallel.stream=auto: %s virtual tiles on each rank", by(parallel.stream))
+    return [max(each) for each in zip(*found, strict=True)]
+
+
+def microbatch_shape(config: DictConfig, image: Sequence[int]) -> tuple[int, ...]:
+    """Of the images of a micro-batch on a replica, (N, C, *spatial).
+
+    Args:
+        image: (C, *spatial).
+    """
+    replicas = config.parallel.data * config.parallel.microbatches
+    return (ceil(config.data.batch_size / replicas), *image)
 
 
 def check_room(

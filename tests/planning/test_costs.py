@@ -8,9 +8,8 @@ from torch import nn
 
 from spatialdl.comm.dry import Talk
 from spatialdl.models import resnet18, unet
-from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.costs import between, count, largest_part, with_stage
+from spatialdl.planning.costs import count
 from spatialdl.planning.parts import Divided
 from spatialdl.planning.program import Program
 
@@ -121,11 +120,6 @@ def test_what_is_kept_is_what_autograd_saves(side):
     assert found.lives.held(0, len(found.layers), ()) == kept
 
 
-def test_the_rank_with_the_largest_tile_and_most_neighbours_counts():
-    assert largest_part(Layout.even(1, (12, 12), (3, 3))) == 4
-    assert largest_part(Layout.even(1, (7, 4), (2, 1))) == 1
-
-
 def test_what_is_said_on_a_grid():
     """A convolution's halo and its adjoint, and the sum of an average."""
     conv, _, pool, _, _ = count(program(small()), (2, 3, 12, 7), (3, 1)).layers
@@ -149,16 +143,6 @@ def test_memory_depends_on_the_tile_and_not_on_the_whole_image():
         return found.lives.forward_peak(0, len(found.layers))
 
     assert peak(30) == pytest.approx(peak(3), rel=1e-3)
-
-
-def test_other_numbers_of_samples_lie_on_a_line():
-    model = program(unet(num_classes=3, width=4, depth=2), (24, 20))
-    two, four, seven = (
-        count(model, (n, 3, 24, 20), segments=True, on_cpu=False) for n in (2, 4, 7)
-    )
-    found = between(two, four, 2.5)
-    assert found == seven
-    assert list(found.lives.bytes) == list(seven.lives.bytes)
 
 
 def test_a_head_over_a_flattened_map_multiplies_its_own_columns():
@@ -201,15 +185,3 @@ def test_a_rank_has_some_channels_and_says_so_on_another_axis():
     ]
     tiles = count(model, shape, (3, 1), divided=Divided(2, 0, 5)).layers[0]
     assert tiles.forward_talks == [Talk("exchange", 2, 2 * 4 * 2 * 3 * 7)]
-
-
-def test_a_divided_stage_stands_in_the_place_of_the_whole_one():
-    model, shape = program(small()), (2, 3, 12, 7)
-    whole, which = count(model, shape), Divided(2, 0, 1)
-    own = count(model, shape, divided=which)
-    found = with_stage(whole, own, which)
-    assert [one.name for one in found.layers] == [one.name for one in whole.layers]
-    assert found.layers[0].weights == whole.layers[0].weights / 2
-    assert found.values == whole.values  # what it gives is whole
-    assert found.layers[1:] == whole.layers[1:]
-    assert found.loss == whole.loss

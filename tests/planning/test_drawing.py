@@ -52,6 +52,17 @@ def test_a_signal_is_a_bar():
     assert texts(panel) == ["0", "1", "2"]
 
 
+def test_virtual_tiles_are_dashed_lines_within_the_tiles_of_ranks():
+    panel = stage((10, 8), (2, 1), stream=(2, 3))
+    assert tiles(panel) == [(0, 0, 8, 5), (0, 5, 8, 5)]
+    lines = [line.tolist() for one in panel.collections for line in one.get_segments()]
+    assert lines == [
+        *([[0, 2], [8, 2]], [[0, 7], [8, 7]]),  # that of the ranks is between them
+        *([[2, 0], [2, 10]], [[5, 0], [5, 10]]),
+    ]
+    assert not [one for one in stage((10, 8), (2, 1)).collections if one.get_segments()]
+
+
 def test_a_volume_is_pulled_apart_into_slabs():
     panel = stage((9, 8, 6), (2, 2, 3))
     first, second = texts(panel)[:7], texts(panel)[7:]

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl import train
 from spatialdl.planning.auto import cluster_file
+from spatialdl.planning.calibrate import cache_file
 from spatialdl.planning.fakecomm import look
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import cluster_named, job_of
 from spatialdl.training.layouts import placement_of, schedule_of
+from tests.planning.conftest import FIGURES
 
 SMALL = ["model.width=4", "data.image_size=[65,48]", "data.batch_size=6", "debug=fakecomm"]
 
@@ -255,3 +260,68 @@ def test_a_plan_of_what_is_divided_is_followed(capsys):
         config("parallel=none", "parallel.tensor=2", "parallel.tensor_plan={no: input}")
     )
     assert "tensor_plan names 'no'" in capsys.readouterr().out
+
+
+def test_virtual_tiles_have_memory_and_a_store(capsys):
+    words = ["parallel=sp", "parallel.grid=[2,1]", "data.image_size=[260,256]", "device=cuda"]
+    assert look(config(*words, "parallel.stream=[2,2]", "trainer.memory_limit_gb=0.01"))
+    text = capsys.readouterr().out
+    assert "each rank works on 2x2 virtual tiles of its part, one by one" in text
+    assert "130 x 256" in text
+    assert "activations within 0.01 GB; of the others 0.0" in text
+    assert "GB are in pinned memory of the host" in text
+    assert " s on ranks of cluster=infiniband, " in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.endswith("it would run\n")
+
+
+def test_virtual_tiles_on_cores_take_time_once_the_machine_is_measured(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["parallel.stream=auto", "data.image_size=[256,256]", "trainer.memory_limit_gb=0.02"]
+    words += ["device=cpu"]
+    assert look(config(*words))
+    assert "--calibrate` measures this machine first" in capsys.readouterr().out
+    cache_file().parent.mkdir()
+    cache_file().write_text(json.dumps(FIGURES | {"name": "this_machine", "cores": 2}))
+    assert look(config(*words, "parallel.stream_to=/scratch"))
+    text = capsys.readouterr().out
+    assert "s on ranks of cluster=this_machine" in text
+    assert "GB are on a disk" in text
+    assert look(config("parallel.stream=[2,2]"))
+    assert "all activations stay in memory, without trainer.mem" in capsys.readouterr().out
+
+
+class Cumulates(torch.nn.Module):
+    """What is right on whole images alone."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, num_classes)
+
+    def forward(self, x):
+        return self.layer(x.cumsum(2).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["parallel.tensor=2"], "parallel.tensor=2 does not go with virtual tiles"),
+        (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not go"),
+        (["trainer.compile=true"], "trainer.compile=true does not go with virtual tiles"),
+        (["parallel.stream=auto"], "takes as few virtual tiles as fit into trainer.memory_limit"),
+        (["parallel.stream_to=/scratch"], "is of no use without trainer.memory_limit_gb"),
+        (["data.image_size=[1,48]"], "1x48 is smaller than the 2x2 virtual tiles"),
+    ],
+)
+def test_what_does_not_go_with_virtual_tiles_is_named(words, sentence, capsys):
+    assert not train._look(config("parallel.stream=[2,2]", *words), words)
+    assert sentence in capsys.readouterr().out
+
+
+def test_what_would_see_one_virtual_tile_is_refused(capsys):
+    given = config("parallel.stream=[2,1]", "data.num_classes=3")
+    given.model = {"_target_": "tests.planning.test_fakecomm.Cumulates", "num_classes": 3}
+    assert not look(given)
+    assert "refused: torch.Tensor.cumsum at " in capsys.readouterr().out

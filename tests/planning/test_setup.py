@@ -10,7 +10,17 @@ from omegaconf import OmegaConf
 
 from spatialdl.planning.calibrate import cache_file
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.setup import check_first, cluster_named, job_of, planned_type
+from spatialdl.planning.setup import (
+    check_first,
+    cluster_named,
+    job_of,
+    limit_bytes,
+    planned_type,
+    with_virtual_tiles,
+)
+from spatialdl.training.network.building import build_model
+from spatialdl.training.settings import open_sources
+from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_shape
 from tests.bags import bag_config, write_bags
 from tests.planning.conftest import FIGURES
 
@@ -77,9 +87,48 @@ def test_bags_of_several_lengths_are_not_planned(figures, tmp_path):
         job_of(bag_config(write_bags(tmp_path)), cluster_of(figures))
 
 
-def test_virtual_tiles_are_not_planned(figures):
-    sentence = r"the costs of virtual tiles, parallel.stream=\[2, 2\], are not known.*name the lay"
+@pytest.mark.parametrize(
+    ("words", "cores", "limit", "store"),
+    [
+        ([], 2, None, "disk"),
+        (["trainer.memory_limit_gb=0.5"], 2, 5 * 10**8, "disk"),
+        (["trainer.memory_limit_gb=0.5"], None, 5 * 10**8, "host"),
+        (["trainer.memory_limit_gb=2", "parallel.stream_to=/scratch"], None, 2 * 10**9, "disk"),
+        (["trainer.memory_limit_gb=2", "parallel.stream_to=host"], 2, 2 * 10**9, "host"),
+    ],
+)
+def test_virtual_tiles_have_a_limit_and_a_store(words, cores, limit, store, figures):
+    given = config("parallel.stream=[2,2]", *words)
+    job = job_of(given, cluster_of(figures | {"cores": cores}))
+    assert (job.limit, job.store) == (limit, store)
+    check_first(given, measures=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["parallel.stream_to=/scratch"], "parallel.stream_to=/scratch is of no use without train"),
+        (["trainer.memory_limit_gb=0"], "trainer.memory_limit_gb=0 must be a number above 0"),
+        (["trainer.memory_limit_gb=true"], "trainer.memory_limit_gb=True must be a number above"),
+    ],
+)
+def test_limits_that_are_none_are_refused(words, sentence):
     with pytest.raises(ValueError, match=sentence):
-        planned_type(config("parallel.stream=[2,2]"))
-    with pytest.raises(ValueError, match=sentence):
-        check_first(config("parallel.stream=[2,2]"), measures=False)
+        limit_bytes(config("parallel.stream=[2,2]", *words))
+
+
+def test_auto_takes_the_tiles_that_training_takes():
+    words = ["parallel.stream=auto", "data.image_size=[512,512]", "trainer.memory_limit_gb=0.01"]
+    given = config(*words)
+    sources = open_sources(given.data, 0, given.task.name)
+    found = with_virtual_tiles(given, sources)
+    shape = microbatch_shape(given, (3, 512, 512))
+    assert shape == (6, 3, 512, 512)
+    own = given.parallel.copy()
+    choose_virtual_tiles(own, build_model(given, sources), shape, torch.float32, 0.01)
+    assert list(found.parallel.stream) == list(own.stream) != [1, 1]
+    assert given.parallel.stream == "auto"
+    named = config("parallel.stream=[3,1]")
+    assert with_virtual_tiles(named, sources) is named
+    with pytest.raises(ValueError, match=r"as few virtual tiles as fit into trainer\.memory_limit"):
+        with_virtual_tiles(config("parallel.stream=auto"), sources)

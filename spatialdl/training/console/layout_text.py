@@ -39,6 +39,8 @@ def _words(placement: Placement) -> Iterator[str]:
     size = placement.replica_size
     if placement.most_tensor_parts > 1:
         yield "  ranks with a + between them have the same tile, and divide its channels"
+    if placement.stream:
+        yield f"  each rank works on {by(placement.stream)} virtual tiles of its part, one by one"
     if placement.mirrored:
         yield "  of two ranks in a tile, the second holds it in the copy in inverse order"
     if placement.data == 2:

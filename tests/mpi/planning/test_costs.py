@@ -25,9 +25,10 @@ from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.planning.costs import NetworkCosts, largest_part
+from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import Job
 from spatialdl.planning.parts import Divided
+from spatialdl.planning.tile import largest_part
 from spatialdl.random import keyed
 
 WORLD = world()

@@ -1,0 +1,382 @@
+"""What of the virtual tiles of a rank is in memory, and what in the store, in a training step.
+
+The steps of one tile are run on paper for all of them, in the order of `comm.turns.Turns`, and
+memory is dealt out as `streaming.memory.Memory` does: those used last stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from spatialdl.comm.dry import Event, Givers
+from spatialdl.pipeline.action import Action
+from spatialdl.planning.touches import Step, Touches
+from spatialdl.streaming.memory import SMALL
+
+PAGE = 4096
+"""Bytes to which a place in the store is rounded up."""
+
+Owner = tuple[int, int, int]
+"""A copy of the network, a stage and a micro-batch."""
+
+Key = tuple[Owner, int, int]
+"""A memory: whose, of which tile, -1 for what all tiles share, and its number."""
+
+
+@dataclass(frozen=True)
+class StoreUse:
+    """What virtual tiles of a rank take in a step, in bytes.
+
+    Attributes:
+        here: in memory at most.
+        stored: in the store at most.
+        written, read: to and from the store.
+    """
+
+    here: int = 0
+    stored: int = 0
+    written: int = 0
+    read: int = 0
+
+
+class Work(NamedTuple):
+    """What a tile does next.
+
+    Attributes:
+        step: of its trace.
+        frees: what is gone after it.
+    """
+
+    step: Step
+    frees: tuple[int, ...]
+
+
+@dataclass
+class StageSteps:
+    """A stage in forward and in backward, tile by tile.
+
+    Attributes:
+        sizes: bytes of each memory.
+    """
+
+    forward: list[Work]
+    backward: list[Work]
+    sizes: Sequence[int]
+
+
+def steps_of(
+    touches: Touches, parts: tuple[int, int], given: Iterable[int], loss: bool, again: bool
+) -> StageSteps:
+    """The part of a trace that is a stage.
+
+    Args:
+        parts: the first, and the one after the last.
+        given: memories that are kept until backward is over.
+        loss: whether the loss comes after them.
+        again: whether the stage runs again in backward, and keeps what is given alone.
+    """
+    first, after = parts
+    own = [first <= one.part < after for one in touches.steps]
+    end = [loss and one.part == after for one in touches.steps]
+    since, kept = touches.since, set(given)
+    counted = [size > SMALL for size in touches.sizes]
+    front = [n for n in range(since) if own[n]]
+    back = [n for n in range(len(own)) if end[n] or (own[n] and n >= since)]
+    forward = _works(touches, front, counted, kept, since)
+    if not again:
+        rest = _works(touches, back, counted, kept, None)
+        return StageSteps(forward, rest, touches.sizes)
+    entering = {n for one in forward for n in one.step.uses}
+    entering -= {n for one in forward for n in one.step.makes}
+    kept |= entering
+    once = _without_graph(forward, kept)
+    rest = [*(Work(one.step, one.frees) for one in forward if one.step.event is None)]
+    rest += _works(touches, back, counted, kept, None)
+    return StageSteps(once, rest, touches.sizes)
+
+
+def _without_graph(works: Sequence[Work], kept: set[int]) -> list[Work]:
+    """A forward of which nothing is kept for backward: what is used for the last time is gone."""
+    last = {n: at for at, one in enumerate(works) for n in (*one.step.uses, *one.step.makes)}
+    frees: dict[int, list[int]] = {}
+    for memory, at in last.items():
+        if memory not in kept:
+            frees.setdefault(at, []).append(memory)
+    return [Work(one.step, tuple(frees.get(at, ()))) for at, one in enumerate(works)]
+
+
+def _works(
+    touches: Touches,
+    numbers: Sequence[int],
+    counted: Sequence[bool],
+    kept: set[int],
+    until: int | None,
+) -> list[Work]:
+    """The steps of these numbers.
+
+    Args:
+        until: what is gone by this step is freed by the end; None: everything may stay.
+    """
+    ends = [*numbers[1:], until]
+    gone: dict[int, list[int]] = {}
+    for memory, when in enumerate(touches.gone):
+        if counted[memory] and memory not in kept:
+            gone.setdefault(when, []).append(memory)
+    found = []
+    for number, end in zip(numbers, ends, strict=True):
+        frees = [
+            memory
+            for when in range(number + 1, (number + 1 if end is None else end) + 1)
+            for memory in gone.get(when, ())
+        ]
+        step = touches.steps[number]
+        if step.event is None:
+            uses, writes, makes = (
+                tuple(memory for memory in some if counted[memory])
+                for some in (step.uses, step.writes, step.makes)
+            )
+            adds = step.adds if step.adds >= 0 and counted[step.adds] else -1
+            step = Step(step.part, None, uses, writes, makes, adds)
+        if step.event is not None or step.uses or step.makes or step.adds >= 0 or frees:
+            found.append(Work(step, tuple(frees)))
+    return found
+
+
+# --- memory
+
+
+class Room:
+    """Memory within a limit, on paper.
+
+    Args:
+        limit: bytes; None for no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._here: OrderedDict[Key, int] = OrderedDict()  # used last at the end
+        self._away: dict[Key, int] = {}
+        self._slots: dict[Key, int] = {}
+        self._in_store = 0
+        self.here = self.peak = self.stored = self.written = self.read = 0
+
+    def touch(self, uses: Sequence[Key], writes: Sequence[Key], makes: dict[Key, int]) -> None:
+        """An operation."""
+        self._make_room(uses)
+        for key in uses:
+            if key in self._away:
+                size = self._away.pop(key)
+                self._add(key, size)
+                self.read += size
+            elif key in self._here:
+                self._here.move_to_end(key)
+        for key in writes:
+            self._free(key)
+        for key, size in makes.items():
+            if key not in self._here and key not in self._away:
+                self._add(key, size)
+        self._make_room([*uses, *makes])
+
+    def forget(self, key: Key) -> None:
+        """A memory is gone."""
+        self.here -= self._here.pop(key, 0)
+        self._away.pop(key, None)
+        self._free(key)
+
+    def has(self, key: Key) -> bool:
+        return key in self._here or key in self._away
+
+    def add_up(self, own: Key, total: Key) -> None:
+        """Add a memory to another, or let it be that if there is none."""
+        if self.has(total):
+            self.touch((own, total), (total,), {})
+            self.forget(own)
+            return
+        places: tuple[dict[Key, int], ...] = (self._here, self._away, self._slots)
+        for some in places:
+            if own in some:
+                some[total] = some.pop(own)
+
+    def forget_all(self, owner: Owner) -> None:
+        for key in [one for one in (*self._here, *self._away) if one[0] == owner]:
+            self.forget(key)
+
+    def _add(self, key: Key, size: int) -> None:
+        self._here[key] = size
+        self.here += size
+        self.peak = max(self.peak, self.here)
+
+    def _make_room(self, needed: Sequence[Key]) -> None:
+        if self.limit is None:
+            return
+        room = self.limit - sum(self._away.get(key, 0) for key in needed)
+        if self.here <= room:
+            return
+        keep, leaving, here = {*needed}, [], self.here
+        for key, size in self._here.items():
+            if here <= room:
+                break
+            if key not in keep:
+                leaving.append(key)
+                here -= size
+        for key in leaving:
+            self._put_away(key)
+
+    def _put_away(self, key: Key) -> None:
+        size = self._away[key] = self._here.pop(key)
+        self.here -= size
+        if key not in self._slots:
+            self._slots[key] = -(-size // PAGE) * PAGE
+            self._in_store += self._slots[key]
+            self.stored = max(self.stored, self._in_store)
+            self.written += size
+
+    def _free(self, key: Key) -> None:
+        self._in_store -= self._slots.pop(key, 0)
+
+    @property
+    def use(self) -> StoreUse:
+        return StoreUse(self.peak, self.stored, self.written, self.read)
+
+
+# --- turns
+
+
+class Replay:
+    """Actions of a rank on its virtual tiles, one after the other, on paper.
+
+    Args:
+        stages: by number those that the rank has.
+        stream: virtual tiles of the rank along each spatial dim.
+        limit: bytes in memory; None for no limit.
+
+    Attributes:
+        room: what was in memory.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, StageSteps], stream: Sequence[int], limit: int | None
+    ) -> None:
+        self._stages, self.room = stages, Room(limit)
+        self._tiles = prod(stream)
+
+    def run(self, action: Action) -> int:
+        """Returns bytes written to the store and read from it."""
+        before = self.room.written + self.room.read
+        stage, owner = self._stages[action.stage], (action.copy, action.stage, action.microbatch)
+        is_forward = action.kind == "forward"
+        works = stage.forward if is_forward else stage.backward
+        _Turns(self.room, self._tiles, stage, owner, works).run()
+        if not is_forward:
+            self.room.forget_all(owner)
+        return self.room.written + self.room.read - before
+
+
+class _Turns:
+    """One action, in the order of `comm.turns.Turns`."""
+
+    def __init__(
+        self,
+        room: Room,
+        tiles: int,
+        stage: StageSteps,
+        owner: Owner,
+        works: Sequence[Work],
+    ) -> None:
+        self._room, self._tiles, self._stage = room, tiles, stage
+        self._owner, self._works = owner, works
+        self._next, self._brought = [0] * tiles, [0] * tiles
+        self._open: list[list[int]] = [[] for _ in range(tiles)]  # calls not yet waited for
+        self._givers: dict[int, Givers] = {}
+        self._arrived: Counter[int] = Counter()
+        self._left: Counter[int] = Counter()
+        self._copied: dict[int, list[Key]] = {}
+        self._sent = 0
+        self._waits: list[tuple[bool, int]] = [(False, 0)] * tiles
+
+    def run(self) -> None:
+        me, count = 0, self._tiles
+        while True:
+            self._turn(me)
+            others = [(me + step) % count for step in range(1, count + 1)]
+            unfinished = [one for one in others if self._next[one] < len(self._works)]
+            if not unfinished:
+                break
+            me = next(filter(self._is_ready, unfinished), unfinished[0])
+        for key in [one for some in self._copied.values() for one in some]:
+            self._room.forget(key)
+
+    def _is_ready(self, tile: int) -> bool:
+        all_tiles, call = self._waits[tile]
+        if all_tiles:
+            return self._arrived[call] == self._tiles
+        givers = self._givers.get(call)
+        return givers is None or all(self._brought[other] >= call for other in givers[tile])
+
+    def _turn(self, tile: int) -> None:
+        """Until it waits for others, or has ended."""
+        works = self._works
+        self._leave(self._waits[tile][1])
+        while self._next[tile] < len(works):
+            step, frees = works[self._next[tile]]
+            self._next[tile] += 1
+            if step.event is None:
+                self._touch(tile, step)
+            for number in frees:
+                self._room.forget((self._owner, tile, number))
+            if step.event is not None and not self._goes_on(tile, step.event):
+                return
+
+    def _goes_on(self, tile: int, event: Event) -> bool:
+        if event.kind == "bring":
+            self._brought[tile] += 1
+            call = self._brought[tile]
+            self._open[tile].append(call)
+            self._arrived[call] += 1
+            self._givers[call] = event.givers
+            self._room.touch((), (), self._copies(tile, call, event.pieces))
+            return True
+        if not self._open[tile]:  # it has begun in a part of another stage
+            return True
+        to_all = event.kind == "wait for all"
+        call = self._open[tile].pop(-1 if to_all else 0)
+        self._waits[tile] = to_all, call
+        if not self._is_ready(tile):
+            return False
+        self._leave(call)
+        return True
+
+    def _copies(self, tile: int, call: int, pieces: Sequence[int]) -> dict[Key, int]:
+        """Of what a tile sends; they stay until all tiles have what they want of the call."""
+        found = {
+            (self._owner, tile, -1 - number): size
+            for number, size in enumerate(pieces, self._sent)
+            if size > SMALL
+        }
+        self._sent += len(pieces)
+        self._copied.setdefault(call, []).extend(found)
+        return found
+
+    def _leave(self, call: int) -> None:
+        self._left[call] += 1
+        if self._left[call] == self._tiles:
+            for key in self._copied.pop(call, ()):
+                self._room.forget(key)
+
+    def _touch(self, tile: int, step: Step) -> None:
+        """An operation; what it uses but nothing has made is read, or comes from another stage."""
+        owner, sizes = self._owner, self._stage.sizes
+        uses, makes = [], {(owner, tile, number): sizes[number] for number in step.makes}
+        for number in step.uses:
+            key = owner, tile, number
+            if self._room.has(key):
+                uses.append(key)
+            else:
+                makes[key] = sizes[number]
+        self._room.touch(uses, [(owner, tile, number) for number in step.writes], makes)
+        if step.adds >= 0:
+            self._room.add_up((owner, tile, step.adds), (owner, -1, step.adds))
