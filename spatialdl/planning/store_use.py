@@ -1,7 +1,8 @@
 """What of the virtual tiles of a rank is in memory, and what in the store, in a training step.
 
 The steps of one tile are run on paper for all of them, in the order of `comm.turns.Turns`, and
-memory is dealt out as `streaming.memory.Memory` does: those used last stay.
+memory is dealt out nearly as `streaming.memory.Memory` does: those used last stay, and what is
+about to leave is stored before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from spatialdl.comm.dry import Event, Givers
 from spatialdl.pipeline.action import Action
 from spatialdl.planning.touches import Step, Touches
-from spatialdl.streaming.memory import SMALL
+from spatialdl.streaming.memory import AHEAD, SMALL
 
 PAGE = 4096
 """Bytes to which a place in the store is rounded up."""
@@ -159,9 +160,10 @@ class Room:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self._here: OrderedDict[Key, int] = OrderedDict()  # used last at the end
+        self._leaving: OrderedDict[Key, int] = OrderedDict()  # stored, and still here
         self._away: dict[Key, int] = {}
         self._slots: dict[Key, int] = {}
-        self._in_store = 0
+        self._in_store = self._staying = 0  # bytes; here, and not about to leave
         self.here = self.peak = self.stored = self.written = self.read = 0
 
     def touch(self, uses: Sequence[Key], writes: Sequence[Key], makes: dict[Key, int]) -> None:
@@ -172,23 +174,27 @@ class Room:
                 size = self._away.pop(key)
                 self._add(key, size)
                 self.read += size
+            elif key in self._leaving:
+                self._stay(key, self._leaving.pop(key))
             elif key in self._here:
                 self._here.move_to_end(key)
         for key in writes:
             self._free(key)
         for key, size in makes.items():
-            if key not in self._here and key not in self._away:
+            if not self.has(key):
                 self._add(key, size)
         self._make_room([*uses, *makes])
 
     def forget(self, key: Key) -> None:
         """A memory is gone."""
-        self.here -= self._here.pop(key, 0)
+        size = self._here.pop(key, 0)
+        self._staying -= size
+        self.here -= size + self._leaving.pop(key, 0)
         self._away.pop(key, None)
         self._free(key)
 
     def has(self, key: Key) -> bool:
-        return key in self._here or key in self._away
+        return key in self._here or key in self._leaving or key in self._away
 
     def add_up(self, own: Key, total: Key) -> None:
         """Add a memory to another, or let it be that if there is none."""
@@ -196,39 +202,49 @@ class Room:
             self.touch((own, total), (total,), {})
             self.forget(own)
             return
-        places: tuple[dict[Key, int], ...] = (self._here, self._away, self._slots)
+        places: tuple[dict[Key, int], ...]
+        places = self._here, self._leaving, self._away, self._slots
         for some in places:
             if own in some:
                 some[total] = some.pop(own)
 
     def forget_all(self, owner: Owner) -> None:
-        for key in [one for one in (*self._here, *self._away) if one[0] == owner]:
+        for key in [one for one in (*self._here, *self._leaving, *self._away) if one[0] == owner]:
             self.forget(key)
 
     def _add(self, key: Key, size: int) -> None:
-        self._here[key] = size
+        self._stay(key, size)
         self.here += size
         self.peak = max(self.peak, self.here)
+
+    def _stay(self, key: Key, size: int) -> None:
+        self._here[key] = size
+        self._staying += size
 
     def _make_room(self, needed: Sequence[Key]) -> None:
         if self.limit is None:
             return
-        room = self.limit - sum(self._away.get(key, 0) for key in needed)
-        if self.here <= room:
-            return
-        keep, leaving, here = {*needed}, [], self.here
-        for key, size in self._here.items():
-            if here <= room:
+        room, keep = self.limit - sum(self._away.get(key, 0) for key in needed), {*needed}
+        early = room - int(AHEAD * self.limit)
+        if self._staying > early:
+            staying, leaving = self._staying, []
+            for key, size in self._here.items():
+                if staying <= early:
+                    break
+                if key not in keep:
+                    leaving.append(key)
+                    staying -= size
+            for key in leaving:
+                self._store(key)
+        for key in [one for one in self._leaving if one not in keep]:
+            if self.here <= room:
                 break
-            if key not in keep:
-                leaving.append(key)
-                here -= size
-        for key in leaving:
-            self._put_away(key)
+            size = self._away[key] = self._leaving.pop(key)
+            self.here -= size
 
-    def _put_away(self, key: Key) -> None:
-        size = self._away[key] = self._here.pop(key)
-        self.here -= size
+    def _store(self, key: Key) -> None:
+        size = self._leaving[key] = self._here.pop(key)
+        self._staying -= size
         if key not in self._slots:
             self._slots[key] = -(-size // PAGE) * PAGE
             self._in_store += self._slots[key]

@@ -15,7 +15,6 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -29,11 +28,8 @@ from spatialdl.streaming.store import DiskStore, Slot, Store
 SMALL = 64 * 2**10
 """Bytes of a storage that always stays."""
 
-AHEAD = 0.25
-"""Of a limit: how much of it is being stored, or brought back, before it must be."""
-
-LOOKED_AT = 8
-"""Stored tensors of a virtual tile of which some may be brought back before they are needed."""
+AHEAD = 0.1
+"""Of a limit: how much of it is being stored before it must be, or brought back."""
 
 
 class _Entry:
@@ -67,10 +63,14 @@ class _Entry:
 
 
 class _Tile:
-    """What a virtual tile used in its last turn, and what of its tensors is stored."""
+    """What a virtual tile used in its last turn, and what of its tensors is stored.
+
+    Attributes:
+        early: how many are brought back before they are needed.
+    """
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.turn = self.early = 0
         self.used: OrderedDict[int, _Entry] = OrderedDict()
         self.away: OrderedDict[int, _Entry] = OrderedDict()
 
@@ -134,7 +134,7 @@ class Memory:
             return
         self._tiles.extend(_Tile() for _ in range(tile + 1 - len(self._tiles)))
         self._active, own = tile, self._tiles[tile]
-        for entry in [one for one in own.used.values() if one.turn < own.turn]:
+        for entry in [one for one in own.used.values() if one.turn < own.turn and not one.early]:
             entry.move_to(self._unused)
         own.turn += 1
 
@@ -199,6 +199,7 @@ class Memory:
                 tile = self._tiles[entry.tile]
                 entry.turn, entry.early = tile.turn, True
                 entry.move_to(tile.used)
+                tile.early += 1
                 self._early += entry.nbytes
 
     def forget(self, key: int) -> None:
@@ -225,6 +226,7 @@ class Memory:
             self._leaving_bytes -= entry.nbytes
         if entry.early:
             self._early -= entry.nbytes
+            self._tiles[entry.tile].early -= 1
             entry.early = False
 
     def _start_storing(self, most: int, keep: set[int]) -> None:
@@ -302,17 +304,18 @@ class Memory:
             self._moving.popleft().kept = None
 
     def _needed_next(self) -> list[_Entry]:
-        """Those stored that this virtual tile and the next will read first."""
+        """What this virtual tile, and the next one, will read first of what is stored.
+
+        One of each: more are stored again before their turn comes.
+        """
         backward = torch._C._current_graph_task_id() >= 0
-        tiles, active = self._tiles, self._active
-        found = []
-        for number, last in ((active, tiles[active].turn - 1), (active + 1, None)):
-            tile = tiles[number % len(tiles)]
-            for entry in islice(reversed(tile.away.values()), LOOKED_AT):
-                if backward or entry.turn == (tile.turn if last is None else last):
-                    found.append(entry)
-            if len(tiles) == 1:
-                break
+        number, found = self._active, []
+        for back in (1, 0)[: len(self._tiles)]:
+            tile = self._tiles[number % len(self._tiles)]
+            last = next(reversed(tile.away.values()), None)
+            if last is not None and not tile.early and (backward or last.turn == tile.turn - back):
+                found.append(last)
+            number += 1
         return found
 
 

@@ -39,7 +39,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "unet": (lambda: unet(num_classes=5, width=8, depth=2), (3, 384, 400)),
     "vit": (lambda: vit(num_classes=10, patch=8, width=128, depth=2, heads=4), (3, 256, 256)),
 }
-CLOSE = {"none": 0.2, "stage": 0.3}
+CLOSE = {"none": 0.2, "stage": 0.4}
 """How far bytes may be from those predicted: tiles differ a little in size, and copies that are
 kept of what has arrived, for a stage that runs again, are not followed."""
 READ_OF_ATTENTION = 0.5
@@ -94,7 +94,7 @@ def test_a_run_takes_what_is_predicted(name, stream, recompute, paper, tmp_path)
     again, close = recompute == "stage", CLOSE[recompute]
     plain = predicted(job, paper, stream, recompute)
     assert (plain.stored, plain.written, plain.read) == (0, 0, 0)
-    ours = real(job.model, job.image, stream, Memory(), again)
+    ours = real(job.model, job.image, stream, Memory(10**12, DiskStore(tmp_path)), again)
     assert plain.here == pytest.approx(ours.here, rel=close)
     limited = replace(job, limit=plain.here // 3)
     found = predicted(limited, paper, stream, recompute)

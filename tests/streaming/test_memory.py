@@ -123,9 +123,9 @@ def test_of_tiles_that_take_turns_some_stay(tmp_path):
 
 
 def test_what_the_next_tile_needs_is_brought_back_before_its_turn(tmp_path):
-    kept = memory(tmp_path, 6)
+    kept = memory(tmp_path, 12)
     with kept.watch():
-        tiles = [torch.zeros(MB) for _ in range(8)]
+        tiles = [torch.zeros(MB) for _ in range(16)]
     turns_of(kept, tiles, 2)
     there = []
     for number, tile in enumerate(tiles):
@@ -153,11 +153,11 @@ def test_a_forward_does_not_bring_back_what_backward_needs(tmp_path):
 
 
 def test_in_backward_what_comes_next_is_on_its_way(tmp_path, monkeypatch):
-    kept = memory(tmp_path, 8)
+    kept = memory(tmp_path, 16)
     x = torch.ones(MB, requires_grad=True)
     with kept.watch():
         y = x
-        for _ in range(20):
+        for _ in range(50):
             y = y.sin()
         looked = []
         look = kept.look_ahead
