@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.held import Exchange, Held, Route
 from spatialdl.comm.plan import Messages
 from spatialdl.comm.waiting import noted
@@ -27,17 +27,28 @@ class Sent(NamedTuple):
     pieces: dict[int, list[Tensor]]
 
 
+class GivenUp(Exception):
+    """A step was given up, as the run is told to stop; weights and buffers are as before it."""
+
+
 class Across:
     """From the virtual ranks of this process to those of the others; all make it together.
 
     Args:
         comm: the processes.
         ranks: for each process the numbers of its virtual ranks, of each as many.
+
+    Attributes:
+        stops: whether this process is told to stop. If one is, a later call raises `GivenUp`, the
+            same one in all processes. None where others than these wait for what they do.
     """
+
+    stops: Callable[[], bool] | None = None
 
     def __init__(self, comm: Communicator, ranks: Sequence[Sequence[int]]) -> None:
         self._comm = comm.duplicate()
         self._under_way: list[Crossing] = []
+        self._told: tuple[Tensor, Pending] | None = None
         self.here = tuple(ranks[comm.rank])
         self._process = {one: process for process, some in enumerate(ranks) for one in some}
         # places in what is gathered, in the order of virtual ranks
@@ -49,18 +60,22 @@ class Across:
 
     def objects(self, own: list[bytes]) -> list[bytes]:
         """Of all virtual ranks, from those of this process."""
+        self._ask()
         gathered = [one for some in self._comm.allgather(own) for one in some]
         return [gathered[place] for place in self._order]
 
     def sum(self, own: Tensor) -> Tensor:
+        self._ask()
         return self._comm.all_reduce(own)
 
     def stack(self, own: list[Tensor]) -> Tensor:
         """(virtual ranks, ...), from those of this process."""
+        self._ask()
         return self._comm.all_gather(torch.stack(own)).flatten(0, 1)[self._order]
 
     def exchange(self, sent: list[Sent]) -> Crossing:
         """Start to move what passes between processes; what goes both ways has one order."""
+        self._ask()
         leaving = [
             (self._process[to], one.rank, to, piece)
             for one in sent
@@ -87,6 +102,26 @@ class Across:
         for one in self._under_way:
             one.wait()
         self._under_way = []
+        if self._told is not None:
+            self._told[1].wait()
+            self._told = None
+
+    def _ask(self) -> None:
+        """What the call before has asked all processes is known now; and ask again.
+
+        Raises:
+            GivenUp: one of them was told to stop.
+        """
+        if self.stops is None:
+            return
+        if self._told is not None:
+            (told, pending), self._told = self._told, None
+            noted("agreeing to stop", self._comm.world_ranks, pending.wait)
+            if told[0] > 0:
+                raise GivenUp
+        with _disable_current_modes():
+            told = torch.tensor([float(self.stops())])
+            self._told = told, self._comm.start_all_reduce(told)
 
 
 _Entry = tuple[int, int, int, Tensor]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spatialdl.comm.across import Across
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
@@ -91,6 +92,11 @@ class PlacedStage:
         self._after = {b: one for b, one in own.items() if b.giver == position.stage}
         self._made: dict[int, Made] = {}
         self._some: dict[tuple[int, ...], Communicator] = {}
+
+    @property
+    def across(self) -> Across | None:
+        """What its virtual tiles exchange with those of other ranks, if there are any."""
+        return self._worker.across if isinstance(self._worker, VirtualTiles) else None
 
     def own(self, samples: int) -> range:
         """Those of the samples of a micro-batch that this rank works on."""

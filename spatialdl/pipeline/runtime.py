@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from spatialdl.channels.uses import check_plan, uses_of
 from spatialdl.channels.weights import divide, settle, weights_of, whole_state
 from spatialdl.comm import trace, waiting
+from spatialdl.comm.across import Across
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Replicated, lane_of
 from spatialdl.comm.mesh import Mesh
@@ -275,6 +276,12 @@ class Pipeline:
         """The mesh over which a micro-batch leaves the network; None if this rank is not in it."""
         placed = self._placed.get((self._copies[microbatch], self.placement.stages - 1))
         return placed.mesh if placed else None
+
+    @property
+    def across(self) -> list[Across]:
+        """What virtual tiles of this rank exchange with those of others, by stage and copy."""
+        found = [placed.across for placed in self._placed.values()]
+        return [one for one in found if one is not None]
 
     def own_outputs(self, microbatch: int, samples: int) -> range:
         """The samples of a micro-batch whose outputs leave from this rank; it has a `last`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from spatialdl.comm.across import Across
+from spatialdl.comm.across import Across, GivenUp
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.turns import Turns
@@ -34,6 +34,9 @@ class VirtualTiles:
         mesh: the ranks that have the stage; `Mesh.stream` says how they cut their tiles.
         recompute, mixed: see `OwnTile`.
         memory: holds what the virtual tiles need later.
+
+    Attributes:
+        across: what they exchange with virtual tiles of other ranks, if there are any.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class VirtualTiles:
         own, axes = ranks[mesh.part], Axes(spatial=mesh.tile_grid)
         self._module, self.mesh, self.memory, self.count = module, mesh, memory, len(own)
         self._turns: Turns[Any] = Turns(len(own))
-        self._across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
-        comms = virtual_ranks(axes.parts, self._turns, self._across)
+        self.across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
+        comms = virtual_ranks(axes.parts, self._turns, self.across)
         self.meshes = [Mesh(axes, comm.rank, mesh.replica, comm, comm) for comm in comms]
         self._copies = Copies(module, len(own))
         self._tiles = [
@@ -82,11 +85,18 @@ class VirtualTiles:
             with self.memory.watch(number):
                 return work(number)
 
-        with self._copies.in_place():
-            found = self._turns.run([partial(watched, number) for number in range(self.count)])
-        if self._across is not None:
-            self._across.finish()
+        try:
+            with self._copies.in_place():
+                found = self._turns.run([partial(watched, number) for number in range(self.count)])
+        except GivenUp:
+            self._finish()
+            raise
+        self._finish()
         return found
+
+    def _finish(self) -> None:
+        if self.across is not None:
+            self.across.finish()
 
     def pass_gradients_on(self) -> None:
         """To the network's own parameters, as one backward of this rank."""

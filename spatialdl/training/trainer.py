@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from spatialdl.comm import check, trace, waiting
+from spatialdl.comm.across import GivenUp
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import world
@@ -39,7 +40,7 @@ from spatialdl.training.staging import stage_feeds
 from spatialdl.training.step import Step
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.time_split import COLUMNS, TimeSplit
-from spatialdl.training.virtual_tiles import GivenUp, StepWatch
+from spatialdl.training.virtual_tiles import StepWatch, share_one_image
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -89,7 +90,8 @@ class Trainer:
         self._watch = StepWatch(
             *(parts.pipeline.memory, parts.pipeline.stages.values()),
             is_told=world.rank == 0,
-            stops=signals.seen if world.size == 1 else None,
+            stops=signals.seen if share_one_image(parts.placement) else None,
+            across=parts.pipeline.across,
         )
 
     def fit(self, run_dir: Path) -> None:
@@ -314,7 +316,7 @@ class Trainer:
         """One optimizer step; returns the loss of the whole batch, the same on every rank.
 
         Raises:
-            GivenUp: on a run of one rank, if it is told to stop meanwhile.
+            GivenUp: if it is told to stop meanwhile, see `StepWatch`.
         """
         with self._watch.over(self.course.step + 1):
             own = self._step.run(batch, self.course.step)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from spatialdl.comm.across import Across, GivenUp
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
@@ -188,22 +189,25 @@ def check_room(
         )
 
 
-class GivenUp(Exception):
-    """A step was given up, as the run is told to stop; weights and buffers are as before it."""
+def share_one_image(placement: Placement) -> bool:
+    """Whether all ranks come to all exchanges of a step together."""
+    return placement.world_size == prod(placement.grids[0]) and placement.stages == 1
 
 
 class StepWatch:
     """Watches steps that take some seconds, operation by operation of the virtual tiles.
 
     On a terminal it tells how far a step is; how many operations there are is known when a step is
-    over. A run of one rank need not end a step that takes minutes when it is told to stop.
+    over. A run whose ranks all share one image need not end a step that takes minutes when one of
+    them is told to stop.
 
     Args:
         memory: of the run; None without virtual tiles.
         stages: of the run, whose buffers a forward changes.
         is_told: whether on this rank.
-        stops: whether the run is told to stop; None where that must wait for the end of a step, as
-            other ranks wait for this one in its midst.
+        stops: whether this rank is told to stop; None where that must wait for the end of a step,
+            as other ranks wait for this one in its midst.
+        across: where this rank and the others agree to stop.
     """
 
     def __init__(
@@ -213,10 +217,11 @@ class StepWatch:
         *,
         is_told: bool,
         stops: Callable[[], bool] | None = None,
+        across: Sequence[Across] = (),
     ) -> None:
         self._shows = is_told and has_terminal()
         self._memory = memory if self._shows or stops is not None else None
-        self._stages, self._stops = tuple(stages), stops
+        self._stages, self._stops, self._across = tuple(stages), stops, across
         self._operations: int | None = None
 
     @contextmanager
@@ -241,7 +246,10 @@ class StepWatch:
             dynamic_ncols=True,
             disable=not self._shows,
         ) as bar:
-            memory.told = partial(self._told, bar)
+            for one in self._across:
+                one.stops = self._stops
+            if self._shows or not self._across:
+                memory.told = partial(self._told, bar)
             try:
                 yield
             except GivenUp:
@@ -250,11 +258,13 @@ class StepWatch:
                 raise
             finally:
                 memory.told = None
+                for one in self._across:
+                    one.stops = None
             self._operations = bar.n
 
     def _told(self, bar: tqdm[Any]) -> None:
         bar.update()
-        if self._stops is not None and self._stops():
+        if self._stops is not None and not self._across and self._stops():
             raise GivenUp
 
     def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:

@@ -7,13 +7,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from spatialdl.comm.across import GivenUp
 from spatialdl.models import resnet18, wide_view
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
 from spatialdl.training.checks import check_config
 from spatialdl.training.console.progress import TERMINAL
 from spatialdl.training.virtual_tiles import (
-    GivenUp,
     StepWatch,
     check_room,
     choose_virtual_tiles,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.training import signals
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.trainer import Trainer
 from tests.fitting import check_validations, fit
@@ -45,8 +49,8 @@ def train(run_dir: Path, comm: Any, *words: str) -> tuple[Trainer, dict[str, Any
         config = compose("train", [*SMALL, device_key(comm), *words])
     trainer = Trainer(config, comm)
     fit(trainer, run_dir)
-    found = json.loads((run_dir / "summary.json").read_text()) if comm.rank == 0 else {}
-    return trainer, found
+    summary = run_dir / "summary.json"  # of a run that is stopped there is none
+    return trainer, json.loads(summary.read_text()) if summary.exists() else {}
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -91,3 +95,30 @@ def test_maps_are_validated_tile_by_tile(tmp_path, monkeypatch):
     own = [*KINDS["segmentation"], *words[-2:], f"parallel.microbatches={slices}"]
     _, plain = train(tmp_path / "plain", Alone(), *own)
     check_validations(ours["validation"], plain["validation"])
+
+
+@pytest.mark.world(2, 4)
+def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, monkeypatch):
+    """At the same call of all: else some would wait for what the others do not send any more."""
+    grid = "parallel.grid=[2,1]" if WORLD.size == 2 else "parallel.grid=[2,2]"
+    words = ["model.width=8", "parallel=sp", grid, "parallel.stream=[1,2]", "comm.check=true"]
+    whole, _ = train(tmp_path / "whole", MpiCommunicator(WORLD), *words)
+    monkeypatch.setattr(signals._Seen, "first", None)
+    asked = count()
+
+    def seen() -> bool:
+        if next(asked) == 450 and WORLD.rank == WORLD.size - 1:  # in the midst of the second step
+            signals._Seen.first = signal.SIGTERM
+        return signals._Seen.first is not None
+
+    with monkeypatch.context() as within:
+        within.setattr(signals, "seen", seen)
+        stopped, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
+    assert 450 < next(asked) < 460  # it did not end the step
+    assert 0 < stopped.course.step < whole.course.step
+    assert stopped.course.stopped is signal.SIGTERM
+    monkeypatch.setattr(signals._Seen, "first", None)
+    ours, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, "ckpt_path=latest")
+    state = ours.parts.pipeline.state_dict()
+    for name, value in whole.parts.pipeline.state_dict().items():
+        assert torch.equal(state[name], value), name
