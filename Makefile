@@ -106,6 +106,9 @@ test-device: $(READY)
 	# layouts of three ranks, whose streams are late at random
 	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
+	# virtual tiles, of which some wait on a disk while messages are packed in streams that are late
+	SPATIALDL_DEVICES=1 SIM_DELAY_US=300 $(ON_SIM)=host $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/training/test_virtual_tiles.py -k segmentation
 
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
 WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
