@@ -25,6 +25,7 @@ from tqdm import tqdm
 from spatialdl.bench.results import origin, parser_of, publish, words_of
 from spatialdl.bench.whole_vs_tiles_picture import draw
 from spatialdl.data.format import MANIFEST
+from spatialdl.data.saving import save_json
 from spatialdl.planning import worker
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
 
@@ -198,9 +199,7 @@ def _once(path: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         started, used = time.monotonic(), _cpu_seconds()
         found = work()
         spent = {"seconds": time.monotonic() - started, "cpu_seconds": _cpu_seconds() - used}
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps({**found, **spent}))
-        unfinished.replace(path)
+        save_json(path, {**found, **spent})
     kept: dict[str, Any] = json.loads(path.read_text())
     return kept
 

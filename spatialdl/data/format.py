@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from spatialdl.data import fields
 from spatialdl.data.codec import CODECS, LOSSLESS, Codec
@@ -62,6 +62,7 @@ NO_LABEL = -1
 UNLABELLED = 255
 """A pixel of a mask of which nobody knows the class: it counts neither in losses nor in metrics."""
 
+T = TypeVar("T")
 Kind = Literal["tiles", "regions", "volumes"]
 KINDS: tuple[Kind, ...] = ("tiles", "regions", "volumes")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")
@@ -318,12 +319,12 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         masks=fields.flag(raw, "masks"),
         codec=codec,
         dtype=_one_of(raw, "dtype", DTYPES) if version > 2 else "uint8",
-        shards=[_parse_shard(row) for row in fields.tables(raw, "shards")],
+        shards=_parse_rows(raw, "shards", _parse_shard),
         made_with=fields.table(raw, "made_with"),
     )
     if (manifest.kind == "tiles") != (manifest.tile_size is not None):
         raise ValueError(f"tile_size is {raw['tile_size']} where kind is {manifest.kind!r}")
-    manifest.samples = [_PARSERS[manifest.kind](row) for row in fields.tables(raw, "samples")]
+    manifest.samples = _parse_rows(raw, "samples", _PARSERS[manifest.kind])
     if manifest.samples and 0 in (manifest.channels, *(manifest.tile_size or ())):
         raise ValueError("channels or tile_size is 0, and there are samples")
     for number, sample in enumerate(manifest.samples):
@@ -337,6 +338,17 @@ def _one_of(raw: dict[str, Any], key: str, known: Sequence[Any]) -> Any:
         expected = ", ".join(map(str, known))
         raise ValueError(f"{key} is {fields.shown(value)}, expected one of {expected}")
     return value
+
+
+def _parse_rows(raw: dict[str, Any], key: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """A list of objects, each parsed; an error names its place among perhaps millions."""
+    found: list[T] = []
+    for row in fields.tables(raw, key):
+        try:
+            found.append(parse(row))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{key} {len(found)}: {fields.missing(error)}") from error
+    return found
 
 
 def _parse_size(size: object) -> tuple[int, int]:

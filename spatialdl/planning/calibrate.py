@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.data.saving import replacing
 from spatialdl.planning.worker import environment, run, run_worker
 
 TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
@@ -79,7 +80,8 @@ def calibrate() -> dict[str, Any]:
     }
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    with replacing(path) as out:  # commands beside this one read it
+        out.write(f"{json.dumps(settings, indent=2)}\n".encode())
     return settings
 
 

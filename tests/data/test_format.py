@@ -119,6 +119,21 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, changes: dict[str, object],
     assert "manifest.json" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"samples": [sample(), sample(x=1.5)]}, "samples 1: x is 1.5, expected a whole number"),
+        ({"samples": [sample(), {"shard": 0}]}, "samples 1: there is no 'index'"),
+        ({"shards": [shard("a.h5"), shard("b")]}, "shards 1: shard file 'b' is not a plain name"),
+    ],
+)
+def test_the_row_that_is_wrong_is_named(tmp_path: Path, changes: dict[str, object], says: str):
+    """Of a million samples, a message said only that some index was 1.7."""
+    change(tmp_path, tiles(), **changes)
+    with pytest.raises(ShardError, match=says):
+        Manifest.load(tmp_path)
+
+
 def test_version_1_is_raw(tmp_path: Path) -> None:
     tiles().save(tmp_path)
     path = tmp_path / "manifest.json"

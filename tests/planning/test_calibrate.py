@@ -5,6 +5,7 @@ import json
 import pytest
 
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.data import saving
 from spatialdl.planning import calibrate
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.ledger import Work
@@ -49,6 +50,27 @@ def test_what_was_measured_is_kept_and_is_a_cluster(monkeypatch, tmp_path):
     assert cluster.seconds([Work("pool", 0.0, 1e6)], cluster.cores) == pytest.approx(1e-3)
     assert (cluster.base_bytes(1), cluster.base_bytes(2)) == (300 * 2**20, 301 * 2**20)
     assert cluster.all_reduce([0, 1], 1e7) == pytest.approx(2e-2, rel=1e-2)
+
+
+def test_what_was_measured_before_stays_until_all_is_written(monkeypatch, tmp_path):
+    """It was emptied first, and a command that read it then began without measurements."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "run_worker", lambda command, environment, show: measurement())
+    monkeypatch.setattr(calibrate, "_base_mb", lambda layout: 300.0)
+    made = calibrate.calibrate()
+    seen = []
+
+    def stopped(path):
+        seen.append(calibrate.measured())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving, "sync", stopped)
+    monkeypatch.setattr(calibrate, "_base_mb", lambda layout: 400.0)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.calibrate()
+    assert seen == [made]
+    assert calibrate.measured() == made
+    assert list(calibrate.cache_file().parent.iterdir()) == [calibrate.cache_file()]
 
 
 def test_a_file_that_is_broken_counts_as_none(monkeypatch, tmp_path):
