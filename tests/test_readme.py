@@ -97,7 +97,8 @@ def test_the_network_that_is_checked_is_exact(tmp_path):
 @pytest.mark.parametrize("words", commands("spatialdl.train"), ids=" ".join)
 def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("tiles", "my_set", "scan_set", "volume_set"):  # of the commands before it
+    # of the commands before it
+    for folder in ("tiles", "my_set", "photo_set", "scan_set", "volume_set"):
         (tmp_path / folder).mkdir()
     for table in ("receptors.csv", "labels.csv", "split.csv", "ages.csv", "survival.csv"):
         (tmp_path / table).touch()

@@ -75,6 +75,12 @@ def help_lines(command: str) -> Iterator[str]:
     chosen = chosen_by_default(command)
     yield from _groups(chosen)
     yield from _titled("Keys", _own_keys(command))
+    yield ""
+    yield from wrap(
+        "A choice of a group lists the keys that no choice above it has, or that it sets "
+        "otherwise; --cfg job prints all keys of the choices of a command.",
+        WIDTH,
+    )
     for group, choice in chosen.items():
         yield from _group_keys(group, choice)
     yield from _titled("Flags", [Key(name, "", text) for name, text in _FLAGS])
@@ -103,7 +109,7 @@ def _groups(chosen: dict[str, str]) -> Iterator[str]:
                 yield from wrap(
                     text,
                     WIDTH,
-                    initial_indent=f"{'':18}{choice + ':':18}",
+                    initial_indent=f"{'':18}{choice + ':':17} ",
                     subsequent_indent=" " * 36,
                 )
 

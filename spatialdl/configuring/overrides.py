@@ -176,9 +176,10 @@ class _Check:
             several = re.fullmatch(r"\[(.*)\]", choice)
             for name in several[1].split(",") if several else [choice]:
                 if not self._loader.repository.config_exists(f"{group}/{name.strip()}"):
+                    own = f"; one of yours is {group}._target_={name}" * _is_dotted(group, name)
                     raise ValueError(
                         f"{group}={name} is unknown{_perhaps(name, known, f'{group}=')}; there are "
-                        f"{', '.join(known)}"
+                        f"{', '.join(known)}{own}"
                     )
         if group.startswith("hydra"):
             return
@@ -367,6 +368,11 @@ def _all_keys(node: object, prefix: str = "") -> Iterator[str]:
             continue
         yield f"{prefix}{name}"
         yield from _all_keys(node._get_node(name), f"{prefix}{name}.")
+
+
+def _is_dotted(group: str, name: str) -> bool:
+    """Whether a class is named where a file of the group is expected."""
+    return group in ("model", "optimizer", "scheduler") and "." in name
 
 
 def _perhaps(word: str, known: Sequence[str], prefix: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Operations along one dim: sorting, cumulative sums, gathering. Over a dim that is not split."""
+"""Operations along one dim: sorting, cumulative sums, gathering. Over no dim of the image."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _register(func: Function, name: str) -> None:
             raise refusal(
                 func,
                 [x],
-                f"the order of pixels over dim {dim} is known to no rank alone; do it over a dim "
-                "that is not split, or call full_tensor() before it",
+                f"the order of pixels over dim {dim} is known to no rank alone; do it over "
+                "samples or channels, or call full_tensor() before it",
             )
         removed: tuple[int, ...] = ()
         if name in _REMOVES:

@@ -60,7 +60,7 @@ def stream(
         UnsupportedSpatialOp: an operation cannot be done on a split image.
         OSError: the disk of the store is full.
     """
-    axes = Axes(spatial=tuple(grid))
+    axes = Axes(spatial=_grid_of(grid))
     _check(model, image, axes.spatial)
     run = _Run(model, image, axes, memory_within(limit_gb, store, _device_of(model)))
     if not torch.is_grad_enabled():
@@ -83,6 +83,15 @@ def memory_of(output: Tensor) -> Memory:
     if not isinstance(run, _Run):
         raise ValueError("memory_of takes an output of spatialdl.stream that can go backward")
     return run.memory
+
+
+def _grid_of(grid: Any) -> tuple[int, ...]:
+    try:
+        return tuple(grid)
+    except TypeError as error:
+        raise ValueError(
+            f"a grid has one to three numbers, as (rows, columns) for images, got {grid!r}"
+        ) from error
 
 
 def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ import hydra.utils
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.configuring.own_keys import named
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.sample_forms import SampleForm, shown
@@ -168,6 +169,10 @@ def _made(settings: Any, key: str) -> Any:
     target = settings.get("_target_") if isinstance(settings, DictConfig) else None
     if target is None:
         raise ValueError(f"{key}={settings} has no _target_: name a class, {{_target_: package.X}}")
+    try:
+        named(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key}._target_={target} cannot be imported: {error}") from error
     try:
         return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
     except Exception as error:

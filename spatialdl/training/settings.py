@@ -283,7 +283,8 @@ def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
     if unlabelled and task == "classification":
         raise ValueError(
             f"{unlabelled} of {len(source)} samples of {path} have no label: write it again with "
-            "--labels, or choose a split with labels by data.split"
+            "labels (--labels, or of images a folder for each class), or choose a split with "
+            "labels by data.split"
             + ", or take task=segmentation, which learns from its masks"
             * source.has_masks
         )

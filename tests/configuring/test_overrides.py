@@ -46,6 +46,7 @@ MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_
             "cluster=infiniband",
             "cluster is no group of spatialdl.train (a group of spatialdl.plan)",
         ),
+        ("model=networks.Net", "; one of yours is model._target_=networks.Net"),
         ("hydra.run.dri=x", "hydra.run.dri is unknown; nearest: hydra.run.dir"),
         ("seed", "seed has no value: write seed=value"),
         ("optimizer.learning_rate=1", "unknown to torch.optim.SGD; nearest: optimizer.lr;"),

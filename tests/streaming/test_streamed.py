@@ -221,13 +221,17 @@ def test_a_limit_holds(monkeypatch):
         (nn.ReLU(), image(3, 8, 8), {}, r"over a grid of 2x2 is .*got shape \(3, 8, 8\)"),
         (nn.ReLU(), [1, 2], {}, "got a list"),
         (nn.ReLU(), image(1, 3, 8, 1), {}, "8x1 is smaller than the grid 2x2"),
+        (nn.ReLU(), image(1, 3, 8, 8), {"grid": 2}, r"one to three numbers, .*, got 2"),
         (nn.ReLU(), image(1, 3, 8, 8), {"grid": (0, 2)}, "needs at least 1 rank, got 0"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 0}, "limit_gb=0 must be a number above 0"),
         (nn.ReLU(), image(1, 3, 8, 8), {"store": "/tmp"}, "store=/tmp is of no use without"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 1, "store": "/no"}, "cannot store tensors"),
         (nn.Conv2d(3, 3, 1, device="meta"), image(1, 3, 8, 8), {"limit_gb": 1}, "is on meta"),
     ],
-    ids=["function", "dims", "list", "small", "grid", "limit", "no limit", "folder", "device"],
+    ids=[
+        *("function", "dims", "list", "small", "number", "grid"),
+        *("limit", "no limit", "folder", "device"),
+    ],
 )
 def test_what_does_not_fit_is_refused(model, x, options, message):
     with pytest.raises(ValueError, match=message):

@@ -79,7 +79,7 @@ def test_images_are_cropped_and_padded():
     [
         ("Stream", (), "data.dataset .*Stream.* is an iterable data set"),
         ("Given", (), r"has no samples \(its length is 0\)"),
-        ("Missing", (), "data.dataset._target_=.*Missing cannot be made"),
+        ("Missing", (), "data.dataset._target_=.*Missing cannot be imported: .* no attribute"),
         ("Noise", ("data.dataset.size=x", "data.dataset.count=[]"), "sample|length|has no"),
         ("Noise", ("data.num_classes=1",), r"num_classes=1, but data.dataset has 2 classes \(sq"),
         ("Pictures", ("data.num_classes=1",), "the class is 1, there are 1"),
@@ -219,7 +219,7 @@ def test_transforms_are_named_by_the_configuration():
     for wrong, sentence in (
         ("5", "data.transforms=5 must be a list"),
         ("[relu]", r"data.transforms\[0\]=relu has no _target_"),
-        ("[{_target_: torch.nn.Missing}]", r"data.transforms\[0\]._target_=.* cannot be made"),
+        ("[{_target_: torch.nn.Missing}]", r"data.transforms\[0\]._target_=.* cannot be imported"),
         ("[{_target_: pathlib.Path}]", "gives a PosixPath, which cannot be called"),
     ):
         with pytest.raises(ValueError, match=sentence):

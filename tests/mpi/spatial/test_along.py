@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, shard
+from spatialdl.spatial.tensor import SpatialTensor
 from tests.mpi.equality import Operation, parameter, same
 
 REMOVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -54,6 +55,16 @@ def test_the_last_dim_is_taken_where_none_is_named(meshes: dict) -> None:
             if mesh.grid[1] > 1:
                 with pytest.raises(UnsupportedSpatialOp, match="known to no rank alone"):
                     call(shard(image(), mesh))
+
+
+def test_the_remedy_holds_where_the_grid_has_one_part(meshes: dict) -> None:
+    """Columns are refused over a grid of rows, too: "a dim that is not split" would be one."""
+    for mesh in meshes.values():
+        x = shard(image(), mesh)
+        if isinstance(x, SpatialTensor):
+            with pytest.raises(UnsupportedSpatialOp, match="do it over samples or channels, or"):
+                x.cumsum(3)
+            assert x.cumsum(1).shape == x.cumsum(0).shape == x.shape
 
 
 def test_quantiles_are_refused_over_any_dim(meshes: dict) -> None:
