@@ -188,7 +188,7 @@ class Validation:
         assert own is not None
         size = part.masks.size
         if not isinstance(output, SpatialTensor):  # all of it, for all virtual tiles
-            whole = part.masks[(..., *map(slice, part.masks.shape[1:]))]
+            whole = part.masks[(..., *(slice(0, n) for n in part.masks.shape[1:]))]
             return whole if own.parts == 1 else from_local(whole, own, size)
         fits = tuple(output.shape[2:]) == tuple(size)
         layout = output.spatial_layout if fits else mesh.layout(1, size)
