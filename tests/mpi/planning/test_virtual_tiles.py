@@ -106,11 +106,11 @@ def test_ranks_send_what_is_counted(name, stream, monkeypatch):
         criterion = functools.partial(F.cross_entropy, reduction="sum" if job.segments else "mean")
         made.backward_of_loss(criterion, labels, 1.0)
 
-    if tiles._across is None:
+    if tiles.across is None:
         step()
         assert told(costs) == []
         return
-    with overheard(tiles._across._comm, monkeypatch) as heard:
+    with overheard(tiles.across._comm, monkeypatch) as heard:
         step()
     if WORLD.rank == largest_part(mesh.layout(SAMPLES, image[1:])):
         assert heard == told(costs)
