@@ -8,13 +8,26 @@ import torch
 from torch import nn
 
 from spatialdl.streaming.memory import Memory, memory_within
-from spatialdl.streaming.store import DiskStore
+from spatialdl.streaming.store import DiskStore, Slot
 
 MB = 2**20 // 4  # numbers
 
 
 def memory(tmp_path, limit_mb: float) -> Memory:
     return Memory(int(limit_mb * 2**20), DiskStore(tmp_path))
+
+
+class Prompt(DiskStore):
+    """Has stored what it is given at once: a thread decides nothing."""
+
+    def put(self, storage: torch.UntypedStorage) -> Slot:
+        slot = super().put(storage)
+        slot.wait()
+        return slot
+
+
+def prompt_memory(tmp_path, limit_mb: float) -> Memory:
+    return Memory(int(limit_mb * 2**20), Prompt(tmp_path))
 
 
 def test_tensors_come_back_when_they_are_read(tmp_path):
@@ -111,7 +124,7 @@ def turns_of(kept: Memory, tiles: list[torch.Tensor], count: int) -> None:
 
 def test_of_tiles_that_take_turns_some_stay(tmp_path):
     """If the one used last always stayed, each would go just before its turn comes."""
-    kept = memory(tmp_path, 6)
+    kept = prompt_memory(tmp_path, 6)
     with kept.watch():
         tiles = [torch.zeros(MB) for _ in range(8)]
     turns_of(kept, tiles, 2)
@@ -123,7 +136,7 @@ def test_of_tiles_that_take_turns_some_stay(tmp_path):
 
 
 def test_what_the_next_tile_needs_is_brought_back_before_its_turn(tmp_path):
-    kept = memory(tmp_path, 12)
+    kept = prompt_memory(tmp_path, 12)
     with kept.watch():
         tiles = [torch.zeros(MB) for _ in range(16)]
     turns_of(kept, tiles, 2)
@@ -153,7 +166,7 @@ def test_a_forward_does_not_bring_back_what_backward_needs(tmp_path):
 
 
 def test_in_backward_what_comes_next_is_on_its_way(tmp_path, monkeypatch):
-    kept = memory(tmp_path, 16)
+    kept = prompt_memory(tmp_path, 16)
     x = torch.ones(MB, requires_grad=True)
     with kept.watch():
         y = x
