@@ -32,6 +32,7 @@ from spatialdl.bench.results import (
     words_of,
 )
 from spatialdl.bench.stream_picture import draw
+from spatialdl.comm.allocator import available_memory
 from spatialdl.comm.device_path import device_of
 from spatialdl.planning.worker import environment, run_worker
 
@@ -173,9 +174,7 @@ def _fits_whole(options: argparse.Namespace, size: int) -> bool:
     """Whether the machine, or its device, has memory for a step on the whole image."""
     device = device_of(options.device)
     if device.type == "cpu":
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        free = int(line.split()[1]) * 1024
+        free = available_memory()
     else:
         free = torch.get_device_module(device).mem_get_info()[0]
     return size**2 * BYTES_PER_PIXEL < SHARE * free

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
 SWITCH = "THP_MEM_ALLOC_ENABLE"
@@ -69,6 +70,13 @@ def return_what_is_freed() -> None:
     """
     if sys.platform.startswith("linux"):
         _set(_M_MMAP_THRESHOLD, ALONE_FROM)
+
+
+def available_memory() -> int:
+    """Bytes of this machine that programs can still take, by Linux's own estimate."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
 
 
 class _Heap(ctypes.Structure):

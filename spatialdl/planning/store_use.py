@@ -17,9 +17,7 @@ from spatialdl.comm.dry import Event, Givers
 from spatialdl.pipeline.action import Action
 from spatialdl.planning.touches import Step, Touches
 from spatialdl.streaming.memory import AHEAD, SMALL
-
-PAGE = 4096
-"""Bytes to which a place in the store is rounded up."""
+from spatialdl.streaming.store import PAGE
 
 Owner = tuple[int, int, int]
 """A copy of the network, a stage and a micro-batch."""

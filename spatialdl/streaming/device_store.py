@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from spatialdl.streaming.store import File, Places, Slot, bytes_of
+from spatialdl.comm.allocator import available_memory
+from spatialdl.streaming.store import FileStore, Places, Slot, bytes_of
 
 Result = TypeVar("Result")
 
@@ -44,9 +45,7 @@ class PinnedStore:
     @property
     def room(self) -> int:
         """Memory of the machine that is free, and what is pinned already."""
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(found.split()[1]) * 1024 + len(self._chunks) * CHUNK
+        return available_memory() + len(self._chunks) * CHUNK
 
     def put(self, storage: torch.UntypedStorage) -> Slot:
         slot = self._places.take(storage.nbytes())
@@ -77,7 +76,7 @@ class PinnedStore:
         return found
 
 
-class DeviceDiskStore:
+class DeviceDiskStore(FileStore):
     """Bytes of storages of a device in a file, by way of pinned memory; see `store.Store`.
 
     Args:
@@ -88,21 +87,9 @@ class DeviceDiskStore:
     """
 
     def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
-        self._copies, self._file, self._places = Copies(device), File(folder), Places()
-        self.folder, self.place = self._file.folder, str(self._file.folder)
-        self.device: torch.device | None = device
-        self.written = self.read = 0
-        self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
-        self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")
+        super().__init__(folder, device)
+        self._copies = Copies(device)
         self._staged: list[Future[Any]] = []
-
-    @property
-    def peak(self) -> int:
-        return self._places.end
-
-    @property
-    def room(self) -> int:
-        return self._file.room
 
     def put(self, storage: torch.UntypedStorage) -> Slot:
         slot, staging = self._places.take(storage.nbytes()), self._staging(storage.nbytes())
@@ -127,14 +114,6 @@ class DeviceDiskStore:
 
         slot.transfer = _Read(self._submit(self._reader, read))
         self.read += storage.nbytes()
-
-    def free(self, slot: Slot) -> None:
-        self._places.free(slot)
-
-    def close(self) -> None:
-        for each in (self._writer, self._reader):
-            each.shutdown()
-        self._file.close()
 
     def _staging(self, nbytes: int) -> Tensor:
         while len(self._staged) >= STAGED:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 PAGE = 4096
+"""Bytes to which a place in a store is rounded up."""
 
 
 class Transfer(Protocol):
@@ -169,19 +170,20 @@ class File:
         self._file.close()
 
 
-class DiskStore:
-    """Bytes of storages of a CPU in a file on `folder`, which is never seen there; see `Store`.
+class FileStore:
+    """What stores in a file of a folder share, whosever tensors they take; see `Store`.
 
     Args:
         folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+        device: see `Store`.
 
     Raises:
         ValueError: no file can be made there.
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(self, folder: str | Path | None, device: torch.device | None) -> None:
         self._file, self._places = File(folder), Places()
-        self.device: torch.device | None = None
+        self.device = device
         self.folder, self.place = self._file.folder, str(self._file.folder)
         self.written = self.read = 0
         # of their own, so that what is needed now does not wait for what was needed before
@@ -196,6 +198,28 @@ class DiskStore:
     def room(self) -> int:
         return self._file.room
 
+    def free(self, slot: Slot) -> None:
+        self._places.free(slot)
+
+    def close(self) -> None:
+        for each in (self._writer, self._reader):
+            each.shutdown()
+        self._file.close()
+
+
+class DiskStore(FileStore):
+    """Bytes of storages of a CPU in a file on `folder`, which is never seen there.
+
+    Args:
+        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+
+    Raises:
+        ValueError: no file can be made there.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__(folder, None)
+
     def put(self, storage: torch.UntypedStorage) -> Slot:
         slot, memory = self._places.take(storage.nbytes()), bytes_of(storage)
         slot.transfer = InThread(self._writer.submit(self._file.write, memory, slot.start))
@@ -206,14 +230,6 @@ class DiskStore:
         memory = bytes_of(storage)
         slot.transfer = InThread(self._reader.submit(self._file.read, memory, slot.start))
         self.read += len(memory)
-
-    def free(self, slot: Slot) -> None:
-        self._places.free(slot)
-
-    def close(self) -> None:
-        for each in (self._writer, self._reader):
-            each.shutdown()
-        self._file.close()
 
 
 class InThread:
