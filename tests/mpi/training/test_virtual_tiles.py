@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +101,24 @@ def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, mon
     """At the same call of all: else some would wait for what the others do not send any more."""
     grid = "parallel.grid=[2,1]" if WORLD.size == 2 else "parallel.grid=[2,2]"
     words = ["model.width=8", "parallel=sp", grid, "parallel.stream=[1,2]", "comm.check=true"]
-    whole, _ = train(tmp_path / "whole", MpiCommunicator(WORLD), *words)
     monkeypatch.setattr(signals._Seen, "first", None)
-    asked = count()
+    asked = 0
+    stop_at = -1
 
     def seen() -> bool:
-        if next(asked) == 450 and WORLD.rank == WORLD.size - 1:  # in the midst of the second step
+        nonlocal asked
+        asked += 1
+        if asked == stop_at and WORLD.rank == WORLD.size - 1:
             signals._Seen.first = signal.SIGTERM
         return signals._Seen.first is not None
 
     with monkeypatch.context() as within:
         within.setattr(signals, "seen", seen)
+        whole, _ = train(tmp_path / "whole", MpiCommunicator(WORLD), *words)
+        of_a_step = asked // whole.course.step
+        asked, stop_at = 0, of_a_step * 3 // 2  # in the midst of the second step
         stopped, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
-    assert 450 < next(asked) < 460  # it did not end the step
+    assert stop_at <= asked < stop_at + of_a_step // 4  # it did not end the step
     assert 0 < stopped.course.step < whole.course.step
     assert stopped.course.stopped is signal.SIGTERM
     monkeypatch.setattr(signals._Seen, "first", None)
