@@ -35,7 +35,7 @@ demo: $(READY)
 # operations on split images and whole layouts against one process; less than two minutes on two cores
 FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parallel/test_placement.py \
     spatial random/test_generator.py random/test_streams.py \
-    $(addprefix comm/, test_mesh.py test_plan.py test_tape.py) \
+    $(addprefix comm/, test_mesh.py test_plan.py test_replay.py) \
     $(addprefix pipeline/, test_schedule.py test_zero_bubble.py test_interleaved.py test_gems.py \
     test_handovers.py test_simulate.py) training/test_layouts.py \
     $(addprefix data/, test_format.py test_chunks.py test_striping.py) configuring/test_keys.py \

@@ -58,7 +58,7 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
     Raises:
         CheckpointError: if there is no checkpoint, or it is damaged.
     """
-    from spatialdl.comm.alone import Alone
+    from spatialdl.comm.single_process import SingleProcess
     from spatialdl.data.saving import save_json, unfinished
     from spatialdl.training.checkpoints.content import AVERAGE, NUMBER, STATE
     from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -68,7 +68,7 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
     if ckpt_path == LATEST:
         raise CheckpointError("ckpt_path=latest of which run? name its directory")
     path, *_ = candidates(ckpt_path, Path())
-    found = damages(path, Alone())
+    found = damages(path, SingleProcess())
     if found:
         raise CheckpointError(f"{path} is damaged: {'; '.join(found)}; name another checkpoint")
     with Checkpoint(path) as checkpoint:

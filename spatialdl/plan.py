@@ -48,11 +48,11 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="plan")
 def _hydra_main(config: DictConfig) -> None:
-    from spatialdl.comm.alone import Alone
+    from spatialdl.comm.single_process import SingleProcess
 
     overrides = list(HydraConfig.get().overrides.task)
     try:
-        with run_directory(Alone(), composed_job(), config, "plan") as (agreed, folder):
+        with run_directory(SingleProcess(), composed_job(), config, "plan") as (agreed, folder):
             plan(agreed, overrides, folder)
     except Exception as error:
         print(f"error: {describe_error(error)}", file=sys.stderr)

@@ -14,13 +14,13 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
-from spatialdl.comm.roll_call import say_last
+from spatialdl.comm.liveness import say_last
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
+from spatialdl.consistency.rank_state import RankState
 from spatialdl.predicting.checks import names_own_network
-from spatialdl.predicting.given import given_slides, given_volumes
-from spatialdl.sameness.subjects import Subject
+from spatialdl.predicting.slide_paths import slide_paths, volume_paths
 from spatialdl.starting import (
     alone,
     as_rank,
@@ -56,7 +56,7 @@ class Command:
     name: str
     application: Callable[[], object]
     check: Callable[[DictConfig], Placement]
-    files: Callable[[DictConfig], Subject]
+    files: Callable[[DictConfig], RankState]
     run: Callable[[DictConfig, Path, Communicator], bool]
     failed: str
 
@@ -88,9 +88,9 @@ class Command:
         run_dir = Path(job.runtime.output_dir)
         placement = self.check(config)
         if config.slides is not None:  # mistakes are reported before minutes go into starting ranks
-            given_slides(config.slides)
+            slide_paths(config.slides)
         if config.volumes is not None:
-            given_volumes(config.volumes)
+            volume_paths(config.volumes)
         if placement.world_size == 1:
             run_log.warn_once()
             self._work(start_world(), composed_job(), config)

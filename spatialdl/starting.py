@@ -24,11 +24,11 @@ from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.limit import limit_waits
-from spatialdl.comm.roll_call import answer
+from spatialdl.comm.liveness import answer
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
-from spatialdl.sameness.comparing import check_alike
-from spatialdl.sameness.subjects import Subject, code, configuration, versions
+from spatialdl.consistency.compare import check_alike
+from spatialdl.consistency.rank_state import RankState, code, configuration, versions
 from spatialdl.training.console import run_log
 from spatialdl.training.run_lock import held
 
@@ -160,7 +160,7 @@ def composed_by_rank(
     return flags, composed_for(flags, command)
 
 
-def check_same_start(world: Communicator, composed: DictConfig, files: Subject) -> None:
+def check_same_start(world: Communicator, composed: DictConfig, files: RankState) -> None:
     """Refuse ranks that were started with different things; all of them must call it.
 
     Args:
@@ -244,7 +244,7 @@ def _write_records(composed: DictConfig, config: DictConfig, folder: Path) -> No
 
 
 def meet(
-    info: LaunchInfo, composed: DictConfig, files: Callable[[DictConfig], Subject]
+    info: LaunchInfo, composed: DictConfig, files: Callable[[DictConfig], RankState]
 ) -> Communicator:
     """Make this process one of the ranks, which are to have been started with the same things.
 

@@ -29,7 +29,7 @@ from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
-from spatialdl.sameness.subjects import training_files
+from spatialdl.consistency.rank_state import training_files
 from spatialdl.starting import (
     alone,
     as_rank,
@@ -131,14 +131,14 @@ def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
     """
     if not is_own_network(config.model["_target_"]):
         return
-    from spatialdl.comm.alone import Alone
+    from spatialdl.comm.single_process import SingleProcess
     from spatialdl.training.network.building import make_network
     from spatialdl.training.settings import open_sources
 
     config = config.copy()
     fit_model_keys(config, overrides)
     data = open_sources(config.data, int(config.seed), config.task.name, config.task.get("loss"))
-    make_network(config, data, Alone())
+    make_network(config, data, SingleProcess())
 
 
 def _take_back(run_dir: Path) -> None:

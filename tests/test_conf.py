@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.keys import keys_of
 from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
@@ -287,17 +287,17 @@ def make_run(name: str, folder: Path) -> None:
     if name == "bag_end_to_end":
         small = [small[0], *small[-3:], "data.slides=4", "data.validation_slides=2"]
     cfg = config(f"experiment={name}", *small)
-    trainer = Trainer(cfg, Alone())
+    trainer = Trainer(cfg, SingleProcess())
     fit(trainer, folder / "run")
-    assert trainer.course.step == 2
+    assert trainer.progress.step == 2
     assert (folder / "run" / "summary.json").is_file()
 
 
 def make_trainer(name: str, folder: Path) -> None:
     cfg = config(f"trainer={name}", "model.width=2", *TINY)
-    trainer = Trainer(cfg, Alone())
+    trainer = Trainer(cfg, SingleProcess())
     fit(trainer, folder / "run")
-    assert trainer.course.step == 2
+    assert trainer.progress.step == 2
 
 
 def make_debug(name: str, folder: Path) -> None:

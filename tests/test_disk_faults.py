@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.folder import pointed
 from spatialdl.training.checkpoints.reading import damages
 from tests.test_stopping import command, started
@@ -74,7 +74,7 @@ def test_training_goes_on_while_nothing_can_be_written(fault, disk, tmp_path):
         said = until(process, "no checkpoint (", times=2)
         kept = pointed(run_dir / "checkpoints" / "latest")
         assert kept is not None
-        assert damages(kept, Alone()) == []
+        assert damages(kept, SingleProcess()) == []
         heal(run_dir, fault)
         said += until(process, "checkpoint: ")
         process.send_signal(signal.SIGINT)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 
@@ -54,7 +54,7 @@ def alone(run_dir: Path, *overrides: str) -> dict:
     """The same in this process."""
     own = [one for one in SMALL if not one.startswith("comm.check")]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        fit(Trainer(compose("train", [*own, *overrides]), Alone()), run_dir)
+        fit(Trainer(compose("train", [*own, *overrides]), SingleProcess()), run_dir)
     return json.loads((run_dir / "summary.json").read_text())
 
 

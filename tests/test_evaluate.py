@@ -11,7 +11,7 @@ import pytest
 from sklearn import metrics as known
 
 from spatialdl import evaluate
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
@@ -199,7 +199,7 @@ def test_labels_may_be_by_sample(folder, here):
 def test_bags_of_features_are_evaluated(tmp_path, here):
     write_bags(tmp_path / "bags")
     words = (*SMALL["mean"], "trainer.max_epochs=1")
-    fit(Trainer(bag_config(tmp_path / "bags", *words), Alone()), tmp_path / "run")
+    fit(Trainer(bag_config(tmp_path / "bags", *words), SingleProcess()), tmp_path / "run")
     out = tmp_path / "out"
     given = (f"ckpt_path={tmp_path / 'run'}", f"features={tmp_path / 'bags'}")
     table = f"labels={tmp_path / 'bags' / 'labels.csv'}"

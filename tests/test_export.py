@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from spatialdl import export
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.predicting.inputs import shard_inputs
@@ -140,7 +140,7 @@ def test_others_normalise_as_the_metadata_says(numbers, tmp_path):
         expected = plain(x).softmax(1)
     config = runs.command(f"ckpt_path={run}", f"shards={tmp_path / 'set'}")
     (given,) = shard_inputs(ShardDataset(tmp_path / "set"), (32, 32), maps=False)
-    found = Runner(find_trained(str(run), Alone()), config, Alone()).run(given)
+    found = Runner(find_trained(str(run), SingleProcess()), config, SingleProcess()).run(given)
     assert torch.allclose(found.values, expected, rtol=0, atol=1e-12)
 
 
@@ -175,7 +175,7 @@ def test_the_file_fits_a_network_of_the_users_as_it_is_built_elsewhere(tmp_path)
     target = f"++model._target_={__name__}.Wide"
     config = composed("train", f"{target} {' '.join(runs.SYNTHETIC)} trainer.max_steps=1")
     fit_model_keys(config, [target])
-    fit(Trainer(config, Alone()), tmp_path / "run")
+    fit(Trainer(config, SingleProcess()), tmp_path / "run")
     out = tmp_path / "model.safetensors"
     export.main([f"ckpt_path={tmp_path / 'run'}", f"out={out}"])
     Wide(3).load_state_dict(load_file(out), strict=True)

@@ -24,7 +24,7 @@ from torch import nn
 
 from spatialdl import predict, prediction_command
 from spatialdl.data import ShardWriter
-from spatialdl.predicting.given import given_slides
+from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.training.run_lock import held
 from tests.mpi.training import small
 from tests.predicting.runs import MAPS, NETWORK, picture, train, write_slide
@@ -340,11 +340,11 @@ def test_slides_in_folders_of_folders(case, monkeypatch):
     for name in ("top/a.tif", "top/x/b.tif", "top/x/y/c.tif"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    assert [one.name for one in given_slides("top/**/*.tif")] == ["a.tif", "b.tif", "c.tif"]
-    assert [one.name for one in given_slides(["top/x"])] == ["b.tif"]
+    assert [one.name for one in slide_paths("top/**/*.tif")] == ["a.tif", "b.tif", "c.tif"]
+    assert [one.name for one in slide_paths(["top/x"])] == ["b.tif"]
     Path("bare/x").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"bare has no slides in it .* such as 'FOLDER/\*\*/"):
-        given_slides("bare")
+        slide_paths("bare")
 
 
 @pytest.mark.parametrize("task", ["regression", "segmentation"])

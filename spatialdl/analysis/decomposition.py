@@ -11,7 +11,7 @@ from torch import Tensor
 from spatialdl.analysis import moments
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
 from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import Divided
+from spatialdl.analysis.rows import DividedRows
 
 _WIDE = 4096  # columns above which the matrix of their products is no longer decomposed
 _RANDOMIZED, _AUTO = "randomized", "auto"
@@ -36,7 +36,12 @@ class _Projection(Estimator):
     random_state: int | None
 
     def _vectors(
-        self, data: Divided, centre: Tensor | None, wanted: int, randomized: bool, iterations: Any
+        self,
+        data: DividedRows,
+        centre: Tensor | None,
+        wanted: int,
+        randomized: bool,
+        iterations: Any,
     ) -> tuple[Tensor, Tensor]:
         if not randomized:
             singular, vectors = moments.exact(data, centre)
@@ -126,7 +131,7 @@ class PCA(_Projection):
         solvers = (_AUTO, "covariance_eigh", _RANDOMIZED)
         if self.svd_solver not in solvers:
             raise ValueError(f"svd_solver={self.svd_solver!r} must be one of {', '.join(solvers)}")
-        data = Divided(X, self.comm, self.device, least=2)
+        data = DividedRows(X, self.comm, self.device, least=2)
         most = min(data.total, data.width)
         randomized = self.svd_solver == _RANDOMIZED or (
             self.svd_solver == _AUTO and data.width > _WIDE
@@ -204,7 +209,7 @@ class TruncatedSVD(_Projection):
             raise ValueError(
                 f"algorithm={self.algorithm!r} must be one of auto, exact, {_RANDOMIZED}"
             )
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         randomized = self.algorithm == _RANDOMIZED or (
             self.algorithm == _AUTO and data.width > _WIDE
         )
@@ -222,7 +227,7 @@ class TruncatedSVD(_Projection):
         self.n_features_in_ = data.width
         return self
 
-    def _spread(self, data: Divided, mean: Tensor, vectors: Tensor) -> Tensor:
+    def _spread(self, data: DividedRows, mean: Tensor, vectors: Tensor) -> Tensor:
         """Variance of each projection."""
 
         def add(sums: list[Tensor], _: slice, block: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
 from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import Divided
+from spatialdl.analysis.rows import DividedRows
 
 _NOISE = 1e-13  # of a squared distance, relative to the squared lengths: rounding
 
@@ -77,7 +77,7 @@ class KMeans(Estimator):
         if begins and self.init != "k-means++":
             raise ValueError(f"init={self.init!r} must be 'k-means++' or an array of centres")
         times = 1 if self.n_init == "auto" or not begins else positive("n_init", self.n_init)
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         if data.total < count:
             raise ValueError(f"n_clusters={count} is more than the {data.total} rows on all ranks")
         run = _Run(data, count)
@@ -93,7 +93,7 @@ class KMeans(Estimator):
         self._take(data, *best)
         return self
 
-    def _given(self, data: Divided, count: int) -> Tensor:
+    def _given(self, data: DividedRows, count: int) -> Tensor:
         centres = torch.as_tensor(np.asarray(self.init), dtype=torch.float64).to(data.device)
         if tuple(centres.shape) != (count, data.width):
             raise ValueError(
@@ -101,7 +101,7 @@ class KMeans(Estimator):
             )
         return centres
 
-    def _take(self, data: Divided, step: _Step, centres: Tensor, iterations: int) -> None:
+    def _take(self, data: DividedRows, step: _Step, centres: Tensor, iterations: int) -> None:
         self.cluster_centers_ = numpy(centres + data.mean())
         self.labels_ = numpy(step.labels)
         self.inertia_, self.n_iter_ = step.inertia, iterations
@@ -132,7 +132,7 @@ class KMeans(Estimator):
 
     def score(self, X: Any, y: object = None) -> float:  # noqa: N803
         """Minus the sum of squared distances to the nearest centre; all ranks must call it."""
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         data.check_width(self.n_features_in_)
         own = data.ranks.together(lambda: float(self._distances(X).min(1).sum()))
         return -float(sum(data.ranks.comm.allgather(own)))
@@ -179,7 +179,7 @@ class _Step(NamedTuple):
 class _Run:
     """Runs on the same rows, from which their mean is subtracted."""
 
-    def __init__(self, data: Divided, clusters: int) -> None:
+    def __init__(self, data: DividedRows, clusters: int) -> None:
         self._data, self._clusters = data, clusters
 
     def variance(self) -> float:

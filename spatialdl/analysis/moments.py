@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.analysis.rows import Divided
+from spatialdl.analysis.rows import DividedRows
 
 
-def gram(data: Divided, centre: Tensor | None) -> Tensor:
+def gram(data: DividedRows, centre: Tensor | None) -> Tensor:
     """(width, width): the sum over all rows of x x', where x is a row minus the centre."""
 
     def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
@@ -20,7 +20,7 @@ def gram(data: Divided, centre: Tensor | None) -> Tensor:
     return total
 
 
-def square_sum(data: Divided, centre: Tensor | None) -> Tensor:
+def square_sum(data: DividedRows, centre: Tensor | None) -> Tensor:
     """(width,): the sum over all rows of the squares of x, where x is a row minus the centre."""
 
     def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
@@ -30,7 +30,7 @@ def square_sum(data: Divided, centre: Tensor | None) -> Tensor:
     return total
 
 
-def exact(data: Divided, centre: Tensor | None) -> tuple[Tensor, Tensor]:
+def exact(data: DividedRows, centre: Tensor | None) -> tuple[Tensor, Tensor]:
     """All singular values of the rows, largest first, and right singular vectors, (k, width)."""
     values, vectors = torch.linalg.eigh(gram(data, centre))
     most = min(data.total, data.width)
@@ -39,7 +39,7 @@ def exact(data: Divided, centre: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def randomized(
-    data: Divided,
+    data: DividedRows,
     centre: Tensor | None,
     wanted: int,
     rng: np.random.RandomState,
@@ -62,7 +62,7 @@ def randomized(
     return singular[:count], (basis @ turned.T).T[:count]
 
 
-def _applied_twice(data: Divided, centre: Tensor | None, basis: Tensor) -> Tensor:
+def _applied_twice(data: DividedRows, centre: Tensor | None, basis: Tensor) -> Tensor:
     """A' (A basis), where A has all rows."""
 
     def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
@@ -73,7 +73,7 @@ def _applied_twice(data: Divided, centre: Tensor | None, basis: Tensor) -> Tenso
     return total
 
 
-def _factor(data: Divided, centre: Tensor | None, basis: Tensor) -> Tensor:
+def _factor(data: DividedRows, centre: Tensor | None, basis: Tensor) -> Tensor:
     """R of the QR factorisation of A basis, (size, size)."""
     size = basis.shape[1]
 

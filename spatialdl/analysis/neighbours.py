@@ -15,10 +15,10 @@ from torch import Tensor
 
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
 from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import ArrayRows, Divided, Rows
+from spatialdl.analysis.rows import ArrayRows, DividedRows, Rows
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Pending
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import Box
 
@@ -64,7 +64,7 @@ class NearestNeighbors(Estimator):
         """
         if self.metric not in _METRICS:
             raise ValueError(f"metric={self.metric!r} must be one of {', '.join(_METRICS)}")
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         self._data, self._own = data, data.ranks.together(lambda: _whole(data))
         self.n_features_in_, self.n_samples_fit_ = data.width, data.total
         return self
@@ -108,7 +108,7 @@ class NearestNeighbors(Estimator):
         distances, indices = search.found(data.width)
         return (distances, indices) if return_distance else indices
 
-    def _fitted(self) -> Divided:
+    def _fitted(self) -> DividedRows:
         if not hasattr(self, "_data"):
             raise ValueError("NearestNeighbors is not fitted: call fit first")
         return self._data
@@ -129,8 +129,8 @@ class NearestNeighbors(Estimator):
                 needed = tuple(owned[(each + hop + 1) % size] for each in range(size))
                 plan = plan_for(owned, needed, rank)
                 room = message.new_empty(plan.need.shape)
-                sends = [Held(self._own.reshape(1, -1), plan.own)]
-                what = Exchange(plan, sends, [Held(room, plan.need)], room.device)
+                sends = [BoxedTensor(self._own.reshape(1, -1), plan.own)]
+                what = Exchange(plan, sends, [BoxedTensor(room, plan.need)], room.device)
                 following = room, start_exchange(data.ranks.comm, what, "neighbours")
             if pending is not None:
                 pending.wait()
@@ -139,7 +139,7 @@ class NearestNeighbors(Estimator):
                 message, pending = following
 
 
-def _whole(data: Divided) -> Tensor:
+def _whole(data: DividedRows) -> Tensor:
     """This rank's rows in the type that all ranks have in common, checked."""
     rows = data.rows
     own = torch.empty((rows.count, data.width), dtype=data.dtype)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from spatialdl.analysis.rows import Divided
+from spatialdl.analysis.rows import DividedRows
 
 
 class Sums(NamedTuple):
@@ -57,7 +57,7 @@ class Fit(NamedTuple):
 
 
 def collect(
-    data: Divided,
+    data: DividedRows,
     targets: Tensor,
     folds: Tensor,
     count: int,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import as_communicator
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Ranks:
     """
 
     def __init__(self, comm: Communicator | MPI.Intracomm | None) -> None:
-        self.comm: Communicator = Alone() if comm is None else as_communicator(comm)
+        self.comm: Communicator = SingleProcess() if comm is None else as_communicator(comm)
         self.rank, self.size = self.comm.rank, self.comm.size
 
     def generator(self, seed: int | None) -> np.random.RandomState:

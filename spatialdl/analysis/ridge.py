@@ -13,7 +13,7 @@ from spatialdl.analysis import normal_equations
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
 from spatialdl.analysis.normal_equations import Fit, Sums
 from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import Divided
+from spatialdl.analysis.rows import DividedRows
 
 R2, MSE = "r2", "neg_mean_squared_error"
 
@@ -40,7 +40,7 @@ class _Linear(Estimator):
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
         """R2 over the rows of all ranks, the mean over targets; all ranks must call it."""
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         data.check_width(self.n_features_in_)
         targets, _ = _targets(data, y)
         predicted = data.ranks.together(lambda: self._put(self.predict(data.rows)))
@@ -54,7 +54,9 @@ class _Linear(Estimator):
         )
         return float(_r2(wrong, whole).mean())
 
-    def _take(self, data: Divided, fit: Fit, centres: tuple[Tensor, Tensor], flat: bool) -> None:
+    def _take(
+        self, data: DividedRows, fit: Fit, centres: tuple[Tensor, Tensor], flat: bool
+    ) -> None:
         weights = fit.weights[0].T
         offset = centres[1] + fit.y - weights @ (centres[0] + fit.x)
         self.coef_ = numpy(weights[0] if flat else weights)
@@ -64,7 +66,7 @@ class _Linear(Estimator):
             self.intercept_ = 0.0
         self.n_features_in_ = data.width
 
-    def _centres(self, data: Divided, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _centres(self, data: DividedRows, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self.fit_intercept:
             return data.mean(), _mean(data, targets)
         like = targets.new_zeros
@@ -98,7 +100,7 @@ class Ridge(_Linear):
         Raises:
             ValueError: on all ranks: rows, targets or alpha cannot be used.
         """
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         targets, flat = _targets(data, y)
         alphas = _alphas(self.alpha)
         if len(alphas) not in (1, targets.shape[1]):
@@ -168,7 +170,7 @@ class RidgeCV(_Linear):
             raise ValueError(f"scoring={self.scoring!r} must be {R2!r} or {MSE!r}")
         count = positive("cv", self.cv)
         alphas = _alphas(self.alphas)
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         targets, flat = _targets(data, y)
         folds = _folds(data, count, groups)
         centres = self._centres(data, targets)
@@ -237,7 +239,7 @@ def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
     return found
 
 
-def _mean(data: Divided, targets: Tensor) -> Tensor:
+def _mean(data: DividedRows, targets: Tensor) -> Tensor:
     own = targets.sum(0)
     [total] = data.ranks.total([tuple(own.shape)], lambda sums: sums[0].add_(own), data.device)
     mean: Tensor = total / data.total
@@ -256,7 +258,7 @@ def _alphas(values: Any) -> Tensor:
     return torch.from_numpy(found)
 
 
-def _targets(data: Divided, values: Any) -> tuple[Tensor, bool]:
+def _targets(data: DividedRows, values: Any) -> tuple[Tensor, bool]:
     """(rows, targets) of this rank, and whether there is one target, whose results are flat.
 
     Raises:
@@ -285,7 +287,7 @@ def _targets(data: Divided, values: Any) -> tuple[Tensor, bool]:
     return targets, targets.shape[1] == 1
 
 
-def _folds(data: Divided, count: int, groups: Any) -> Tensor:
+def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
     """The fold of each of this rank's rows."""
     if groups is None:
         if count < 2 or count > data.total:

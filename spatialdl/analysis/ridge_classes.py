@@ -9,7 +9,7 @@ import numpy as np
 from spatialdl.analysis.estimator import Array
 from spatialdl.analysis.ranks import Comm
 from spatialdl.analysis.ridge import MSE, RidgeCV
-from spatialdl.analysis.rows import Divided
+from spatialdl.analysis.rows import DividedRows
 
 
 class RidgeClassifierCV(RidgeCV):
@@ -59,7 +59,7 @@ class RidgeClassifierCV(RidgeCV):
             ValueError: on all ranks: see `RidgeCV`, or there are fewer than two classes.
         """
         own = np.asarray(y).astype(str)
-        ranks = Divided(X, self.comm, self.device).ranks
+        ranks = DividedRows(X, self.comm, self.device).ranks
         everywhere = {
             name
             for names in ranks.comm.allgather(sorted(set(own.ravel().tolist())))
@@ -93,7 +93,7 @@ class RidgeClassifierCV(RidgeCV):
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
         """Share of the rows of all ranks whose class is predicted; all ranks must call it."""
-        data = Divided(X, self.comm, self.device)
+        data = DividedRows(X, self.comm, self.device)
         data.check_width(self.n_features_in_)
         own = data.ranks.together(
             lambda: int((self.predict(data.rows) == np.asarray(y).astype(str)).sum())

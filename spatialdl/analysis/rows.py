@@ -208,7 +208,7 @@ def _common(types: Sequence[torch.dtype]) -> torch.dtype:
     return common
 
 
-class Divided:
+class DividedRows:
     """Rows of all ranks, as one of them sees them; all ranks must make it.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.errors import SlideError
-from spatialdl.predicting.given import given_slides
+from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.slides.reading.paths import slide_aliases
 from spatialdl.slides.reading.reader import Slide
 
@@ -30,7 +30,7 @@ class SlidePictures:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        found = given_slides(list(paths)) if paths else []
+        found = slide_paths(list(paths)) if paths else []
         self._paths = {name: path for path in found for name in reversed(slide_aliases(path))}
         self.unreadable: dict[str, str] = {}
 

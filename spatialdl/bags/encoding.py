@@ -24,7 +24,7 @@ TOLERANCE = 1e-3
 """By how much of the largest feature those of the second run may differ where they are compared."""
 
 
-class Encoding:
+class BagEncoding:
     """The features of one slide's tiles that this rank has; to be made within `keyed`.
 
     Args:

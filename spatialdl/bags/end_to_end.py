@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from spatialdl.bags.encoding import (
-    Encoding,
+    BagEncoding,
     batch_statistics,
     freeze_norms,
     without_autocast,
@@ -112,7 +112,7 @@ class EndToEnd(nn.Module):
         """The output for a slide, without a graph; arguments as of `step`, which trains."""
         with self._drawing(), self._bar(tiles, count, runs=1) as bar:
             own = OwnTiles(tiles, count, self._mesh, self._device())
-            encoding = Encoding(self.encoder, own, self._size, bar.update)
+            encoding = BagEncoding(self.encoder, own, self._size, bar.update)
             self._check_norms("slices")
             return self.aggregator(self._bag(encoding, own, encoding.first())[1])
 
@@ -152,7 +152,7 @@ class EndToEnd(nn.Module):
         in_slices = self._mode == "slices"
         with self._drawing(), self._bar(tiles, count, runs=1 + in_slices) as bar:
             own = OwnTiles(tiles, count, self._mesh, self._device())
-            encoding = Encoding(self.encoder, own, self._size, bar.update)
+            encoding = BagEncoding(self.encoder, own, self._size, bar.update)
             features = encoding.first() if in_slices else self._whole(encoding, own)
             leaf, bag = self._bag(encoding, own, features)
             loss = criterion(self.aggregator(bag), target)
@@ -168,7 +168,7 @@ class EndToEnd(nn.Module):
             average_gradients(self, self._mesh)
         return loss.detach()
 
-    def _whole(self, encoding: Encoding, own: OwnTiles) -> Tensor | None:
+    def _whole(self, encoding: BagEncoding, own: OwnTiles) -> Tensor | None:
         """With its graph; a rank without tiles takes part where statistics are of all ranks."""
         across = bool(batch_statistics(self.encoder)) and self._mesh.parts > 1
         if not (len(own.own) or across):
@@ -177,7 +177,7 @@ class EndToEnd(nn.Module):
             return encoding.whole()
 
     def _bag(
-        self, encoding: Encoding, own: OwnTiles, features: Tensor | None
+        self, encoding: BagEncoding, own: OwnTiles, features: Tensor | None
     ) -> tuple[Tensor, SpatialTensor]:
         """The features of this rank, (n, D), and those of all as one signal (1, D, tiles)."""
         found = None

@@ -25,7 +25,7 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import CannotWork, Job, Recompute
+from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named
 
@@ -36,7 +36,7 @@ MOST_PARTS = 64
 """Ranks that work on one image."""
 
 
-class Case(NamedTuple):
+class TrainingCase(NamedTuple):
     """A network that learns from a batch of images.
 
     Attributes:
@@ -51,9 +51,13 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("ResNet-50, 4 times as wide, 224x224", "resnet50", (224, 224), 32, (("width", 256),)),
-    Case("ResNet-50, 4096x4096", "resnet50", (4096, 4096), 32, (("num_classes", 10),)),
-    Case("3-D U-Net, 256x256x256", "unet3d", (256,) * 3, 32, (("num_classes", 3), ("width", 32))),
+    TrainingCase(
+        "ResNet-50, 4 times as wide, 224x224", "resnet50", (224, 224), 32, (("width", 256),)
+    ),
+    TrainingCase("ResNet-50, 4096x4096", "resnet50", (4096, 4096), 32, (("num_classes", 10),)),
+    TrainingCase(
+        "3-D U-Net, 256x256x256", "unet3d", (256,) * 3, 32, (("num_classes", 3), ("width", 32))
+    ),
 )
 CURVES = {
     "samples": (False, False),
@@ -93,13 +97,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options_of("channel_scaling", __doc__, arguments)
 
 
-def _numbers(case: Case, most: int) -> list[int]:
+def _numbers(case: TrainingCase, most: int) -> list[int]:
     """Of GPUs: from two images each to `MOST_PARTS` for each image."""
     numbers = (case.batch * 2**n // 2 for n in range(MOST_PARTS.bit_length() + 1))
     return [number for number in numbers if 0 < number <= min(most, case.batch * MOST_PARTS)]
 
 
-def _fastest(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
+def _fastest(case: TrainingCase, cluster: Cluster, ranks: int) -> dict[str, Any]:
     """By curve the fastest layout that fits."""
     job = _job(case)
     found: dict[str, Any] = {}
@@ -116,14 +120,16 @@ def _fastest(case: Case, cluster: Cluster, ranks: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _job(case: Case) -> Job:
+def _job(case: TrainingCase) -> PlannedJob:
     network = getattr(models, case.model)(**dict(case.keys))
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     channels, segments = 3 if len(case.size) == 2 else 1, case.model.startswith("unet")
-    return Job(network, (channels, *case.size), case.batch, optimizer, segments, on_cpu=False)
+    return PlannedJob(
+        network, (channels, *case.size), case.batch, optimizer, segments, on_cpu=False
+    )
 
 
-def _placements(case: Case, ranks: int) -> Iterator[Placement]:
+def _placements(case: TrainingCase, ranks: int) -> Iterator[Placement]:
     """All in one stage, and in two of which the second divides the channels of whole images."""
     dims = len(case.size)
     for data in (2**n for n in range(12) if case.batch % 2**n == 0):
@@ -140,7 +146,7 @@ def _placements(case: Case, ranks: int) -> Iterator[Placement]:
             yield Placement(data, grids, tensor=(1, half))
 
 
-def _predicted(job: Job, cluster: Cluster, placement: Placement) -> Prediction | None:
+def _predicted(job: PlannedJob, cluster: Cluster, placement: Placement) -> Prediction | None:
     """The fastest that fits: samples at once or one after the other, blocks again or not."""
     best: Prediction | None = None
     size, each = job.image[1:], job.batch // placement.data

@@ -15,7 +15,7 @@ from spatialdl.comm.device_group import backend_for, device_group
 from spatialdl.comm.device_path import device_path
 
 
-class Pieces(NamedTuple):
+class DevicePieces(NamedTuple):
     """Views on an accelerator of what a rank sends and receives.
 
     Attributes:
@@ -29,7 +29,7 @@ class Pieces(NamedTuple):
     sources: Sequence[int]
 
 
-def variants_on_device(pieces: Pieces, comm: MPI.Intracomm) -> dict[str, Callable[[], None]]:
+def variants_on_device(pieces: DevicePieces, comm: MPI.Intracomm) -> dict[str, Callable[[], None]]:
     """Through memory of the host always, and by the path that was chosen for the device."""
     found = {"pack, pinned, Isend/Irecv": _through_host(pieces, comm)}
     device, path = pieces.sends[0].device, device_path().name
@@ -40,7 +40,7 @@ def variants_on_device(pieces: Pieces, comm: MPI.Intracomm) -> dict[str, Callabl
     return found
 
 
-def _through_host(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
+def _through_host(pieces: DevicePieces, comm: MPI.Intracomm) -> Callable[[], None]:
     packed, landed = _buffers(pieces)
     outgoing, incoming = _pinned(packed), _pinned(landed)
     stream = torch.accelerator.current_stream(packed[0].device)
@@ -56,7 +56,7 @@ def _through_host(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
     return exchange
 
 
-def _device_aware(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
+def _device_aware(pieces: DevicePieces, comm: MPI.Intracomm) -> Callable[[], None]:
     packed, landed = _buffers(pieces)
     stream = torch.accelerator.current_stream(packed[0].device)
 
@@ -69,7 +69,7 @@ def _device_aware(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
     return exchange
 
 
-def _by_group(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
+def _by_group(pieces: DevicePieces, comm: MPI.Intracomm) -> Callable[[], None]:
     packed, landed = _buffers(pieces)
     device, store = packed[0].device, device_path().store
     assert store is not None
@@ -89,7 +89,7 @@ def _by_group(pieces: Pieces, comm: MPI.Intracomm) -> Callable[[], None]:
     return exchange
 
 
-def _buffers(pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+def _buffers(pieces: DevicePieces) -> tuple[list[Tensor], list[Tensor]]:
     """Contiguous, for what is sent and for what is received."""
     sends, receives = (
         [torch.empty(view.shape, device=view.device) for view in views]
@@ -108,7 +108,10 @@ def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 
 def _talk(
-    comm: MPI.Intracomm, pieces: Pieces, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    comm: MPI.Intracomm,
+    pieces: DevicePieces,
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
 ) -> None:
     requests = [
         comm.Irecv(buffer(tensor), source)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 import spatialdl
 from spatialdl.bench.device import Stopwatch, describe, take_device, worker_options
-from spatialdl.bench.halo_device import Pieces, variants_on_device
+from spatialdl.bench.halo_device import DevicePieces, variants_on_device
 from spatialdl.comm.abort import install_abort_hook
-from spatialdl.comm.alone import Alone, Done
+from spatialdl.comm.boxed import BoxedTensor, Exchange, views_of
 from spatialdl.comm.datatypes import buffer, mpi_type
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held, views_of
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
+from spatialdl.comm.single_process import Completed, SingleProcess
 from spatialdl.parallel.layout import Layout, Window, needed_boxes
 from spatialdl.spatial.conv import TileGeometry, tile_geometry
 
@@ -73,11 +73,11 @@ def measure(halo: Halo, rounds: int, exchanges: int) -> dict[str, list[float]]:
     return seconds
 
 
-class Silent(Alone):
+class SilentExchange(SingleProcess):
     """Exchanges move nothing, to know the time without communication."""
 
-    def start_exchange(self, *_: object) -> Done:
-        return Done()
+    def start_exchange(self, *_: object) -> Completed:
+        return Completed()
 
 
 class Halo:
@@ -98,7 +98,7 @@ class Halo:
         self._image = picture.expand(1, channels, -1, -1)
         self.tile = view_of(self._image, layout.whole, self.plan.own).to(device, copy=True)
         self.strips = geometry.strips(self.tile)
-        self.sends = views_of(self.plan.sends, [Held(self.tile, self.plan.own)])
+        self.sends = views_of(self.plan.sends, [BoxedTensor(self.tile, self.plan.own)])
         self.receives = views_of(self.plan.receives, geometry.held(self.strips))
         self.targets = [piece.peer for piece in self.plan.sends]
         self.sources = [piece.peer for piece in self.plan.receives]
@@ -125,7 +125,7 @@ class Halo:
         }
 
     def _by_hand_on_device(self) -> dict[str, Variant]:
-        pieces = Pieces(self.sends, self.receives, self.targets, self.sources)
+        pieces = DevicePieces(self.sends, self.receives, self.targets, self.sources)
         return variants_on_device(pieces, self.comm)
 
     def check(self) -> None:
@@ -140,17 +140,19 @@ class Halo:
 
         def exchange() -> None:
             strips = geometry.strips(tile) if new_strips else self.strips
-            halo = Exchange(plan, [Held(tile, plan.own)], geometry.held(strips), tile.device)
+            halo = Exchange(plan, [BoxedTensor(tile, plan.own)], geometry.held(strips), tile.device)
             start_exchange(comm, halo, "halo").wait()
 
         return exchange
 
     def _nothing(self) -> Variant:
         """Ours with an exchanger that moves nothing."""
-        alone, plan, geometry, tile = Silent(), self.plan, self.geometry, self.tile
+        alone, plan, geometry, tile = SilentExchange(), self.plan, self.geometry, self.tile
 
         def exchange() -> None:
-            halo = Exchange(plan, [Held(tile, plan.own)], geometry.held(self.strips), tile.device)
+            halo = Exchange(
+                plan, [BoxedTensor(tile, plan.own)], geometry.held(self.strips), tile.device
+            )
             start_exchange(alone, halo, "halo").wait()
 
         return exchange

@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 from tqdm import tqdm
 
-from spatialdl.bench import io_feeding, io_memory, io_reading, io_staging, io_writing
+from spatialdl.bench import io_loader, io_memory, io_reading, io_staging, io_writing
 from spatialdl.bench.io_report import draw, table
 from spatialdl.bench.results import machine, origin, parser_of, publish
 from spatialdl.text import size_in_bytes
@@ -24,7 +24,7 @@ from spatialdl.text import size_in_bytes
 Measure = Callable[[argparse.Namespace, Path, Callable[[], object]], Any]
 PARTS: dict[str, Measure] = {
     "reading": io_reading.measure,
-    "feeding": io_feeding.measure,
+    "feeding": io_loader.measure,
     "staging": io_staging.measure,
     "writing": io_writing.measure,
     "memory": lambda options, folder, _: io_memory.measure(options, folder),
@@ -50,7 +50,7 @@ def _ticks(options: argparse.Namespace) -> dict[str, int]:
     """How often each part ticks."""
     known = {
         "reading": io_reading.ticks(options),
-        "feeding": len(io_feeding.SETS) * len(options.workers),
+        "feeding": len(io_loader.SETS) * len(options.workers),
         "staging": len(io_staging.WAYS),
         "writing": len(io_writing.WAYS) * io_writing.ROUNDS,
         "memory": 0,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from spatialdl.bench.io_ways import (
+from spatialdl.bench.io_strategies import (
     CODED,
     JPEG,
     LOSSY,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spatialdl.bench import io_feeding, io_memory, io_reading, io_staging, io_writing
-from spatialdl.bench.io_ways import MEMMAP, OURS, PLAIN, PREAD, THROUGH, WAYS
+from spatialdl.bench import io_loader, io_memory, io_reading, io_staging, io_writing
+from spatialdl.bench.io_strategies import MEMMAP, OURS, PLAIN, PREAD, THROUGH, WAYS
 from spatialdl.bench.results import save
 
 _WIDE = 28  # columns of names in the table
@@ -46,11 +46,11 @@ def aims(result: dict[str, Any]) -> Iterator[Aim]:
         yield Aim(f"windows from {OURS}, to plain", io_reading.OF_PLAIN, windows["to_plain"][OURS])
         yield Aim(f"quarters from {OURS}, to {MEMMAP}", wanted, quarters["to_memmap"][OURS])
     if "feeding" in result:
-        name, workers = io_feeding.WANTED_AT
+        name, workers = io_loader.WANTED_AT
         for row in result["feeding"]:
             if (row["set"], row["workers"]) == (name, workers):
                 what = f"utilisation, {name}, {workers} workers"
-                yield Aim(what, io_feeding.UTILISATION, row["utilisation"])
+                yield Aim(what, io_loader.UTILISATION, row["utilisation"])
     if "staging" in result:
         what = f"epoch {io_staging.STAGING}, to {io_staging.STAGED}"
         yield Aim(what, io_staging.TO_STAGED, result["staging"]["ratio"], at_most=True)
@@ -103,7 +103,7 @@ def _tell_feeding(result: dict[str, Any]) -> Iterator[str]:
     yield f"{options['compute']:g} s a step; by the processes that read"
     yield ""
     yield f"{'':{_WIDE}}" + "".join(f"{count:>8}" for count in workers)
-    for name in io_feeding.SETS:
+    for name in io_loader.SETS:
         found = [row["utilisation"] for row in result["feeding"] if row["set"] == name]
         yield f"{name:{_WIDE}}" + "".join(f"{value:8.3f}" for value in found)
 
@@ -182,7 +182,7 @@ def _draw_reading(found: dict[str, Any], panels: Any) -> None:
 
 
 def _draw_feeding(result: dict[str, Any], panel: Any) -> None:
-    workers, names = result["options"]["workers"], list(io_feeding.SETS)
+    workers, names = result["options"]["workers"], list(io_loader.SETS)
     width = 0.8 / len(workers)
     for place, count in enumerate(workers):
         found = [row["utilisation"] for row in result["feeding"] if row["workers"] == count]
@@ -190,7 +190,7 @@ def _draw_feeding(result: dict[str, Any], panel: Any) -> None:
         color, label = _SHADES[place % len(_SHADES)], f"{count} worker{'s' * (count != 1)}"
         bars = panel.bar(at, found, width * 0.92, color=color, label=label)
         panel.bar_label(bars, [f"{value:.2f}" for value in found], fontsize=6.5)
-    panel.axhline(io_feeding.UTILISATION, color="k", linewidth=0.8, linestyle=":")
+    panel.axhline(io_loader.UTILISATION, color="k", linewidth=0.8, linestyle=":")
     panel.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
     panel.set_ylim(0, 1.3)
     panel.legend(frameon=False, fontsize=8, loc="upper center", ncols=len(workers))

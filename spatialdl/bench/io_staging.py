@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spatialdl.bench.io_feeding import run, write_tiles
+from spatialdl.bench.io_loader import run, write_tiles
 from spatialdl.bench.slow_source import environment
 
 STAGED, STAGING, SOURCE = "staged before", "staging meanwhile", "from the source"

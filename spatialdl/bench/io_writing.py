@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spatialdl.bench.io_ways import Pixels, draw_image
+from spatialdl.bench.io_strategies import Pixels, draw_image
 from spatialdl.bench.results import median_ratio
 from spatialdl.data import ShardWriter
 

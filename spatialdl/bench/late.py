@@ -36,7 +36,7 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import MEASURED, cluster_named
 from spatialdl.planning.worker import environment, run_worker
@@ -120,7 +120,7 @@ def predicted(options: argparse.Namespace, cluster: Cluster) -> dict[str, float]
     late, shape = network_of(options)
     optimizer = functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
     model, on_cpu = nn.Sequential(_Earlier(), *late.children()), cluster.cores is not None
-    job = Job(model, shape, options.batch, optimizer, on_cpu=on_cpu)
+    job = PlannedJob(model, shape, options.batch, optimizer, on_cpu=on_cpu)
     ranks, whole = options.ranks, (1, 1)
     placements = (
         Placement(1, (nearly_cubic(ranks),)),

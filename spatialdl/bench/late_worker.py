@@ -39,7 +39,7 @@ def main() -> None:
     install_abort_hook()
     options = worker_options()
     device = take_device(options.device)
-    sides = [Side(name, options, device) for name in _names(options)]
+    sides = [LateVariant(name, options, device) for name in _names(options)]
     world = sides[0].world
     with tqdm(
         total=len(sides) * (1 + options.rounds), desc="steps", unit="step", disable=world.rank != 0
@@ -71,7 +71,7 @@ def check_alike(losses: dict[str, float], world: Communicator) -> None:
             raise RuntimeError(f"{name} divided, the loss is {loss}, but {wanted} by {SIDES[0]}")
 
 
-class Side:
+class LateVariant:
     """One way of dividing the layers, at work on all ranks."""
 
     def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
@@ -173,7 +173,7 @@ class Side:
         return sent + averaged
 
 
-def _input(side: Side, mesh: Mesh) -> Tensor:
+def _input(side: LateVariant, mesh: Mesh) -> Tensor:
     """Without data, what a rank has of the images."""
     shape = list(side._images.shape)
     if side.name != SIDES[0]:

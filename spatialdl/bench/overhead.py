@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl.bench.results import machine, median_ratio
-from spatialdl.comm.alone import Done
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.single_process import Completed
 from spatialdl.models import resnet50
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import nearly_cubic
@@ -29,11 +29,11 @@ from spatialdl.spatial.split import from_local
 WARM_UP = 2
 
 
-class Silent(Dry):
+class SilentPeers(Dry):
     """A communicator of which no peer answers, for tensors with data."""
 
-    def start_exchange(self, *args: Any) -> Done:
-        return Done()
+    def start_exchange(self, *args: Any) -> Completed:
+        return Completed()
 
     def all_gather(self, values: Tensor) -> Tensor:
         return values.expand(self.size, *values.shape).clone()
@@ -117,7 +117,7 @@ def compare(
     network: nn.Module, ranks: int, size: int, batch: int, rounds: int
 ) -> tuple[list[float], list[float]]:
     """CPU seconds of `rounds` steps on a plain tile, and as many on a split one, in turn."""
-    comm = Silent(0, ranks)
+    comm = SilentPeers(0, ranks)
     mesh = Mesh(Axes(spatial=nearly_cubic(ranks)), 0, 0, comm, comm)
     whole = (size * mesh.grid[0], size * mesh.grid[1])
     tile, labels = torch.randn(batch, 3, size, size), torch.arange(batch) % 10

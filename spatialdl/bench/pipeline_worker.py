@@ -24,9 +24,9 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path
 from spatialdl.comm.world import start_world
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
+from spatialdl.pipeline.stage_runtime import Microbatch
 
 CLASSES = 10
 
@@ -37,7 +37,10 @@ def main() -> None:
     device = take_device(options.device)
     world = start_world()
     choose_device_path(world, device)
-    sides = [Side(one, options, world, device) for one in layouts(world.size, options.microbatches)]
+    sides = [
+        PipelineVariant(one, options, world, device)
+        for one in layouts(world.size, options.microbatches)
+    ]
     steps = len(sides) * (1 + options.rounds)
     with tqdm(total=steps, desc="steps", unit="step", disable=world.rank != 0) as progress:
         for side in sides:  # the first step takes memory and tries ways of talking
@@ -53,7 +56,7 @@ def main() -> None:
         print(json.dumps({"device": describe(device), "layouts": found}))
 
 
-class Side:
+class PipelineVariant:
     """One layout at work on all ranks."""
 
     def __init__(
@@ -68,7 +71,7 @@ class Side:
         torch.manual_seed(0)
         model = getattr(models, options.model)(num_classes=CLASSES)
         size = (3, options.size, options.size)
-        self.pipeline = Pipeline(
+        self.pipeline = PipelineRuntime(
             model,
             layout.placement,
             layout.schedule,

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from spatialdl.bench.results import origin, parser_of, publish, save
 from spatialdl.planning.calibrate import calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import job_of
 from spatialdl.planning.worker import run
@@ -111,7 +111,7 @@ def _row(overrides: Sequence[str], cluster: Cluster, steps: int) -> dict[str, An
     }
 
 
-def _trained(overrides: Sequence[str], job: Job, steps: int) -> dict[str, Any]:
+def _trained(overrides: Sequence[str], job: PlannedJob, steps: int) -> dict[str, Any]:
     """Peak memory of each rank, and seconds of each step, of a real run."""
     given = [f"data.samples={job.batch * steps}", "data.validation_samples=0", "device=cpu"]
     with tempfile.TemporaryDirectory() as folder:

@@ -23,14 +23,14 @@ from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import CannotWork, Job, Recompute
+from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named
 
 MOST = 2048
 
 
-class Case(NamedTuple):
+class ScalingCase(NamedTuple):
     """A network on images of a size.
 
     Attributes:
@@ -50,9 +50,11 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("ResNet-110 v2, 1024x1024", "resnet110_v2", 1024, 1, (1, 2), 2048, 0.5),
-    Case("ResNet-50, 16384x16384", "resnet50", 16384, 8, (8, 16, 32, 64), 128, 8),
-    Case("ResNet-50, 100000x100000", "resnet50", 100_000, 256, (256, 512, 1024, 2048), 1, 256),
+    ScalingCase("ResNet-110 v2, 1024x1024", "resnet110_v2", 1024, 1, (1, 2), 2048, 0.5),
+    ScalingCase("ResNet-50, 16384x16384", "resnet50", 16384, 8, (8, 16, 32, 64), 128, 8),
+    ScalingCase(
+        "ResNet-50, 100000x100000", "resnet50", 100_000, 256, (256, 512, 1024, 2048), 1, 256
+    ),
 )
 PUBLISHED = {
     "ResNet-110 v2, 1024x1024": (
@@ -113,18 +115,18 @@ def options_of(name: str, doc: str | None, arguments: Sequence[str]) -> argparse
     return options
 
 
-def _numbers(case: Case, most: int) -> list[int]:
+def _numbers(case: ScalingCase, most: int) -> list[int]:
     return [2**n for n in range(12) if case.first <= 2**n <= most]
 
 
 @functools.cache
-def _job(model: str, size: int) -> Job:
+def _job(model: str, size: int) -> PlannedJob:
     network = getattr(models, model)(num_classes=10)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return Job(network, (3, size, size), 1, optimizer, on_cpu=False)
+    return PlannedJob(network, (3, size, size), 1, optimizer, on_cpu=False)
 
 
-def _point(case: Case, cluster: Cluster, kind: str, ranks: int) -> dict[str, Any] | None:
+def _point(case: ScalingCase, cluster: Cluster, kind: str, ranks: int) -> dict[str, Any] | None:
     """The fastest layout that fits; None if none does."""
     batch = case.batch if kind == "strong" else max(1, round(ranks / case.each))
     job = _job(case.model, case.size)
@@ -163,7 +165,7 @@ def _fastest(cluster: Cluster, name: str) -> float:
 
 
 def _layouts(
-    case: Case, ranks: int, batch: int
+    case: ScalingCase, ranks: int, batch: int
 ) -> Iterator[tuple[str, Placement, Schedule, Recompute]]:
     again: tuple[Recompute, ...] = ("none", "block")
     for parts in case.grids:

@@ -45,7 +45,7 @@ SPREAD = 1.96
 """Standard deviations around a mean, between which lie 95 % of a normal distribution."""
 
 
-class Side(NamedTuple):
+class SyntheticVariant(NamedTuple):
     """One of the configurations that are compared.
 
     Attributes:
@@ -101,7 +101,7 @@ def _without_out(arguments: Sequence[str]) -> Iterator[str]:
         previous = word
 
 
-def sides_of(keys: Sequence[str]) -> list[Side]:
+def sides_of(keys: Sequence[str]) -> list[SyntheticVariant]:
     """The configurations that keys of ``spatialdl.train`` name.
 
     Args:
@@ -132,7 +132,7 @@ def _values(one: Override) -> Iterator[str]:
     yield from dict.fromkeys(f"{key}={value}" for value in one.sweep_string_iterator())
 
 
-def _side(name: str, keys: list[str]) -> Side:
+def _side(name: str, keys: list[str]) -> SyntheticVariant:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", keys)
     if config.debug.name != "none":
@@ -143,10 +143,10 @@ def _side(name: str, keys: list[str]) -> Side:
         config, _ = choose_alone(config, keys)
     placement = check_config(config)
     fit_model_keys(config, keys)
-    return Side(name, config, placement)
+    return SyntheticVariant(name, config, placement)
 
 
-def _run(side: Side, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _run(side: SyntheticVariant, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What the ranks of a configuration found.
 
     Raises:

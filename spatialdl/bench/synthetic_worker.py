@@ -24,7 +24,7 @@ from spatialdl.comm.device_path import choose_device_path, device_of
 from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
 from spatialdl.starting import choose_device
-from spatialdl.training.parts import Parts
+from spatialdl.training.parts import RunParts
 from spatialdl.training.peak_memory import peak_memory_mb
 
 
@@ -54,10 +54,10 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
     """Time `options.rounds` rounds of `options.steps` steps, after `options.warmup` steps."""
     check.enable(bool(config.comm.check))
     total = options.warmup + options.rounds * options.steps
-    parts = Parts(_settled(config, total), world)
-    feed = parts.train_feed
-    batch = feed.microbatches(next(iter(feed.batches())))
-    images = feed.samples(0)
+    parts = RunParts(_settled(config, total), world)
+    loader = parts.train_loader
+    batch = loader.microbatches(next(iter(loader.batches())))
+    images = loader.samples(0)
 
     def steps(first: int, count: int) -> Iterator[int]:
         for number in range(first, first + count):
@@ -80,7 +80,7 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
             rate = images * options.steps / rounds[-1] / world.size
             if world.rank == 0:
                 bar.write(f"round {number + 1}: {rate:.2f} img/sec per rank")
-    feed.close()
+    loader.close()
     memory = world.gather(peak_memory_mb(parts.device)) or [0.0]
     return {
         "rounds": rounds,

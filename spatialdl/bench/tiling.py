@@ -81,7 +81,7 @@ def draw_slide(path: Path, side: int) -> None:
         drawing.write_synthetic_slide(path, "ring", (side, side), progress=bar.update)
 
 
-class Turn(NamedTuple):
+class TilingRun(NamedTuple):
     """A run: round, side of the tiles, way, processes, slides."""
 
     number: int
@@ -91,13 +91,13 @@ class Turn(NamedTuple):
     slides: int
 
 
-def _turns(options: argparse.Namespace) -> list[Turn]:
+def _turns(options: argparse.Namespace) -> list[TilingRun]:
     turns = []
     for number in range(options.rounds):
         for side in options.tiles:
-            turns += [Turn(number, side, way, 1, 1) for way in WAYS]
+            turns += [TilingRun(number, side, way, 1, 1) for way in WAYS]
         clocked = options.tiles[0]
-        turns += [Turn(number, clocked, OURS, jobs, BATCH) for jobs in _jobs(options)]
+        turns += [TilingRun(number, clocked, OURS, jobs, BATCH) for jobs in _jobs(options)]
     return turns
 
 
@@ -106,7 +106,9 @@ def _jobs(options: argparse.Namespace) -> list[int]:
     return list(dict.fromkeys([1, *options.jobs]))
 
 
-def _run(turn: Turn, options: argparse.Namespace, slide: Path, folder: Path) -> dict[str, float]:
+def _run(
+    turn: TilingRun, options: argparse.Namespace, slide: Path, folder: Path
+) -> dict[str, float]:
     """Seconds of CPU and of the clock, and tiles."""
     command = [
         *(sys.executable, "-m", "spatialdl.bench.tiling_worker", turn.way, str(slide)),
@@ -117,7 +119,7 @@ def _run(turn: Turn, options: argparse.Namespace, slide: Path, folder: Path) -> 
 
 
 def summarise(
-    options: argparse.Namespace, found: Sequence[tuple[Turn, dict[str, float]]]
+    options: argparse.Namespace, found: Sequence[tuple[TilingRun, dict[str, float]]]
 ) -> dict[str, Any]:
     """Medians over the rounds; ratios are taken round by round."""
     rows = []

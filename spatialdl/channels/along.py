@@ -17,7 +17,7 @@ from spatialdl.channels.tensor import (
     on_tile,
     pointwise,
 )
-from spatialdl.random.generator import Region
+from spatialdl.random.generator import TensorRegion
 from spatialdl.random.plain import check_probability, dropped
 from spatialdl.random.streams import next_key, whole
 from spatialdl.spatial.dropout import region_of
@@ -168,14 +168,14 @@ def flip(input: ChannelTensor, *dims: Any) -> Any:
 # --- random numbers
 
 
-def _region(x: ChannelTensor) -> Region:
+def _region(x: ChannelTensor) -> TensorRegion:
     """Where a rank's channels lie in the whole tensor."""
     inner = x.part
     region = region_of(inner) if isinstance(inner, SpatialTensor) else whole(inner.shape)
     positions = list(region.positions)
     held = x.partition.held(x.comm.rank)
     positions[x.at] = torch.cat([torch.arange(start, stop) for start, stop in held])
-    return Region(tuple(positions), tuple(x.shape))
+    return TensorRegion(tuple(positions), tuple(x.shape))
 
 
 def _dropout(name: str, channels: bool, alpha: bool) -> None:

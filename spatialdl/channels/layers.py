@@ -31,7 +31,7 @@ from spatialdl.channels.tensor import (
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.partition import Partition
 from spatialdl.spatial.layer_norm import standardised
-from spatialdl.spatial.span import Span, asked
+from spatialdl.spatial.span import ReductionSpan, asked
 
 
 def comm_of(*operands: Any) -> Communicator:
@@ -340,7 +340,7 @@ def layer_norm(
     """Over the divided dim: statistics of all ranks' channels, as (count, mean, deviation)."""
     if len(normalized_shape) > 1 or input.at < input.dim() - 1:
         return NotImplemented
-    span = Span((input.at,), input.shape[input.at], True, (), input.comm)
+    span = ReductionSpan((input.at,), input.shape[input.at], True, (), input.comm)
     weight, bias = _own_of((weight, bias), input.partition, input.comm)
 
     def normalised(tile: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import sum_over_ranks
@@ -64,7 +64,7 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
     for bounds, piece in zip(partition.pieces, torch.split(part, sizes, dim), strict=True):
         own, whole = _folded(piece, dim), _sized(piece, dim, bounds[-1])
         plan, out = _plan(own.shape[0], bounds, own.shape[2], comm.rank), _folded(whole, dim)
-        held, window = [Held(own, plan.own)], [Held(out, plan.need)]
+        held, window = [BoxedTensor(own, plan.own)], [BoxedTensor(out, plan.need)]
         exchange = start_exchange(comm, Exchange(plan, held, window, own.device), NAME)
         copy_kept(own, out, plan)
         exchange.wait()

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
-from spatialdl.comm.roll_call import say, say_last
+from spatialdl.comm.liveness import say, say_last
 from spatialdl.errors import CommMismatch, NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (

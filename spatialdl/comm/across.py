@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.comm.held import Exchange, Held, Route
-from spatialdl.comm.plan import Messages
+from spatialdl.comm.plan import MessageSizes
 from spatialdl.comm.waiting import noted
 
 
@@ -142,7 +142,7 @@ class Crossing:
         sends, self._receives = _rooms(leaving), _rooms(arriving)
         for entry, place in _places(leaving, sends):
             place.copy_(entry[-1])
-        plan = Messages(_counts(sends), _counts(self._receives))
+        plan = MessageSizes(_counts(sends), _counts(self._receives))
         route = Route(range(comm.size), 0)
         exchange = Exchange(plan, _held(sends), _held(self._receives), device, route=route)
         self._pending = comm.start_exchange(exchange)
@@ -185,8 +185,8 @@ def _counts(rooms: Mapping[int, Tensor]) -> dict[int, int]:
     return {process: room.shape[1] for process, room in rooms.items()}
 
 
-def _held(rooms: Mapping[int, Tensor]) -> list[Held]:
-    return [Held(room, Messages.box(room.shape[1])) for room in rooms.values()]
+def _held(rooms: Mapping[int, Tensor]) -> list[BoxedTensor]:
+    return [BoxedTensor(room, MessageSizes.box(room.shape[1])) for room in rooms.values()]
 
 
 def _places(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from spatialdl.comm.check import Done
+from spatialdl.comm.check import CommCall
 from spatialdl.comm.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MOST = 2000
 _ASK, _ENDED = "ask", "ended"  # beside reports, which begin with the rank
 
 
-class Report(NamedTuple):
+class AlarmReport(NamedTuple):
     """What a rank tells the others.
 
     Attributes:
@@ -41,7 +41,7 @@ class Report(NamedTuple):
     raised: bool
     waits: bool
     stopped: dict[str, str]
-    done: Sequence[Done] = ()
+    done: Sequence[CommCall] = ()
 
 
 class Alarm(Protocol):
@@ -50,10 +50,10 @@ class Alarm(Protocol):
     reaches: bool
     """Whether other ranks hear it, as far as is known."""
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: AlarmReport) -> None:
         """To all ranks if `raised`; else to those that have raised an alarm."""
 
-    def heard(self) -> dict[int, Report]:
+    def heard(self) -> dict[int, AlarmReport]:
         """By rank what others have told so far; does not wait."""
 
     def ask(self, ranks: Sequence[int]) -> None:
@@ -82,10 +82,10 @@ class Unheard:
 
     reaches = False
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: AlarmReport) -> None:
         return None
 
-    def heard(self) -> dict[int, Report]:
+    def heard(self) -> dict[int, AlarmReport]:
         return {}
 
     def ask(self, ranks: Sequence[int]) -> None:
@@ -110,8 +110,8 @@ class ByMessages:
         from mpi4py import MPI
 
         self._comm = MPI.COMM_WORLD.Dup()
-        self._own: Report | None = None
-        self._heard: dict[int, Report] = {}
+        self._own: AlarmReport | None = None
+        self._heard: dict[int, AlarmReport] = {}
         self._told: set[int] = {self._comm.rank}
         self._asked_by: set[int] = set()
         self._ended: set[int] = set()
@@ -119,13 +119,13 @@ class ByMessages:
         self._lock = Lock()
         self._sent: list[MPI.Request] = []  # never waited for: some rank takes no messages
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: AlarmReport) -> None:
         self._own = report
         if report.raised:
             self._send_to(range(self._comm.size))
         self.heard()
 
-    def heard(self) -> dict[int, Report]:
+    def heard(self) -> dict[int, AlarmReport]:
         from mpi4py import MPI
 
         if MPI.Is_finalized():  # by the program itself
@@ -148,7 +148,7 @@ class ByMessages:
         elif kind == _ENDED:
             self._ended.add(rank)
         else:
-            report = Report(*message)
+            report = AlarmReport(*message)
             self._heard[report.rank] = report
 
     def ask(self, ranks: Sequence[int]) -> None:
@@ -193,17 +193,17 @@ class ByStore:
             store = store.clone()  # type: ignore[attr-defined]
         self._store: Store = PrefixStore("spatialdl/alarm", store)
         self._rank, self._size = rank, size
-        self._own: Report | None = None
-        self._heard: dict[int, Report] = {}
+        self._own: AlarmReport | None = None
+        self._heard: dict[int, AlarmReport] = {}
         self._lock, self._stop, self._told = Lock(), Event(), Event()
         self._thread = Thread(target=self._listen, name="alarm", daemon=True)
         self._thread.start()
 
-    def tell(self, report: Report) -> None:
+    def tell(self, report: AlarmReport) -> None:
         self._own = report
         self._told.set()
 
-    def heard(self) -> dict[int, Report]:
+    def heard(self) -> dict[int, AlarmReport]:
         with self._lock:
             return dict(self._heard)
 
@@ -238,8 +238,8 @@ class ByStore:
                 self._store.set("raised", "yes")
         for rank in range(self._size):
             if rank not in self._heard and rank != self._rank and self._store.check([str(rank)]):
-                report = Report(*json.loads(self._store.get(str(rank))))
-                report = report._replace(done=tuple(Done(*one) for one in report.done))
+                report = AlarmReport(*json.loads(self._store.get(str(rank))))
+                report = report._replace(done=tuple(CommCall(*one) for one in report.done))
                 with self._lock:
                     self._heard[rank] = report
         self.reaches = True

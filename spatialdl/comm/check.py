@@ -92,7 +92,7 @@ def decode(message: bytes) -> str:
 # --- without the check: what this rank has done last
 
 
-class Group:
+class CallHistory:
     """The last communications over one communicator.
 
     Attributes:
@@ -105,7 +105,7 @@ class Group:
         self.last: deque[object] = deque(maxlen=KEPT)
 
 
-class Done(NamedTuple):
+class CommCall(NamedTuple):
     """A communication, as ranks tell each other of it: the `number` of those over a `group`."""
 
     group: str
@@ -113,39 +113,39 @@ class Done(NamedTuple):
     text: str
 
 
-_groups: list[Group] = []  # those that talked last, the latest at the end
+_groups: list[CallHistory] = []  # those that talked last, the latest at the end
 _made: Counter[tuple[int, ...]] = Counter()
 
 
 def _remember(comm: Communicator, what: object) -> None:
     if comm.size == 1:
         return
-    group: Group = getattr(comm, "_done_last", None) or name_group(comm)
+    group: CallHistory = getattr(comm, "_done_last", None) or name_group(comm)
     group.count += 1
     group.last.append(what)
     if not _groups or _groups[-1] is not group:
         _groups[:] = [*(one for one in _groups if one is not group), group][-KEPT_GROUPS:]
 
 
-def name_group(comm: Communicator) -> Group:
+def name_group(comm: Communicator) -> CallHistory:
     """Name a new communicator; its ranks must do so in the same order for all that they make."""
     ranks = tuple(comm.world_ranks)
-    group = Group(f"{'-'.join(map(str, ranks[:KEPT]))}/{_made[ranks]}")
+    group = CallHistory(f"{'-'.join(map(str, ranks[:KEPT]))}/{_made[ranks]}")
     _made[ranks] += 1
     comm._done_last = group  # type: ignore[attr-defined]
     return group
 
 
-def done_last() -> list[Done]:
+def done_last() -> list[CommCall]:
     """What this rank has talked about last, in the groups that talked last."""
     return [
-        Done(group.name, number, str(what)[:KEPT_CHARACTERS])
+        CommCall(group.name, number, str(what)[:KEPT_CHARACTERS])
         for group in _groups
         for number, what in enumerate(group.last, group.count - len(group.last) + 1)
     ]
 
 
-def where_they_parted(ranks: Mapping[int, Sequence[Done]]) -> str:
+def where_they_parted(ranks: Mapping[int, Sequence[CommCall]]) -> str:
     """What the check would have said, from what some ranks have done last; or nothing.
 
     Args:
@@ -179,7 +179,7 @@ def understood(
     except Exception as error:
         if not _is_mismatch(error):
             raise
-        group: Group | None = getattr(comm, "_done_last", None)
+        group: CallHistory | None = getattr(comm, "_done_last", None)
         at = f"at '{group.last[-1]}' " if group is not None and group.last else ""
         others = [rank for rank in comm.world_ranks if rank != comm.world_ranks[comm.rank]]
         raise CommMismatch(

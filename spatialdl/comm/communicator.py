@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from spatialdl.comm.held import Exchange
+from spatialdl.comm.boxed import Exchange
 
 
 class Pending(Protocol):

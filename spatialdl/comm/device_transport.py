@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spatialdl.comm.alone import Done
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator, Message, Messages, Pending, Start, UnderWay
 from spatialdl.comm.device_group import device_group
 from spatialdl.comm.device_path import DevicePath, device_path
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.plan import Piece
+from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted
 
 
@@ -113,7 +113,7 @@ class DeviceAware:
     def start_all_reduce(self, values: Tensor) -> Pending:
         torch.accelerator.current_stream(values.device).synchronize()
         self._add(values)
-        return Done()
+        return Completed()
 
     def all_gather(self, values: Tensor) -> Tensor:
         own = values.contiguous()
@@ -194,7 +194,7 @@ def _queue(group: Any, exchange: Exchange) -> UnderWay:
     incoming = [(x, p.peer) for (x, _), p in _pairs(exchange.receives, exchange.incoming)]
     outgoing = [(x, p.peer) for (x, _), p in _pairs(exchange.sends, exchange.outgoing)]
     if not incoming and not outgoing:
-        return Done()
+        return Completed()
     group._start_coalescing(exchange.device)
     for tensor, peer in incoming:
         group.recv([_bytes(tensor)], peer, 0)
@@ -205,7 +205,7 @@ def _queue(group: Any, exchange: Exchange) -> UnderWay:
     return Messages([message], keep=exchange)
 
 
-def _pairs(held: Sequence[Held], pieces: Sequence[Piece]) -> list[tuple[Held, Piece]]:
+def _pairs(held: Sequence[BoxedTensor], pieces: Sequence[Piece]) -> list[tuple[BoxedTensor, Piece]]:
     """What has bytes to move: images may have no samples."""
     return [pair for pair in zip(held, pieces, strict=True) if pair[0].tensor.numel() > 0]
 
@@ -245,11 +245,11 @@ class PackedExchange:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             outgoing = [
-                Held(self._packed_copy(view), piece.box)
+                BoxedTensor(self._packed_copy(view), piece.box)
                 for view, piece in zip(exchange.leaving(), exchange.outgoing, strict=True)
             ]
             incoming = [
-                Held(self._room(view), piece.box)
+                BoxedTensor(self._room(view), piece.box)
                 for view, piece in zip(self._views, exchange.incoming, strict=True)
             ]
             self._packed = self._stream.record_event()

@@ -22,13 +22,13 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from torch.distributed.distributed_c10d import _get_default_store
 
 from spatialdl.comm import check
-from spatialdl.comm.alone import Done
+from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import Message, Messages, Pending, UnderWay, fold
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceTransport, ThroughHost
-from spatialdl.comm.held import Exchange
 from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.processes import machine
+from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
@@ -183,7 +183,7 @@ class _ToSelf:
 
     def send(self, packed: Tensor, tag: int) -> Message:
         self._sent[self._next("send", tag)] = packed.clone()
-        return Done().wait, Done().is_done, None
+        return Completed().wait, Completed().is_done, None
 
     def receive(self, room: Tensor, tag: int) -> Message:
         """Must be sent before it is waited for."""

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from spatialdl.comm.alone import Alone, Done
-from spatialdl.comm.held import Exchange
+from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.tape import replaying
+from spatialdl.comm.replay import replaying
+from spatialdl.comm.single_process import Completed, SingleProcess
 
 Kind = Literal["exchange", "sum", "gather"]
 Axis = Literal["grid", "tensor"]
@@ -24,7 +24,7 @@ Givers = tuple[tuple[int, ...], ...]
 """For each virtual rank of a process those of the same process from which it gets something."""
 
 
-class Event(NamedTuple):
+class DryEvent(NamedTuple):
     """What a virtual rank does of a call: others have their turns while it waits.
 
     Attributes:
@@ -54,7 +54,7 @@ class Talk(NamedTuple):
     axis: Axis = "grid"
 
 
-class Dry(Alone):
+class Dry(SingleProcess):
     """A communicator of `size` ranks of which there is one, and nobody answers.
 
     Args:
@@ -85,7 +85,7 @@ class Dry(Alone):
 
 
 _heard: list[list[Talk]] = []
-_followed: list[Callable[[Event], None]] = []
+_followed: list[Callable[[DryEvent], None]] = []
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def listening() -> Iterator[list[Talk]]:
 
 
 @contextmanager
-def following(tell: Callable[[Event], None]) -> Iterator[None]:
+def following(tell: Callable[[DryEvent], None]) -> Iterator[None]:
     """Within it `tell` is called where a virtual rank comes to a call, and where it waits."""
     _followed.append(tell)
     try:
@@ -119,34 +119,34 @@ def note(comm: object, kind: Kind, ranks: int, size: int) -> None:
     if replaying():
         return
     if isinstance(comm, Dry) and comm.processes:
-        _follow(Event("bring"))
-        _follow(Event("wait for all"))
+        _follow(DryEvent("bring"))
+        _follow(DryEvent("wait for all"))
         ranks = len(comm.processes)
         if kind == "gather":  # a sum is taken within the process first
             size *= len(comm.processes[comm.process_of[comm.rank]])
     _tell(comm, kind, ranks, size)
 
 
-def exchange(comm: object, what: Exchange) -> Done:
+def exchange(comm: object, what: Exchange) -> Completed:
     """Tell those who listen of an exchange of which nothing is moved."""
     if replaying():
-        return Done()
+        return Completed()
     if isinstance(comm, Dry) and comm.processes:
         pieces = tuple(view.nbytes for view in what.leaving())
-        _follow(Event("bring", pieces, _givers(comm, what.plan, what.adjoint)))
+        _follow(DryEvent("bring", pieces, _givers(comm, what.plan, what.adjoint)))
         _tell(comm, "exchange", *_crossing(comm, what))
         return _Awaited()
     peers = {piece.peer for piece in (*what.outgoing, *what.incoming)}
     _tell(comm, "exchange", len(peers), sum(view.nbytes for view in what.leaving()))
-    return Done()
+    return Completed()
 
 
-class _Awaited(Done):
+class _Awaited(Completed):
     def wait(self) -> None:
-        _follow(Event("wait"))
+        _follow(DryEvent("wait"))
 
 
-def _follow(event: Event) -> None:
+def _follow(event: DryEvent) -> None:
     for tell in _followed:
         tell(event)
 

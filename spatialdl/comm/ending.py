@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from spatialdl.comm.roll_call import leave
+from spatialdl.comm.liveness import leave
 
 _SURELY_S = 10.0
 _RELAYED_S = 0.2  # or launchers print their own words between pieces of what ranks have said

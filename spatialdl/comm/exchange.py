@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm import allocator, check, dry, trace
-from spatialdl.comm.alone import Done
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator, Pending, Start, UnderWay
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import Piece, Plan
-from spatialdl.comm.tape import exchange_once, taped
+from spatialdl.comm.replay import exchange_once, taped
+from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted
 from spatialdl.errors import CommMismatch
 from spatialdl.parallel.layout import Box
@@ -34,7 +34,7 @@ def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartit
     """
     is_meta = exchange.device.type == "meta"
     if not exchange.plan.talks:
-        return Done()
+        return Completed()
     if is_meta:
         return dry.exchange(comm, exchange)
     if taped():
@@ -109,7 +109,7 @@ class PlanMessages(_Noted):
         self, comm: Communicator, exchange: Exchange, name: str, start: Start | None = None
     ) -> None:
         self._lines: list[tuple[int, Tensor]] = []
-        self._announced: UnderWay = Done()
+        self._announced: UnderWay = Completed()
         if check.enabled() and exchange.route is not None:
             ranks = [comm.world_ranks[rank] for rank in exchange.route.ranks]
             text = check.encode(f"{name} {exchange.plan.describe()}")
@@ -120,12 +120,12 @@ class PlanMessages(_Noted):
         self, comm: Communicator, exchange: Exchange, text: bytes, ranks: Sequence[int]
     ) -> UnderWay:
         self._text = check.as_tensor(text).view(1, -1)
-        rooms = [Held(torch.empty_like(self._text), _LINE) for _ in exchange.incoming]
+        rooms = [BoxedTensor(torch.empty_like(self._text), _LINE) for _ in exchange.incoming]
         self._lines = [
             (ranks[piece.peer], room.tensor)
             for piece, room in zip(exchange.incoming, rooms, strict=True)
         ]
-        plan, sends = _lines_of(exchange.plan), [Held(self._text, _LINE)]
+        plan, sends = _lines_of(exchange.plan), [BoxedTensor(self._text, _LINE)]
         lines = exchange._replace(plan=plan, sends=sends, receives=rooms, device=self._text.device)
         return comm.start_exchange(lines)
 

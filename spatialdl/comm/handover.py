@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm import trace
+from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_transport import Lane
 from spatialdl.comm.exchange import PlanMessages
-from spatialdl.comm.held import Exchange, Held, Route
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.waiting import noted
@@ -84,7 +84,7 @@ class _Arriving(NamedTuple):
     """
 
     tile: Tensor
-    rooms: list[Held]
+    rooms: list[BoxedTensor]
     messages: PlanMessages
 
 
@@ -126,7 +126,7 @@ class Handover:
         plan, tile = self._plan(what), tile.detach()
         if "forward" in self.lanes:  # a network may make tensors on the host
             tile = tile.to(self.lanes["forward"].device, non_blocking=True)
-        self._leave(plan, Held(what.boxed(tile), plan.own), microbatch, "forward")
+        self._leave(plan, BoxedTensor(what.boxed(tile), plan.own), microbatch, "forward")
 
     def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         """Receiver, forward: be ready for what the stage before makes; returns at once.
@@ -136,7 +136,7 @@ class Handover:
         plan = self._plan(what)
         shape = what.local_shape(what.receiver, self.me - len(self.senders))
         tile = torch.empty(shape, dtype=what.dtype, device=device)
-        self._expect(plan, tile, [Held(what.boxed(tile), plan.need)], microbatch, "forward")
+        self._expect(plan, tile, [BoxedTensor(what.boxed(tile), plan.need)], microbatch, "forward")
 
     def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
         """Receiver, forward: this rank's part of what the stage before made."""
@@ -147,7 +147,7 @@ class Handover:
     def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
         """Receiver, backward: start to send the gradient of its part."""
         plan = self._plan(what)
-        self._leave(plan, Held(what.boxed(grad), plan.need), microbatch, "backward")
+        self._leave(plan, BoxedTensor(what.boxed(grad), plan.need), microbatch, "backward")
 
     def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         """Sender, backward: be ready for the gradient of its tile; returns at once."""
@@ -181,7 +181,7 @@ class Handover:
     def _plan(self, what: HandoverShape) -> Plan:
         return _plan(what, len(self.senders), len(self.receivers), self.me)
 
-    def _leave(self, plan: Plan, held: Held, microbatch: int, direction: Direction) -> None:
+    def _leave(self, plan: Plan, held: BoxedTensor, microbatch: int, direction: Direction) -> None:
         self._let_go()
         messages = self._messages(plan, [held], [], held.tensor.device, microbatch, direction)
         self._leaving.setdefault(self._tag(microbatch, direction), []).append(messages)
@@ -193,7 +193,12 @@ class Handover:
                 del self._leaving[tag]
 
     def _expect(
-        self, plan: Plan, tile: Tensor, rooms: list[Held], microbatch: int, direction: Direction
+        self,
+        plan: Plan,
+        tile: Tensor,
+        rooms: list[BoxedTensor],
+        microbatch: int,
+        direction: Direction,
     ) -> None:
         messages = self._messages(plan, [], rooms, tile.device, microbatch, direction)
         queue = self._arriving.setdefault(self._tag(microbatch, direction), deque())
@@ -210,8 +215,8 @@ class Handover:
     def _messages(
         self,
         plan: Plan,
-        sends: list[Held],
-        receives: list[Held],
+        sends: list[BoxedTensor],
+        receives: list[BoxedTensor],
         device: torch.device,
         microbatch: int,
         direction: Direction,

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl.comm import allocator, early_signals
-from spatialdl.comm.roll_call import RollCall, say
+from spatialdl.comm.liveness import Liveness, say
 
 GRACE_S = 10.0
 """Ranks that were told to stop and have not after this long are killed."""
@@ -150,7 +150,7 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
         FileNotFoundError: if there is no launcher.
     """
     command, environment = ranks_command(world_size, module, arguments)
-    with RollCall(world_size) as ranks, _own_sessions(environment):
+    with Liveness(world_size) as ranks, _own_sessions(environment):
         there = ranks.complete if stops else None
         code = _supervise(command, {**environment, **ranks.environment}, there)
     vanished = ranks.vanished()

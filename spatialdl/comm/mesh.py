@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from spatialdl.comm.agreement import Agreement
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, current_device
 from spatialdl.comm.dry import Dry
@@ -24,6 +23,7 @@ from spatialdl.comm.protection import (
     limit_program,
     protect,
 )
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.parallel.axes import Axes
@@ -58,7 +58,7 @@ class Mesh:
     comm: Communicator
     grid_comm: Communicator
     agreement: Agreement | None = None
-    tensor_comm: Communicator = field(default_factory=Alone)
+    tensor_comm: Communicator = field(default_factory=SingleProcess)
     stream: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
@@ -261,7 +261,7 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
         grid_comm=comm.subset(ranks[replica]),
         tensor_comm=comm.subset(placement.tensor_ranks(position))
         if placement.tensor_parts(stage) > 1
-        else Alone(),
+        else SingleProcess(),
         stream=placement.stream,
     )
 

@@ -15,13 +15,20 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm import check
+from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import Messages, Pending, UnderWay, fold
 from spatialdl.comm.datatypes import buffer, reduction_type
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceAware, DeviceTransport, ThroughHost
-from spatialdl.comm.held import Exchange
+from spatialdl.comm.exchange_strategies import (
+    WAYS,
+    Neighbours,
+    Way,
+    by_messages,
+    fastest,
+    under_way,
+)
 from spatialdl.comm.waiting import noted
-from spatialdl.comm.ways import WAYS, Neighbours, Way, by_messages, fastest, under_way
 
 
 class MpiCommunicator(Neighbours):

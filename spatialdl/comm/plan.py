@@ -99,7 +99,7 @@ def plan_for(owned: tuple[Box, ...], needed: tuple[Box, ...], rank: int) -> Plan
     return Plan(owned, needed, rank)
 
 
-class Messages(Plan):
+class MessageSizes(Plan):
     """One message to each of some peers and from each of others, of so many elements.
 
     Args:

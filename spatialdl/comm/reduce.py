@@ -10,7 +10,7 @@ from torch import Tensor
 from spatialdl.comm import check, dry, trace
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.once import once_differentiable
-from spatialdl.comm.tape import once
+from spatialdl.comm.replay import once
 from spatialdl.comm.waiting import noted
 
 # what MPI cannot add up, or not without loss

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box
@@ -24,7 +24,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
     """The part `box` of a tensor (N, ..., *spatial) that holds the box `held`."""
-    return Held(tensor, held).view(box)
+    return BoxedTensor(tensor, held).view(box)
 
 
 def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
@@ -57,12 +57,14 @@ def copy_kept(tile: Tensor, out: Tensor, plan: Plan) -> None:
         view_of(out, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
 
 
-def rooms_back(like: Tensor, plan: Plan) -> list[Held]:
+def rooms_back(like: Tensor, plan: Plan) -> list[BoxedTensor]:
     """Memory for what comes back of the own box, a tensor each: pieces may overlap."""
-    return [Held(like.new_empty(shape_of(like, piece.box)), piece.box) for piece in plan.sends]
+    return [
+        BoxedTensor(like.new_empty(shape_of(like, piece.box)), piece.box) for piece in plan.sends
+    ]
 
 
-def add_up(out: Tensor, plan: Plan, arrivals: Sequence[Held]) -> None:
+def add_up(out: Tensor, plan: Plan, arrivals: Sequence[BoxedTensor]) -> None:
     """Add what came back to what this rank has of its own box."""
     for arrival, box in arrivals:
         view_of(out, plan.own, box).add_(arrival)
@@ -76,7 +78,7 @@ def move(
     Pixels that nobody owns (outside the image) are set to `fill`.
     """
     out = room_for_window(tile, plan, fill)
-    window, own = [Held(out, plan.need)], [Held(tile, plan.own)]
+    window, own = [BoxedTensor(out, plan.need)], [BoxedTensor(tile, plan.own)]
     exchange = start_exchange(comm, Exchange(plan, own, window, tile.device), name)
     copy_kept(tile, out, plan)
     exchange.wait()
@@ -99,7 +101,7 @@ def move_back(
     for box in plan.unasked:
         view_of(out, plan.own, box).zero_()
     arrivals = rooms_back(grad, plan)
-    window = [Held(grad, plan.need)]
+    window = [BoxedTensor(grad, plan.need)]
     exchange = start_exchange(comm, Exchange(plan, window, arrivals, grad.device, True), name)
     if not plan.kept.is_empty:
         view_of(out, plan.own, plan.kept).copy_(view_of(grad, plan.need, plan.kept))

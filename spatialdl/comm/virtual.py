@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.across import Across, Sent
+from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import fold
-from spatialdl.comm.held import Exchange
 from spatialdl.comm.turns import Turns
 from spatialdl.errors import CommMismatch
 

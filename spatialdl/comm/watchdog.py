@@ -17,11 +17,11 @@ from threading import Event, Thread, main_thread
 from typing import NamedTuple
 
 from spatialdl.comm import check, limit, waiting
-from spatialdl.comm.alarm import MOST, Alarm, Report, Unheard, alarm_between
+from spatialdl.comm.alarm import MOST, Alarm, AlarmReport, Unheard, alarm_between
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure
+from spatialdl.comm.liveness import say, say_last
 from spatialdl.comm.processes import Process
-from spatialdl.comm.roll_call import say, say_last
 from spatialdl.comm.waiting import module_of, place_of
 
 LOOK_S = 1.0
@@ -199,7 +199,7 @@ class Watchdog:
             time.sleep(2 * GRACE_S)  # it ends the job, unless it is gone itself
         end_job_for_sure()
 
-    def _gathered(self, own: Report) -> dict[int, Report]:
+    def _gathered(self, own: AlarmReport) -> dict[int, AlarmReport]:
         """What ranks say within the grace, this one too."""
         until = time.monotonic() + GRACE_S
         while True:
@@ -214,7 +214,7 @@ class Watchdog:
                 return reports
             time.sleep(0.05)
 
-    def _report(self, overdue: _Overdue | None) -> Report:
+    def _report(self, overdue: _Overdue | None) -> AlarmReport:
         try:
             text, waits = (self.failed, False) if self.failed else self._state(overdue)
         except Exception as error:  # the job must end all the same
@@ -226,7 +226,7 @@ class Watchdog:
         stopped = {rank: state for rank, state in states.items() if state is not None}
         raised = overdue is not None or bool(self.failed)
         text = f"{where}: {text}"[:MOST]
-        return Report(self._rank, text, raised, waits, stopped, tuple(check.done_last()))
+        return AlarmReport(self._rank, text, raised, waits, stopped, tuple(check.done_last()))
 
     def _state(self, overdue: _Overdue | None) -> tuple[str, bool]:
         """What this rank does, and whether it waits for others."""
@@ -253,7 +253,7 @@ class Watchdog:
         number, since = self._since.get(thread, (0, 0.0))
         return f"{self._clock - since:.0f} s " if number == wait.number else "a moment "
 
-    def _summary(self, reports: dict[int, Report], remedy: str) -> str:
+    def _summary(self, reports: dict[int, AlarmReport], remedy: str) -> str:
         """Who is to blame, as far as it can be told, and what to do."""
         stopped = {int(r): why for one in reports.values() for r, why in one.stopped.items()}
         missing = [r for r in range(len(self._processes)) if r not in reports]

@@ -41,12 +41,12 @@ def start_world(transport: str = "auto") -> Communicator:
             take different transports. Ranks of srun that have an address of torch.distributed need
             no MPI, and may not find out.
     """
-    from spatialdl.comm.alone import Alone
+    from spatialdl.comm.single_process import SingleProcess
     from spatialdl.comm.watchdog import start_watchdog
 
     info = launched()
     if info is None:
-        _Chosen.world = Alone()
+        _Chosen.world = SingleProcess()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
         if info.launcher == "mpiexec" or (info.launcher == "srun" and not _has_address()):
             _meet_by_mpi(info, "torch")

@@ -25,7 +25,7 @@ Where = tuple[int | slice, ...]
 MISSING = -1
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """What a box has of a chunk.
 
     Attributes:
@@ -66,7 +66,7 @@ class ChunkMap:
         """Of the memory that it takes."""
         return self.offsets.nbytes * (1 if self.sizes is None else 2)
 
-    def parts(self, where: Where, out_shape: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, where: Where, out_shape: tuple[int, ...]) -> Iterator[ChunkPart]:
         """The chunks under a box that is not empty.
 
         Raises:
@@ -79,7 +79,7 @@ class ChunkMap:
         spans = [_spans(cut, step) for cut, step in zip(cuts, self.cell, strict=False)]
         for found in product(*spans):
             place, inside, outside = zip(*found, strict=True)
-            yield Part((*number, *place), grid.item(*place), inside, outside)
+            yield ChunkPart((*number, *place), grid.item(*place), inside, outside)
 
     def _check(
         self, where: Where, number: tuple[int, ...], cuts: list[slice], out_shape: tuple[int, ...]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 
 from spatialdl.data.chunk_cache import CHUNKS, ChunkCache
-from spatialdl.data.chunk_map import MISSING, ChunkMap, Part, Where
+from spatialdl.data.chunk_map import MISSING, ChunkMap, ChunkPart, Where
 from spatialdl.data.codec import Codec, decode
 from spatialdl.data.raw_reading import RawFile
 
@@ -50,7 +50,7 @@ def read_coded(
         out[part.outside] = pixels[part.inside]
 
 
-def _decoded(file: RawFile, chunks: ChunkMap, codec: Codec, part: Part) -> Pixels:
+def _decoded(file: RawFile, chunks: ChunkMap, codec: Codec, part: ChunkPart) -> Pixels:
     assert chunks.sizes is not None
     try:
         if part.begin == MISSING:

@@ -97,7 +97,7 @@ class TileSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class RegionBand:
     """Rows `row0` to `row0 + rows` of a region (slices of a volume), in one shard."""
 
     shard: int
@@ -114,7 +114,7 @@ class RegionSample:
     width: int
     mpp: float | None
     striped: bool
-    bands: tuple[Band, ...]
+    bands: tuple[RegionBand, ...]
     label: int | None
     split: str | None
     slide: str
@@ -432,7 +432,9 @@ def _region(row: dict[str, Any]) -> dict[str, Any]:
         "mpp": None if row["mpp"] is None else fields.positive(row, "mpp"),
         "striped": fields.flag(row, "striped"),
         "bands": tuple(
-            Band(fields.whole(b, "shard"), fields.whole(b, "row0"), fields.whole(b, "rows", 1))
+            RegionBand(
+                fields.whole(b, "shard"), fields.whole(b, "row0"), fields.whole(b, "rows", 1)
+            )
             for b in fields.tables(row, "bands")
         ),
         **_common(row),

@@ -20,7 +20,7 @@ from spatialdl.data.format import ShardInfo, sha256_of
 from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
 from spatialdl.data.staging.cache import local_name
-from spatialdl.data.staging.giving_way import reading_source
+from spatialdl.data.staging.read_priority import reading_source
 from spatialdl.errors import ShardError
 
 log = logging.getLogger("spatialdl.data")

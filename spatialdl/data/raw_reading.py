@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.chunk_map import MISSING, ChunkMap, Part, Where
+from spatialdl.data.chunk_map import MISSING, ChunkMap, ChunkPart, Where
 
 Bytes = npt.NDArray[np.uint8]
 Pixels = npt.NDArray[Any]
@@ -35,7 +35,7 @@ _LOCAL = {
 class RawFile(Protocol):
     """An open file out of which boxes are copied."""
 
-    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
+    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[ChunkPart]:
         """Copy a box of a dataset to `out`; returns the parts whose chunks were never written."""
 
     def stored(self, begin: int, size: int) -> Bytes:
@@ -52,7 +52,7 @@ class MappedFile:
         self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
+    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[ChunkPart]:
         cell, dtype, flat = chunks.cell, chunks.dtype, self._bytes
         size = prod(cell) * dtype.itemsize
         missing = []
@@ -79,7 +79,7 @@ class PreadFile:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[Part]:
+    def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[ChunkPart]:
         cell = chunks.cell
         line = prod(cell[1:]) * chunks.dtype.itemsize  # bytes of a row (or slice) of a chunk
         buffer: Pixels | None = None

@@ -22,7 +22,7 @@ from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import (
     NO_LABEL,
-    Band,
+    RegionBand,
     RegionSample,
     ShardInfo,
     VolumeSample,
@@ -115,7 +115,7 @@ class RegionShards:
             mpp=mpp,
             striped=self._striped,
             bands=tuple(
-                Band(file.number, row0, end - row0)
+                RegionBand(file.number, row0, end - row0)
                 for file, (row0, end) in zip(files, cuts, strict=True)
             ),
             **known,
@@ -289,7 +289,7 @@ def _dtype_of(image: ImageRows | EncodedImage) -> np.dtype[Any]:
     return image_dtype(getattr(image, "dtype", np.uint8))
 
 
-def _copy_streams(image: EncodedImage, chunks: Chunks, band: Band) -> None:
+def _copy_streams(image: EncodedImage, chunks: Chunks, band: RegionBand) -> None:
     """Store the streams of a band."""
     (high, wide), across = image.chunk, grid_of(image)[1]
     for row in range(0, band.rows, high):
@@ -301,7 +301,7 @@ def _copy_streams(image: EncodedImage, chunks: Chunks, band: Band) -> None:
 def _copy_rows(
     image: ImageRows,
     chunks: Chunks,
-    band: Band,
+    band: RegionBand,
     at_once: int,
     check: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
 ) -> None:

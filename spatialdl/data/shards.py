@@ -16,8 +16,8 @@ from spatialdl.data.chunk_map import Where
 from spatialdl.data.codec import Codec, Coding
 from spatialdl.data.format import (
     NO_LABEL,
-    Band,
     Manifest,
+    RegionBand,
     RegionSample,
     Sample,
     TileSample,
@@ -304,7 +304,9 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self._shards.note_read(out.nbytes)
 
 
-def _bands(region: RegionSample, row0: int, row1: int) -> Iterator[tuple[int, Band, int, int]]:
+def _bands(
+    region: RegionSample, row0: int, row1: int
+) -> Iterator[tuple[int, RegionBand, int, int]]:
     """The bands that hold rows of a region: number, band, first row, row after the last."""
     for number, band in enumerate(region.bands):
         first, last = max(row0, band.row0), min(row1, band.row0 + band.rows)

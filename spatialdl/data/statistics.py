@@ -46,7 +46,7 @@ class Statistics:
 
 
 @dataclass
-class Moments:
+class RunningMoments:
     """Of what was seen so far: count, and per channel mean and squared distances to it."""
 
     count: int
@@ -54,7 +54,7 @@ class Moments:
     squares: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, pixels: Pixels) -> Moments:
+    def of(cls, pixels: Pixels) -> RunningMoments:
         """Of an array (..., channels); of integers they are fractions."""
         rows = pixels.reshape(-1, pixels.shape[-1])
         count = len(rows)
@@ -69,14 +69,14 @@ class Moments:
         mean = wide.mean(0)
         return cls(count, mean, np.square(wide - mean).sum(0))
 
-    def with_others(self, other: Moments) -> Moments:
+    def with_others(self, other: RunningMoments) -> RunningMoments:
         """Of both together."""
         count, apart = self.count + other.count, other.mean - self.mean
         share = Fraction(other.count, count)
         if self.mean.dtype != object:
             share = float(share)  # type: ignore[assignment]
         squares = self.squares + other.squares + apart * apart * (share * self.count)
-        return Moments(count, self.mean + apart * share, squares)
+        return RunningMoments(count, self.mean + apart * share, squares)
 
     def statistics(self) -> Statistics:
         """Mean and (population) standard deviation."""
@@ -110,11 +110,11 @@ def statistics_of(source: ShardDataset, split: str | None, world: Communicator) 
     return found
 
 
-def _moments(source: ShardDataset, samples: range, shows: bool) -> Iterator[Moments]:
+def _moments(source: ShardDataset, samples: range, shows: bool) -> Iterator[RunningMoments]:
     numbers = tqdm(samples, "mean and std", disable=not shows, leave=False, mininterval=2, delay=2)
     for sample in numbers:
         for box in _bands(source, sample):
-            yield Moments.of(source.read(sample, box))
+            yield RunningMoments.of(source.read(sample, box))
 
 
 def _bands(source: ShardDataset, sample: int) -> Iterator[Box]:
@@ -125,8 +125,8 @@ def _bands(source: ShardDataset, sample: int) -> Iterator[Box]:
         yield (first, min(first + step, size[0]), *whole_box(size)[2:])
 
 
-def _combined(parts: Iterable[Moments]) -> Moments | None:
-    total: Moments | None = None
+def _combined(parts: Iterable[RunningMoments]) -> RunningMoments | None:
+    total: RunningMoments | None = None
     for part in parts:
         total = part if total is None else total.with_others(part)
     return total

@@ -36,7 +36,7 @@ def orientation_of(affine: npt.ArrayLike) -> str:
 
 
 @dataclass(frozen=True)
-class Turn:
+class VolumeTurn:
     """Takes stored volumes to how a network sees them, by exchanging and reversing dims.
 
     Attributes:
@@ -123,11 +123,11 @@ class Geometry:
         spacing = None if self.spacing is None else [list(one) for one in self.spacing]
         return {"orientation": self.orientation, "spacing": spacing}
 
-    def turn(self, affine: npt.ArrayLike | None) -> Turn:
+    def turn(self, affine: npt.ArrayLike | None) -> VolumeTurn:
         """From a volume with this affine to the orientation of the training set."""
         if affine is None or self.orientation is None:
-            return Turn()
-        return Turn.between(orientation_of(affine), self.orientation)
+            return VolumeTurn()
+        return VolumeTurn.between(orientation_of(affine), self.orientation)
 
     def remark(self, spacing: tuple[float, ...] | None) -> str:
         """What is to be said of a volume whose voxels have this spacing as they are seen."""

@@ -24,8 +24,8 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.evaluating.levels import Level
 from spatialdl.evaluating.pictures import image_errors
 from spatialdl.evaluating.predicted import Predicted
-from spatialdl.predicting.given import given_slides
 from spatialdl.predicting.inputs import named_samples
+from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.reading.reader import Slide
 
@@ -59,7 +59,7 @@ class Case:
 
 
 def worst_cases(
-    levels: Sequence[Level], predicted: Predicted, most: int, pixels: Pixels
+    levels: Sequence[Level], predicted: Predicted, most: int, pixels: CasePictures
 ) -> list[Case]:
     """So many of each level, the worst first."""
     found = []
@@ -122,7 +122,7 @@ def _words(level: Level, n: int, classes: Sequence[str]) -> tuple[str, str]:
     )
 
 
-class Pixels:
+class CasePictures:
     """Pictures of tiles and slides, if what was predicted is still there.
 
     Args:
@@ -136,7 +136,7 @@ class Pixels:
             return
         with suppress(ValueError, OSError, ShardError):
             if config.get("slides") is not None:
-                paths = slide_names(given_slides(config.slides))
+                paths = slide_names(slide_paths(config.slides))
                 self._slides = {name: path for path, name in paths.items()}
             elif config.get("shards") is not None:
                 self._find_samples(Path(config.shards).expanduser(), config.get("split"))

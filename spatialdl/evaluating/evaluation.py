@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.evaluating.cases import Pixels, config_of, save_cases, worst_cases
+from spatialdl.evaluating.cases import CasePictures, config_of, save_cases, worst_cases
 from spatialdl.evaluating.levels import levels_of
 from spatialdl.evaluating.measured import (
     ALL,
@@ -84,7 +84,7 @@ def evaluate(config: DictConfig, run_dir: Path) -> None:
     groups = [str(name) for name in config.subgroups]
     found = measure(levels, predicted.classes, how, truth.facts, groups)
     made_by = config if config.predictions is None else config_of(folder)
-    cases = worst_cases(levels.levels, predicted, int(config.cases), Pixels(made_by))
+    cases = worst_cases(levels.levels, predicted, int(config.cases), CasePictures(made_by))
     pictures = save_pictures(run_dir, levels.levels, predicted.classes, found)
     told = _about(config, predicted, how, remarks)
     save_metrics(run_dir, found, levels, told)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from spatialdl.comm.abort import install_abort_hook
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.launch import end_with_launcher, launched
-from spatialdl.features.agreeing import FAILED, MISUSED, AgreedError, agreeing
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.features.agreed_errors import FAILED, MISUSED, AgreedError, agreeing
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.making import make_encoder
 from spatialdl.features.finishing import finish
@@ -28,13 +28,13 @@ from spatialdl.features.preparing import (
     prepare,
 )
 from spatialdl.features.workers import (
-    Progress,
+    SlideProgress,
     check_same,
     device_for,
     run_alone,
     run_processes,
 )
-from spatialdl.features.working import Job, Worker
+from spatialdl.features.working import FeatureJob, FeatureWorker
 from spatialdl.training.optimization.precision import Precision
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _alone(argv: Sequence[str]) -> int:
     encoder = make_encoder(options.wish)
     prepared = prepare(options, given, encoder)
     if options.whole:
-        return map_regions(prepared, Alone(), encoder, device, precision)
+        return map_regions(prepared, SingleProcess(), encoder, device, precision)
     with opened_folder(prepared) as folder:
         job = prepared.job(precision)
         try:
@@ -158,13 +158,13 @@ def _ranks(options: argparse.Namespace, world: Communicator, local_rank: int) ->
         return map_regions(agreed, world, encoder, device, precision)
     if world.rank == 0:
         return _first_rank(agreed, world, encoder, device, precision)
-    job: Job | None = None
+    job: FeatureJob | None = None
     with agreeing(world):
         pass
     job = world.bcast(None)
     assert job is not None
     with agreeing(world):
-        outcome = Worker(job, encoder, device, lambda report, tiles: None).run()
+        outcome = FeatureWorker(job, encoder, device, lambda report, tiles: None).run()
     world.gather(outcome)
     code: int = world.bcast(None)
     return code
@@ -182,9 +182,9 @@ def _first_rank(
         folder = holding.__enter__()
     try:
         job = world.bcast(prepared.job(precision))
-        progress = Progress(len(job.source.tasks), job)
+        progress = SlideProgress(len(job.source.tasks), job)
         with agreeing(world):
-            outcome = Worker(job, encoder, device, progress.told).run()
+            outcome = FeatureWorker(job, encoder, device, progress.told).run()
         progress.close()
         outcomes = world.gather(outcome) or []
         job.claims.remove()

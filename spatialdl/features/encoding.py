@@ -16,8 +16,8 @@ from torch import Tensor
 
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.preprocessing import Preprocess
-from spatialdl.features.sources import Bag, Piece, Tiles
-from spatialdl.slides.batch.record import Part
+from spatialdl.features.sources import SlideTiles, TilePiece, Tiles
+from spatialdl.slides.batch.record import PartRecord
 from spatialdl.training.optimization.precision import Precision
 
 
@@ -32,8 +32,8 @@ class Filling:
         problem: why it cannot be used, if it cannot.
     """
 
-    bag: Bag
-    parts: list[Part] = field(default_factory=list)
+    bag: SlideTiles
+    parts: list[PartRecord] = field(default_factory=list)
     rows: int = 0
     features: list[npt.NDArray[Any]] = field(default_factory=list)
     is_read: bool = False
@@ -45,7 +45,7 @@ class Filling:
         return self.is_read and sum(map(len, self.features)) == self.rows
 
 
-class Encoding:
+class DeviceEncoder:
     """An encoder at work on one device.
 
     On an accelerator a batch is computed while the features of the one before are fetched.
@@ -73,7 +73,7 @@ class Encoding:
         self._of: dict[int, Filling] = {}
         self.seconds = 0.0
 
-    def add(self, bag: Bag, piece: Piece) -> Iterator[Filling]:
+    def add(self, bag: SlideTiles, piece: TilePiece) -> Iterator[Filling]:
         """Take tiles of a slide; gives slides that are done."""
         filling = self._filling(bag)
         filling.parts.append(piece.part)
@@ -85,11 +85,11 @@ class Encoding:
             self._encode(self._batch_size)
             yield from self._done()  # written before the next batch
 
-    def fail(self, bag: Bag, problem: Exception) -> None:
+    def fail(self, bag: SlideTiles, problem: Exception) -> None:
         """Note that a slide cannot be used."""
         self._filling(bag).problem = problem
 
-    def end(self, bag: Bag) -> Iterator[Filling]:
+    def end(self, bag: SlideTiles) -> Iterator[Filling]:
         """Note that all tiles of a slide were given."""
         self._filling(bag).is_read = True
         yield from self._done()
@@ -103,7 +103,7 @@ class Encoding:
             self._collect()
         yield from self._done()
 
-    def _filling(self, bag: Bag) -> Filling:
+    def _filling(self, bag: SlideTiles) -> Filling:
         found = self._of.get(id(bag))
         if found is None:
             found = self._of[id(bag)] = Filling(bag)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from spatialdl.features.agreeing import FAILED
+from spatialdl.features.agreed_errors import FAILED
 from spatialdl.features.manifest import Folder
 from spatialdl.features.preparing import Prepared
-from spatialdl.features.working import Outcome
+from spatialdl.features.working import WorkerResult
 from spatialdl.slides.batch.report import save_reports, table, warnings, why_nothing
 from spatialdl.text import counted, print_lines
 
 PROCESS_LIST = "process_list.csv"
 
 
-def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[Outcome]) -> int:
+def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[WorkerResult]) -> int:
     """Write the tables, print what became of the slides, and give the exit code."""
     reports = sorted((r for one in outcomes for r in one.reports), key=lambda r: r.slide)
     together = folder.finish(reports)
@@ -44,7 +44,7 @@ def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[Outcome]) -> i
     return FAILED if failed and not prepared.options.skip_errors else 0
 
 
-def speed(outcomes: Sequence[Outcome]) -> str:
+def speed(outcomes: Sequence[WorkerResult]) -> str:
     """How fast tiles were read and encoded; empty where none were."""
     tiles = sum(one.tiles for one in outcomes)
     reading, encoding, waited = (

@@ -9,8 +9,8 @@ from typing import Any
 from spatialdl.data.format import MANIFEST, sha256_of
 from spatialdl.data.saving import TEMPORARY, load_json, save_json
 from spatialdl.features.encoders.encoder import Encoder, Wish
-from spatialdl.features.results import LAYOUTS, MAPS, Layout, load_before
-from spatialdl.slides.batch.report import Report
+from spatialdl.features.results import LAYOUTS, MAPS, ResultFolders, load_before
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.version import __version__
 
 KIND = "features"
@@ -43,7 +43,9 @@ class Folder:
         ValueError: it has features of other settings, or is something else.
     """
 
-    def __init__(self, layout: Layout, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+    def __init__(
+        self, layout: ResultFolders, settings: Mapping[str, Any], *, overwrite: bool
+    ) -> None:
         self.layout = layout
         self.path = path = layout.out
         self.settings = json.loads(json.dumps(settings))  # as they are read back
@@ -69,14 +71,16 @@ class Folder:
     def begin(self) -> None:
         """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
         (self.path / self.layout.features).mkdir(parents=True, exist_ok=True)
-        files = [one for kind in (*LAYOUTS, MAPS) for one in Layout(self.path, kind).files_of("*")]
+        files = [
+            one for kind in (*LAYOUTS, MAPS) for one in ResultFolders(self.path, kind).files_of("*")
+        ]
         patterns = [self.path / TEMPORARY, *(one.with_name(TEMPORARY) for one in files)]
         for pattern in [*patterns, *(files if self._replaced else [])]:
             for file in pattern.parent.glob(pattern.name):
                 file.unlink()
         self._save(self._before.get("slides", []))
 
-    def finish(self, reports: Sequence[Report]) -> list[Report]:
+    def finish(self, reports: Sequence[TilingReport]) -> list[TilingReport]:
         """Write what became of all slides, those of earlier runs included.
 
         Returns:
@@ -92,7 +96,7 @@ class Folder:
         self._save([self._entry(report) for report in together])
         return together
 
-    def _entry(self, report: Report) -> dict[str, Any]:
+    def _entry(self, report: TilingReport) -> dict[str, Any]:
         layout, whole = self.layout, self.layout.kind == MAPS
         file = f"{layout.features}/{report.slide}.h5" if report.written else None
         return {
@@ -105,11 +109,11 @@ class Folder:
             "report": report.to_json(),
         }
 
-    def _earlier(self) -> list[Report]:
+    def _earlier(self) -> list[TilingReport]:
         reports = []
         for entry in self._before.get("slides", []):
             try:
-                reports.append(Report.from_json(entry["report"]))
+                reports.append(TilingReport.from_json(entry["report"]))
             except (ValueError, KeyError, TypeError):  # of another version
                 continue
         return reports

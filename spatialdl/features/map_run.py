@@ -8,11 +8,11 @@ from math import prod
 import torch
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.features.agreeing import agreeing
+from spatialdl.features.agreed_errors import agreeing
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.finishing import finish
 from spatialdl.features.manifest import Folder
-from spatialdl.features.maps.network import Parts, grid_for
+from spatialdl.features.maps.network import RegionParts, grid_for
 from spatialdl.features.maps.regions import RegionSource
 from spatialdl.features.maps.running import MapJob, MapWorker
 from spatialdl.features.maps.stride import stride_of
@@ -67,7 +67,7 @@ def _job(
 
 def _parts(
     grid: tuple[int, int] | None, limit_gb: float | None, ranks: int, device: torch.device
-) -> Parts:
+) -> RegionParts:
     """Into which parts regions are cut.
 
     Raises:
@@ -88,4 +88,4 @@ def _parts(
             f"--limit-gb {limit_gb:g} is of memory beside a CPU, and the encoder is on {device}: "
             "add --device cpu, or leave it out"
         )
-    return Parts(grid or grid_for(ranks), limit_gb)
+    return RegionParts(grid or grid_for(ranks), limit_gb)

@@ -18,9 +18,9 @@ from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.manifest import Folder, encoder_settings
 from spatialdl.features.maps.regions import RegionSource
 from spatialdl.features.options import PRECISIONS, cutting_settings, given_cutting
-from spatialdl.features.results import LAYOUTS, MAPS, Layout
-from spatialdl.features.sources import SetSource, SlideSource, Source
-from spatialdl.features.working import Job
+from spatialdl.features.results import LAYOUTS, MAPS, ResultFolders
+from spatialdl.features.sources import ShardSource, SlideSource, TileSource
+from spatialdl.features.working import FeatureJob
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.steps import Task
@@ -34,7 +34,7 @@ class Prepared:
     """A run that can begin."""
 
     options: argparse.Namespace
-    source: Source
+    source: TileSource
     settings: dict[str, Any]
 
     @property
@@ -51,15 +51,15 @@ class Prepared:
         }
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ResultFolders:
         """Of the folder of the run."""
         options = self.options
-        return Layout(options.out.resolve(), MAPS if options.whole else options.layout)
+        return ResultFolders(options.out.resolve(), MAPS if options.whole else options.layout)
 
-    def job(self, precision: Precision) -> Job:
+    def job(self, precision: Precision) -> FeatureJob:
         """What workers on tiles have in common, in a folder that is there."""
         options, layout = self.options, self.layout
-        return Job(
+        return FeatureJob(
             self.source,
             new_claims(layout.out, len(self.source.tasks)),
             layout,
@@ -126,10 +126,10 @@ def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enco
     }
     if options.layout != LAYOUTS[0]:  # older folders do not say so
         settings["layout"] = options.layout
-    source: Source
+    source: TileSource
     if isinstance(given, Path):
         settings["set"] = {"split": options.split}
-        source = SetSource(given, options.split, settings)
+        source = ShardSource(given, options.split, settings)
         settings["set"]["tile_size"] = source.side
     else:
         options.tile_size = options.tile_size or encoder.preprocessing.size

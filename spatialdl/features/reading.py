@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Full, Queue
 
-from spatialdl.features.sources import Bag, Piece
-from spatialdl.slides.batch.report import Report
+from spatialdl.features.sources import SlideTiles, TilePiece
+from spatialdl.slides.batch.report import TilingReport
 
 _LOOK_S = 0.1  # after which a waiting thread looks whether it is to end
 
-Opened = Bag | Report
+Opened = SlideTiles | TilingReport
 """A slide to be read, or what became of one of which nothing is."""
 
 
@@ -24,8 +24,8 @@ Opened = Bag | Report
 class Read:
     """A piece of a slide, or why it could not be read; without either the slide is over."""
 
-    bag: Bag
-    piece: Piece | None = None
+    bag: SlideTiles
+    piece: TilePiece | None = None
     problem: Exception | None = None
 
 
@@ -35,7 +35,7 @@ class ReadAhead:
     ::
 
         with ReadAhead(opened, threads=4) as reading:
-            for one in reading:  # a `Report`, or a `Read`
+            for one in reading:  # a `TilingReport`, or a `Read`
 
     Args:
         opened: gives the next slide, and None at the end; called in a thread of its own.
@@ -44,9 +44,9 @@ class ReadAhead:
 
     def __init__(self, opened: Callable[[], Opened | None], threads: int) -> None:
         self._opened = opened
-        self._queue: Queue[Report | tuple[Bag, Future[Piece] | None] | Exception | None] = Queue(
-            2 * threads + 2
-        )
+        self._queue: Queue[
+            TilingReport | tuple[SlideTiles, Future[TilePiece] | None] | Exception | None
+        ] = Queue(2 * threads + 2)
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(threads, "reading")
         self._thread = threading.Thread(target=self._plan, name="planning", daemon=True)
@@ -63,12 +63,12 @@ class ReadAhead:
         self._thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def __iter__(self) -> Iterator[Report | Read]:
+    def __iter__(self) -> Iterator[TilingReport | Read]:
         """What was read, in order."""
         while (one := self._queue.get()) is not None:
             if isinstance(one, Exception):
                 raise one
-            if isinstance(one, Report):
+            if isinstance(one, TilingReport):
                 yield one
                 continue
             bag, future = one
@@ -83,7 +83,7 @@ class ReadAhead:
     def _plan(self) -> None:
         try:
             while not self._over.is_set() and (found := self._opened()) is not None:
-                if isinstance(found, Report):
+                if isinstance(found, TilingReport):
                     self._put(found)
                     continue
                 for first, last in found.pieces():
@@ -93,7 +93,7 @@ class ReadAhead:
         except Exception as error:  # raised where the pieces are taken
             self._put(error)
 
-    def _put_read(self, bag: Bag, first: int, last: int) -> None:
+    def _put_read(self, bag: SlideTiles, first: int, last: int) -> None:
         if not self._over.is_set():
             try:
                 self._put((bag, self._pool.submit(bag.read, first, last)))
@@ -101,7 +101,9 @@ class ReadAhead:
                 if not self._over.is_set():
                     raise
 
-    def _put(self, one: Report | tuple[Bag, Future[Piece] | None] | Exception | None) -> None:
+    def _put(
+        self, one: TilingReport | tuple[SlideTiles, Future[TilePiece] | None] | Exception | None
+    ) -> None:
         while not self._over.is_set():
             try:
                 self._queue.put(one, timeout=_LOOK_S)

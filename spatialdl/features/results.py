@@ -24,7 +24,7 @@ from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.features.encoding import Filling
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import sum_up
 
 LAYOUTS, MAPS = ("h5", "clam"), "maps"
@@ -32,7 +32,7 @@ _KEY, _REPORT = "key", "report"
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResultFolders:
     """Where the files of slides lie.
 
     Attributes:
@@ -77,17 +77,17 @@ class Before:
     """A slide that has features already: the key of what they were made from, and its report."""
 
     key: str
-    report: Report
+    report: TilingReport
 
 
-def load_before(layout: Layout, name: str) -> Before | None:
+def load_before(layout: ResultFolders, name: str) -> Before | None:
     """What an earlier run has made of a slide; None if a file is missing or damaged."""
     if not all(path.is_file() for path in layout.files_of(name)):
         return None
     try:
         with h5py.File(layout.features_of(name), "r", locking=False) as h5:
             attributes = own_dataset(h5, FEATURES).attrs
-            report = Report.from_json(json.loads(str(attributes[_REPORT])))
+            report = TilingReport.from_json(json.loads(str(attributes[_REPORT])))
             return Before(str(attributes[_KEY]), report)
     except (*UNREADABLE, AttributeError, RecursionError):
         return None
@@ -107,14 +107,14 @@ def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
     )
 
 
-def known_again(key: str, report: Report) -> dict[str, str]:
+def known_again(key: str, report: TilingReport) -> dict[str, str]:
     """The attributes of features that `load_before` reads."""
     return {_KEY: key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
 
 
 def save_slide(
-    layout: Layout, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
-) -> Report:
+    layout: ResultFolders, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
+) -> TilingReport:
     """Write the features of a slide, if there are any, and say what became of it.
 
     Args:

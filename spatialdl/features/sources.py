@@ -23,8 +23,8 @@ from spatialdl.predicting.inputs import Input, shard_inputs
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import tile_attributes
 from spatialdl.slides.batch.identity import slide_key
-from spatialdl.slides.batch.record import Part
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, begun
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
@@ -37,7 +37,7 @@ Tiles = npt.NDArray[np.uint8]
 
 
 @dataclass
-class Piece:
+class TilePiece:
     """Some tiles of a slide that were read.
 
     Attributes:
@@ -46,11 +46,11 @@ class Piece:
     """
 
     tiles: Tiles
-    part: Part
+    part: PartRecord
 
 
 @dataclass
-class Bag(ABC):
+class SlideTiles(ABC):
     """The tiles of one slide.
 
     Attributes:
@@ -63,7 +63,7 @@ class Bag(ABC):
 
     name: str
     key: str
-    report: Report
+    report: TilingReport
     attributes: Mapping[str, object]
     side: int
 
@@ -73,7 +73,7 @@ class Bag(ABC):
         """Tiles to be read."""
 
     @abstractmethod
-    def read(self, first: int, last: int) -> Piece:
+    def read(self, first: int, last: int) -> TilePiece:
         """Tiles from `first` up to `last`; threads may read at the same time."""
 
     @abstractmethod
@@ -85,12 +85,12 @@ class Bag(ABC):
         step = max(1, min(_MOST_TILES, _MOST_BYTES // (3 * self.side**2)))
         return [(k, min(k + step, self.count)) for k in range(0, self.count, step)]
 
-    def _stacked(self, images: Sequence[Tiles], part: Part) -> Piece:
+    def _stacked(self, images: Sequence[Tiles], part: PartRecord) -> TilePiece:
         empty = np.empty((0, self.side, self.side, 3), np.uint8)
-        return Piece(np.stack(images) if images else empty, part)
+        return TilePiece(np.stack(images) if images else empty, part)
 
 
-class Source(ABC):
+class TileSource(ABC):
     """All slides of a run; small enough to be sent to other processes.
 
     Attributes:
@@ -108,7 +108,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def open(self, task: Task, key: str) -> Bag:
+    def open(self, task: Task, key: str) -> SlideTiles:
         """Choose the tiles of a slide.
 
         Raises:
@@ -117,7 +117,7 @@ class Source(ABC):
 
 
 @dataclass
-class SlideSource(Source):
+class SlideSource(TileSource):
     """Slides, cut as `spatialdl-tile` cuts them.
 
     Attributes:
@@ -134,7 +134,7 @@ class SlideSource(Source):
         with self._opened(task) as slide:
             return slide_key(slide, task.name, None, self.settings, self.choosing.beside(task.path))
 
-    def open(self, task: Task, key: str) -> Bag:
+    def open(self, task: Task, key: str) -> SlideTiles:
         started, options = time.monotonic(), self.options
         with self._opened(task) as slide:
             plan = plan_tiles(
@@ -157,14 +157,14 @@ class SlideSource(Source):
         report.seconds = time.monotonic() - started
         side = plan.tile_size
         small = plan.part(0, len(plan.places))
-        return _SlideBag(task.name, key, report, attributes, side, self, task, small, own)
+        return _SlideTiles(task.name, key, report, attributes, side, self, task, small, own)
 
     def _opened(self, task: Task) -> Slide:
         return Slide(task.path, self.options.slide_mpp)
 
 
 @dataclass
-class _SlideBag(Bag):
+class _SlideTiles(SlideTiles):
     source: SlideSource
     task: Task
     plan: TilePlan
@@ -175,15 +175,15 @@ class _SlideBag(Bag):
     def count(self) -> int:
         return len(self.plan.places)
 
-    def read(self, first: int, last: int) -> Piece:
+    def read(self, first: int, last: int) -> TilePiece:
         slide = self._slide()
         try:
             return self._read(slide, first, last)
         finally:
             self.idle.put(slide)
 
-    def _read(self, slide: Slide, first: int, last: int) -> Piece:
-        part, images, choosing = Part(), [], self.source.choosing
+    def _read(self, slide: Slide, first: int, last: int) -> TilePiece:
+        part, images, choosing = PartRecord(), [], self.source.choosing
         started = time.monotonic()
         for tile in cut_tiles(slide, self.plan.part(first, last)):
             place = tile.x, tile.y
@@ -214,7 +214,7 @@ class _SlideBag(Bag):
 
 
 @dataclass
-class SetSource(Source):
+class ShardSource(TileSource):
     """The tiles of a data set, by slides.
 
     Attributes:
@@ -257,13 +257,13 @@ class SetSource(Source):
         said = json.dumps([task.name, where, self.settings], sort_keys=True, default=str)
         return hashlib.sha256(said.encode()).hexdigest()
 
-    def open(self, task: Task, key: str) -> Bag:
+    def open(self, task: Task, key: str) -> SlideTiles:
         found = self._inputs[task.name]
         count = len(found.places)
-        report = Report(task.name, in_grid=count, with_tissue=count, mpp=found.mpp)
+        report = TilingReport(task.name, in_grid=count, with_tissue=count, mpp=found.mpp)
         report.file = str(self.folder)
         attributes = _set_attributes(found, self._dataset.manifest.made_with, self.side)
-        return _SetBag(
+        return _ShardTiles(
             task.name, key, report, attributes, self.side, self, self._samples(task.name)
         )
 
@@ -278,12 +278,12 @@ class SetSource(Source):
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SetSource, (self.folder, self.split, self.settings)
+        return ShardSource, (self.folder, self.split, self.settings)
 
 
 @dataclass
-class _SetBag(Bag):
-    source: SetSource
+class _ShardTiles(SlideTiles):
+    source: ShardSource
     samples: Sequence[TileSample]
     idle: SimpleQueue[ShardDataset] = field(default_factory=SimpleQueue)
 
@@ -291,7 +291,7 @@ class _SetBag(Bag):
     def count(self) -> int:
         return len(self.samples)
 
-    def read(self, first: int, last: int) -> Piece:
+    def read(self, first: int, last: int) -> TilePiece:
         try:
             dataset = self.idle.get_nowait()
         except Empty:
@@ -301,8 +301,8 @@ class _SetBag(Bag):
         finally:
             self.idle.put(dataset)
 
-    def _read(self, dataset: ShardDataset, first: int, last: int) -> Piece:
-        part, images, started = Part(), [], time.monotonic()
+    def _read(self, dataset: ShardDataset, first: int, last: int) -> TilePiece:
+        part, images, started = PartRecord(), [], time.monotonic()
         numbers = self.source.numbers(self.name)[first:last]
         for number, sample in zip(numbers, self.samples[first:last], strict=True):
             try:

@@ -16,15 +16,15 @@ from spatialdl.comm.device_path import current_device
 from spatialdl.comm.launch import end_with_launcher
 from spatialdl.features.encoders.encoder import Encoder, Wish
 from spatialdl.features.encoders.making import make_encoder
-from spatialdl.features.working import Job, Outcome, Worker
-from spatialdl.slides.batch.report import Report
+from spatialdl.features.working import FeatureJob, FeatureWorker, WorkerResult
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.sharing import DIED
 from spatialdl.text import counted
 
 _LOOK_S = 0.5  # after which the parent looks whether its processes live
 
 
-class Progress:
+class SlideProgress:
     """A bar of slides, with the tiles so far.
 
     Args:
@@ -33,14 +33,14 @@ class Progress:
             were taken by all.
     """
 
-    def __init__(self, slides: int, job: Job | None = None) -> None:
+    def __init__(self, slides: int, job: FeatureJob | None = None) -> None:
         self._bar = tqdm(
             total=slides, unit="slide", disable=None, leave=False, dynamic_ncols=True, miniters=0
         )
         self._tiles, self._job = 0, job
 
-    def told(self, report: Report | None, tiles: int) -> None:
-        """Take note of what `Worker` tells."""
+    def told(self, report: TilingReport | None, tiles: int) -> None:
+        """Take note of what `FeatureWorker` tells."""
         self._tiles += tiles
         if self._bar.disable:
             return
@@ -77,16 +77,18 @@ def device_for(name: str, number: int) -> torch.device:
     return device
 
 
-def run_alone(job: Job, encoder: Encoder, device: torch.device) -> list[Outcome]:
+def run_alone(job: FeatureJob, encoder: Encoder, device: torch.device) -> list[WorkerResult]:
     """Do all of it in this process."""
-    progress = Progress(len(job.source.tasks))
+    progress = SlideProgress(len(job.source.tasks))
     try:
-        return [Worker(job, encoder, device, progress.told).run()]
+        return [FeatureWorker(job, encoder, device, progress.told).run()]
     finally:
         progress.close()
 
 
-def run_processes(job: Job, wish: Wish, digest: str, device: str, count: int) -> list[Outcome]:
+def run_processes(
+    job: FeatureJob, wish: Wish, digest: str, device: str, count: int
+) -> list[WorkerResult]:
     """Share it among processes; slides of one that dies are reported as failed.
 
     Args:
@@ -106,7 +108,7 @@ def run_processes(job: Job, wish: Wish, digest: str, device: str, count: int) ->
         )
         for number in range(count)
     ]
-    progress = Progress(len(job.source.tasks))
+    progress = SlideProgress(len(job.source.tasks))
     try:
         for process in processes:
             process.start()
@@ -119,9 +121,11 @@ def run_processes(job: Job, wish: Wish, digest: str, device: str, count: int) ->
         progress.close()
 
 
-def _collected(processes: Sequence[Any], queue: Any, job: Job, progress: Progress) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    reports: list[Report] = []
+def _collected(
+    processes: Sequence[Any], queue: Any, job: FeatureJob, progress: SlideProgress
+) -> list[WorkerResult]:
+    outcomes: dict[int, WorkerResult] = {}
+    reports: list[TilingReport] = []
     dead = False
     while len(outcomes) < len(processes):
         try:
@@ -131,7 +135,7 @@ def _collected(processes: Sequence[Any], queue: Any, job: Job, progress: Progres
             if dead:  # and nothing of it is on its way any more
                 for number, lives in enumerate(alive):
                     if not lives:
-                        outcomes.setdefault(number, Outcome())
+                        outcomes.setdefault(number, WorkerResult())
             dead = not all(alive)
             continue
         if kind == "error":
@@ -145,28 +149,28 @@ def _collected(processes: Sequence[Any], queue: Any, job: Job, progress: Progres
             progress.told(None, value)
     known = {report.slide for report in reports}
     lost = [
-        Report(task.name, file=str(task.path), failed=True, note=f"slide {task.path}: {DIED}")
+        TilingReport(task.name, file=str(task.path), failed=True, note=f"slide {task.path}: {DIED}")
         for task in job.source.tasks
         if task.name not in known
     ]
-    return [*outcomes.values(), Outcome([*reports, *lost])]
+    return [*outcomes.values(), WorkerResult([*reports, *lost])]
 
 
 def _in_process(
-    job: Job, wish: Wish, digest: str, device: str, number: int, count: int, queue: Any
+    job: FeatureJob, wish: Wish, digest: str, device: str, number: int, count: int, queue: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
     end_with_launcher()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // count))
 
-    def told(report: Report | None, tiles: int) -> None:
+    def told(report: TilingReport | None, tiles: int) -> None:
         queue.put((number, "tiles", tiles) if report is None else (number, "report", report))
 
     try:
         encoder = make_encoder(wish)
         check_same(encoder, digest)
-        outcome = Worker(job, encoder, device_for(device, number), told).run()
+        outcome = FeatureWorker(job, encoder, device_for(device, number), told).run()
         outcome.reports = []  # which were told
         queue.put((number, "done", outcome))
     except (ValueError, OSError) as error:

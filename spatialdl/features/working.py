@@ -15,17 +15,17 @@ import torch
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.features.claims import Claims
 from spatialdl.features.encoders.encoder import Encoder
-from spatialdl.features.encoding import Encoding, Filling
+from spatialdl.features.encoding import DeviceEncoder, Filling
 from spatialdl.features.reading import Opened, ReadAhead
-from spatialdl.features.results import Layout, check_other, load_before, save_slide
-from spatialdl.features.sources import Bag, Source
-from spatialdl.slides.batch.report import Report
+from spatialdl.features.results import ResultFolders, check_other, load_before, save_slide
+from spatialdl.features.sources import SlideTiles, TileSource
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task
 from spatialdl.training.optimization.precision import Precision
 
 
 @dataclass(frozen=True)
-class Job:
+class FeatureJob:
     """What all workers of a run have in common.
 
     Attributes:
@@ -39,9 +39,9 @@ class Job:
         readers: threads that read.
     """
 
-    source: Source
+    source: TileSource
     claims: Claims
-    layout: Layout
+    layout: ResultFolders
     about: dict[str, object]
     dtype: str
     precision: Precision
@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class WorkerResult:
     """What a worker did.
 
     Attributes:
@@ -63,7 +63,7 @@ class Outcome:
         reading: seconds of all reading threads together.
     """
 
-    reports: list[Report] = field(default_factory=list)
+    reports: list[TilingReport] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     tiles: int = 0
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class Outcome:
     reading: float = 0.0
 
 
-class Worker:
+class FeatureWorker:
     """Does a share of a run.
 
     Args:
@@ -84,17 +84,17 @@ class Worker:
 
     def __init__(
         self,
-        job: Job,
+        job: FeatureJob,
         encoder: Encoder,
         device: torch.device,
-        told: Callable[[Report | None, int], None],
+        told: Callable[[TilingReport | None, int], None],
     ) -> None:
         self._job, self._told = job, told
-        self._encoding = Encoding(encoder, device, job.precision, job.batch_size)
-        self._outcome = Outcome()
+        self._encoding = DeviceEncoder(encoder, device, job.precision, job.batch_size)
+        self._outcome = WorkerResult()
         self._before: list[str] = []  # of the thread that opens slides
 
-    def run(self) -> Outcome:
+    def run(self) -> WorkerResult:
         """Take slides until there are none.
 
         Raises:
@@ -122,7 +122,7 @@ class Worker:
             self._outcome.waited += time.monotonic() - asked
             if one is None:
                 break
-            if isinstance(one, Report):
+            if isinstance(one, TilingReport):
                 self._report(one)
             elif one.problem is not None:
                 encoding.fail(one.bag, one.problem)
@@ -139,7 +139,7 @@ class Worker:
             self._report(self._saved(filling))
             filling.bag.close()
 
-    def _saved(self, filling: Filling) -> Report:
+    def _saved(self, filling: Filling) -> TilingReport:
         job, bag = self._job, filling.bag
         try:
             if filling.problem is not None:
@@ -152,7 +152,7 @@ class Worker:
         except Exception as error:
             return failed(bag.report, error)
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: TilingReport) -> None:
         self._outcome.reports.append(report)
         self._told(report, 0)
 
@@ -169,9 +169,9 @@ class Worker:
         try:
             return self._opened(task)
         except Exception as error:
-            return failed(Report(task.name, file=str(task.path)), error)
+            return failed(TilingReport(task.name, file=str(task.path)), error)
 
-    def _opened(self, task: Task) -> Bag | Report:
+    def _opened(self, task: Task) -> SlideTiles | TilingReport:
         job = self._job
         key = job.source.key(task)
         before = load_before(job.layout, task.name)
@@ -182,7 +182,7 @@ class Worker:
         return job.source.open(task, key)
 
 
-def failed(report: Report, error: Exception) -> Report:
+def failed(report: TilingReport, error: Exception) -> TilingReport:
     """The report of a slide that cannot be used; of unforeseen errors the traceback is printed."""
     report.failed, report.written = True, 0
     if isinstance(error, SlideError | ShardError):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.broadcast import broadcast_state
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import lane_of
@@ -22,6 +21,7 @@ from spatialdl.comm.launch import launched
 from spatialdl.comm.mesh import Mesh, init_mesh
 from spatialdl.comm.protection import Timeout
 from spatialdl.comm.reduce import differentiable_gather, gather_over_ranks
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import start_world
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.integrations.batches import Split, split_batch
@@ -110,7 +110,7 @@ class SpatialStrategy(ParallelStrategy):
         self._how = split
         self._processes = StartedProcesses()
         self._mesh: Mesh | None = None
-        self._replicas: Communicator = Alone()
+        self._replicas: Communicator = SingleProcess()
         self._lane: Communicator | None = None
         self._root_device = torch.device("cpu")
         self._averaging: Averaging | None = None

@@ -51,7 +51,7 @@ _SHAPES = {
 }
 
 
-class Part:
+class AffinePart:
     """A tensor that is ``factor`` times the old value of a buffer, and a rest without it.
 
     Attributes:
@@ -82,12 +82,12 @@ class Followed(TorchFunctionMode):
         self._parts: Any = WeakIdKeyDictionary()
         self._shapes = [buffer.shape for buffer in buffers]
         for place, buffer in enumerate(buffers):
-            self._parts[buffer] = Part(place, buffer._version)
+            self._parts[buffer] = AffinePart(place, buffer._version)
         self.uses: dict[int, str] = {}
 
-    def part(self, tensor: Tensor) -> Part | None:
+    def part(self, tensor: Tensor) -> AffinePart | None:
         """What is known about a tensor; None if no old value is in it."""
-        found: Part | None = self._parts.get(own(tensor))
+        found: AffinePart | None = self._parts.get(own(tensor))
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,14 +178,14 @@ class Followed(TorchFunctionMode):
         if result is first:
             part = self.part(result)
             if part is None:  # something was written into a tensor of its own
-                part = self._parts[own(result)] = Part(place, result._version)
+                part = self._parts[own(result)] = AffinePart(place, result._version)
             if part.version != result._version or part.factor != factor:
                 part.write(factor)
             part.version = result._version
         elif result.requires_grad:
             return False  # it is learnt from
         else:
-            part = self._parts[own(result)] = Part(place, result._version, factor)
+            part = self._parts[own(result)] = AffinePart(place, result._version, factor)
             part.written = True
         return True
 

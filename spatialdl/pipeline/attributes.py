@@ -21,14 +21,14 @@ _ALWAYS = frozenset(vars(nn.Module())) - {"training"} | {"__dict__", "__class__"
 """What every module has; their content is looked at by itself."""
 
 
-class Region(NamedTuple):
+class CodeRegion(NamedTuple):
     """Where code runs: in a module that is called as a whole, or between the steps of one."""
 
     path: str
     whole: bool
 
 
-class Key(NamedTuple):
+class AttributeKey(NamedTuple):
     """An attribute of a module."""
 
     path: str
@@ -46,19 +46,19 @@ class Attributes:
         region: where the code that runs now is.
     """
 
-    def __init__(self, model: nn.Module, region: Callable[[], Region]) -> None:
+    def __init__(self, model: nn.Module, region: Callable[[], CodeRegion]) -> None:
         self._modules = dict(model.named_modules())
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._region = region
-        self._users: dict[Key, set[Region]] = defaultdict(set)
-        self._seen: set[tuple[int, str, Region]] = set()
-        self._written: set[Key] = set()
-        self._changed: set[Key] = set()
-        self._read_first: set[Key] = set()
-        self._registered: set[Key] = set()
-        self._start: dict[Key, Any] = {}
-        self._end: dict[Key, Any] = {}
-        self._within: dict[Key, set[int]] = {}
+        self._users: dict[AttributeKey, set[CodeRegion]] = defaultdict(set)
+        self._seen: set[tuple[int, str, CodeRegion]] = set()
+        self._written: set[AttributeKey] = set()
+        self._changed: set[AttributeKey] = set()
+        self._read_first: set[AttributeKey] = set()
+        self._registered: set[AttributeKey] = set()
+        self._start: dict[AttributeKey, Any] = {}
+        self._end: dict[AttributeKey, Any] = {}
+        self._within: dict[AttributeKey, set[int]] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -87,18 +87,18 @@ class Attributes:
         if seen in self._seen:
             return
         self._seen.add(seen)
-        key = Key(self._paths[id(module)], name)
+        key = AttributeKey(self._paths[id(module)], name)
         self._users[key].add(region)
         if key not in self._written:
             self._read_first.add(key)
 
     def write(self, module: nn.Module, name: str, value: object, old: object) -> None:
-        key = Key(self._paths[id(module)], name)
+        key = AttributeKey(self._paths[id(module)], name)
         region = self._region()
         self._users[key].add(region)
         is_within = region.whole and f"{key.path}.".startswith(f"{region.path}.")
         if is_of_torch(type(module)) and not is_within:
-            self._users[key].add(Region(key.path, True))
+            self._users[key].add(CodeRegion(key.path, True))
         self._written.add(key)
         if name in module._buffers or name in module._parameters:
             self._registered.add(key)
@@ -107,7 +107,7 @@ class Attributes:
         if name == "training" or not is_same:
             self._changed.add(key)
 
-    def parted(self, *, settled: bool) -> dict[Key, set[Region]]:
+    def parted(self, *, settled: bool) -> dict[AttributeKey, set[CodeRegion]]:
         """Attributes whose changes a cut would lose, with the code that must stay together.
 
         Args:
@@ -115,7 +115,7 @@ class Attributes:
         """
         found = {}
         for group in self._together():
-            users = set[Region]().union(*(self._users[key] for key in group))
+            users = set[CodeRegion]().union(*(self._users[key] for key in group))
             wholes = {region for region in users if region.whole}
             if users == wholes:
                 lost = len(wholes) > 1
@@ -129,7 +129,7 @@ class Attributes:
                 found[key] = self._users[key]  # which does not train while it is recorded
         return found
 
-    def kept(self) -> set[Key]:
+    def kept(self) -> set[AttributeKey]:
         """Attributes other than tensors that the forward reads, and has changed in the end."""
         return {
             key
@@ -137,7 +137,7 @@ class Attributes:
             if key.name != "training" and self._start.get(key) != self._end.get(key)
         }
 
-    def constants(self) -> set[Key]:
+    def constants(self) -> set[AttributeKey]:
         """What code between the steps reads as it was before the forward."""
         return {
             key
@@ -145,9 +145,9 @@ class Attributes:
             if not all(user.whole for user in self._users[key])
         }
 
-    def _together(self) -> list[set[Key]]:
+    def _together(self) -> list[set[AttributeKey]]:
         """The attributes that change, those that hold the same object in one set."""
-        groups: list[tuple[set[Key], set[int]]] = []
+        groups: list[tuple[set[AttributeKey], set[int]]] = []
         for key in sorted(self._changed):
             keys, within = {key}, self._within.get(key, set())
             for group in [one for one in groups if one[1] & within]:
@@ -156,13 +156,13 @@ class Attributes:
             groups.append((keys, within))
         return [keys for keys, _ in groups]
 
-    def _forms(self) -> dict[Key, Any]:
+    def _forms(self) -> dict[AttributeKey, Any]:
         found = {}
         for path, module in self._modules.items():
             for name, value in own_attributes(module).items():
                 reached: dict[int, object] = {}
-                found[Key(path, name)] = form_of(value, reached)
-                self._within.setdefault(Key(path, name), set()).update(reached)
+                found[AttributeKey(path, name)] = form_of(value, reached)
+                self._within.setdefault(AttributeKey(path, name), set()).update(reached)
         return found
 
 

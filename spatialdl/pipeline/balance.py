@@ -39,7 +39,7 @@ MOST = 1024
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """What the steps of a network cost, and what it costs to pass their values on.
 
     Attributes:
@@ -51,11 +51,11 @@ class Costs:
     values: dict[Value, float]
 
 
-Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], Costs]
+Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], StepCosts]
 """From a network, its recording, and the (N, C, *spatial) that this is for, to what it costs."""
 
 
-def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> Costs:
+def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
     """Time by operation counts; what is bound by memory costs by the element."""
     counts = []
     values = _image(model, image, torch.device("meta"))
@@ -66,10 +66,14 @@ def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) ->
                 run_step(step, shadow, values, torch.device("meta"))
             elements = sum(values[value].numel() for value in step.gives)
             counts.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * elements)
-    return Costs(counts, {v: float(OPERATIONS_PER_ELEMENT * n) for v, n in recording.sizes.items()})
+    return StepCosts(
+        counts, {v: float(OPERATIONS_PER_ELEMENT * n) for v, n in recording.sizes.items()}
+    )
 
 
-def memory(model: nn.Module, recording: Recording, image: tuple[int, ...], samples: int) -> Costs:
+def memory(
+    model: nn.Module, recording: Recording, image: tuple[int, ...], samples: int
+) -> StepCosts:
     """Bytes that a step keeps for backward, and three times its weights.
 
     Args:
@@ -99,12 +103,12 @@ def memory(model: nn.Module, recording: Recording, image: tuple[int, ...], sampl
             module = shadow.get_submodule(step.call) if isinstance(step.call, str) else None
             weights = module.parameters() if module is not None else ()
             kept[-1] += 3 * sum(weight.nbytes for weight in weights)
-    return Costs(kept, {})
+    return StepCosts(kept, {})
 
 
 def measured(
     model: nn.Module, recording: Recording, image: tuple[int, ...], device: torch.device
-) -> Costs:
+) -> StepCosts:
     """Seconds of forward and backward of each step on this device, one after the other.
 
     Larger images are tried at `MOST` pixels a side: a whole one may be more than a device holds.
@@ -141,7 +145,7 @@ def measured(
             times.append(time.perf_counter() - started)
         seconds.append(median(times[1:]))
         values |= {value: inputs[value].detach() for value in step.gives}
-    return Costs(seconds, {})
+    return StepCosts(seconds, {})
 
 
 def weighing(kind: str, comm: Communicator, device: torch.device, microbatches: int) -> Weigh:
@@ -161,9 +165,9 @@ def weighing(kind: str, comm: Communicator, device: torch.device, microbatches: 
     if kind != "measured":
         raise ValueError(f"parallel.balance={kind} is unknown: take time, measured or memory")
 
-    def together(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> Costs:
+    def together(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
         costs = measured(model, recording, image, device) if comm.rank == 0 else None
-        found: Costs = comm.bcast(costs)
+        found: StepCosts = comm.bcast(costs)
         return found
 
     return together
@@ -185,7 +189,7 @@ def _wait(device: torch.device) -> None:
 
 
 def balance(
-    costs: Costs,
+    costs: StepCosts,
     recording: Recording,
     widths: Sequence[int],
     places: Container[int] | None = None,
@@ -218,7 +222,7 @@ def balance(
     return list(best(len(widths) - 1, steps)[1])
 
 
-def _stage_costs(costs: Costs, recording: Recording) -> list[list[float]]:
+def _stage_costs(costs: StepCosts, recording: Recording) -> list[list[float]]:
     """``[start][stop]``: the steps between them, what they take, and what they give."""
     sums = [0.0, *accumulate(costs.steps)]
     uses: dict[Value, list[int]] = defaultdict(list)

@@ -11,7 +11,7 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.pipeline.action import Lists
 from spatialdl.pipeline.own_tile import Criterion
-from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.autocast import wide
 
 

@@ -9,14 +9,14 @@ from math import prod
 import torch
 from torch import nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.forward_buffers import BuffersInOrder, ForwardBuffers
 from spatialdl.pipeline.forward_parameters import ForwardParameters, check_unwritten
-from spatialdl.pipeline.placed import Microbatch, PlacedStage
 from spatialdl.pipeline.spectral import SpectralNorms
+from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.spatial.replicas import BatchNormOver
 
@@ -39,7 +39,7 @@ class Sharing:
 
     def __init__(
         self,
-        placed: Sequence[PlacedStage],
+        placed: Sequence[StageRuntime],
         stages: Mapping[int, nn.Module],
         holders: Mapping[int, Communicator],
         placement: Placement,
@@ -62,7 +62,7 @@ class Sharing:
                 others = self._keepers(module, holders[stage])
                 self._kept[stage] = [self._parameters[-1], *others]
             elif microbatches > 1:  # a layer that runs again in backward counts there, too
-                statistics = SliceStatistics(module, Alone(), in_order=True)
+                statistics = SliceStatistics(module, SingleProcess(), in_order=True)
                 self._kept[stage] = [statistics, BuffersInOrder(module, statistics.modules)]
                 self._alone.add(stage)
         self._samples: list[dict[int, int]] = []
@@ -102,7 +102,7 @@ class Sharing:
         return microbatch if self._over_replicas else microbatch * self._data + replica
 
     @contextmanager
-    def slice_of(self, placed: PlacedStage, number: int) -> Iterator[None]:
+    def slice_of(self, placed: StageRuntime, number: int) -> Iterator[None]:
         """Around the forward and the backward of a stage on a micro-batch."""
         stage = placed.position.stage
         with ExitStack() as around:
@@ -114,7 +114,7 @@ class Sharing:
                     around.enter_context(keeper.slice(which, counts=first))
             yield
 
-    def _over(self, placed: PlacedStage, number: int) -> AbstractContextManager[object]:
+    def _over(self, placed: StageRuntime, number: int) -> AbstractContextManager[object]:
         """BatchNorm sees all samples that are shared."""
         parts = prod(placed.mesh.grid)
         if not self._over_replicas and placed.mesh.batch == 1:

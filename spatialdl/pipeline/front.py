@@ -21,9 +21,9 @@ from spatialdl.comm.protection import Timeout
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline as Runtime
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.gather import Names
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -159,7 +159,7 @@ class Pipeline:
         )
         name = {"gems": "mast"}.get(schedule, schedule)
         made = make_schedule(name, placement, microbatches)
-        self.runtime = Runtime(model, placement, made, world, criterion, size, options)
+        self.runtime = PipelineRuntime(model, placement, made, world, criterion, size, options)
 
     @property
     def box(self) -> tuple[int, ...] | None:

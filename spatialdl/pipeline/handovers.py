@@ -28,7 +28,7 @@ _Key = tuple[int, Border, Direction, _Pair]
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """One rank's side of a border, each stage of which may divide channels over several ranks.
 
     What passes is whole, and alike on the ranks that divide the channels of a part. So each of the
@@ -94,7 +94,7 @@ class Handovers:
                 if comm.rank in ranks:
                     self._lanes[key] = Lane(self._comm, ranks, device)
 
-    def at(self, position: Position) -> dict[Border, Link]:
+    def at(self, position: Position) -> dict[Border, StageLink]:
         """By border those of a stage."""
         return {
             border: self._link(position, border)
@@ -102,7 +102,7 @@ class Handovers:
             if position.stage in border
         }
 
-    def _link(self, position: Position, border: Border) -> Link:
+    def _link(self, position: Position, border: Border) -> StageLink:
         side = border.index(position.stage)
         own = {
             direction: [
@@ -117,7 +117,7 @@ class Handovers:
             for pair in dict.fromkeys(pair for pairs in own.values() for pair in pairs)
         }
         forward, backward = (tuple(made[pair] for pair in own[one]) for one in DIRECTIONS)
-        return Link(forward, backward)
+        return StageLink(forward, backward)
 
     def _handover(self, position: Position, border: Border, pair: _Pair) -> Handover:
         replica, stage, part, copy, _ = position

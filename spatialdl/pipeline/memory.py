@@ -37,7 +37,7 @@ class _Write(NamedTuple):
     hidden: bool
 
 
-class Memory:
+class SharedStorage:
     """The tensors of a recording by the memory that they share."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class Made(Protocol):
         """That of what the stage was given."""
 
 
-class Worker(Protocol):
+class TileWorker(Protocol):
     """Runs a stage on what this rank has of its input."""
 
     def forward(
@@ -69,7 +69,7 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True)
-class Region:
+class TileRegion:
     """What a rank with virtual tiles has of a micro-batch's images, or of their masks.
 
     Attributes:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from spatialdl.pipeline.balance import Costs, Weigh, balance, estimated
+from spatialdl.pipeline.balance import StepCosts, Weigh, balance, estimated
 from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import Joint, Recording, Step
@@ -114,7 +114,7 @@ def cut_bounds(
     recording: Recording,
     widths: Sequence[int],
     names: Names,
-    costs: Callable[[], Costs],
+    costs: Callable[[], StepCosts],
 ) -> list[int]:
     """The steps with which the stages begin, and the end.
 

@@ -28,8 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spatialdl.pipeline.attributes import Attributes, Key, Region, own_attributes
-from spatialdl.pipeline.memory import Memory
+from spatialdl.pipeline.attributes import AttributeKey, Attributes, CodeRegion, own_attributes
+from spatialdl.pipeline.memory import SharedStorage
 from spatialdl.pipeline.outer_state import OuterState, form_of
 from spatialdl.pipeline.source_lines import replays, users_line
 from spatialdl.pipeline.steps import (
@@ -83,8 +83,8 @@ class Forward:
         self._found: dict[tuple[int, bool], Recording] = {}
         self._first: Recording | None = None
         self._modules = {path: weakref.ref(one) for path, one in model.named_modules()}
-        self._outside: dict[Key, Any] = {}  # forms of what code between the steps reads
-        self.kept: set[Key] = set()
+        self._outside: dict[AttributeKey, Any] = {}  # forms of what code between the steps reads
+        self.kept: set[AttributeKey] = set()
         self._sets_modes = any(
             type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
             for module in self._shadow.modules()
@@ -189,7 +189,7 @@ class Forward:
             for key, users in parted.items():
                 self._whole.add(recorder.around(key, users))
 
-    def _note_outside(self, keys: Iterable[Key]) -> None:
+    def _note_outside(self, keys: Iterable[AttributeKey]) -> None:
         for key in keys:
             module = self._modules[key.path]()
             if module is not None and key not in self._outside and key.name != "training":
@@ -243,7 +243,7 @@ class _Recorder:
             for path, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]
         }
         self._values: dict[int, Value] = {}
-        self._memory = Memory()
+        self._memory = SharedStorage()
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._memory.note(tensor, -1)
         self._steps: list[Step] = []
@@ -259,12 +259,12 @@ class _Recorder:
         self.state = Attributes(self.model, self._region)
         self.outer = OuterState(self.model)
 
-    def _region(self) -> Region:
+    def _region(self) -> CodeRegion:
         if self._inside and self._called_whole:
-            return Region(self._called_whole, True)
-        return Region(self.owners[-1], False)
+            return CodeRegion(self._called_whole, True)
+        return CodeRegion(self.owners[-1], False)
 
-    def around(self, key: Key, users: Iterable[Region]) -> str:
+    def around(self, key: AttributeKey, users: Iterable[CodeRegion]) -> str:
         """The smallest module that contains all code that uses an attribute.
 
         Raises:

@@ -36,17 +36,17 @@ from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compiled import check_compiler, compile_stages
 from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.holders import holders_of, reducers_of
 from spatialdl.pipeline.moving import moved
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion, Made
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.placed import Microbatch, PlacedStage
 from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
+from spatialdl.pipeline.stage_groups import stage_groups, stage_reducers
+from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.pipeline.step_context import StepContext, are_weights_apart
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from spatialdl.pipeline.sharded import ShardedStage
 
 
-class Pipeline:
+class PipelineRuntime:
     """This rank's stages of a network that is spread over the ranks of `comm`.
 
     Args:
@@ -116,7 +116,7 @@ class Pipeline:
         self._divide(placed)
         self._check_samples_apart(dtype)
         meshes = {one.position.stage: one.mesh for one in placed}
-        holders = holders_of(placement, meshes, comm)
+        holders = stage_groups(placement, meshes, comm)
         self.sharded = self._shard(blocks) if options.shard_state else {}
         self.divided = self._divided_parameters(meshes)  # of which sharding has made others
         self._train = actions_of(comm.rank, placement, schedule.train)
@@ -124,7 +124,7 @@ class Pipeline:
         apart = are_weights_apart(self._train)
         backend = None if self.sharded else options.backend
         nodes = None if self.sharded else options.nodes
-        reducers = reducers_of(holders, meshes, placement, comm, backend, nodes)
+        reducers = stage_reducers(holders, meshes, placement, comm, backend, nodes)
         replicated = self._replicated(meshes, reducers, apart)
         channels = {stage: mesh.tensor for stage, mesh in meshes.items()}
         self.gradients = Gradients(
@@ -159,7 +159,7 @@ class Pipeline:
             stage.train()  # which may freeze weights
         return stages
 
-    def _place(self, stages: list[nn.Module]) -> list[PlacedStage]:
+    def _place(self, stages: list[nn.Module]) -> list[StageRuntime]:
         """Those of this rank, where they compute."""
         comm, placement = self._comm, self.placement
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
@@ -171,14 +171,14 @@ class Pipeline:
         again = self.options.recompute == "stage"
         self.memory = (self.options.memory or Memory()) if placement.stream else None
         return [
-            PlacedStage(
+            StageRuntime(
                 *(self.stages[p.stage], placement, p, comm, handovers, learns, again, self.mixed),
                 self.memory,
             )
             for p in positions
         ]
 
-    def _divide(self, placed: list[PlacedStage]) -> None:
+    def _divide(self, placed: list[StageRuntime]) -> None:
         """Leave this rank its part of the weights of stages that divide channels."""
         if self.placement.most_tensor_parts == 1:
             return
@@ -443,7 +443,7 @@ class Pipeline:
                     "state needs every replica in every micro-batch: take larger batches"
                 )
 
-    def _run(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Made:
+    def _run(self, placed: StageRuntime, number: int, microbatch: Microbatch) -> Made:
         shapes = self._shapes.of(microbatch.samples)
         size = microbatch.size or self.image_size[1:]
         return placed.forward(number, microbatch, shapes, size, self.device)
@@ -457,7 +457,7 @@ class Pipeline:
         return self._batch_loss.gather(outputs, microbatches, self.device)
 
     def _backward(
-        self, placed: PlacedStage, number: int, microbatch: Microbatch, criterion: Criterion
+        self, placed: StageRuntime, number: int, microbatch: Microbatch, criterion: Criterion
     ) -> Tensor | float:
         """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
         shapes = self._shapes.of(microbatch.samples)

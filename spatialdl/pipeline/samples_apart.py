@@ -23,9 +23,9 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.own_tile import received
-from spatialdl.pipeline.placed import PlacedStage
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage, start_training
+from spatialdl.pipeline.stage_runtime import StageRuntime
 from spatialdl.pipeline.steps import Value
 from spatialdl.random import keyed
 from spatialdl.random.composite import inside
@@ -51,7 +51,7 @@ class _Seen(NamedTuple):
 
 
 def check_samples_apart(
-    stages: Sequence[PlacedStage],
+    stages: Sequence[StageRuntime],
     shapes: HandoverShapes,
     image: tuple[int, ...],
     dtype: torch.dtype,
@@ -92,7 +92,7 @@ class _Probe:
 
     def __init__(
         self,
-        placed: PlacedStage,
+        placed: StageRuntime,
         shapes: HandoverShapes,
         image: tuple[int, ...],
         dtype: torch.dtype,

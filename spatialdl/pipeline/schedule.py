@@ -66,7 +66,7 @@ from itertools import pairwise
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Kind, Lists, Schedule
-from spatialdl.pipeline.simulate import Costs, Span, simulate
+from spatialdl.pipeline.simulate import ActionSpan, StageSeconds, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 GEMS = ("basic", "mast", "master")
@@ -260,7 +260,7 @@ def _both_ways(
     groups: int, microbatches: range, size: int, kinds: Sequence[Kind]
 ) -> list[list[Action]]:
     """Each copy as if it were alone; what comes together on a group is done as it would begin."""
-    spans: list[list[Span]] = [[] for _ in range(groups)]
+    spans: list[list[ActionSpan]] = [[] for _ in range(groups)]
     for copy in range(COPIES):
         alone = [
             [
@@ -271,7 +271,7 @@ def _both_ways(
             ]
             for group in range(groups)
         ]
-        for own, more in zip(spans, simulate(alone, Costs.even(groups)).spans, strict=True):
+        for own, more in zip(spans, simulate(alone, StageSeconds.even(groups)).spans, strict=True):
             own.extend(more)
     return [
         [span.action for span in sorted(own, key=lambda span: (span.start, span.action.copy))]

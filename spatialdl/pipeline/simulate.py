@@ -20,7 +20,7 @@ from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageSeconds:
     """Seconds of a micro-batch in each stage, and of a hand-over between two of them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Costs:
     @classmethod
     def even(
         cls, stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 1.0
-    ) -> Costs:
+    ) -> StageSeconds:
         """All stages alike; a backward takes two forwards, as it does for most networks.
 
         If weight actions take half of it away, pass ``backward=1.0``.
@@ -53,7 +53,7 @@ class Costs:
         return costs[action.stage]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """When an action runs, in seconds from the begin of the step."""
 
     action: Action
@@ -62,14 +62,14 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedTimeline:
     """A step as it would go if every action took what it costs.
 
     Attributes:
         spans: per rank what it does, in order.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
 
     @property
     def seconds(self) -> float:
@@ -89,7 +89,7 @@ class Timeline:
         return tuple(max(accumulate(rank, initial=0)) for rank in changes)
 
 
-def simulate(schedule: Lists, costs: Costs) -> Timeline:
+def simulate(schedule: Lists, costs: StageSeconds) -> SimulatedTimeline:
     """Run a schedule on paper.
 
     Args:
@@ -104,7 +104,7 @@ def simulate(schedule: Lists, costs: Costs) -> Timeline:
     ranks = Counter(action for actions in schedule for action in actions)
     ready: dict[Action, list[int]] = {}  # ranks that have come to an action
     free = [0.0] * len(todo)
-    spans: list[list[Span]] = [[] for _ in todo]
+    spans: list[list[ActionSpan]] = [[] for _ in todo]
     ended: dict[Action, float] = {}
     for rank, actions in enumerate(todo):
         if actions:
@@ -122,12 +122,12 @@ def simulate(schedule: Lists, costs: Costs) -> Timeline:
             start = max(_arrival(action, stages, ended, costs), *(free[rank] for rank in there))
             ended[action] = start + costs.of(action)
             for rank in there:
-                spans[rank].append(Span(action, start, ended[action]))
+                spans[rank].append(ActionSpan(action, start, ended[action]))
                 free[rank] = ended[action]
                 todo[rank].pop()
                 if todo[rank]:
                     ready.setdefault(todo[rank][-1], []).append(rank)
-    return Timeline(tuple(map(tuple, spans)))
+    return SimulatedTimeline(tuple(map(tuple, spans)))
 
 
 def merged(schedule: Lists) -> list[Action]:
@@ -136,7 +136,7 @@ def merged(schedule: Lists) -> list[Action]:
     A rank that is in several groups does its actions in this order: whoever waits for an action
     waits for an earlier one, so that nobody waits for ever.
     """
-    spans = simulate(schedule, Costs.even(stages_of(schedule))).spans
+    spans = simulate(schedule, StageSeconds.even(stages_of(schedule))).spans
     ordered = sorted(
         (span.start, group, place, span.action)
         for group, own in enumerate(spans)
@@ -160,7 +160,7 @@ def needs(action: Action, stages: int) -> set[Action]:
     return needed if action.kind == "forward" else needed | {action._replace(kind="forward")}
 
 
-def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: Costs) -> float:
+def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: StageSeconds) -> float:
     needed = needs(action, stages)
     travel = {other: costs.handover * (other.stage != action.stage) for other in needed}
     return max((ended[other] + travel[other] for other in needed), default=0.0)
@@ -171,7 +171,7 @@ def _waiting(todo: Sequence[Sequence[Action]]) -> str:
     return ", ".join(f"stage {a.stage} before {a.kind} {a.microbatch}" for a in heads)
 
 
-def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> Costs:
+def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> StageSeconds:
     """Medians over the micro-batches of what forwards, backwards and weight actions took.
 
     An action ends with its slowest rank. The time in which it waited for another stage does not
@@ -189,7 +189,7 @@ def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> Costs:
     def of(kind: Kind) -> list[float]:
         return [median(seconds.get((kind, stage), [0.0])) for stage in range(stages)]
 
-    return Costs(of("forward"), of("backward"), weight=of("weight"))
+    return StageSeconds(of("forward"), of("backward"), weight=of("weight"))
 
 
 def busy_times(spans: Sequence[trace.Span]) -> list[tuple[Action, float]]:

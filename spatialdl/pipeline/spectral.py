@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
-from spatialdl.comm.tape import replaying
+from spatialdl.comm.replay import replaying
 from spatialdl.errors import UnsupportedSpatialOp
 
 

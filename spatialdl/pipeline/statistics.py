@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
-from spatialdl.comm.tape import replaying
+from spatialdl.comm.replay import replaying
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.spatial.recompute import recompute
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager, nullcontext
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.batch_norm import Sharing
-from spatialdl.pipeline.placed import Microbatch, PlacedStage
+from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.random import keyed
-from spatialdl.spatial.later import LaterGradients
-from spatialdl.spatial.weights_apart import WeightsApart
+from spatialdl.spatial.deferred_gradients import DeferredGradients
+from spatialdl.spatial.deferred_layers import DeferWeightGradients
 
 
 class StepContext:
@@ -33,7 +33,7 @@ class StepContext:
     ) -> None:
         self._sharing, self._data, self._replica = sharing, placement.data, replica
         self._seed, self._step, self._weights_apart = seed, 0, weights_apart
-        self._later: dict[Action, LaterGradients] = {}
+        self._later: dict[Action, DeferredGradients] = {}
 
     def begin(self, microbatches: Sequence[Microbatch], step: int) -> None:
         """A step begins; `step` others were before."""
@@ -41,7 +41,7 @@ class StepContext:
         self._sharing.begin(microbatches)
 
     @contextmanager
-    def forward(self, placed: PlacedStage, number: int, microbatch: Microbatch) -> Iterator[None]:
+    def forward(self, placed: StageRuntime, number: int, microbatch: Microbatch) -> Iterator[None]:
         """Around the forward of a stage on a micro-batch."""
         piece = number * self._data + self._replica
         if microbatch.size is not None:  # replicas have none or one, in whatever micro-batch
@@ -49,21 +49,21 @@ class StepContext:
         own = placed.own(microbatch.samples)
         some = own if len(own) < microbatch.samples else None
         with (
-            WeightsApart() if self._weights_apart else nullcontext(),
+            DeferWeightGradients() if self._weights_apart else nullcontext(),
             keyed(self._seed, self._step, piece, some),
             self._sharing.slice_of(placed, number),
         ):
             yield
 
     @contextmanager
-    def backward(self, placed: PlacedStage, action: Action) -> Iterator[None]:
+    def backward(self, placed: StageRuntime, action: Action) -> Iterator[None]:
         """Around a backward; the gradients of weights wait for a weight action, if there is one."""
         with self._sharing.slice_of(placed, action.microbatch):
             if not self._weights_apart:
                 yield
                 return
-            later = self._later[action._replace(kind="weight")] = LaterGradients()
-            with later.gather(), WeightsApart():
+            later = self._later[action._replace(kind="weight")] = DeferredGradients()
+            with later.gather(), DeferWeightGradients():
                 yield
 
     def add_weights(self, action: Action) -> None:

@@ -17,12 +17,12 @@ from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import virtual_ranks
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Box, Layout, finer_parts, last_slices
-from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Region, Shapes
+from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Shapes, TileRegion
 from spatialdl.pipeline.steps import Value
 from spatialdl.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
-from spatialdl.streaming.copies import Copies
+from spatialdl.streaming.copies import ModelCopies
 from spatialdl.streaming.memory import Memory
 
 
@@ -54,7 +54,7 @@ class VirtualTiles:
         self.across = Across(mesh.grid_comm, ranks) if mesh.parts > 1 else None
         comms = virtual_ranks(axes.parts, self._turns, self.across)
         self.meshes = [Mesh(axes, comm.rank, mesh.replica, comm, comm) for comm in comms]
-        self._copies = Copies(module, len(own))
+        self._copies = ModelCopies(module, len(own))
         self._tiles = [
             OwnTile(network, virtual, recompute, mixed)
             for network, virtual in zip(self._copies.networks, self.meshes, strict=True)
@@ -119,7 +119,7 @@ class VirtualTiles:
 
     def piece(self, number: int, tile: Any, layout: Layout) -> Any:
         """The part of this rank's tile in a virtual one; all of what is not split."""
-        if len(layout.boxes) == 1 and not isinstance(tile, Region):
+        if len(layout.boxes) == 1 and not isinstance(tile, TileRegion):
             return tile
         return tile[self.slices(number, layout)]
 
@@ -135,7 +135,7 @@ class VirtualTiles:
 
     def _leaf(self, number: int, tile: Any, shape: HandoverShape) -> Tensor:
         piece = self.piece(number, tile, shape.receiver)
-        leaf: Tensor = piece if isinstance(tile, Region) else piece.detach().clone()
+        leaf: Tensor = piece if isinstance(tile, TileRegion) else piece.detach().clone()
         return leaf.requires_grad_(isinstance(tile, Tensor) and tile.requires_grad)
 
 
@@ -195,7 +195,7 @@ class MadeOfTiles:
 
         def work(number: int) -> Tensor:
             own = target
-            if isinstance(target, Region):
+            if isinstance(target, TileRegion):
                 own = self._own_part(number, target)
             return self._made[number].backward_of_loss(criterion, own, weight)
 
@@ -204,7 +204,7 @@ class MadeOfTiles:
         loss: Tensor = values[0]
         return loss
 
-    def _own_part(self, number: int, target: Region) -> Tensor:
+    def _own_part(self, number: int, target: TileRegion) -> Tensor:
         mesh = self._tiles.meshes[number]
         piece = self._tiles.piece(number, target, mesh.layout(1, target.size))
         return piece if mesh.parts == 1 else from_local(piece, mesh, target.size)

@@ -17,13 +17,13 @@ import torch
 from tqdm import tqdm
 
 from spatialdl.comm.abort import install_abort_hook
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.world import start_world
 from spatialdl.parallel.layout import Box
-from spatialdl.planning.ledger import Ledger, Work
+from spatialdl.planning.ledger import Ledger, RankOperation
 
 aten = torch.ops.aten
 ROUNDS = 3
@@ -72,9 +72,9 @@ def main() -> None:
         print(json.dumps(found))
 
 
-def _operations(world: Communicator) -> tuple[list[Work], dict[str, list[float]]]:
+def _operations(world: Communicator) -> tuple[list[RankOperation], dict[str, list[float]]]:
     """All operations, and their seconds in each way."""
-    works: list[Work] = []
+    works: list[RankOperation] = []
     rounds: list[dict[str, list[float]]] = []
     todo = [*_convolutions(), *_others()]
     with (
@@ -96,7 +96,7 @@ def _operations(world: Communicator) -> tuple[list[Work], dict[str, list[float]]
     }
 
 
-def _work(kind: str | None, operation: Callable[[], Any]) -> Work:
+def _work(kind: str | None, operation: Callable[[], Any]) -> RankOperation:
     ledger = Ledger()
     with ledger.watch():
         operation()
@@ -213,7 +213,9 @@ def _exchanges(world: Communicator) -> list[list[float]]:
         tile, out = torch.zeros(1, 1, 2, cols), torch.zeros(1, 1, 2, cols)
         owned = [Box(((0, 1), (2 * rank, 2 * rank + 2), (0, cols))) for rank in range(2)]
         plan = Plan(owned, owned[::-1], world.rank)
-        both = Exchange(plan, [Held(tile, plan.own)], [Held(out, plan.need)], tile.device)
+        both = Exchange(
+            plan, [BoxedTensor(tile, plan.own)], [BoxedTensor(out, plan.need)], tile.device
+        )
 
         def talk(exchange: Exchange = both) -> None:
             start_exchange(world, exchange).wait()

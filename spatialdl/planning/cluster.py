@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spatialdl.comm.dry import Axis, Talk
-from spatialdl.planning.ledger import Work
+from spatialdl.planning.ledger import RankOperation
 
 KINDS = {
     "conv": "convolution",
@@ -112,11 +112,11 @@ class Cluster:
         """Threads that the command gives to each of so many ranks on CPUs."""
         return max(1, (self.cores or 1) // ranks)
 
-    def seconds(self, work: Iterable[Work], ranks: int) -> float:
+    def seconds(self, work: Iterable[RankOperation], ranks: int) -> float:
         """Time of operations on one of so many ranks."""
         return sum(self._operation(one, ranks) for one in work)
 
-    def _operation(self, work: Work, ranks: int) -> float:
+    def _operation(self, work: RankOperation, ranks: int) -> float:
         busy = self._rate(self.rates, work.kind).of(work.flops, work.bytes)
         threads = self.threads(ranks)
         if threads == 1:

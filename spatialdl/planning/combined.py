@@ -7,12 +7,12 @@ from typing import Any
 
 from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import LayerCosts, NetworkCosts
-from spatialdl.planning.parts import Divided
+from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.peaks import lives_between
 from spatialdl.planning.touches import touches_between
 
 
-def with_stage(whole: NetworkCosts, own: NetworkCosts, which: Divided) -> NetworkCosts:
+def with_stage(whole: NetworkCosts, own: NetworkCosts, which: DividedStage) -> NetworkCosts:
     """Costs of which those of one stage are replaced by what `count` says of it divided."""
     layers = [*whole.layers[: which.first], *own.layers, *whole.layers[which.after :]]
     heap, mapped = (

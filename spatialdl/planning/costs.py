@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
-from spatialdl.comm.dry import Event, Talk, following, listening
+from spatialdl.comm.dry import DryEvent, Talk, following, listening
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
-from spatialdl.planning.ledger import Ledger, Phase, Work, taken
-from spatialdl.planning.parts import Divided, Parts
+from spatialdl.planning.ledger import Ledger, Phase, RankOperation, taken
+from spatialdl.planning.parts import DividedStage, NetworkParts
 from spatialdl.planning.peaks import Lives, lives
 from spatialdl.planning.program import Program
 from spatialdl.planning.tile import LargestTile, local
@@ -61,8 +61,8 @@ class LayerCosts:
     """
 
     name: str
-    forward: list[Work] = field(default_factory=list)
-    backward: list[Work] = field(default_factory=list)
+    forward: list[RankOperation] = field(default_factory=list)
+    backward: list[RankOperation] = field(default_factory=list)
     forward_talks: list[Talk] = field(default_factory=list)
     backward_talks: list[Talk] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -102,7 +102,7 @@ class NetworkCosts:
         return {IMAGE: self.input, **given}
 
 
-class Sizes(NamedTuple):
+class MemorySizes(NamedTuple):
     """Of memories, in bytes; half-open."""
 
     low: float
@@ -121,7 +121,7 @@ def count(
     uncut: bool = False,
     segments: bool = False,
     on_cpu: bool = True,
-    divided: Divided | None = None,
+    divided: DividedStage | None = None,
 ) -> NetworkCosts:
     """Run a network on the ``meta`` device, forwards and backwards.
 
@@ -158,7 +158,7 @@ def count(
 class _Run:
     def __init__(
         self,
-        parts: Parts,
+        parts: NetworkParts,
         recording: Recording | None,
         shape: tuple[int, ...],
         tile: LargestTile,
@@ -223,7 +223,7 @@ class _Run:
         with self._ledger.watch(), torch.device("meta"), following(self._follow):
             yield
 
-    def _follow(self, event: Event) -> None:
+    def _follow(self, event: DryEvent) -> None:
         if self._ledger.touches is not None:
             self._ledger.touches.tell(self._ledger.part, event)
 
@@ -292,13 +292,13 @@ class _Run:
         touches = self._ledger.touches
         if touches is not None:
             touches.made = [one.number for one in self._ledger.memories]
-        found = self._result(Sizes(0, math.inf), on_cpu)
+        found = self._result(MemorySizes(0, math.inf), on_cpu)
         if on_cpu:
-            found.heap = self._result(Sizes(0, MAPPED_FROM), on_cpu)
-            found.mapped = self._result(Sizes(MAPPED_FROM, math.inf), on_cpu)
+            found.heap = self._result(MemorySizes(0, MAPPED_FROM), on_cpu)
+            found.mapped = self._result(MemorySizes(MAPPED_FROM, math.inf), on_cpu)
         return found
 
-    def _result(self, sizes: Sizes, workspace: bool) -> NetworkCosts:
+    def _result(self, sizes: MemorySizes, workspace: bool) -> NetworkCosts:
         """With memory of some sizes only."""
         memories = [one for one in self._ledger.memories if sizes.hold(one.bytes)]
         rooms = [
@@ -314,7 +314,7 @@ class _Run:
         touches = self._ledger.touches
         return NetworkCosts(costs, entering, loss, self._uses, made, self._refused, touches)
 
-    def _layer(self, number: int, sizes: Sizes) -> LayerCosts:
+    def _layer(self, number: int, sizes: MemorySizes) -> LayerCosts:
         is_loss = number == len(self._parts.names)
         state = [] if is_loss else self._parts.state[number]
         given = [] if is_loss else self._outcomes[number]

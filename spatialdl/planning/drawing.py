@@ -11,7 +11,7 @@ from spatialdl.comm.trace import Span
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import describe
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import Row
 from spatialdl.training.console.layout_text import names_of
 from spatialdl.training.pictures.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
@@ -53,7 +53,7 @@ def draw_timeline(row: Row, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_layout(row: Row, job: Job, path: Path) -> None:
+def draw_layout(row: Row, job: PlannedJob, path: Path) -> None:
     """Of every stage the image, and which rank holds which tile."""
     from matplotlib.figure import Figure
 

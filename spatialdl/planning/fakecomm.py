@@ -16,14 +16,14 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.checking.preflight import Preflight, preflight
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.calibrate import measured
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import MEASURED, cluster_named, job_of, with_virtual_tiles
 from spatialdl.planning.stage import StageCosts, stage_costs
@@ -75,7 +75,7 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
     fits = len(errors) == small
     print("\n".join(_layout(placement, sources.image_size, config.comm.map)), flush=True)
     if config.weights is not None or config.trainer.freeze:
-        _tried(errors, lambda: make_network(config, sources, Alone()))
+        _tried(errors, lambda: make_network(config, sources, SingleProcess()))
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
     if config.parallel.balance == "measured" and placement.stages > 1:
@@ -169,7 +169,7 @@ class _Table:
 
     def __init__(
         self,
-        job: Job,
+        job: PlannedJob,
         cluster: Cluster,
         placement: Placement,
         schedule: Schedule,

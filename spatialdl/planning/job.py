@@ -12,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl.pipeline.balance import Costs, estimated, memory
+from spatialdl.pipeline.balance import StepCosts, estimated, memory
 from spatialdl.pipeline.recording import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
 from spatialdl.planning.combined import between, with_stage
 from spatialdl.planning.costs import NetworkCosts, count
-from spatialdl.planning.ledger import Ledger, Work
-from spatialdl.planning.parts import Divided
+from spatialdl.planning.ledger import Ledger, RankOperation
+from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.program import Program
-from spatialdl.streaming.sizes import Sizes, sizes_of
+from spatialdl.streaming.sizes import ImageSizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
 Recompute = Literal["none", "block", "stage"]
@@ -35,7 +35,7 @@ class CannotWork(ValueError):
 
 
 @dataclass
-class Job:
+class PlannedJob:
     """A network, its images and its optimizer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Job:
         optimizer: makes one for parameters.
         balance: what is alike in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
-        tensor_plan: what is divided of modules of stages whose channels are, see `Divided`.
+        tensor_plan: what is divided of modules of stages whose channels are, see `DividedStage`.
         limit: bytes that virtual tiles may have in memory; None for no limit.
         store: where the others go: to a disk, or to pinned memory of the host.
     """
@@ -64,11 +64,11 @@ class Job:
     limit: int | None = None
     store: Literal["disk", "host"] = "disk"
     _programs: dict[bool, Program] = field(default_factory=dict, init=False)
-    _balanced: dict[tuple[bool, int], Costs] = field(default_factory=dict, init=False)
+    _balanced: dict[tuple[bool, int], StepCosts] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, init=False)
     _counted: dict[tuple[Any, ...], NetworkCosts] = field(default_factory=dict, init=False)
-    _sizes: dict[int, Sizes | None] = field(default_factory=dict, init=False)
-    _updates: dict[bool, list[list[Work]]] = field(default_factory=dict, init=False)
+    _sizes: dict[int, ImageSizes | None] = field(default_factory=dict, init=False)
+    _updates: dict[bool, list[list[RankOperation]]] = field(default_factory=dict, init=False)
 
     def program(self, again: bool = False) -> Program:
         """The steps of the network; with `again`, blocks run again in backward."""
@@ -76,7 +76,7 @@ class Job:
             self._programs[again] = Program(self.model, self.image, again)
         return self._programs[again]
 
-    def sizes(self, samples: int) -> Sizes | None:
+    def sizes(self, samples: int) -> ImageSizes | None:
         """What the network takes of so many whole images, see `streaming.sizes`."""
         if samples not in self._sizes:
             dtype = next((p.dtype for p in self.model.parameters()), torch.get_default_dtype())
@@ -119,7 +119,7 @@ class Job:
             return str(error)
         return ""
 
-    def _weighed(self, microbatches: int, again: bool) -> Costs:
+    def _weighed(self, microbatches: int, again: bool) -> StepCosts:
         """What the cut balances; times are taken from operation counts."""
         key = again, microbatches if self.balance == "memory" else 1
         if key not in self._balanced:
@@ -134,7 +134,7 @@ class Job:
         grid: tuple[int, ...],
         again: bool,
         uncut: bool = False,
-        divided: Divided | None = None,
+        divided: DividedStage | None = None,
         stream: tuple[int, ...] = (),
     ) -> NetworkCosts:
         """Of all parts on one rank, where it has virtual tiles on one of these; see `count`.
@@ -169,7 +169,7 @@ class Job:
         grid: tuple[int, ...],
         again: bool,
         uncut: bool,
-        divided: Divided | None,
+        divided: DividedStage | None,
         stream: tuple[int, ...],
     ) -> NetworkCosts:
         program, shape = self.program(again), (samples, *self.image)
@@ -215,13 +215,13 @@ class Job:
         state = (one for step in steps for one in self.program(again).state[step])
         return sum(one.nbytes for one in state if isinstance(one, nn.Parameter))
 
-    def updates(self, again: bool) -> list[list[Work]]:
+    def updates(self, again: bool) -> list[list[RankOperation]]:
         """What the optimizer does for each step of the network, its state being there."""
         if again not in self._updates:
             self._updates[again] = [self._update(state) for state in self.program(again).state]
         return self._updates[again]
 
-    def _update(self, state: Sequence[Tensor]) -> list[Work]:
+    def _update(self, state: Sequence[Tensor]) -> list[RankOperation]:
         ledger = Ledger()
         for p in state:
             if isinstance(p, nn.Parameter):

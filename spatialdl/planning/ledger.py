@@ -26,7 +26,7 @@ aten = torch.ops.aten
 Phase = Literal["forward", "backward"]
 
 
-class Work(NamedTuple):
+class RankOperation(NamedTuple):
     """One operation on one rank.
 
     Attributes:
@@ -41,7 +41,7 @@ class Work(NamedTuple):
 
 
 @dataclass(eq=False)
-class Memory:
+class StorageRecord:
     """A storage: its bytes, in which part it was made, and when it came and went.
 
     Attributes:
@@ -70,7 +70,7 @@ def taken(size: int) -> int:
     return size if size < PAGE else -(-size // PAGE) * PAGE
 
 
-class Moment(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation in the order of the run, and the memory that it needs for itself meanwhile."""
 
     phase: Phase
@@ -94,13 +94,13 @@ class Ledger:
 
     phase: Phase = "forward"
     part: int = 0
-    work: dict[tuple[Phase, int], list[Work]] = field(default_factory=dict)
-    moments: list[Moment] = field(default_factory=list)
-    memories: list[Memory] = field(default_factory=list)
+    work: dict[tuple[Phase, int], list[RankOperation]] = field(default_factory=dict)
+    moments: list[RecordedOperation] = field(default_factory=list)
+    memories: list[StorageRecord] = field(default_factory=list)
     whole_pages: bool = False
     results: Known = field(default_factory=lambda: _RESULTS)
     touches: Touches | None = None
-    _known: dict[int, Memory] = field(default_factory=dict)
+    _known: dict[int, StorageRecord] = field(default_factory=dict)
 
     def own(self, tensor: Tensor, enters: bool = False) -> None:
         """Leave a tensor's memory out, which somebody else counts: weights.
@@ -109,12 +109,12 @@ class Ledger:
             enters: whether it is a virtual tile's, which has it from elsewhere.
         """
         size = tensor.nbytes
-        memory = Memory(size, size, self.phase, self.part, -1)
+        memory = StorageRecord(size, size, self.phase, self.part, -1)
         if enters and self.touches is not None:
             memory.number = self.touches.add(size)
         self._known[_key(tensor)] = memory
 
-    def memory_of(self, tensor: Tensor) -> Memory | None:
+    def memory_of(self, tensor: Tensor) -> StorageRecord | None:
         """The memory of a tensor (of a tile, if it is split), if the run has made it."""
         return self._known.get(_key(_local(tensor)))
 
@@ -138,7 +138,9 @@ class Ledger:
             return
         works = list(_works(func, args, kwargs, result, _bytes(inputs + outputs), changes))
         self.work.setdefault((self.phase, self.part), []).extend(works)
-        self.moments.append(Moment(self.phase, self.part, _workspace(func, args, result)))
+        self.moments.append(
+            RecordedOperation(self.phase, self.part, _workspace(func, args, result))
+        )
 
     def _touch(
         self,
@@ -159,14 +161,14 @@ class Ledger:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         whole = taken(size) if self.whole_pages else size
-        memory = Memory(size, whole, self.phase, self.part, len(self.moments))
+        memory = StorageRecord(size, whole, self.phase, self.part, len(self.moments))
         if self.touches is not None:
             memory.number = self.touches.add(size)
         self._known[key] = memory
         self.memories.append(memory)
         weakref.finalize(storage, self._forget, key, memory)
 
-    def _forget(self, key: int, memory: Memory) -> None:
+    def _forget(self, key: int, memory: StorageRecord) -> None:
         memory.died = len(self.moments)
         if self.touches is not None:
             self.touches.forget(memory.number)
@@ -226,7 +228,7 @@ _NORMS = {
 
 def _works(
     func: Any, args: Any, kwargs: Any, result: Any, size: int, changes: bool
-) -> Iterator[Work]:
+) -> Iterator[RankOperation]:
     if func is aten.convolution_backward.default:
         grad, x, weight = args[:3]
         passed = _bytes([grad, x, weight])
@@ -235,9 +237,9 @@ def _works(
                 mask = [name == "conv_input", name == "conv_weight", False]
                 strided = name == "conv_input" and max(args[4]) > 1
                 kind = "conv_strided_input" if strided else name
-                yield Work(kind, _flops(func, (*args[:10], mask), result), passed)
+                yield RankOperation(kind, _flops(func, (*args[:10], mask), result), passed)
         return
-    yield Work(_kind(func, args, changes), _flops(func, args, result, **kwargs), size)
+    yield RankOperation(_kind(func, args, changes), _flops(func, args, result, **kwargs), size)
 
 
 _KINDS = {

@@ -22,7 +22,7 @@ from spatialdl.spatial.shadow import computed_attributes
 _META = torch.device("meta")
 
 
-class Divided(NamedTuple):
+class DividedStage(NamedTuple):
     """A stage of whose channels each rank of the tensor axis has a part.
 
     Attributes:
@@ -38,7 +38,7 @@ class Divided(NamedTuple):
     plan: tuple[tuple[str, str], ...] = ()
 
 
-class Parts:
+class NetworkParts:
     """The parts of a network in the order in which they run: pieces of a stage, or all of it.
 
     Args:
@@ -118,8 +118,8 @@ class Parts:
         return found
 
     def divided(
-        self, which: Divided, recording: Recording | None, entering: Mapping[Value, Tensor]
-    ) -> Parts:
+        self, which: DividedStage, recording: Recording | None, entering: Mapping[Value, Tensor]
+    ) -> NetworkParts:
         """A copy of which the last rank of the tensor axis, which has most, has its channels.
 
         Args:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spatialdl.planning.ledger import Ledger, Memory
+from spatialdl.planning.ledger import Ledger, StorageRecord
 
 Ints = NDArray[np.int64]
 
@@ -127,7 +127,7 @@ _EVER = np.iinfo(np.int64).max
 
 def lives(
     ledger: Ledger,
-    memories: Sequence[Memory],
+    memories: Sequence[StorageRecord],
     rooms: Sequence[int],
     since: int,
     gradients: Collection[int],

@@ -8,11 +8,17 @@ from math import prod
 
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Kind, Schedule
-from spatialdl.pipeline.holders import holding
-from spatialdl.pipeline.simulate import Costs, Span, Timeline, merged, simulate
+from spatialdl.pipeline.simulate import (
+    ActionSpan,
+    SimulatedTimeline,
+    StageSeconds,
+    merged,
+    simulate,
+)
+from spatialdl.pipeline.stage_groups import stage_ranks
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import Job, Recompute
-from spatialdl.planning.ledger import Work
+from spatialdl.planning.job import PlannedJob, Recompute
+from spatialdl.planning.ledger import RankOperation
 from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import StageCosts, stage_costs
 from spatialdl.planning.store_use import Replay, StoreUse
@@ -45,7 +51,7 @@ class Prediction:
     memory: tuple[float, ...]
     sent: float
     bubble: float
-    timeline: Timeline
+    timeline: SimulatedTimeline
     reducing: float
     updating: float
     stores: tuple[StoreUse, ...] = ()
@@ -53,7 +59,11 @@ class Prediction:
 
 
 def predict(
-    job: Job, cluster: Cluster, placement: Placement, schedule: Schedule, recompute: Recompute
+    job: PlannedJob,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    recompute: Recompute,
 ) -> Prediction:
     """Memory and time of a layout.
 
@@ -94,7 +104,7 @@ def predict(
         )
         for kind, spans in zip(distinct, timeline.spans, strict=True)
     }
-    everybody = Timeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
+    everybody = SimulatedTimeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
     return Prediction(
         placement=placement,
         schedule=schedule,
@@ -118,9 +128,9 @@ def _simulated(
     stages: Sequence[StageCosts],
     distinct: Sequence[Held],
     kinds: Sequence[Held],
-) -> Timeline:
+) -> SimulatedTimeline:
     """A row for each kind of ranks: those of a grid do the same."""
-    costs = Costs([one.forward for one in stages], [one.backward for one in stages])
+    costs = StageSeconds([one.forward for one in stages], [one.backward for one in stages])
     lists = [_actions(schedule, kind) for kind in distinct]
     if cluster.cores is None:
         return simulate(lists, costs)
@@ -137,7 +147,7 @@ Moved = Mapping[tuple[int, Kind], float]
 
 
 def _replayed(
-    job: Job, placement: Placement, stages: Sequence[StageCosts], actions: Sequence[Action]
+    job: PlannedJob, placement: Placement, stages: Sequence[StageCosts], actions: Sequence[Action]
 ) -> tuple[StoreUse, Moved]:
     """What is in memory and in the store of a rank in a step."""
     steps = {n: one.steps for n, one in enumerate(stages) if one.steps is not None}
@@ -179,13 +189,13 @@ def _reducing(cluster: Cluster, placement: Placement, stages: Sequence[StageCost
     """Averaging gradients; stages do it at the same time, those of one rank after each other."""
     seconds = [0.0] * placement.groups
     for number, stage in enumerate(stages):
-        ranks = holding(placement, number)
+        ranks = stage_ranks(placement, number)
         seconds[number % placement.groups] += cluster.all_reduce(ranks, stage.weights)
     return max(seconds)
 
 
 def _updating(
-    job: Job,
+    job: PlannedJob,
     cluster: Cluster,
     placement: Placement,
     stages: Sequence[StageCosts],
@@ -198,7 +208,7 @@ def _updating(
     return crowd * max(sum(of_stage[stage] for stage in {s for _, s in k}) for k in distinct)
 
 
-def _updates(job: Job, stage: StageCosts, again: bool) -> Iterator[Work]:
+def _updates(job: PlannedJob, stage: StageCosts, again: bool) -> Iterator[RankOperation]:
     """What the optimizer does for what a rank has of the weights of a stage."""
     whole = job.weights_of(range(*stage.layers), again)
     share = stage.weights / whole if whole else 1.0
@@ -208,7 +218,7 @@ def _updates(job: Job, stage: StageCosts, again: bool) -> Iterator[Work]:
 
 
 def _static(
-    job: Job,
+    job: PlannedJob,
     cluster: Cluster,
     placement: Placement,
     schedule: Schedule,
@@ -226,7 +236,7 @@ def _static(
     return static
 
 
-def _peak(stages: Sequence[StageCosts], spans: Sequence[Span], kind: Held) -> float:
+def _peak(stages: Sequence[StageCosts], spans: Sequence[ActionSpan], kind: Held) -> float:
     """Most bytes of a rank at a time, beside those."""
     most, held = 0.0, 0.0
     grads = dict.fromkeys((stage for _, stage in kind), 0)
@@ -248,7 +258,7 @@ def _peak(stages: Sequence[StageCosts], spans: Sequence[Span], kind: Held) -> fl
 
 def _images(
     cluster: Cluster,
-    job: Job,
+    job: PlannedJob,
     placement: Placement,
     schedule: Schedule,
     tile: int,
@@ -278,6 +288,6 @@ def _sent(
     for place in kind:
         total += stages[place[1]].sent * sum((a.copy, a.stage) == place for a in actions)
     for stage in {stage for _, stage in kind}:
-        ranks = len(holding(placement, stage))
+        ranks = len(stage_ranks(placement, stage))
         total += 2 * (ranks - 1) / ranks * stages[stage].weights
     return total

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from spatialdl.pipeline.balance import Costs, Weigh
+from spatialdl.pipeline.balance import StepCosts, Weigh
 from spatialdl.pipeline.partition import cannot_cut, cut_bounds, leftovers, state_of
 from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
-from spatialdl.planning.parts import Divided, Parts
+from spatialdl.planning.parts import DividedStage, NetworkParts
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.shadow import meta_copy
 
@@ -39,7 +39,7 @@ class Program:
         self._model.train()
         self.refused = ""
         self._before: dict[tuple[object, ...], list[dict[Value, Tensor]]] = {}
-        self._divided: dict[tuple[bool, Divided], Parts] = {}
+        self._divided: dict[tuple[bool, DividedStage], NetworkParts] = {}
         self._recording: Recording | None = None
         try:
             self._recording = self._forward.of(SAMPLES, training=True)
@@ -81,17 +81,17 @@ class Program:
         return found
 
     @cached_property
-    def _stage(self) -> Parts:
+    def _stage(self) -> NetworkParts:
         assert self._recording is not None
         steps = len(self._recording.steps)
         stage = Stage(self._model, self._forward, 0, steps, (), self._again)
-        return Parts(self._model, stage, self.names, self.state)
+        return NetworkParts(self._model, stage, self.names, self.state)
 
     @cached_property
-    def _whole(self) -> Parts:
-        return Parts(self._model, None, self.names, self.state)
+    def _whole(self) -> NetworkParts:
+        return NetworkParts(self._model, None, self.names, self.state)
 
-    def parts(self, uncut: bool) -> Parts:
+    def parts(self, uncut: bool) -> NetworkParts:
         """What runs: the steps, or the network as it is where it is neither cut nor a chain."""
         return self._whole if self._recording is None or uncut else self._stage
 
@@ -104,7 +104,11 @@ class Program:
         return None if self._recording is None else self._forward.of(samples, training=True)
 
     def entering(
-        self, stage: Divided, uncut: bool, grid: tuple[int, ...], images: Mapping[Value, Tensor]
+        self,
+        stage: DividedStage,
+        uncut: bool,
+        grid: tuple[int, ...],
+        images: Mapping[Value, Tensor],
     ) -> Mapping[Value, Tensor]:
         """What a stage takes on a rank of a grid, whole, in training.
 
@@ -125,21 +129,21 @@ class Program:
         return {value: one for value, one in found.items() if own & {*uses.get(value, ())}}
 
     def divided(
-        self, which: Divided, uncut: bool, samples: int, entering: Mapping[Value, Tensor]
-    ) -> Parts:
-        """The parts, of one stage of which this rank has some channels; see `Parts.divided`."""
+        self, which: DividedStage, uncut: bool, samples: int, entering: Mapping[Value, Tensor]
+    ) -> NetworkParts:
+        """The parts, one of them a stage with divided channels; like `NetworkParts.divided`."""
         if (uncut, which) not in self._divided:
             parts = self.parts(uncut)
             recording = self._forward.of(samples, training=False) if parts.is_recorded else None
             self._divided[uncut, which] = parts.divided(which, recording, entering)
         return self._divided[uncut, which]
 
-    def costs(self, weigh: Weigh) -> Costs:
+    def costs(self, weigh: Weigh) -> StepCosts:
         """What is balanced."""
         return weigh(self._model, self._evaluated, (SAMPLES, *self._image))
 
     def bounds(
-        self, widths: Sequence[int], names: Sequence[str] | None, costs: Callable[[], Costs]
+        self, widths: Sequence[int], names: Sequence[str] | None, costs: Callable[[], StepCosts]
     ) -> list[int]:
         """The steps with which stages begin, and the end, as `pipeline.partition.cut` finds them.
 

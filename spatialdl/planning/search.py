@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from spatialdl.parallel.layout import by, nearly_cubic
 from spatialdl.planning.cluster import Cluster
-from spatialdl.planning.job import Job, Recompute
+from spatialdl.planning.job import PlannedJob, Recompute
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.training.layouts import (
     AUTO,
@@ -73,7 +73,7 @@ class NothingFits(ValueError):
 
 
 def search(
-    job: Job,
+    job: PlannedJob,
     cluster: Cluster,
     base: DictConfig,
     world: int,
@@ -114,7 +114,7 @@ def search(
     return sorted(rows, key=lambda row: (row.prediction.seconds, row.memory))
 
 
-def _again(job: Job, base: DictConfig, layout: LayoutKeys) -> Sequence[Recompute]:
+def _again(job: PlannedJob, base: DictConfig, layout: LayoutKeys) -> Sequence[Recompute]:
     """What to try, one after the other, until it fits."""
     if base.recompute != "none":
         return [base.recompute]
@@ -127,7 +127,7 @@ def _with(layout: LayoutKeys, recompute: Recompute) -> LayoutKeys:
     return LayoutKeys(layout.name, (*layout.keys, *more))
 
 
-def _with_tiles(job: Job, base: DictConfig, layout: LayoutKeys) -> LayoutKeys:
+def _with_tiles(job: PlannedJob, base: DictConfig, layout: LayoutKeys) -> LayoutKeys:
     """With virtual tiles as the configuration says: as few as fit into the limit, or these."""
     if base.stream is None:
         return layout
@@ -142,7 +142,11 @@ def _with_tiles(job: Job, base: DictConfig, layout: LayoutKeys) -> LayoutKeys:
 
 
 def named(
-    job: Job, cluster: Cluster, parallel: DictConfig, overrides: Sequence[str], world: int | None
+    job: PlannedJob,
+    cluster: Cluster,
+    parallel: DictConfig,
+    overrides: Sequence[str],
+    world: int | None,
 ) -> Row:
     """The one layout that a configuration names.
 
@@ -171,7 +175,7 @@ def named(
 
 
 def _predicted(
-    job: Job, cluster: Cluster, base: DictConfig, layout: LayoutKeys, recompute: Recompute
+    job: PlannedJob, cluster: Cluster, base: DictConfig, layout: LayoutKeys, recompute: Recompute
 ) -> Prediction:
     config = layout.config(base)
     placement = placement_of(config, len(job.image) - 1)
@@ -299,7 +303,7 @@ def _orders(
             yield f"{spatial}gems", (*many, *times)
 
 
-def _stores(rows: Sequence[Row], job: Job) -> Iterator[str]:
+def _stores(rows: Sequence[Row], job: PlannedJob) -> Iterator[str]:
     """What virtual tiles of the rank that stores most move, row by row."""
     where = "in pinned memory of the host" if job.store == "host" else "on a disk"
     limit = "no limit" if job.limit is None else f"{job.limit / 1e9:g} GB"
@@ -333,7 +337,7 @@ def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
     return 1e9 * given
 
 
-def table(rows: Sequence[Row], job: Job, cluster: Cluster, found: int) -> str:
+def table(rows: Sequence[Row], job: PlannedJob, cluster: Cluster, found: int) -> str:
     """A line a layout."""
     lines = [
         f"{type(job.model).__name__}, {job.batch} images of {by(job.image[1:])} a step, on "

@@ -15,7 +15,7 @@ from spatialdl.channels.uses import check_plan
 from spatialdl.data.image_source import whole_box
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.spatial.gather import gather_before
 from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import AUTO
@@ -91,7 +91,7 @@ def planned_type(config: DictConfig) -> torch.dtype:
     return precision.dtype
 
 
-def job_of(config: DictConfig, cluster: Cluster) -> Job:
+def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
     """What a configuration of ``spatialdl.train`` trains.
 
     Raises:
@@ -109,7 +109,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> Job:
     plan = {str(name): str(form) for name, form in (config.parallel.tensor_plan or {}).items()}
     check_plan(model, plan)
     batch = int(config.data.batch_size)
-    return Job(
+    return PlannedJob(
         model=model,
         image=(sources.channels, *sources.image_size),
         batch=batch,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spatialdl.pipeline.action import Action, Lists, stages_of
-from spatialdl.pipeline.simulate import Costs, Span, Timeline, needs
+from spatialdl.pipeline.simulate import ActionSpan, SimulatedTimeline, StageSeconds, needs
 
 
 @dataclass
@@ -22,8 +22,8 @@ class _Running:
 
 
 def simulate_shared(
-    schedule: Lists, weights: Sequence[int], costs: Costs, cores: int, lone_speed: float
-) -> Timeline:
+    schedule: Lists, weights: Sequence[int], costs: StageSeconds, cores: int, lone_speed: float
+) -> SimulatedTimeline:
     """Run a schedule on paper, on ranks of one machine.
 
     Args:
@@ -38,7 +38,7 @@ def simulate_shared(
     stages = stages_of(schedule)
     todo = [list(actions)[::-1] for actions in schedule]
     ranks = Counter(action for actions in schedule for action in actions)
-    spans: list[list[Span]] = [[] for _ in todo]
+    spans: list[list[ActionSpan]] = [[] for _ in todo]
     ended: set[Action] = set()
     running: dict[Action, _Running] = {}
     now = 0.0
@@ -65,8 +65,8 @@ def simulate_shared(
                 del running[action]
                 ended.add(action)
                 for rank in one.ranks:
-                    spans[rank].append(Span(action, one.start, now))
-    return Timeline(tuple(map(tuple, spans)))
+                    spans[rank].append(ActionSpan(action, one.start, now))
+    return SimulatedTimeline(tuple(map(tuple, spans)))
 
 
 def _speed(active: int, cores: int, lone_speed: float) -> float:

@@ -14,8 +14,8 @@ from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.costs import NetworkCosts
-from spatialdl.planning.job import CannotWork, Job, Recompute
-from spatialdl.planning.parts import Divided
+from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
+from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.peaks import Sum
 from spatialdl.planning.store_use import StageSteps, steps_of
 
@@ -60,7 +60,7 @@ class StageCosts:
 
 
 def stage_costs(
-    job: Job,
+    job: PlannedJob,
     cluster: Cluster,
     placement: Placement,
     microbatches: int,
@@ -87,7 +87,7 @@ def stage_costs(
         grid = placement.grids[stage]
         own_samples = ceil(samples / placement.batch_parts(stage))
         tensor = placement.tensor_parts(stage)
-        divided = Divided(tensor, first, after, job.tensor_plan) if tensor > 1 else None
+        divided = DividedStage(tensor, first, after, job.tensor_plan) if tensor > 1 else None
         costs = job.costs(own_samples, grid, again, stages == 1, divided, placement.stream)
         if memory != "all":
             costs = getattr(costs, memory) or costs

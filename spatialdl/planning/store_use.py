@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from spatialdl.comm.dry import Event, Givers
+from spatialdl.comm.dry import DryEvent, Givers
 from spatialdl.pipeline.action import Action
-from spatialdl.planning.touches import Step, Touches
+from spatialdl.planning.touches import TouchedStep, Touches
 from spatialdl.streaming.memory import AHEAD, SMALL
 from spatialdl.streaming.store import PAGE
 
@@ -42,7 +42,7 @@ class StoreUse:
     read: int = 0
 
 
-class Work(NamedTuple):
+class TileWork(NamedTuple):
     """What a tile does next.
 
     Attributes:
@@ -50,7 +50,7 @@ class Work(NamedTuple):
         frees: what is gone after it.
     """
 
-    step: Step
+    step: TouchedStep
     frees: tuple[int, ...]
 
 
@@ -62,8 +62,8 @@ class StageSteps:
         sizes: bytes of each memory.
     """
 
-    forward: list[Work]
-    backward: list[Work]
+    forward: list[TileWork]
+    backward: list[TileWork]
     sizes: Sequence[int]
 
 
@@ -93,19 +93,19 @@ def steps_of(
     entering -= {n for one in forward for n in one.step.makes}
     kept |= entering
     once = _without_graph(forward, kept)
-    rest = [*(Work(one.step, one.frees) for one in forward if one.step.event is None)]
+    rest = [*(TileWork(one.step, one.frees) for one in forward if one.step.event is None)]
     rest += _works(touches, back, counted, kept, None)
     return StageSteps(once, rest, touches.sizes)
 
 
-def _without_graph(works: Sequence[Work], kept: set[int]) -> list[Work]:
+def _without_graph(works: Sequence[TileWork], kept: set[int]) -> list[TileWork]:
     """A forward of which nothing is kept for backward: what is used for the last time is gone."""
     last = {n: at for at, one in enumerate(works) for n in (*one.step.uses, *one.step.makes)}
     frees: dict[int, list[int]] = {}
     for memory, at in last.items():
         if memory not in kept:
             frees.setdefault(at, []).append(memory)
-    return [Work(one.step, tuple(frees.get(at, ()))) for at, one in enumerate(works)]
+    return [TileWork(one.step, tuple(frees.get(at, ()))) for at, one in enumerate(works)]
 
 
 def _works(
@@ -114,7 +114,7 @@ def _works(
     counted: Sequence[bool],
     kept: set[int],
     until: int | None,
-) -> list[Work]:
+) -> list[TileWork]:
     """The steps of these numbers.
 
     Args:
@@ -139,16 +139,16 @@ def _works(
                 for some in (step.uses, step.writes, step.makes)
             )
             adds = step.adds if step.adds >= 0 and counted[step.adds] else -1
-            step = Step(step.part, None, uses, writes, makes, adds)
+            step = TouchedStep(step.part, None, uses, writes, makes, adds)
         if step.event is not None or step.uses or step.makes or step.adds >= 0 or frees:
-            found.append(Work(step, tuple(frees)))
+            found.append(TileWork(step, tuple(frees)))
     return found
 
 
 # --- memory
 
 
-class Room:
+class SimulatedMemory:
     """Memory within a limit, on paper.
 
     Args:
@@ -275,7 +275,7 @@ class Replay:
     def __init__(
         self, stages: Mapping[int, StageSteps], stream: Sequence[int], limit: int | None
     ) -> None:
-        self._stages, self.room = stages, Room(limit)
+        self._stages, self.room = stages, SimulatedMemory(limit)
         self._tiles = prod(stream)
 
     def run(self, action: Action) -> int:
@@ -295,11 +295,11 @@ class _Turns:
 
     def __init__(
         self,
-        room: Room,
+        room: SimulatedMemory,
         tiles: int,
         stage: StageSteps,
         owner: Owner,
-        works: Sequence[Work],
+        works: Sequence[TileWork],
     ) -> None:
         self._room, self._tiles, self._stage = room, tiles, stage
         self._owner, self._works = owner, works
@@ -345,7 +345,7 @@ class _Turns:
             if step.event is not None and not self._goes_on(tile, step.event):
                 return
 
-    def _goes_on(self, tile: int, event: Event) -> bool:
+    def _goes_on(self, tile: int, event: DryEvent) -> bool:
         if event.kind == "bring":
             self._brought[tile] += 1
             call = self._brought[tile]
@@ -381,7 +381,7 @@ class _Turns:
             for key in self._copied.pop(call, ()):
                 self._room.forget(key)
 
-    def _touch(self, tile: int, step: Step) -> None:
+    def _touch(self, tile: int, step: TouchedStep) -> None:
         """An operation; what it uses but nothing has made is read, or comes from another stage."""
         owner, sizes = self._owner, self._stage.sizes
         uses, makes = [], {(owner, tile, number): sizes[number] for number in step.makes}

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from spatialdl.comm.dry import Event
+from spatialdl.comm.dry import DryEvent
 
 EVER = 2**62
 """The end of what lives until its backward is over."""
 
 
-class Step(NamedTuple):
+class TouchedStep(NamedTuple):
     """An operation, or an event of a call of all ranks.
 
     Attributes:
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     """
 
     part: int
-    event: Event | None = None
+    event: DryEvent | None = None
     uses: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Touches:
         made: the numbers of `planning.ledger.Ledger.memories`.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TouchedStep] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     since: int = 0
@@ -65,12 +65,12 @@ class Touches:
     def forget(self, number: int) -> None:
         self.gone[number] = len(self.steps)
 
-    def tell(self, part: int, event: Event) -> None:
-        self.steps.append(Step(part, event))
+    def tell(self, part: int, event: DryEvent) -> None:
+        self.steps.append(TouchedStep(part, event))
 
     def add_up(self, part: int, number: int) -> None:
         """The gradient of a weight is complete on this tile."""
-        self.steps.append(Step(part, adds=number))
+        self.steps.append(TouchedStep(part, adds=number))
 
     def note(
         self, part: int, uses: Iterable[int], writes: Iterable[int], makes: Iterable[int]
@@ -79,7 +79,7 @@ class Touches:
         used, changed, made = (
             tuple(n for n in dict.fromkeys(some) if n >= 0) for some in (uses, writes, makes)
         )
-        step = Step(part, None, used, changed, made)
+        step = TouchedStep(part, None, used, changed, made)
         if step.uses or step.makes:
             self.steps.append(step)
 
@@ -107,7 +107,7 @@ def touches_between(a: Touches | None, b: Touches | None, share: float) -> Touch
     return replace(a, steps=known, sizes=sizes)
 
 
-def _between(a: Step, b: Step, share: float) -> Step | None:
+def _between(a: TouchedStep, b: TouchedStep, share: float) -> TouchedStep | None:
     """None if the two do not do the same."""
     if a == b:
         return a

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.comm import check
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.bags import BagSource, PlacedBag
 from spatialdl.data.feature_file import list_features
 from spatialdl.data.loader import bag_to_input
@@ -25,10 +25,10 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
 from spatialdl.predicting.bag_records import BagOutcome, BagRecords
-from spatialdl.predicting.given import given_slides
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.progress import bar
-from spatialdl.predicting.tables import Columns, Report, predicted_columns, save_columns, table
+from spatialdl.predicting.slide_paths import slide_paths
+from spatialdl.predicting.tables import Columns, SlideReport, predicted_columns, save_columns, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.reading.reader import Slide
@@ -113,7 +113,7 @@ def slides_of(config: DictConfig, files: Sequence[PlacedBag]) -> dict[str, Path]
     """
     if config.slides is None:
         return {}
-    paths = {name: path for path, name in slide_names(given_slides(config.slides)).items()}
+    paths = {name: path for path, name in slide_names(slide_paths(config.slides)).items()}
     known = {file.slide for file in files}
     found = {name: path for name, path in paths.items() if name in known}
     if not found:
@@ -139,7 +139,7 @@ class BagPredictor:
         self._draws = bool(config.maps)
         alone = config.copy()
         alone.parallel.data = 1
-        network = Network(trained, alone, Alone())
+        network = Network(trained, alone, SingleProcess())
         self._precision = network.precision
         pipeline = network.pipeline(trained.image_size)
         self._device = pipeline.device
@@ -248,11 +248,11 @@ def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind:
     log.info("written: %s, %s in %s", path, maps, run_dir)
 
 
-def _report(one: BagOutcome, trained: Trained) -> Report:
+def _report(one: BagOutcome, trained: Trained) -> SlideReport:
     if one.values is None:
-        return Report(one.name, one.tiles, problem=one.problem, failed=True)
+        return SlideReport(one.name, one.tiles, problem=one.problem, failed=True)
     if trained.task == "survival":
-        return Report(one.name, one.tiles, "risk", float(one.values[0]), one.remark)
+        return SlideReport(one.name, one.tiles, "risk", float(one.values[0]), one.remark)
     best = int(one.values.argmax())
     name = trained.classes[best] if best < len(trained.classes) else str(best)
-    return Report(one.name, one.tiles, name, float(one.values[best]), one.remark)
+    return SlideReport(one.name, one.tiles, name, float(one.values[best]), one.remark)

@@ -23,13 +23,13 @@ from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.predicting.checks import GEOJSON
 from spatialdl.predicting.confusion import Counts, confusion_of
-from spatialdl.predicting.cutting import Cutting, cutting_of
-from spatialdl.predicting.given import given_slides, given_volumes, volume_names
+from spatialdl.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
-from spatialdl.predicting.records import Record, key_of
+from spatialdl.predicting.records import PredictionRecord, key_of
 from spatialdl.predicting.results import Maps
-from spatialdl.predicting.running import Outcome, Runner
-from spatialdl.predicting.tables import Report, save_tables, table
+from spatialdl.predicting.running import Runner, SlideOutput
+from spatialdl.predicting.slide_paths import slide_paths, volume_names, volume_paths
+from spatialdl.predicting.tables import SlideReport, save_tables, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.predicting.volume_inputs import (
     VolumeImages,
@@ -109,8 +109,8 @@ class _Batch:
         """Teams meet after each slide: none waits for another longer than that takes."""
         trained = self._trained
         log.info("the network of %s, step %d, task=%s", trained.path, trained.step, trained.task)
-        reports: list[Report] = []
-        records: list[Record] = []
+        reports: list[SlideReport] = []
+        records: list[PredictionRecord] = []
         for todo in self._rounds:
             for report, record in self._round(todo):
                 _tell(report, volume=trained.takes_volumes)
@@ -126,7 +126,7 @@ class _Batch:
             log.info("written: %s", ", ".join(map(str, paths)))
         return bool(self._world.bcast(not any(report.failed for report in reports)))
 
-    def _round(self, todo: Sequence[_Todo]) -> list[tuple[Report, Record | None]]:
+    def _round(self, todo: Sequence[_Todo]) -> list[tuple[SlideReport, PredictionRecord | None]]:
         """What came out of a slide of each team, on rank 0."""
         found = [(self._team.number, self._one(one)) for one in todo[self._team.number :][:1]]
         everybody = self._world.gather(found if self._own.rank == 0 else []) or []
@@ -142,14 +142,14 @@ class _Batch:
             return self._of_shards(Path(config.shards).expanduser())
         if config.volumes is not None:
             _check_dims(trained, volumes=True, given=f"volumes={config.volumes}")
-            volumes = volume_names(given_volumes(config.volumes)).items()
+            volumes = volume_names(volume_paths(config.volumes)).items()
             return [
                 _Todo(name, self._key(None, path), partial(volume_input, path, name, trained))
                 for path, name in volumes
             ], True
         _check_dims(trained, volumes=False, given=f"slides={config.slides}")
         cutting = cutting_of(config, trained)
-        slides = slide_names(given_slides(config.slides)).items()
+        slides = slide_names(slide_paths(config.slides)).items()
         return [
             _Todo(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
             for path, name in slides
@@ -170,7 +170,7 @@ class _Batch:
         whole = any(one.whole for one in found)
         return [_Todo(one.name, key, partial(_known, one)) for one in found], whole
 
-    def _key(self, cutting: Cutting | None, path: Path) -> str:
+    def _key(self, cutting: BatchCutting | None, path: Path) -> str:
         config = self._config
         chosen = (
             "average",
@@ -192,12 +192,12 @@ class _Batch:
 
     # --- one slide
 
-    def _one(self, todo: _Todo) -> tuple[Report, Record | None]:
+    def _one(self, todo: _Todo) -> tuple[SlideReport, PredictionRecord | None]:
         """What came out of a slide, on the first of the ranks that predict it."""
         record = problem = given = None
         if self._own.rank == 0:
             if not self._config.overwrite:
-                record = Record.load(self._run_dir, todo.name, todo.key)
+                record = PredictionRecord.load(self._run_dir, todo.name, todo.key)
             if record is None:
                 try:
                     given = todo.find()
@@ -215,10 +215,10 @@ class _Batch:
                 if isinstance(given.source, SlideImages):
                     given.source.close()
         if problem is not None or record is None:
-            return Report(todo.name, problem=problem or "", failed=True), None
+            return SlideReport(todo.name, problem=problem or "", failed=True), None
         return _report(record, self._trained, "" if given is None else given.remark), record
 
-    def _predicted(self, given: Input, key: str) -> Record | None:
+    def _predicted(self, given: Input, key: str) -> PredictionRecord | None:
         """What is known of a slide in the end, on rank 0."""
         if given.remark and self._own.rank == 0:
             log.warning("%s: %s", given.name, given.remark)
@@ -261,7 +261,7 @@ def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team
     return _Team(number, placement.data, world.subset(placement.replica_ranks(number)), config)
 
 
-def _tell(report: Report, *, volume: bool) -> None:
+def _tell(report: SlideReport, *, volume: bool) -> None:
     if report.problem:
         log.warning("%s", report.problem)
         return
@@ -333,14 +333,14 @@ def _shown(config: DictConfig, trained: Trained) -> list[int]:
 
 
 def _record(
-    given: Input, outcome: Outcome, key: str, files: Sequence[str], confusion: Counts | None
-) -> Record:
+    given: Input, outcome: SlideOutput, key: str, files: Sequence[str], confusion: Counts | None
+) -> PredictionRecord:
     assert outcome.values is not None
     kept = np.asarray(outcome.kept, np.int64)
     places = np.asarray(given.places, np.int64)[kept]
     values = outcome.values.numpy()
     left_out = len(given.places) - len(kept)
-    return Record(
+    return PredictionRecord(
         *(given.name, key, places, given.span, values, left_out, files),
         labels=[given.labels[number] for number in outcome.kept] if given.labels else [],
         confusion=confusion,
@@ -349,10 +349,10 @@ def _record(
     )
 
 
-def _report(record: Record, trained: Trained, remark: str) -> Report:
+def _report(record: PredictionRecord, trained: Trained, remark: str) -> SlideReport:
     means = record.values.mean(0)
     best = int(means.argmax())
-    return Report(
+    return SlideReport(
         record.name,
         len(record.values),
         trained.classes[best],

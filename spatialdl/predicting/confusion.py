@@ -13,7 +13,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
 from spatialdl.errors import ShardError
 from spatialdl.predicting.inputs import Input
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 
 log = logging.getLogger("spatialdl.predict")
 
@@ -21,7 +21,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def confusion_of(
-    world: Communicator, given: Input, pieces: Sequence[Piece], classes: int
+    world: Communicator, given: Input, pieces: Sequence[MapPiece], classes: int
 ) -> Counts | None:
     """int64 (classes, classes) by true and predicted class; None where there is no mask.
 
@@ -50,7 +50,7 @@ def confusion_of(
     return np.asarray(total.numpy().round(), np.int64)
 
 
-def _counted(given: Input, piece: Piece, classes: int) -> Counts:
+def _counted(given: Input, piece: MapPiece, classes: int) -> Counts:
     assert given.read_mask is not None
     extents = zip(piece.start, piece.values.shape[1:], strict=True)
     box = tuple(number for first, n in extents for number in (first, first + n))

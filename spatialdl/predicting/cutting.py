@@ -26,7 +26,7 @@ _SIDE_OF_WHOLE = 512
 
 
 @dataclass(frozen=True)
-class Cutting:
+class BatchCutting:
     """Of all slides of a batch.
 
     Attributes:
@@ -80,7 +80,7 @@ class Cutting:
         return found
 
 
-def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
+def cutting_of(config: DictConfig, trained: Trained) -> BatchCutting:
     """How slides are cut for a network.
 
     Raises:
@@ -98,7 +98,7 @@ def cutting_of(config: DictConfig, trained: Trained) -> Cutting:
         )
     tile_size = _tile_size(config, trained, whole)
     as_trained = config.tile_size is None and not whole
-    found = Cutting(
+    found = BatchCutting(
         tile_size,
         trained.image_size if as_trained else (tile_size, tile_size),
         _resolution(config, before),
@@ -123,7 +123,7 @@ def _edge(value: object) -> Edge:
     raise ValueError(f"edge={value} must be one of {', '.join(EDGES)}")
 
 
-def _check_fits(found: Cutting, config: DictConfig, before: Mapping[str, Any]) -> None:
+def _check_fits(found: BatchCutting, config: DictConfig, before: Mapping[str, Any]) -> None:
     if not 0 <= found.overlap < found.tile_size:
         raise ValueError(f"overlap={found.overlap} must be less than a tile, {found.tile_size}")
     if before.get("stain_reference") and config.stain_reference is None:

@@ -16,7 +16,7 @@ from spatialdl.data.format import TileSample
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
-from spatialdl.predicting.cutting import Cutting
+from spatialdl.predicting.cutting import BatchCutting
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, outside_remark, plan_tiles
@@ -75,7 +75,7 @@ class Input:
 
 @dataclass
 class SlideImages:
-    """Equal images cut out of a slide, read box by box; a data set as `Feed` takes it.
+    """Equal images cut out of a slide, read box by box; a data set as `RankLoader` takes it.
 
     Attributes:
         path: the slide.
@@ -163,7 +163,7 @@ class SlideImages:
         return {key: value for key, value in self.__dict__.items() if key != "_slide"}
 
 
-def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
+def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
     """Choose the images of a slide.
 
     Raises:
@@ -210,7 +210,7 @@ def slide_input(path: Path, name: str, cutting: Cutting) -> Input:
 
 
 def _places(
-    slide: Slide, plan: TilePlan, cutting: Cutting, choosing: Choosing
+    slide: Slide, plan: TilePlan, cutting: BatchCutting, choosing: Choosing
 ) -> list[tuple[int, int]]:
     """Level-0 (x, y) of the tiles that are taken; those that cannot be read are reported later."""
     places, problem = [], ""

@@ -11,19 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_of
 from spatialdl.comm.processes import Nodes
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.data.image_source import Size
 from spatialdl.errors import CheckpointError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.predicting.target_allowlist import check_targets
 from spatialdl.predicting.trained import Trained, trained_in
-from spatialdl.predicting.trust import check_targets
 from spatialdl.spatial.shadow import meta_copy
 from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.training.checkpoints.content import check_network, restore_network
@@ -63,9 +63,9 @@ class Network:
         placement = placement_of(config.parallel, len(trained.image_size))
         self.placement = placed_by_nodes(placement, Nodes(world).of)
         self.schedule = schedule_of(config.parallel, self.placement)
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelineRuntime | None = None
 
-    def pipeline(self, size: Size) -> Pipeline:
+    def pipeline(self, size: Size) -> PipelineRuntime:
         """This rank's part of it, for images of (H, W) or (D, H, W), with its weights.
 
         Raises:
@@ -81,13 +81,13 @@ class Network:
             self._pipeline = found = self._made(size)
         return found
 
-    def _made(self, size: Size) -> Pipeline:
+    def _made(self, size: Size) -> PipelineRuntime:
         parallel, trained = self._config.parallel, self._trained
         with Checkpoint(trained.path) as source:
             model = built(trained, source).to(self.precision.dtype)
         image = (trained.channels, *size)
         self._check_takes(model, size)
-        pipeline = Pipeline(
+        pipeline = PipelineRuntime(
             model,
             self.placement,
             self.schedule,
@@ -155,7 +155,7 @@ def check_own_network(config: DictConfig) -> None:
     if is_own_network(str(trained.config.model["_target_"])):
         check_trust(trained, config)
         with Checkpoint(trained.path) as source:
-            check_network([built(trained, source)], source, Alone())
+            check_network([built(trained, source)], source, SingleProcess())
 
 
 def check_trust(trained: Trained, config: DictConfig) -> None:

@@ -21,7 +21,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data.image_source import Size
 from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
 from spatialdl.data.saving import unfinished
-from spatialdl.predicting.pieces import Piece, PiecedMap
+from spatialdl.predicting.pieces import MapPiece, PiecedMap
 
 _BAND = 2**22  # voxels that rank 0 takes at a time; at least a slice
 _LEVEL = 1  # of gzip, as nibabel has it: more takes far longer for little
@@ -72,7 +72,7 @@ def save_nifti(
     world: Communicator,
     header: bytes,
     size: Size,
-    pieces: Sequence[Piece],
+    pieces: Sequence[MapPiece],
     dtype: np.dtype[Any],
 ) -> None:
     """Write a volume; all ranks call it together. The file appears whole or not at all.
@@ -116,7 +116,7 @@ def _write_bands(
     world: Communicator,
     header: bytes,
     size: Size,
-    pieces: Sequence[Piece],
+    pieces: Sequence[MapPiece],
     dtype: np.dtype[Any],
 ) -> None:
     slices = max(1, _BAND // (size[1] * size[2]))
@@ -134,7 +134,7 @@ def _write_bands(
             compressed.write(band.astype(dtype).tobytes())
 
 
-def _write_box(file: int, offset: int, size: Size, piece: Piece, dtype: np.dtype[Any]) -> None:
+def _write_box(file: int, offset: int, size: Size, piece: MapPiece, dtype: np.dtype[Any]) -> None:
     """Voxels that follow one another in the file are written at once."""
     box = piece.values[0].numpy().astype(dtype, copy=False)
     run = 3 if box.shape[1:] == tuple(size[1:]) else 2 if box.shape[2] == size[2] else 1

@@ -24,7 +24,7 @@ Part = tuple[tuple[int, ...], Floats]
 
 
 @dataclass(frozen=True)
-class Piece:
+class MapPiece:
     """A part of a map: its first slice, row and column, and values (classes, *spatial).
 
     Attributes:
@@ -41,7 +41,7 @@ class Piece:
             self.file.madvise(mmap.MADV_DONTNEED)
 
 
-def kept_in(folder: Path, piece: Piece) -> Piece:
+def kept_in(folder: Path, piece: MapPiece) -> MapPiece:
     """The same in a file without a name, which is read where it is needed."""
     values = piece.values
     with tempfile.TemporaryFile(dir=folder, prefix="spatialdl-map-") as file:
@@ -49,12 +49,12 @@ def kept_in(folder: Path, piece: Piece) -> Piece:
         kept = np.memmap(file, dtype, "w+", shape=tuple(values.shape))
     kept[...] = values.numpy()
     kept.flush()
-    stored = Piece(piece.start, torch.from_numpy(kept), kept._mmap)  # type: ignore[attr-defined]
+    stored = MapPiece(piece.start, torch.from_numpy(kept), kept._mmap)  # type: ignore[attr-defined]
     stored.let_go()
     return stored
 
 
-def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
+def own_pieces(local: Tensor, one: Evaluated) -> list[MapPiece]:
     """What this rank holds of the map of one image, that no other holds before it.
 
     Args:
@@ -68,10 +68,10 @@ def own_pieces(local: Tensor, one: Evaluated) -> list[Piece]:
         start = tuple(first for first, _ in one.mesh.own_box(one.output.spatial_layout).spatial)
     elif not one.counts:
         return []
-    return [Piece(start, local[0].cpu())] if local.numel() else []
+    return [MapPiece(start, local[0].cpu())] if local.numel() else []
 
 
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
+def joined(pieces: Sequence[MapPiece]) -> list[MapPiece]:
     """The same as one piece, of pieces that make up a box."""
     if len(pieces) < 2:
         return list(pieces)
@@ -85,7 +85,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     for one, start in zip(pieces, starts, strict=True):
         each = zip(start, first, one.values.shape[1:], strict=True)
         values[(slice(None), *(slice(a - b, a - b + n) for a, b, n in each))] = one.values
-    return [Piece(first, values)]
+    return [MapPiece(first, values)]
 
 
 class PiecedMap:
@@ -104,7 +104,7 @@ class PiecedMap:
         self,
         world: Communicator,
         size: tuple[int, ...],
-        pieces: Sequence[Piece],
+        pieces: Sequence[MapPiece],
         region: tuple[int, ...],
         offset: tuple[int, ...] | None = None,
         empty: float = math.nan,
@@ -152,7 +152,7 @@ class PiecedMap:
             yield band
 
 
-def _cut(piece: Piece, column: int | slice, first: int, last: int) -> Iterator[Part]:
+def _cut(piece: MapPiece, column: int | slice, first: int, last: int) -> Iterator[Part]:
     """Those rows of a piece that lie in a band of the region."""
     row = piece.start[0]
     begin, end = max(first, row), min(last, row + piece.values.shape[1])

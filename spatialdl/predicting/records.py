@@ -33,7 +33,7 @@ _UNREADABLE = (
 
 
 @dataclass(frozen=True)
-class Record:
+class PredictionRecord:
     """The predictions for a slide.
 
     Attributes:
@@ -81,7 +81,7 @@ class Record:
             np.savez(out, told=json.dumps(told), **arrays)
 
     @classmethod
-    def load(cls, run_dir: Path, name: str, key: str) -> Record | None:
+    def load(cls, run_dir: Path, name: str, key: str) -> PredictionRecord | None:
         """That of a slide, if it was made of the same, and all of its files are there."""
         try:
             with np.load(_path(run_dir, name)) as found:

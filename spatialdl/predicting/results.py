@@ -39,7 +39,7 @@ from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.overlay import save_overlay
 from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.progress import bar
-from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.running import SlideOutput
 from spatialdl.predicting.spatial_data import SlideMaps, save_spatial_data
 from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.tile_map import TileMap
@@ -93,7 +93,7 @@ class Maps:
         self._files: list[str] = []
         self._thumbnail: Thumbnail | None = None
 
-    def save(self, outcome: Outcome) -> list[str]:
+    def save(self, outcome: SlideOutput) -> list[str]:
         """Write all that there is to write.
 
         Returns:
@@ -116,7 +116,7 @@ class Maps:
 
     # --- tiles
 
-    def _save_tiles(self, outcome: Outcome) -> None:
+    def _save_tiles(self, outcome: SlideOutput) -> None:
         given, classes = self._given, self._trained.classes
         assert outcome.values is not None
         values = outcome.values.numpy()
@@ -164,7 +164,7 @@ class Maps:
 
     # --- maps
 
-    def _save_map(self, outcome: Outcome) -> None:
+    def _save_map(self, outcome: SlideOutput) -> None:
         """All ranks go through the bands of all classes."""
         given = self._given
         assert given.extent is not None

@@ -23,15 +23,15 @@ from spatialdl.data.image_source import Size
 from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.parallel.layout import by
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
-from spatialdl.predicting.pieces import Piece, joined, kept_in, own_pieces
+from spatialdl.predicting.pieces import MapPiece, joined, kept_in, own_pieces
 from spatialdl.predicting.progress import ReadInBands, bar, layers_told
 from spatialdl.predicting.trained import Trained
-from spatialdl.predicting.turning import Turn, TurnMean, turned_views, turns
-from spatialdl.training.feeding import Feed
+from spatialdl.predicting.turning import MapTurn, TurnMean, turned_views, turns
 from spatialdl.training.pictures.activation import NEEDED, Activations
+from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.tasks.losses import own_pixels
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression, SampleTask
 from spatialdl.training.validation import Evaluated, evaluated
@@ -46,7 +46,7 @@ TASKS: Mapping[str, type[Any]] = {
 
 
 @dataclass
-class Outcome:
+class SlideOutput:
     """What the network says of a slide.
 
     Attributes:
@@ -62,7 +62,7 @@ class Outcome:
     values: Tensor | None = None
     kept: Sequence[int] = ()
     problem: str = ""
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[MapPiece] = ()
     activation: npt.NDArray[np.float32] | None = None
 
 
@@ -78,7 +78,7 @@ class Runner:
         self._network = Network(trained, config, world)
         self._turns = turns(config.tta, len(trained.image_size))
 
-    def run(self, given: Input) -> Outcome:
+    def run(self, given: Input) -> SlideOutput:
         """Predict all images of a slide.
 
         Raises:
@@ -95,20 +95,20 @@ class Runner:
         self._trained.check_pixels(given.name, views.dtype)
         if given.whole and self._world.rank == 0 and not self._network.placement.stream:
             views = replace(views, source=ReadInBands(given.source, given.name))
-        outcome, mean = Outcome(), TurnMean(self._world)
+        outcome, mean = SlideOutput(), TurnMean(self._world)
         for turn in self._turns:
             outcome = self._turned(given, views, turn)
             if len(self._turns) > 1:
                 mean.add(outcome.values, joined(outcome.pieces), len(given.size))
         if len(self._turns) > 1:
             pieces = mean.pieces(self._network.precision.dtype)
-            outcome = Outcome(mean.values(), pieces=pieces)
+            outcome = SlideOutput(mean.values(), pieces=pieces)
         outcome.kept, outcome.problem = self._kept(given)
         if outcome.values is not None and self._trained.task != "segmentation":
             outcome.values = outcome.values[outcome.kept]
         return outcome
 
-    def _turned(self, given: Input, views: Views, turn: Turn) -> Outcome:
+    def _turned(self, given: Input, views: Views, turn: MapTurn) -> SlideOutput:
         """What is predicted of all images of a slide, turned."""
         size = turn.size(given.size)
         try:
@@ -120,7 +120,7 @@ class Runner:
         told, name = given.whole and self._world.rank == 0, self._name(given, turn)
         if told:
             log.info("%s: an image of %s is read and predicted", name, " x ".join(map(str, size)))
-        feed = Feed(
+        loader = RankLoader(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
             turned_views(views, turn),
             pipeline,
@@ -130,24 +130,28 @@ class Runner:
             dtype=self._network.precision.dtype,
         )
         stages = list(pipeline.stages.values())
-        with closing(feed), layers_told(name, stages) if told else nullcontext():
-            microbatches = self._microbatches(feed, given, name)
+        with closing(loader), layers_told(name, stages) if told else nullcontext():
+            microbatches = self._microbatches(loader, given, name)
             if self._trained.task == "segmentation":
-                return self._map(pipeline, feed, microbatches, size, turn)
-            return self._samples(pipeline, feed, microbatches, len(given.places))
+                return self._map(pipeline, loader, microbatches, size, turn)
+            return self._samples(pipeline, loader, microbatches, len(given.places))
 
-    def _name(self, given: Input, turn: Turn) -> str:
+    def _name(self, given: Input, turn: MapTurn) -> str:
         many = len(self._turns)
         return f"{given.name} {self._turns.index(turn) + 1}/{many}" if many > 1 else given.name
 
     def _samples(
-        self, pipeline: Pipeline, feed: Feed, microbatches: Iterator[Any], images: int
-    ) -> Outcome:
+        self,
+        pipeline: PipelineRuntime,
+        loader: RankLoader,
+        microbatches: Iterator[Any],
+        images: int,
+    ) -> SlideOutput:
         task: SampleTask = TASKS[self._trained.task]()
         own: list[tuple[range, Tensor]] = []
         columns = len(self._trained.classes)
         watch = ActivationMaps(pipeline) if self._config.activation else None
-        for one in evaluated(pipeline, feed, microbatches):
+        for one in evaluated(pipeline, loader, microbatches):
             if watch is not None:
                 watch.note(one)
             if one.output.dim() > 2 or one.output.numel() != len(one.samples) * columns:
@@ -160,7 +164,7 @@ class Runner:
         activation = watch.gathered(self._world, images) if watch is not None else None
         everybody = self._world.gather(own)
         if everybody is None:
-            return Outcome()
+            return SlideOutput()
         found = torch.empty(images, columns, dtype=torch.float64)
         missing = set(range(images))
         for samples, output in (piece for one_rank in everybody for piece in one_rank):
@@ -168,30 +172,30 @@ class Runner:
             missing -= set(samples)
         if missing:
             raise RuntimeError(f"{len(missing)} images have no output: this is a bug")
-        return Outcome(task.predictions(found), activation=activation)
+        return SlideOutput(task.predictions(found), activation=activation)
 
     def _map(
         self,
-        pipeline: Pipeline,
-        feed: Feed,
+        pipeline: PipelineRuntime,
+        loader: RankLoader,
         microbatches: Iterator[Any],
         size: Size,
-        turn: Turn,
-    ) -> Outcome:
+        turn: MapTurn,
+    ) -> SlideOutput:
         """One image, of which each rank keeps its part of the map, turned back."""
         columns = len(self._trained.classes)
-        own: list[Piece] = []
+        own: list[MapPiece] = []
         sums = torch.zeros(columns, dtype=torch.float64)
         memory = pipeline.memory
         store = None if memory is None or memory.store is None else memory.store.folder
-        for one in evaluated(pipeline, feed, microbatches):
+        for one in evaluated(pipeline, loader, microbatches):
             self._check_map(one.output, size, columns)
             for piece in own_pieces(own_pixels(one.output).softmax(1), one):
                 sums += piece.values.double().flatten(1).sum(1)
                 own.append(piece if store is None else kept_in(store, piece))
         means = self._world.all_reduce(sums) / prod(size)
         own = [turn.piece_before(piece, size) for piece in own]
-        return Outcome(means[None] if self._world.rank == 0 else None, pieces=own)
+        return SlideOutput(means[None] if self._world.rank == 0 else None, pieces=own)
 
     def _check_map(self, output: Tensor, size: Size, columns: int) -> None:
         if tuple(output.shape) != (1, columns, *size):
@@ -200,11 +204,11 @@ class Runner:
                 f"for every pixel is {[1, columns, *size]}"
             )
 
-    def _microbatches(self, feed: Feed, given: Input, name: str) -> Iterator[Any]:
+    def _microbatches(self, loader: RankLoader, given: Input, name: str) -> Iterator[Any]:
         told = self._world.rank == 0 and not given.whole
-        with bar(name, "tiles", len(feed), "batch") if told else nullcontext() as done:
-            for batch in feed.batches():
-                yield feed.microbatches(batch)
+        with bar(name, "tiles", len(loader), "batch") if told else nullcontext() as done:
+            for batch in loader.batches():
+                yield loader.microbatches(batch)
                 if done is not None:
                     done.update()
 
@@ -237,7 +241,7 @@ class _Part(NamedTuple):
 class ActivationMaps:
     """Notes them while the network predicts; all ranks make it together."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: PipelineRuntime) -> None:
         self._watch = Activations(pipeline, all_classes=True)
         self._parts: list[_Part] = []
 

@@ -15,7 +15,7 @@ import torch
 
 from spatialdl.data.predicted_table import need_pyarrow
 from spatialdl.data.saving import replacing, save_table
-from spatialdl.predicting.records import Record
+from spatialdl.predicting.records import PredictionRecord
 from spatialdl.text import aligned, fitted
 from spatialdl.training.tasks.aggregation import to_slides
 
@@ -30,8 +30,8 @@ _LONGEST_NAME, _LONGEST_REMARK = 40, 100
 
 def save_tables(
     folder: Path,
-    records: Sequence[Record],
-    reports: Sequence[Report],
+    records: Sequence[PredictionRecord],
+    reports: Sequence[SlideReport],
     classes: Sequence[str],
     task: str,
     kind: str,
@@ -79,7 +79,7 @@ def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
     return path
 
 
-def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
+def tile_columns(records: Sequence[PredictionRecord], classes: Sequence[str], task: str) -> Columns:
     """Of all tiles: where they lie, in level-0 pixels of their slide, and what was predicted."""
     found: Columns = {"slide": [], "x": [], "y": [], "width": [], "height": []}
     for record in records:
@@ -99,7 +99,7 @@ def tile_columns(records: Sequence[Record], classes: Sequence[str], task: str) -
     return found | predicted_columns(_stacked(records, len(classes)), classes, task)
 
 
-def pixel_columns(records: Sequence[Record], classes: Sequence[str]) -> Columns:
+def pixel_columns(records: Sequence[PredictionRecord], classes: Sequence[str]) -> Columns:
     """Of all images with masks: pixels of each true class, by the class that was predicted."""
     counted = [one for one in records if one.confusion is not None]
     rows = [
@@ -114,7 +114,10 @@ def pixel_columns(records: Sequence[Record], classes: Sequence[str]) -> Columns:
 
 
 def slide_columns(
-    records: Sequence[Record], reports: Sequence[Report], classes: Sequence[str], task: str
+    records: Sequence[PredictionRecord],
+    reports: Sequence[SlideReport],
+    classes: Sequence[str],
+    task: str,
 ) -> Columns:
     """Of all slides in the order of their reports: tiles, class of most of them, means, status.
 
@@ -131,7 +134,9 @@ def slide_columns(
     return {head: [row[k] for row in cells] for k, head in enumerate(heads)}
 
 
-def _predicted_columns(records: Sequence[Record], classes: Sequence[str], task: str) -> Columns:
+def _predicted_columns(
+    records: Sequence[PredictionRecord], classes: Sequence[str], task: str
+) -> Columns:
     values = torch.from_numpy(_stacked(records, len(classes)))
     names = [record.name for record in records for _ in record.values]
     vote: Columns = {"vote": []} if task in ONE_CLASS else {}
@@ -148,7 +153,7 @@ def _predicted_columns(records: Sequence[Record], classes: Sequence[str], task: 
     return found | predicted_columns(slides.means.numpy(), classes, task)
 
 
-def _of_data_set(records: Sequence[Record]) -> Columns:
+def _of_data_set(records: Sequence[PredictionRecord]) -> Columns:
     """Of tiles of data sets their numbers, and of regions their slides."""
     found: Columns = {}
     if any(one.region_of for one in records):
@@ -158,11 +163,11 @@ def _of_data_set(records: Sequence[Record]) -> Columns:
     return found
 
 
-def _labels(record: Record) -> Sequence[str]:
+def _labels(record: PredictionRecord) -> Sequence[str]:
     return record.labels or [""] * len(record.values)
 
 
-def _common(record: Record) -> str:
+def _common(record: PredictionRecord) -> str:
     """The label that all of its tiles have."""
     found = set(_labels(record))
     return found.pop() if len(found) == 1 else ""
@@ -181,7 +186,7 @@ def predicted_columns(values: Any, classes: Sequence[str], task: str) -> Columns
     return found | {f"{what}_{name}": values[:, k].tolist() for k, name in enumerate(classes)}
 
 
-def _stacked(records: Sequence[Record], columns: int) -> Any:
+def _stacked(records: Sequence[PredictionRecord], columns: int) -> Any:
     return np.concatenate([np.empty((0, columns)), *(record.values for record in records)])
 
 
@@ -200,7 +205,7 @@ def _text(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Report:
+class SlideReport:
     """What came out of a slide; `problem` says why nothing did, `failed` if the command fails."""
 
     name: str
@@ -217,7 +222,7 @@ class Report:
         return "failed" if self.problem else "damaged" if self.failed else "processed"
 
 
-def table(reports: Sequence[Report], *, volumes: bool = False) -> str:
+def table(reports: Sequence[SlideReport], *, volumes: bool = False) -> str:
     """A row a slide: tiles, the class with the largest mean probability, and that.
 
     Args:

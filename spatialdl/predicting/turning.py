@@ -19,11 +19,11 @@ from spatialdl.data import image_source
 from spatialdl.data.image_source import Pixels, Size, pairs, whole_box
 from spatialdl.data.views import Views
 from spatialdl.parallel.layout import Box
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 
 
 @dataclass(frozen=True)
-class Turn:
+class MapTurn:
     """Rows and columns swapped or not, then some dims mirrored.
 
     Attributes:
@@ -58,7 +58,7 @@ class Turn:
         ]
         return tuple(number for pair in self._in_order(found) for number in pair)
 
-    def piece_before(self, piece: Piece, size: Sequence[int]) -> Piece:
+    def piece_before(self, piece: MapPiece, size: Sequence[int]) -> MapPiece:
         """A part of the map of the turned image of `size` as part of the image's map."""
         if not any(self.mirrored) and not self.swapped:
             return piece
@@ -69,7 +69,7 @@ class Turn:
         values = values.flip([dim + 1 for dim, one in enumerate(self.mirrored) if one])
         if self.swapped:
             values = values.transpose(-1, -2)
-        return Piece(self._in_order(start), values)
+        return MapPiece(self._in_order(start), values)
 
     def _in_order(self, of_dims: Sequence[Any]) -> tuple[Any, ...]:
         if not self.swapped:
@@ -78,7 +78,7 @@ class Turn:
         return (*rest, cols, rows)
 
 
-def turns(name: str | None, dims: int) -> list[Turn]:
+def turns(name: str | None, dims: int) -> list[MapTurn]:
     """The turns of a value of `tta`, those that change the size last.
 
     Args:
@@ -87,12 +87,12 @@ def turns(name: str | None, dims: int) -> list[Turn]:
         dims: spatial dims of the images.
     """
     if name is None:
-        return [Turn((False,) * dims)]
+        return [MapTurn((False,) * dims)]
     if name == "flips":
-        return [Turn(mirrored) for mirrored in product((False, True), repeat=dims)]
+        return [MapTurn(mirrored) for mirrored in product((False, True), repeat=dims)]
     rest = (False,) * (dims - 2)
     return [
-        Turn((*rest, *mirrored), swapped)
+        MapTurn((*rest, *mirrored), swapped)
         for swapped in (False, True)
         for mirrored in product((False, True), repeat=2)
     ]
@@ -103,7 +103,7 @@ class TurnedSource:
 
     has_masks = False
 
-    def __init__(self, views: Views, turn: Turn) -> None:
+    def __init__(self, views: Views, turn: MapTurn) -> None:
         self._views, self._turn = views, turn
         self._size = turn.size(views.size)
         self.labels: npt.NDArray[Any] = views.labels
@@ -126,7 +126,7 @@ class TurnedSource:
         raise ValueError("turned images have no masks")
 
 
-def turned_views(views: Views, turn: Turn) -> Views:
+def turned_views(views: Views, turn: MapTurn) -> Views:
     """The same images, turned."""
     if turn.is_nothing:
         return views
@@ -147,7 +147,7 @@ class TurnMean:
         self._map: Tensor | None = None
         self._boxes: tuple[Box, ...] = ()
 
-    def add(self, values: Tensor | None, pieces: Sequence[Piece], dims: int) -> None:
+    def add(self, values: Tensor | None, pieces: Sequence[MapPiece], dims: int) -> None:
         """Add what was predicted of one turn.
 
         Args:
@@ -176,13 +176,13 @@ class TurnMean:
         """(N, columns); None where this rank has none."""
         return None if self._values is None else self._values / self._count
 
-    def pieces(self, dtype: torch.dtype) -> list[Piece]:
+    def pieces(self, dtype: torch.dtype) -> list[MapPiece]:
         """This rank's part of the mean of the maps."""
         box = self._boxes[self._world.rank] if self._boxes else None
         if self._map is None or box is None or box.is_empty:
             return []
         start = tuple(first for first, _ in box.spatial)
-        return [Piece(start, (self._map[0] / self._count).to(dtype))]
+        return [MapPiece(start, (self._map[0] / self._count).to(dtype))]
 
 
 def _box(pieces: Sequence[tuple[Sequence[int], Sequence[int]]], dims: int) -> Box:

@@ -15,7 +15,7 @@ from spatialdl.data.image_source import Box, Pixels, Size, extents, whole_box
 from spatialdl.data.importing.volume_file import StoredVolume, open_volume
 from spatialdl.data.pixels import DTYPES
 from spatialdl.data.shards import ShardDataset
-from spatialdl.data.volume_geometry import Turn
+from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.errors import SlideError
 from spatialdl.predicting.inputs import Input, label_names, region_of
 from spatialdl.predicting.trained import Trained
@@ -24,7 +24,7 @@ from spatialdl.text import counted
 
 @dataclass
 class VolumeImages:
-    """One volume, turned to the orientation of the training set; a data set as `Feed` takes it.
+    """One volume, in the orientation of the training set; a data set for `RankLoader`.
 
     Attributes:
         name: of it, in messages.
@@ -36,7 +36,7 @@ class VolumeImages:
 
     name: str
     stored: StoredVolume
-    turn: Turn
+    turn: VolumeTurn
     dtype: np.dtype[Any]
     has_masks: bool = False
     classes: Sequence[str] = ()

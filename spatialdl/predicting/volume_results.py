@@ -24,18 +24,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.augmentation.drawing import Draw
 from spatialdl.data.augmentation.geometry import window_of
 from spatialdl.data.image_source import Box, Size, pairs, whole_box
 from spatialdl.data.saving import replacing
-from spatialdl.data.volume_geometry import Turn
+from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.nifti import nifti_header, save_nifti
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.results import class_files
-from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.running import SlideOutput
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.volume_inputs import VolumeImages
 from spatialdl.slides.batch.finding_slides import storable
@@ -75,7 +75,7 @@ class VolumeMaps:
         self._trained, self._shown, self._world = trained, shown, world
         self._files: list[str] = []
 
-    def save(self, outcome: Outcome) -> list[str]:
+    def save(self, outcome: SlideOutput) -> list[str]:
         """Write all that there is to write.
 
         Returns:
@@ -87,16 +87,16 @@ class VolumeMaps:
             self._save_activation(outcome.activation[0], outcome.values[0])
         return self._files
 
-    def _save_map(self, outcome: Outcome) -> None:
+    def _save_map(self, outcome: SlideOutput) -> None:
         pieces = [self._as_stored(piece) for piece in outcome.pieces]
-        classes = [Piece(one.start, one.values.argmax(0, keepdim=True)) for one in pieces]
+        classes = [MapPiece(one.start, one.values.argmax(0, keepdim=True)) for one in pieces]
         *names, name = class_files([*self._trained.classes, "classes"])
         kind = np.dtype(np.uint8 if len(names) <= 256 else np.uint16)
         self._save(name, classes, kind, self._world)
         double = self._world.allgather(any(one.values.dtype == torch.float64 for one in pieces))
         kind = np.dtype(np.float64 if any(double) else np.float32)
         for number in self._shown:
-            own = [Piece(one.start, one.values[number : number + 1]) for one in pieces]
+            own = [MapPiece(one.start, one.values[number : number + 1]) for one in pieces]
             self._save(names[number], own, kind, self._world)
         self._save_classes(classes)
 
@@ -112,26 +112,26 @@ class VolumeMaps:
         most = max(self._shown, key=lambda number: float(probabilities[number]))
         for number in self._shown:
             piece = _spread(turn.stored(values[number]), box, size)
-            self._save(f"{names[number]}-activation", [piece], values.dtype, Alone())
+            self._save(f"{names[number]}-activation", [piece], values.dtype, SingleProcess())
             if number == most:
                 heat = _means(piece.values[0].numpy(), _box(piece), size)
         title = f"{self._given.name}: {self._trained.classes[most]}"
         self._save_picture("activation", title, (), heat=heat)
 
-    def _as_stored(self, piece: Piece) -> Piece:
+    def _as_stored(self, piece: MapPiece) -> MapPiece:
         """A piece in the dims of the file."""
         turn = self._source.turn
-        if turn == Turn():
+        if turn == VolumeTurn():
             return piece
         box = whole_box(piece.values.shape[1:])
         spans = zip(pairs(box), piece.start, strict=True)
         seen = tuple(number + first for span, first in spans for number in span)
         stored = turn.stored_box(seen, self._given.size)
         values = np.stack([turn.stored(one.numpy()) for one in piece.values])
-        return Piece(tuple(stored[::2]), torch.from_numpy(values))
+        return MapPiece(tuple(stored[::2]), torch.from_numpy(values))
 
     def _save(
-        self, ending: str, pieces: Sequence[Piece], dtype: np.dtype[Any], world: Communicator
+        self, ending: str, pieces: Sequence[MapPiece], dtype: np.dtype[Any], world: Communicator
     ) -> None:
         stored, path = self._source.stored, self._given.slide
         compressed = path is not None and path.name.lower().endswith(".gz")
@@ -144,7 +144,7 @@ class VolumeMaps:
         self._files.append(f"{storable(self._given.name)}{ending}")
         return self._files[-1]
 
-    def _save_classes(self, pieces: Sequence[Piece]) -> None:
+    def _save_classes(self, pieces: Sequence[MapPiece]) -> None:
         size = self._source.stored.size
         own = [mask_patches(one.values[0], _box(one), size) for one in pieces]
         everybody = self._world.gather(own)
@@ -169,14 +169,14 @@ class VolumeMaps:
         _save_figure(self._run_dir / self._named(f"-{what}.png"), title, drawn, names)
 
 
-def _spread(values: Array, box: Box, size: Size) -> Piece:
+def _spread(values: Array, box: Box, size: Size) -> MapPiece:
     """A map of what lies under a box, for each voxel of it that is in a volume of `size`."""
     start, at = [], []
     for (first, stop), n, places in zip(pairs(box), size, values.shape, strict=True):
         inside = np.arange(max(first, 0), min(stop, n))
         at.append((2 * (inside - first) + 1) * places // (2 * (stop - first)))
         start.append(max(first, 0))
-    return Piece(tuple(start), torch.from_numpy(values[np.ix_(*at)])[None])
+    return MapPiece(tuple(start), torch.from_numpy(values[np.ix_(*at)])[None])
 
 
 def _means(values: Array, box: Box, size: Size) -> list[Array]:
@@ -185,7 +185,7 @@ def _means(values: Array, box: Box, size: Size) -> list[Array]:
     return [one[..., 0] for one in mean_sections([patches], size)]
 
 
-def _box(piece: Piece) -> Box:
+def _box(piece: MapPiece) -> Box:
     spans = zip(piece.start, piece.values.shape[1:], strict=True)
     return tuple(number for first, n in spans for number in (first, first + n))
 

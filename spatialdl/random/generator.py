@@ -55,7 +55,7 @@ def _bits(key: int, places: Tensor) -> Tensor:
     return _shifted(words, 64 - _BITS)
 
 
-class Region(NamedTuple):
+class TensorRegion(NamedTuple):
     """The part of a whole tensor that this rank holds.
 
     Attributes:
@@ -70,15 +70,15 @@ class Region(NamedTuple):
     def size(self) -> tuple[int, ...]:
         return tuple(len(places) for places in self.positions)
 
-    def of_channels(self) -> Region:
+    def of_channels(self) -> TensorRegion:
         """The same for one number a sample and channel: (N, C, 1, ...)."""
         rest = len(self.shape) - 2
         one = torch.zeros(1, dtype=torch.int64)
-        return Region(self.positions[:2] + (one,) * rest, self.shape[:2] + (1,) * rest)
+        return TensorRegion(self.positions[:2] + (one,) * rest, self.shape[:2] + (1,) * rest)
 
 
 def _drawn(
-    region: Region,
+    region: TensorRegion,
     key: int,
     out: Tensor,
     made: Callable[[Callable[[int], Tensor], Tensor], Tensor],
@@ -124,14 +124,14 @@ def _on_device(positions: Sequence[Tensor], device: torch.device) -> list[Tensor
     return list(torch.split(joined, [len(places) for places in positions]))
 
 
-def keep_mask(region: Region, probability: float, key: int, device: torch.device) -> Tensor:
+def keep_mask(region: TensorRegion, probability: float, key: int, device: torch.device) -> Tensor:
     """True with `probability`; exact, whatever the device."""
     limit = round(probability * 2**_BITS)
     out = torch.empty(region.size, dtype=torch.bool, device=device)
     return _drawn(region, key, out, lambda bits, part: bits(0) < limit)
 
 
-def uniform(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def uniform(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers in [0, 1), with as many bits as `dtype` has."""
     digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     out = torch.empty(region.size, dtype=dtype, device=device)
@@ -142,7 +142,7 @@ def uniform(region: Region, key: int, dtype: torch.dtype, device: torch.device) 
     return _drawn(region, key, out, made)
 
 
-def normal(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def normal(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Standard normal numbers (Box and Muller, 1958)."""
     out = torch.empty(region.size, dtype=dtype, device=device)
 
@@ -153,7 +153,7 @@ def normal(region: Region, key: int, dtype: torch.dtype, device: torch.device) -
     return _drawn(region, key, out, made)
 
 
-def exponential(region: Region, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def exponential(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the exponential distribution of rate 1; never 0, of which logarithms are taken."""
     out = torch.empty(region.size, dtype=dtype, device=device)
 
@@ -164,7 +164,7 @@ def exponential(region: Region, key: int, dtype: torch.dtype, device: torch.devi
     return _drawn(region, key, out, made)
 
 
-def bernoulli(probabilities: Tensor, region: Region, key: int) -> Tensor:
+def bernoulli(probabilities: Tensor, region: TensorRegion, key: int) -> Tensor:
     """Ones where a number in [0, 1) is below the probability; in the type of `probabilities`."""
     numbers = uniform(region, key, torch.float64, probabilities.device)
     return (numbers < probabilities).to(probabilities.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.random.generator import (
-    Region,
+    TensorRegion,
     bernoulli,
     exponential,
     keep_mask,
@@ -43,7 +43,7 @@ class _Masked(torch.autograd.Function):
 
 
 def dropped(
-    x: Tensor, region: Region, key: int, p: float, channels: bool = False, alpha: bool = False
+    x: Tensor, region: TensorRegion, key: int, p: float, channels: bool = False, alpha: bool = False
 ) -> Tensor:
     """Dropout of the part `region` of a whole tensor.
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
-from spatialdl.comm.tape import aside
-from spatialdl.random.generator import Region, key_of, signed
+from spatialdl.comm.replay import aside
+from spatialdl.random.generator import TensorRegion, key_of, signed
 
 
 @dataclass
@@ -107,10 +107,10 @@ def scope(name: str) -> Iterator[None]:
         thread.stream = around
 
 
-def whole(shape: Sequence[int]) -> Region:
+def whole(shape: Sequence[int]) -> TensorRegion:
     """All of a tensor; of one with a number for each own sample, these, see `keyed`."""
     positions = [torch.arange(size) for size in shape]
     own = thread.stream.own if thread.stream is not None else None
     if own is not None and positions and len(positions[0]) == len(own):
         positions[0] += own.start
-    return Region(tuple(positions), tuple(shape))
+    return TensorRegion(tuple(positions), tuple(shape))

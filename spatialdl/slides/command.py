@@ -16,16 +16,16 @@ from spatialdl.data.folder import ResumableFolder, holds_results
 from spatialdl.data.striping import Striping
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.crew import crew_of, executor_of_ranks
 from spatialdl.slides.batch.duplicates import check_duplicates
+from spatialdl.slides.batch.executors import batch_executor, executor_of_ranks
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
-from spatialdl.slides.batch.keeping import PICTURES, holds_work, keep_failed, keep_others, names_in
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
 from spatialdl.slides.batch.options import parsed, parsed_path, settings_of
 from spatialdl.slides.batch.page import save_batch
-from spatialdl.slides.batch.report import Report, save_reports, table, warnings, why_nothing
-from spatialdl.slides.batch.running import Run
-from spatialdl.slides.batch.steps import Batch, Task
+from spatialdl.slides.batch.report import TilingReport, save_reports, table, warnings, why_nothing
+from spatialdl.slides.batch.resume import PICTURES, holds_work, keep_failed, keep_others, names_in
+from spatialdl.slides.batch.running import BatchRun
+from spatialdl.slides.batch.steps import BatchRequest, Task
 from spatialdl.slides.cohort.leaks import check_patients, check_pictures
 from spatialdl.slides.finding.region_mask import BACKGROUND
 from spatialdl.slides.inspecting import inspect, verify
@@ -167,14 +167,14 @@ def _batch(
     labels: Mapping[Path, SlideLabel],
     choosing: Choosing,
     native: bool,
-) -> Batch:
+) -> BatchRequest:
     classes = choosing.classes or sorted({label.label for label in labels.values()})
     settings = settings_of(options, classes)
     target = options.out.resolve()
     before = None
     if not options.overwrite and load_settings(target) == settings:
         before = target
-    return Batch(options, choosing, settings, classes, None, target, before, native)
+    return BatchRequest(options, choosing, settings, classes, None, target, before, native)
 
 
 def _tasks(slides: Sequence[Path], labels: Mapping[Path, SlideLabel]) -> list[Task]:
@@ -185,7 +185,7 @@ def _tasks(slides: Sequence[Path], labels: Mapping[Path, SlideLabel]) -> list[Ta
     return sorted(tasks, key=lambda task: task.name)
 
 
-def _count(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int:
+def _count(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
     """Say what would be written."""
     run = _run(batch, tasks, executor, dry=True)
     reports = _reported(run, tasks)
@@ -197,7 +197,7 @@ def _count(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> in
     return _exit_code(batch, reports)
 
 
-def _tile(batch: Batch, tasks: Sequence[Task], executor: Executor | None) -> int:
+def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
     overwrite = batch.options.overwrite
     folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
     batch = replace(batch, folder=folder.path, before=folder.before)
@@ -224,7 +224,7 @@ def _kept(folder: Path) -> str:
 
 
 def _into(
-    folder: ResumableFolder, batch: Batch, tasks: Sequence[Task], executor: Executor | None
+    folder: ResumableFolder, batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None
 ) -> int:
     begun = names_in(folder.path)  # by a run that was interrupted
     others = keep_others(folder.path, batch.before, {task.name: task.path for task in tasks})
@@ -256,14 +256,16 @@ def _into(
     return _exit_code(batch, reports)
 
 
-def _run(batch: Batch, tasks: Sequence[Task], executor: Executor | None, *, dry: bool) -> Run:
-    run = Run(batch, tasks, dry=dry)
-    with crew_of(batch.options.jobs, executor, run.watch) as crew:
+def _run(
+    batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None, *, dry: bool
+) -> BatchRun:
+    run = BatchRun(batch, tasks, dry=dry)
+    with batch_executor(batch.options.jobs, executor, run.watch) as crew:
         run.go(crew)
     return run
 
 
-def _reported(run: Run, tasks: Sequence[Task]) -> list[Report]:
+def _reported(run: BatchRun, tasks: Sequence[Task]) -> list[TilingReport]:
     reports = [run.reports[task.name] for task in tasks]
     print_lines(table(reports))
     for line in warnings(reports):
@@ -271,14 +273,14 @@ def _reported(run: Run, tasks: Sequence[Task]) -> list[Report]:
     return reports
 
 
-def _what(batch: Batch, samples: int, slides: int) -> str:
+def _what(batch: BatchRequest, samples: int, slides: int) -> str:
     if batch.options.whole:
         return f"{samples} whole regions"
     of = "coordinates of " if batch.options.format == "coords" else ""
     return f"{of}{samples} tiles of {slides} slides"
 
 
-def _exit_code(batch: Batch, reports: Sequence[Report]) -> int:
+def _exit_code(batch: BatchRequest, reports: Sequence[TilingReport]) -> int:
     failed = any(report.failed for report in reports)
     return _FAILED if failed and not batch.options.skip_errors else _OK
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spatialdl.comm.agreement import Agreement
-from spatialdl.comm.tape import replaying
+from spatialdl.comm.replay import replaying
 from spatialdl.spatial.table import is_spatial
 
 

@@ -25,7 +25,7 @@ from spatialdl.random.plain import (
 )
 from spatialdl.random.streams import next_key
 from spatialdl.spatial.blockwise import Dropped, Scores
-from spatialdl.spatial.contract import Split, bring_operand, contract
+from spatialdl.spatial.contract import SplitLetters, bring_operand, contract
 from spatialdl.spatial.ring import Ring, folded_attention, ring_attention
 from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.table import refusal, register_op
@@ -134,7 +134,7 @@ def _attended(
     if mask is not None:
         batch = string.ascii_uppercase[: query.dim() - 2]
         letters = batch[len(batch) - (mask.dim() - 2) :] + "ls"
-        split = Split.of(query, batch + "le")
+        split = SplitLetters.of(query, batch + "le")
         mask = bring_operand(F.scaled_dot_product_attention, mask, letters, split)
     ring = Ring(key.mesh, tuple(map(len, columns)))
     own = ring_attention(to_tile(query), *tiles, _bias(mask, query), ring, scores)

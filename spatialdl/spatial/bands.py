@@ -14,14 +14,14 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from spatialdl.comm.held import Held
+from spatialdl.comm.boxed import BoxedTensor
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import empty_for, shape_of, view_of
 from spatialdl.parallel.layout import Box, Interval, Window, last_slices
 
 
 @dataclass(frozen=True)
-class Alone:
+class Interior:
     """The outputs that the tile gives by itself.
 
     Attributes:
@@ -38,7 +38,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Band:
+class BorderBand:
     """Outputs that read other ranks' pixels.
 
     Attributes:
@@ -52,20 +52,22 @@ class Band:
     def of(self, y: Tensor) -> Tensor:
         return y[last_slices(self.outputs)]
 
-    def window(self, tile: Tensor, plan: Plan, arrivals: Sequence[Held], fill: float) -> Tensor:
+    def window(
+        self, tile: Tensor, plan: Plan, arrivals: Sequence[BoxedTensor], fill: float
+    ) -> Tensor:
         """What the band reads, copied together; `fill` outside the image."""
         window = empty_for(tile, shape_of(tile, self.box))
         for outside in plan.nobodys:
             common = self.box.intersect(outside)
             if not common.is_empty:
                 view_of(window, self.box, common).fill_(fill)
-        for source in (Held(tile, plan.own), *arrivals):
+        for source in (BoxedTensor(tile, plan.own), *arrivals):
             common = self.box.intersect(source.box)
             if not common.is_empty:
                 view_of(window, self.box, common).copy_(source.view(common))
         return window
 
-    def add_to(self, target: Held, grad: Tensor) -> None:
+    def add_to(self, target: BoxedTensor, grad: Tensor) -> None:
         """Add the part of the window's gradient that is the target's."""
         common = self.box.intersect(target.box)
         if not common.is_empty:
@@ -73,7 +75,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Parts:
+class OutputParts:
     """Every output of a rank once.
 
     Attributes:
@@ -82,29 +84,31 @@ class Parts:
             ranks, which must keep as many tensors.
     """
 
-    alone: Alone | None
-    bands: tuple[Band | None, ...]
+    alone: Interior | None
+    bands: tuple[BorderBand | None, ...]
 
 
 @lru_cache(maxsize=4096)
-def parts_of(own: Box, outputs: Box, size: tuple[int, ...], windows: tuple[Window, ...]) -> Parts:
+def parts_of(
+    own: Box, outputs: Box, size: tuple[int, ...], windows: tuple[Window, ...]
+) -> OutputParts:
     """How the rank that has the tile `own` of an image of `size` gets the box `outputs`."""
-    none: tuple[Band | None, ...] = (None,) * (2 * len(windows))
+    none: tuple[BorderBand | None, ...] = (None,) * (2 * len(windows))
     if outputs.is_empty:
-        return Parts(None, none)
+        return OutputParts(None, none)
     each = zip(own.spatial, outputs.spatial, size, windows, strict=True)
     alone = [_alone(*one) for one in each] if not own.is_empty else [None]
     inner = [one for one in alone if one is not None]
     if len(inner) < len(windows):
-        return Parts(None, (_band(outputs, outputs.spatial, windows), *none[1:]))
+        return OutputParts(None, (_band(outputs, outputs.spatial, windows), *none[1:]))
     bands = [
         _band(outputs, intervals, windows)
         for dim in range(len(windows))
         for intervals in _sides(outputs.spatial, [one.outputs for one in inner], dim)
     ]
     firsts = [start for start, _ in outputs.spatial]
-    return Parts(
-        Alone(
+    return OutputParts(
+        Interior(
             tuple(one.padding for one in inner),
             tuple(_slice(one.outputs, first) for one, first in zip(inner, firsts, strict=True)),
             tuple(slice(one.skip, one.skip + one.count) for one in inner),
@@ -116,7 +120,7 @@ def parts_of(own: Box, outputs: Box, size: tuple[int, ...], windows: tuple[Windo
 
 @dataclass(frozen=True)
 class _Inner:
-    """One dim of `Alone`: `outputs` in the global image, `skip` before them of those `given`."""
+    """One dim of `Interior`: `outputs` in the global image, `skip` before them of those `given`."""
 
     outputs: Interval
     padding: int
@@ -155,12 +159,14 @@ def _sides(
         yield (*inner[:dim], side, *outputs[dim + 1 :])
 
 
-def _band(outputs: Box, wanted: Sequence[Interval], windows: tuple[Window, ...]) -> Band | None:
+def _band(
+    outputs: Box, wanted: Sequence[Interval], windows: tuple[Window, ...]
+) -> BorderBand | None:
     if any(start >= stop for start, stop in wanted):
         return None
     slices = (_slice(one, start) for one, (start, _) in zip(wanted, outputs.spatial, strict=True))
     read = (window.needs(*one) for window, one in zip(windows, wanted, strict=True))
-    return Band(tuple(slices), Box((outputs[0], *read)))
+    return BorderBand(tuple(slices), Box((outputs[0], *read)))
 
 
 def _slice(interval: Interval, first: int) -> slice:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spatialdl.random.generator import Region, keep_mask
+from spatialdl.random.generator import TensorRegion, keep_mask
 from spatialdl.spatial.attention_kernels import kernel_for
 from spatialdl.spatial.constants import on
 
@@ -93,7 +93,7 @@ class Block(NamedTuple):
         if drop is None:
             return None
         leading = tuple(torch.arange(size) for size in drop.shape[:-2])
-        region = Region((*leading, self.scores.rows, self.columns), drop.shape)
+        region = TensorRegion((*leading, self.scores.rows, self.columns), drop.shape)
         keep = keep_mask(region, 1 - drop.p, drop.key, weights.device)
         return keep.to(weights.dtype) * (0.0 if drop.p == 1 else 1 / (1 - drop.p))
 

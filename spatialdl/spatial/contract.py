@@ -30,7 +30,7 @@ from spatialdl.spatial.table import refusal
 from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile, to_tile
 
 
-class Split(NamedTuple):
+class SplitLetters(NamedTuple):
     """Which letters of a contraction are split, and how.
 
     Attributes:
@@ -44,7 +44,7 @@ class Split(NamedTuple):
     mesh: Mesh
 
     @classmethod
-    def of(cls, x: SpatialTensor, letters: str) -> Split:
+    def of(cls, x: SpatialTensor, letters: str) -> SplitLetters:
         dims = x.spatial_dims
         return cls(tuple(letters[dim] for dim in dims.at), dims, x.spatial_layout, x.mesh)
 
@@ -76,7 +76,7 @@ def contract(
     """
     leader = _leader(operands, letters, result)
     first = cast(SpatialTensor, operands[leader])
-    split = Split.of(first, letters[leader])
+    split = SplitLetters.of(first, letters[leader])
     _check_sizes(func, operands, letters, leader, split)
     gone = set(split.letters) - set(result)
     mixed = _mixed(operands, letters, result, leader, split) if linear and gone else None
@@ -103,7 +103,7 @@ def contract(
 
 
 def _check_sizes(
-    func: Any, operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: Split
+    func: Any, operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: SplitLetters
 ) -> None:
     """Refuse to broadcast a split dim of size 1, of which most ranks have nothing."""
     for letter in set(split.letters):
@@ -126,7 +126,7 @@ def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> 
     are no more than it had.
     """
     tensors = {n: x for n, x in enumerate(operands) if isinstance(x, SpatialTensor)}
-    splits = {n: Split.of(x, letters[n]) for n, x in tensors.items()}
+    splits = {n: SplitLetters.of(x, letters[n]) for n, x in tensors.items()}
     kept = [n for n in splits if set(splits[n].letters) <= set(result)]
     first = (kept or list(splits))[0]
     for number in kept[1:]:
@@ -136,9 +136,9 @@ def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> 
     return first
 
 
-def _has_whole(x: SpatialTensor, letters: str, split: Split) -> bool:
+def _has_whole(x: SpatialTensor, letters: str, split: SplitLetters) -> bool:
     """Whether `x` is split along other letters, and has those of `split` whole."""
-    own = set(Split.of(x, letters).letters)
+    own = set(SplitLetters.of(x, letters).letters)
     if own & set(split.letters) or not set(split.letters) <= set(letters):
         return False
     if x.mesh is not split.mesh or x.spatial_dims.beside or split.dims.beside:
@@ -148,8 +148,12 @@ def _has_whole(x: SpatialTensor, letters: str, split: Split) -> bool:
 
 
 def _mixed(
-    operands: Sequence[Tensor], letters: Sequence[str], result: str, leader: int, split: Split
-) -> Split | None:
+    operands: Sequence[Tensor],
+    letters: Sequence[str],
+    result: str,
+    leader: int,
+    split: SplitLetters,
+) -> SplitLetters | None:
     """How the result is split where a whole matrix makes new pixels of those of one dim.
 
     As many new ones lie where the old ones did. Another number is cut evenly along rows or columns
@@ -182,7 +186,7 @@ def _product_of_mixed(
     letters: Sequence[str],
     result: str,
     leader: int,
-    splits: tuple[Split, Split],
+    splits: tuple[SplitLetters, SplitLetters],
     local: Callable[..., Tensor],
 ) -> Tensor:
     """The pixels that this rank has of the result, of all those of a dim of the leader.
@@ -209,7 +213,7 @@ def _product_of_mixed(
 
 
 def _passing(
-    operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: Split
+    operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: SplitLetters
 ) -> int | None:
     """The one operand whose tokens, at a letter of their own, every rank needs all; or None."""
     if split.mesh.grid_comm.size == 1:
@@ -218,7 +222,7 @@ def _passing(
     for number, (x, names) in enumerate(zip(operands, letters, strict=True)):
         if number == leader or not isinstance(x, SpatialTensor) or x.mesh is not split.mesh:
             continue
-        theirs = set(Split.of(x, names).letters)
+        theirs = set(SplitLetters.of(x, names).letters)
         if theirs & set(split.letters) or set(names) & set(split.letters):
             return None
         if len(theirs) > 1 or set(x.spatial_dims.outer) != {1}:
@@ -227,7 +231,7 @@ def _passing(
     return found[0] if len(found) == 1 else None
 
 
-def bring_operand(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
+def bring_operand(func: Any, x: Tensor, letters: str, split: SplitLetters) -> Tensor:
     """An operand as this rank needs it."""
     own = split.mesh.own_box(split.layout)
     if isinstance(x, SpatialTensor):
@@ -246,10 +250,12 @@ def bring_operand(func: Any, x: Tensor, letters: str, split: Split) -> Tensor:
     return cut(x, dims, size, intervals, split.mesh.part)
 
 
-def _bring_split(func: Any, x: SpatialTensor, letters: str, split: Split, own: Box) -> Tensor:
+def _bring_split(
+    func: Any, x: SpatialTensor, letters: str, split: SplitLetters, own: Box
+) -> Tensor:
     if _has_whole(x, letters, split):
         return _exchanged(x, letters, split)
-    theirs = Split.of(x, letters)
+    theirs = SplitLetters.of(x, letters)
     clashes = tuple(a != b for a, b in zip(theirs.letters, split.letters, strict=True))
     foreign = set(split.letters) & (set(letters) - set(theirs.letters))
     clashing = {letter for letter, clash in zip(theirs.letters, clashes, strict=True) if clash}
@@ -285,7 +291,7 @@ def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, ...]) -> tuple[Bo
 # --- an operand that is split along other letters, of which it has those of the leader whole
 
 
-def _exchanged(x: SpatialTensor, letters: str, split: Split) -> Tensor:
+def _exchanged(x: SpatialTensor, letters: str, split: SplitLetters) -> Tensor:
     """All of what `x` is split along, of this rank's box of what the leader is split along."""
     ours, theirs = split.dims_in(letters), x.spatial_dims
     dims = SpatialDims((*ours.at, *theirs.at), (*ours.outer, *theirs.outer))

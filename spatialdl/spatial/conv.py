@@ -1,6 +1,6 @@
 """Convolution on a split image.
 
-The convolution of the tile runs while the halos travel; see `edges` for how the two are put
+The convolution of the tile runs while the halos travel; see `halo_geometry` for how the two are put
 together. Where tiles are too odd for that (no pixels, no outputs), the tile is copied together
 with its halo first.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
@@ -31,8 +31,8 @@ from spatialdl.spatial.channel_conv import (
     passes_unsplit_dims,
 )
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
-from spatialdl.spatial.edges import Cut, Strip, cut_dim
-from spatialdl.spatial.later import later
+from spatialdl.spatial.deferred_gradients import deferred
+from spatialdl.spatial.halo_geometry import Cut, Strip, cut_dim
 from spatialdl.spatial.span import split_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, check_output, per_dim, window_move
@@ -96,14 +96,14 @@ class TileGeometry:
             for edge in self.edges
         ]
 
-    def held(self, strips: list[Tensor]) -> list[Held]:
+    def held(self, strips: list[Tensor]) -> list[BoxedTensor]:
         """What of the strips lies outside the tile, where halos arrive, with its boxes.
 
         Those of the first dim come first and hold the corners. A strip may reach over the tile and
         beyond, if a neighbour's outputs are this tile's: what comes from there is another strip's.
         """
         return [
-            Held(strips[side] if inner is None else strips[side][last_slices(inner)], box)
+            BoxedTensor(strips[side] if inner is None else strips[side][last_slices(inner)], box)
             for side, inner, box in self.outside
         ]
 
@@ -175,7 +175,7 @@ class _TileConvolution(torch.autograd.Function):
         mesh: Mesh,
     ) -> Tensor:
         strips = geometry.strips(tile)
-        halo = Exchange(plan, [Held(tile, plan.own)], geometry.held(strips), tile.device)
+        halo = Exchange(plan, [BoxedTensor(tile, plan.own)], geometry.held(strips), tile.device)
         exchange = start_exchange(mesh.grid_comm, halo, conv.name)
         alone = conv.forward(tile, weight, bias, geometry.padding)
         y = geometry.wanted(alone)
@@ -197,7 +197,7 @@ class _TileConvolution(torch.autograd.Function):
         tile, weight, *strips = ctx.saved_tensors
         conv, geometry, plan = ctx.conv, ctx.geometry, ctx.plan
         needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        waiting = later(ctx.parameter) if needs_weight else None
+        waiting = deferred(ctx.parameter) if needs_weight else None
         needs_weight = needs_weight and waiting is None
         grad_strips, weight_parts = _strip_gradients(
             conv, geometry, grad, weight, strips, needs_tile, needs_weight

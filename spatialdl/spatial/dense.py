@@ -19,8 +19,8 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.parallel.layout import Interval
 from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.later import later
 from spatialdl.spatial.span import asked
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
@@ -102,7 +102,7 @@ class _OwnColumns(torch.autograd.Function):
         grad_tile = None
         if needs_tile:
             grad_tile = grad @ _cast(columns.taken(weight), tile, ctx.mixed).conj()
-        waiting = later(ctx.parameter) if needs_weight else None
+        waiting = deferred(ctx.parameter) if needs_weight else None
         if waiting is not None:
             waiting.leave(ctx.parameter, (rows, tile), grad_weight)
             needs_weight = False

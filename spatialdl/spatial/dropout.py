@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spatialdl.random.generator import Region, bernoulli, exponential, normal, uniform
+from spatialdl.random.generator import TensorRegion, bernoulli, exponential, normal, uniform
 from spatialdl.random.plain import (
     check_probability,
     dropped,
@@ -25,9 +25,9 @@ from spatialdl.spatial.span import positions, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
-def region_of(x: SpatialTensor) -> Region:
+def region_of(x: SpatialTensor) -> TensorRegion:
     """Where the tile of `x` lies in the whole tensor."""
-    return Region(tuple(positions(x, dim) for dim in range(x.dim())), tuple(x.shape))
+    return TensorRegion(tuple(positions(x, dim) for dim in range(x.dim())), tuple(x.shape))
 
 
 def _register(name: str, channels: bool, alpha: bool) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.spatial.span import (
-    Span,
+    ReductionSpan,
     checked,
     dims_of,
     positions_on,
@@ -41,14 +41,14 @@ def _least(dtype: torch.dtype, sign: int) -> float:
     return torch.iinfo(dtype).min if sign > 0 else torch.iinfo(dtype).max
 
 
-def _of_all_ranks(part: Tensor, span: Span, sign: int) -> Tensor:
+def _of_all_ranks(part: Tensor, span: ReductionSpan, sign: int) -> Tensor:
     """The extreme of the ranks' parts in the full size; sign 1 for the largest, -1 for smallest."""
     whole = span.placed(part, _least(part.dtype, sign))
     gathered = gather_over_ranks(span.comm, whole, "amax" if sign > 0 else "amin")
     return gathered.amax(0) if sign > 0 else gathered.amin(0)
 
 
-def _of_tile(tile: Tensor, span: Span, sign: int) -> Tensor:
+def _of_tile(tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
     if tile.numel() == 0:
         shape = [1 if d in span.dims else n for d, n in enumerate(tile.shape)]
         return tile.new_full(shape, _least(tile.dtype, sign))
@@ -58,7 +58,7 @@ def _of_tile(tile: Tensor, span: Span, sign: int) -> Tensor:
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, span: Span, sign: int) -> Tensor:
+    def forward(ctx: Any, tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
         best = _of_all_ranks(_of_tile(tile, span, sign), span, sign)
         ctx.save_for_backward(tile, best)
         ctx.span = span
@@ -75,7 +75,7 @@ class _Extreme(torch.autograd.Function):
         return equal * share, None, None
 
 
-def extreme(tile: Tensor, span: Span, sign: int) -> Tensor:
+def extreme(tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
     """The largest (sign 1) or smallest (-1) over the whole image, in its full size."""
     best: Tensor = _Extreme.apply(tile, span, sign)  # type: ignore[no-untyped-call]
     return best
@@ -110,7 +110,7 @@ def aminmax(
 
 
 def _first_of_tile(
-    tile: Tensor, dim: int | None, sign: int, places: Tensor, span: Span
+    tile: Tensor, dim: int | None, sign: int, places: Tensor, span: ReductionSpan
 ) -> tuple[Tensor, Tensor]:
     """The extreme of this tile and its global place, which is `beyond` where there is none."""
     value = _of_tile(tile, span, sign)
@@ -127,7 +127,7 @@ def _first_of_tile(
 _BEYOND = torch.iinfo(torch.int64).max
 
 
-def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor, Span]:
+def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor, ReductionSpan]:
     """Where the first extreme is along `dim` (None: in the flattened image), in the full size."""
     span, tile = span_of(x, dim), to_tile(x).detach()
     places = _places(x) if dim is None else positions_on(x, dim)
@@ -152,7 +152,9 @@ class _Picked(torch.autograd.Function):
     """The values at given places; only they have a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, place: Tensor, own: Tensor, span: Span, dim: int) -> Tensor:
+    def forward(
+        ctx: Any, tile: Tensor, place: Tensor, own: Tensor, span: ReductionSpan, dim: int
+    ) -> Tensor:
         shape = [1] * tile.dim()
         shape[dim] = -1
         chosen = own.view(shape) == span.own(place)

@@ -17,7 +17,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.norm import (
-    Moments,
+    ChannelMoments,
     check_channels,
     global_moments,
     gradient_of_tile,
@@ -52,7 +52,7 @@ class _GroupNorm(torch.autograd.Function):
         tile: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        moments: Moments,
+        moments: ChannelMoments,
         eps: float,
         mesh: Mesh,
     ) -> Tensor:
@@ -107,7 +107,7 @@ def _check(name: str, x: SpatialTensor) -> None:
         raise refusal(name, [x], "its samples are mixed with rows and columns")
 
 
-def _group_moments(x: SpatialTensor, tile: Tensor, groups: int, name: str) -> Moments:
+def _group_moments(x: SpatialTensor, tile: Tensor, groups: int, name: str) -> ChannelMoments:
     every = x.shape[0] * groups
     count = x.numel() // max(every, 1)
     with torch.no_grad():
@@ -156,9 +156,9 @@ def instance_norm(
     return without_dims(input, y, ())
 
 
-def _mean_over_samples(moments: Moments, x: SpatialTensor) -> Moments:
+def _mean_over_samples(moments: ChannelMoments, x: SpatialTensor) -> ChannelMoments:
     mean, variance = (v.view(x.shape[:2]).mean(0) for v in (moments.mean, moments.variance))
-    return Moments(moments.pixels, mean, variance)
+    return ChannelMoments(moments.pixels, mean, variance)
 
 
 @register_op(torch.instance_norm, split=("input",))

@@ -12,7 +12,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import moments_over
-from spatialdl.spatial.span import Span, asked, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, asked, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
@@ -20,7 +20,7 @@ class _Standardised(torch.autograd.Function):
     """``(x - mean) / sqrt(variance + eps)`` over a span; keeps the tile and its statistics."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, span: Span, eps: float) -> Tensor:
+    def forward(ctx: Any, tile: Tensor, span: ReductionSpan, eps: float) -> Tensor:
         mean, deviation = (span.own(value) for value in moments_over(tile, span, "layer_norm"))
         scale = (deviation / span.count + eps).rsqrt()
         wide = torch.float32 if tile.dtype in HALF else tile.dtype
@@ -41,7 +41,7 @@ class _Standardised(torch.autograd.Function):
         return (scale * (grad - mean_grad - y * mean_projection)).to(grad.dtype), None, None
 
 
-def standardised(tile: Tensor, span: Span, eps: float) -> Tensor:
+def standardised(tile: Tensor, span: ReductionSpan, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps)`` over a span that crosses ranks; differentiable."""
     y: Tensor = _Standardised.apply(in_float32(tile), span, eps)  # type: ignore[no-untyped-call]
     return y

@@ -16,7 +16,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.spatial.autocast import HALF
-from spatialdl.spatial.span import Span, reduction, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, reduction, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
 Function = Callable[..., Any]
@@ -42,7 +42,7 @@ def combined(counts: Tensor, means: Tensor, deviations: Tensor) -> tuple[Tensor,
     return mean, deviation
 
 
-def moments_over(tile: Tensor, span: Span, name: str) -> tuple[Tensor, Tensor]:
+def moments_over(tile: Tensor, span: ReductionSpan, name: str) -> tuple[Tensor, Tensor]:
     """Mean and squared deviations over a span that crosses ranks, in the full size; float64."""
     parts = tile_moments(tile, span.dims)
     message = torch.stack([span.placed(part) for part in parts])
@@ -54,7 +54,7 @@ class _Moments(torch.autograd.Function):
     """Keeps the tile and its mean."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, tile: Tensor, span: ReductionSpan) -> tuple[Tensor, Tensor]:
         mean, deviation = moments_over(tile, span, "var")
         ctx.span = span
         ctx.save_for_backward(tile, mean)

@@ -26,7 +26,7 @@ from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 aten = torch.ops.aten
 
 
-class Moments(NamedTuple):
+class ChannelMoments(NamedTuple):
     """Per channel, float64: mean and biased variance over `pixels` pixels.
 
     A rank that does not know their number has it as float64 (), which the host does not wait for.
@@ -42,7 +42,9 @@ class Moments(NamedTuple):
         return self.mean.to(wide), self.variance.to(wide)
 
 
-def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: str) -> Moments:
+def global_moments(
+    tile: Tensor, count: int | None, comm: Communicator, name: str
+) -> ChannelMoments:
     """Mean and variance over the tiles of all ranks.
 
     Args:
@@ -52,7 +54,7 @@ def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: st
     mean, variance = _tile_moments(tile)
     own = tile.numel() // max(tile.shape[1], 1)
     if comm.size == 1:
-        return Moments(own if count is None else count, mean.double(), variance.double())
+        return ChannelMoments(own if count is None else count, mean.double(), variance.double())
     held = constant(float(own), 1, torch.float64, tile.device)
     message = torch.cat([held, mean, variance])  # in the widest of their types
     gathered = gather_over_ranks(comm, message, f"{name} statistics")
@@ -61,7 +63,7 @@ def global_moments(tile: Tensor, count: int | None, comm: Communicator, name: st
     shares = counts / pixels
     mean, variance = torch.mv(statistics.t(), shares).chunk(2)
     deviations = statistics[:, :channels] - mean
-    return Moments(pixels, mean, torch.addmv(variance, deviations.square_().t(), shares))
+    return ChannelMoments(pixels, mean, torch.addmv(variance, deviations.square_().t(), shares))
 
 
 def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,7 @@ class _BatchNorm(torch.autograd.Function):
         tile: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        moments: Moments,
+        moments: ChannelMoments,
         eps: float,
         comm: Communicator,
     ) -> Tensor:
@@ -258,7 +260,7 @@ def trained(
                 "batch_norm needs more than one value per channel to train, got one with "
                 f"{tile.shape[1]} channels"
             )
-        moments = Moments(moments.pixels, *moments.of(tile))
+        moments = ChannelMoments(moments.pixels, *moments.of(tile))
         pixels = moments.pixels / copies if copies > 1 else moments.pixels
         once = moments._replace(pixels=pixels)
         update_running(once, running_mean, running_var, momentum)
@@ -282,7 +284,10 @@ def torch_batch_norm(
 
 
 def update_running(
-    moments: Moments, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+    moments: ChannelMoments,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
 ) -> None:
     """Move running statistics towards those of this batch; the variance is the unbiased one."""
     unbiased = moments.variance * (moments.pixels / (moments.pixels - 1))

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
@@ -21,7 +21,7 @@ from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, Window, last_slices
 from spatialdl.spatial.autocast import wide
-from spatialdl.spatial.bands import Alone, Band, Parts, parts_of
+from spatialdl.spatial.bands import BorderBand, Interior, OutputParts, parts_of
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.span import positions
@@ -187,10 +187,12 @@ class _Pool(torch.autograd.Function):
             tile = wide(tile)
         plan, own = moved.plan, mesh.own_box(moved.output)
         parts = parts_of(plan.own, own, moved.size, pooling.windows)
-        arrivals = [Held(empty_for(tile, shape_of(tile, box)), box) for _, box in plan.receives]
+        arrivals = [
+            BoxedTensor(empty_for(tile, shape_of(tile, box)), box) for _, box in plan.receives
+        ]
         exchange = None
         if plan.talks:
-            halo = Exchange(plan, [Held(tile, plan.own)], arrivals, tile.device)
+            halo = Exchange(plan, [BoxedTensor(tile, plan.own)], arrivals, tile.device)
             exchange = start_exchange(mesh.grid_comm, halo, pooling.name)
         y, found = _pooled_alone(tile, parts.alone, own, pooling)
         if exchange is not None:
@@ -224,12 +226,14 @@ class _Pool(torch.autograd.Function):
         ]
         arrivals, exchange = rooms_back(grad, plan), None
         if plan.talks:
-            halos = [Held(grad.new_zeros(shape_of(grad, box)), box) for _, box in plan.receives]
+            halos = [
+                BoxedTensor(grad.new_zeros(shape_of(grad, box)), box) for _, box in plan.receives
+            ]
             _add_bands(bands, halos)
             back = Exchange(plan, halos, arrivals, grad.device, adjoint=True)
             exchange = start_exchange(ctx.mesh.grid_comm, back, pooling.name)
         grad_tile = _gradient_alone(grad, parts, like, places[0], pooling)
-        _add_bands(bands, [Held(grad_tile, plan.own)])
+        _add_bands(bands, [BoxedTensor(grad_tile, plan.own)])
         if exchange is not None:
             exchange.wait()
             add_up(grad_tile, plan, arrivals)
@@ -237,7 +241,7 @@ class _Pool(torch.autograd.Function):
 
 
 def _pooled_alone(
-    tile: Tensor, alone: Alone | None, own: Box, pooling: _Pooling
+    tile: Tensor, alone: Interior | None, own: Box, pooling: _Pooling
 ) -> tuple[Tensor, Tensor]:
     """Memory for the outputs, with those that the tile gives by itself; places in the tile."""
     samples, *size = own.shape
@@ -252,7 +256,9 @@ def _pooled_alone(
     return y, places
 
 
-def _pooled_band(window: Tensor, band: Band, y: Tensor, plan: Plan, pooling: _Pooling) -> Tensor:
+def _pooled_band(
+    window: Tensor, band: BorderBand, y: Tensor, plan: Plan, pooling: _Pooling
+) -> Tensor:
     """Fill the band's outputs; the places of maxima in its window."""
     pooled, places = pooling.forward(window, pooling.no_padding)
     band.of(y).copy_(pooled)
@@ -262,7 +268,7 @@ def _pooled_band(window: Tensor, band: Band, y: Tensor, plan: Plan, pooling: _Po
 
 
 def _gradient_alone(
-    grad: Tensor, parts: Parts, like: Tensor, places: Tensor, pooling: _Pooling
+    grad: Tensor, parts: OutputParts, like: Tensor, places: Tensor, pooling: _Pooling
 ) -> Tensor:
     """What the tile gets of the outputs that it gives by itself."""
     alone = parts.alone
@@ -275,7 +281,7 @@ def _gradient_alone(
     return pooling.backward(grad, like, alone.padding, places)
 
 
-def _add_bands(bands: Sequence[tuple[Band, Tensor]], targets: Sequence[Held]) -> None:
+def _add_bands(bands: Sequence[tuple[BorderBand, Tensor]], targets: Sequence[BoxedTensor]) -> None:
     for band, grad in bands:
         for target in targets:
             band.add_to(target, grad)

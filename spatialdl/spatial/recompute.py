@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from spatialdl.comm.tape import Tape
+from spatialdl.comm.replay import ReplayTape
 from spatialdl.random.drawing import same_again
 from spatialdl.spatial import replicas
 from spatialdl.spatial.tensor import SpatialTensor
@@ -122,7 +122,7 @@ class _Run:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.tape = Tape()
+        self.tape = ReplayTape()
         self.random = same_again()
         self.replicas = replicas.same_again()
         self.buffers = [

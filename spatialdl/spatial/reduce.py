@@ -20,7 +20,7 @@ from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.extremes import extreme
 from spatialdl.spatial.span import (
-    Span,
+    ReductionSpan,
     dims_of,
     names_no_dims,
     reduction,
@@ -37,7 +37,7 @@ def reduce_over(
     dim: Any,
     keepdim: bool,
     local: Callable[[Tensor], Tensor],
-    across: Callable[[Tensor, Span], Tensor],
+    across: Callable[[Tensor, ReductionSpan], Tensor],
 ) -> Tensor:
     """Reduce by `local` what is not split, else by `across`, which is told the span."""
     span = span_of(x, dim)
@@ -53,7 +53,9 @@ def _sum_type(tile: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype or (torch.int64 if integral else tile.dtype)
 
 
-def _sum(tile: Tensor, span: Span, dtype: torch.dtype | None = None, nan: bool = False) -> Tensor:
+def _sum(
+    tile: Tensor, span: ReductionSpan, dtype: torch.dtype | None = None, nan: bool = False
+) -> Tensor:
     """Half precision is added up in float32 until the very end."""
     result = _sum_type(tile, dtype)
     add = torch.nansum if nan else torch.sum
@@ -87,7 +89,7 @@ def image_mean(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    def across(tile: Tensor, span: Span) -> Tensor:
+    def across(tile: Tensor, span: ReductionSpan) -> Tensor:
         result = dtype or tile.dtype
         wide = torch.float32 if result in HALF else result
         if not _skips_nan(func):
@@ -100,7 +102,7 @@ def image_mean(
     return reduce_over(input, dim, keepdim, local, across)
 
 
-def _gathered(part: Tensor, span: Span, fill: float, name: str) -> Tensor:
+def _gathered(part: Tensor, span: ReductionSpan, fill: float, name: str) -> Tensor:
     """The parts of all ranks, (ranks, ...) in the full size; differentiable."""
     return differentiable_gather(span.comm, span.placed(part, fill), name)
 
@@ -114,7 +116,7 @@ def image_prod(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    def across(tile: Tensor, span: Span) -> Tensor:
+    def across(tile: Tensor, span: ReductionSpan) -> Tensor:
         result = _sum_type(tile, dtype)
         for d in span.dims:
             tile = tile.prod(d, keepdim=True, dtype=result)
@@ -128,7 +130,7 @@ class _LogSumExp(torch.autograd.Function):
     """Keeps the tile and the result, as PyTorch does."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, span: Span) -> Tensor:
+    def forward(ctx: Any, tile: Tensor, span: ReductionSpan) -> Tensor:
         total = log_sum_exp(tile, span)
         ctx.save_for_backward(tile, total)
         ctx.span = span
@@ -144,7 +146,7 @@ class _LogSumExp(torch.autograd.Function):
         return grad * (tile - total.masked_fill(total.isneginf(), 0)).exp(), None
 
 
-def log_sum_exp(tile: Tensor, span: Span) -> Tensor:
+def log_sum_exp(tile: Tensor, span: ReductionSpan) -> Tensor:
     """The logarithm of the sum of exponentials over the whole image, in its full size."""
     largest = span.max(highest_of(tile, span), -math.inf, "logsumexp")
     shift = largest.masked_fill(largest.isinf(), 0)
@@ -155,7 +157,7 @@ def log_sum_exp(tile: Tensor, span: Span) -> Tensor:
     return whole.log() + shift
 
 
-def highest_of(tile: Tensor, span: Span) -> Tensor:
+def highest_of(tile: Tensor, span: ReductionSpan) -> Tensor:
     """The largest of this tile; minus infinity if it is empty."""
     if tile.numel() > 0:
         return tile.amax(span.dims, keepdim=True)
@@ -166,7 +168,7 @@ def highest_of(tile: Tensor, span: Span) -> Tensor:
 def image_logsumexp(
     func: Function, input: SpatialTensor, dim: Any, keepdim: bool = False
 ) -> Tensor:
-    def across(tile: Tensor, span: Span) -> Tensor:
+    def across(tile: Tensor, span: ReductionSpan) -> Tensor:
         floating = tile if tile.is_floating_point() else tile.to(torch.get_default_dtype())
         total: Tensor = _LogSumExp.apply(floating, span)  # type: ignore[no-untyped-call]
         return total
@@ -174,7 +176,7 @@ def image_logsumexp(
     return reduce_over(input, dim, keepdim, partial(func, dim=dim, keepdim=keepdim), across)
 
 
-def _norm(tile: Tensor, span: Span, order: float, dtype: torch.dtype | None) -> Tensor:
+def _norm(tile: Tensor, span: ReductionSpan, order: float, dtype: torch.dtype | None) -> Tensor:
     """Norms of the ranks' parts are combined by the same norm; those that cannot be, otherwise."""
     tile = tile.to(dtype or tile.dtype)
     if math.isinf(order):
@@ -262,7 +264,7 @@ def image_any_or_all(
         return without_dims(input, func(to_tile(input), dim=()), ())
     name, options = func.__name__, {} if dim is None else {"dim": dim, "keepdim": keepdim}
 
-    def across(tile: Tensor, span: Span) -> Tensor:
+    def across(tile: Tensor, span: ReductionSpan) -> Tensor:
         counted = tile == 0 if name == "all" else tile != 0
         count = span.sum(counted.sum(span.dims, keepdim=True), name)
         decided = count == 0 if name == "all" else count > 0
@@ -273,7 +275,7 @@ def image_any_or_all(
 
 @reduction(torch.count_nonzero, Tensor.count_nonzero)
 def image_count_nonzero(func: Function, input: SpatialTensor, dim: Any = None) -> Tensor:
-    def across(tile: Tensor, span: Span) -> Tensor:
+    def across(tile: Tensor, span: ReductionSpan) -> Tensor:
         return span.sum((tile != 0).sum(span.dims, keepdim=True), "count_nonzero")
 
     return reduce_over(input, dim, False, partial(func, dim=dim), across)

@@ -2,7 +2,7 @@
 
 By a whole factor PyTorch's own kernel runs on the tile and the halo that it needs. In all other
 cases each rank fetches the inputs that its outputs read, and adds them up by a table of global
-indices and weights (see `taps`).
+indices and weights (see `interpolation_weights`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from spatialdl.parallel.layout import (
     scaled_bounds,
     strided_bounds,
 )
+from spatialdl.spatial.interpolation_weights import (
+    InterpolationWeights,
+    ResampledDim,
+    interpolation_weights,
+)
 from spatialdl.spatial.reindex import fetch
 from spatialdl.spatial.span import asked
 from spatialdl.spatial.table import refusal, register_op
-from spatialdl.spatial.taps import Resampling, Taps, taps_of
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import check_image, nothing
 
@@ -54,7 +58,7 @@ def _resampling(
     is_list = len(scales) == 1 and not isinstance(scales[0], float)
     factors = scales[0] if is_list else scales
     each = tuple(
-        Resampling(mode, n, m, align_corners, antialias, scale, dims)
+        ResampledDim(mode, n, m, align_corners, antialias, scale, dims)
         for n, m, scale in zip(
             input.shape[2:], whole.shape[2:], factors or (None,) * dims, strict=True
         )
@@ -71,7 +75,7 @@ def _resampling(
     return fast if fast is not None else _by_table(input, each)
 
 
-def _check_gradient(function: Call, input: SpatialTensor, each: tuple[Resampling, ...]) -> None:
+def _check_gradient(function: Call, input: SpatialTensor, each: tuple[ResampledDim, ...]) -> None:
     """Refuse a scale factor that keeps the size: PyTorch 2.13 copies in one direction only.
 
     With antialiasing, and to the nearest in signals and volumes, in each dim by itself; in bicubic
@@ -90,7 +94,7 @@ def _check_gradient(function: Call, input: SpatialTensor, each: tuple[Resampling
         )
 
 
-def _bounds(bounds: Bounds, how: Resampling) -> Bounds:
+def _bounds(bounds: Bounds, how: ResampledDim) -> Bounds:
     """Where the output is cut: where the input was, if one size is a multiple of the other."""
     if how.count % how.size == 0:
         return scaled_bounds(bounds, how.count // how.size, how.count)
@@ -99,14 +103,14 @@ def _bounds(bounds: Bounds, how: Resampling) -> Bounds:
     return even_bounds(how.count, len(bounds) - 1)
 
 
-def _output(layout: Layout, each: tuple[Resampling, ...]) -> Layout:
+def _output(layout: Layout, each: tuple[ResampledDim, ...]) -> Layout:
     return Layout((0, 1), tuple(map(_bounds, layout.cuts, each)))
 
 
 # --- by PyTorch's kernel
 
 
-def _kernel_needs(bounds: Bounds, how: Resampling) -> list[tuple[int, int]]:
+def _kernel_needs(bounds: Bounds, how: ResampledDim) -> list[tuple[int, int]]:
     halo = HALO[how.mode] if how.factor > 1 else 0
     return [
         (max(start // how.factor - halo, 0), min(-(-stop // how.factor) + halo, how.size))
@@ -117,14 +121,14 @@ def _kernel_needs(bounds: Bounds, how: Resampling) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _kernel_plan(layout: Layout, each: tuple[Resampling, ...], part: int) -> Plan:
+def _kernel_plan(layout: Layout, each: tuple[ResampledDim, ...], part: int) -> Plan:
     output = _output(layout, each)
     needs = product(*map(_kernel_needs, output.cuts, each))
     needed = tuple(Box(((0, 1), *intervals)) for intervals in needs)
     return plan_for(layout.of_samples(1).boxes, needed, part)
 
 
-def _by_kernel(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
+def _by_kernel(x: SpatialTensor, each: tuple[ResampledDim, ...]) -> SpatialTensor:
     output = _output(x.spatial_layout, each)
     plan = _kernel_plan(x.spatial_layout, each, x.mesh.part)
     window = fetch(to_tile(x), plan, x.mesh, name="interpolate")
@@ -158,17 +162,17 @@ class _Move(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _move(layout: Layout, each: tuple[Resampling, ...], dtype: torch.dtype, part: int) -> _Move:
+def _move(layout: Layout, each: tuple[ResampledDim, ...], dtype: torch.dtype, part: int) -> _Move:
     output = _output(layout, each)
     reads = [
-        [taps_of(how, dtype).reads(*interval) for interval in pairwise(bounds)]
+        [interpolation_weights(how, dtype).reads(*interval) for interval in pairwise(bounds)]
         for how, bounds in zip(each, output.cuts, strict=True)
     ]
     needed = tuple(Box(((0, 1), *intervals)) for intervals in product(*reads))
     return _Move(plan_for(layout.of_samples(1).boxes, needed, part), output.boxes[part])
 
 
-def _by_table(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
+def _by_table(x: SpatialTensor, each: tuple[ResampledDim, ...]) -> SpatialTensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     plan, own = _move(x.spatial_layout, each, dtype, x.mesh.part)
     tile = fetch(to_tile(x), plan, x.mesh, name="interpolate")
@@ -182,22 +186,22 @@ def _by_table(x: SpatialTensor, each: tuple[Resampling, ...]) -> SpatialTensor:
 
 @lru_cache(maxsize=1024)
 def _own_taps(
-    how: Resampling,
+    how: ResampledDim,
     dtype: torch.dtype,
     outputs: tuple[int, int],
     origin: int,
     device: torch.device,
-) -> Taps:
+) -> InterpolationWeights:
     """The table of outputs [start, stop), for a window that begins at input `origin`."""
-    taps, part = taps_of(how, dtype), slice(*outputs)
+    taps, part = interpolation_weights(how, dtype), slice(*outputs)
     with torch.inference_mode(False):
         index = (taps.index[part] - origin).to(device)
         weight = None if taps.weight is None else taps.weight[part].to(device, copy=True)
-    return Taps(index, weight)
+    return InterpolationWeights(index, weight)
 
 
-def _add_up(window: Tensor, taps: Taps, dim: int) -> Tensor:
-    """The outputs of one dim of which `taps` has the inputs."""
+def _add_up(window: Tensor, taps: InterpolationWeights, dim: int) -> Tensor:
+    """The outputs of one dim of which `weights` has the inputs."""
     index, weight = taps.index, taps.weight
     if weight is None:
         return window.index_select(dim, index[:, 0])

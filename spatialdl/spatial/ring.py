@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spatialdl.comm.alone import Done
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Pending
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.comm.repartition import add_up, rooms_back
-from spatialdl.comm.tape import aside, once
+from spatialdl.comm.replay import aside, once
+from spatialdl.comm.single_process import Completed
 from spatialdl.parallel.layout import Box
 from spatialdl.spatial.blockwise import Scores, added, backward_block, forward_block, wide
 
@@ -97,7 +97,7 @@ def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Ten
     None is kept here longer than it is needed: what the caller drops is freed.
     """
     hops = len(ring.counts)
-    arriving: list[tuple[Tensor, Pending]] = [(own, Done())]
+    arriving: list[tuple[Tensor, Pending]] = [(own, Completed())]
     for number in range(hops):
         if number + 1 < hops:
             arriving.append(_ask_for(ring, number + 1, own, elements))
@@ -110,7 +110,7 @@ def _ask_for(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tenso
     """Memory for the message of the part `number` after the own one, which is on its way."""
     plan = ring.hop(number, elements)
     room = own.new_empty(plan.need.shape)
-    what = Exchange(plan, [Held(own, plan.own)], [Held(room, plan.need)], own.device)
+    what = Exchange(plan, [BoxedTensor(own, plan.own)], [BoxedTensor(room, plan.need)], own.device)
     return room, start_exchange(ring.mesh.grid_comm, what, "attention")
 
 
@@ -126,7 +126,7 @@ class Returning:
     def __init__(self, ring: Ring, elements: int) -> None:
         self._ring, self._elements = ring, elements
         self._total: Tensor | None = None
-        self._under_way: tuple[Plan, list[Held], Pending, Tensor] | None = None
+        self._under_way: tuple[Plan, list[BoxedTensor], Pending, Tensor] | None = None
 
     @property
     def total(self) -> Tensor:
@@ -145,7 +145,7 @@ class Returning:
             return
         plan = self._ring.hop(number, self._elements)
         rooms = rooms_back(grad, plan)
-        what = Exchange(plan, [Held(grad, plan.need)], rooms, grad.device, adjoint=True)
+        what = Exchange(plan, [BoxedTensor(grad, plan.need)], rooms, grad.device, adjoint=True)
         pending = start_exchange(self._ring.mesh.grid_comm, what, "attention")
         self.wait()
         self._under_way = plan, rooms, pending, grad

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spatialdl.spatial.table import Split, refusal
+from spatialdl.spatial.table import SplitOperand, refusal
 
 
-class Member(Split, Protocol):
+class SplitMember(SplitOperand, Protocol):
     """What is looked at here of a `SpatialTensor`, which stands above."""
 
     _tile: Tensor
@@ -32,15 +32,15 @@ class Family:
     """A split tensor and its views."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[Member]] = []
+        self._members: list[weakref.ref[SplitMember]] = []
         self.lines: list[_Line] = []
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[SplitMember]:
         """Those that are alive; none as long as there is no view."""
         return [member for ref in self._members if (member := ref()) is not None]
 
-    def add(self, view: Member, owner: Member) -> None:
+    def add(self, view: SplitMember, owner: SplitMember) -> None:
         members = [*(self.members or [owner]), view]
         self._members = [weakref.ref(member) for member in members]
 
@@ -71,16 +71,16 @@ class _Line:
         return not self._storage.expired()  # type: ignore[no-untyped-call]
 
 
-_owners: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, SplitMember] = weakref.WeakValueDictionary()
 """Whose tile was taken out, by where it lies in memory."""
 
 
-def lend(x: Member) -> None:
+def lend(x: SplitMember) -> None:
     """Note that the tile of `x` is taken out, to see whether what is put back is a view of it."""
     _owners[x._tile.untyped_storage()._cdata] = x
 
 
-def note_view(x: Member) -> None:
+def note_view(x: SplitMember) -> None:
     """Note that `x` is a view, if it lies in the memory of a tile that was lent."""
     place = x._tile.untyped_storage()._cdata
     owner = _owners.get(place)
@@ -88,7 +88,7 @@ def note_view(x: Member) -> None:
         share(owner, x)
 
 
-def share(owner: Member, view: Member, moved: bool = False) -> None:
+def share(owner: SplitMember, view: SplitMember, moved: bool = False) -> None:
     """Note that PyTorch would make `view` a view of `owner`.
 
     Args:
@@ -99,7 +99,7 @@ def share(owner: Member, view: Member, moved: bool = False) -> None:
     view._apart = owner._apart or moved
 
 
-def check_write(function: Any, target: Member) -> None:
+def check_write(function: Any, target: SplitMember) -> None:
     """A view and its base share memory, but autograd does not know it: a wrong gradient.
 
     Where pixels have moved they do not even share it: then never.
@@ -125,7 +125,7 @@ def check_write(function: Any, target: Member) -> None:
         )
 
 
-def check_lines(x: Member) -> None:
+def check_lines(x: SplitMember) -> None:
     """Refuse to read an image of which a selected row or column was written to: it is a copy."""
     if x._family.lines and any(line.was_written for line in x._family.lines):
         raise refusal(

@@ -14,7 +14,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.reduce import log_sum_exp
-from spatialdl.spatial.span import Span, asked, dims_of, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, asked, dims_of, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
@@ -22,7 +22,7 @@ class _Softmax(torch.autograd.Function):
     """Keeps the result, or its logarithm."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, span: Span, log: bool) -> Tensor:
+    def forward(ctx: Any, tile: Tensor, span: ReductionSpan, log: bool) -> Tensor:
         y = tile - span.own(log_sum_exp(tile, span))
         y = y if log else y.exp()
         ctx.save_for_backward(y)

@@ -27,7 +27,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register
 
 
 @dataclass(frozen=True)
-class Span:
+class ReductionSpan:
     """The dims of a reduction, and where the tile lies in the dims that are kept.
 
     Attributes:
@@ -96,12 +96,12 @@ def split_dims(x: SpatialTensor) -> tuple[int, ...]:
     return tuple(sorted({dim % x.dim() for dim in x.spatial_dims.at}))
 
 
-def span_of(x: SpatialTensor, dim: Any) -> Span:
+def span_of(x: SpatialTensor, dim: Any) -> ReductionSpan:
     """The span of a reduction of `x` over `dim` (a number, several, or None for all)."""
     dims, split = dims_of(x, dim), split_dims(x)
     crosses = bool(set(dims) & set(split))
     kept = tuple((d, positions(x, d), x.shape[d]) for d in split if crosses and d not in dims)
-    return Span(dims, prod(x.shape[d] for d in dims), crosses, kept, x.mesh.grid_comm)
+    return ReductionSpan(dims, prod(x.shape[d] for d in dims), crosses, kept, x.mesh.grid_comm)
 
 
 def positions(x: SpatialTensor, dim: int) -> Tensor:

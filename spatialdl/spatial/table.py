@@ -23,7 +23,7 @@ WITH_PREFIX: set[Callable[..., Any]] = set()
 """The functions whose handlers take tokens that belong to no pixel, see `prefix`."""
 
 
-class Split(Protocol):
+class SplitOperand(Protocol):
     """What the table knows of a `SpatialTensor`, which stands above it."""
 
     def describe(self) -> str:
@@ -113,18 +113,18 @@ def _checked(
     return call
 
 
-def is_spatial(value: object) -> TypeGuard[Split]:
+def is_spatial(value: object) -> TypeGuard[SplitOperand]:
     return hasattr(type(value), "full_tensor") and hasattr(value, "spatial_layout")
 
 
-def spatial_in(values: Any) -> list[Split]:
+def spatial_in(values: Any) -> list[SplitOperand]:
     """All split tensors among nested arguments."""
     if isinstance(values, torch.Tensor):
         return [values] if is_spatial(values) else []
     return [value for value in tree_flatten(values)[0] if is_spatial(value)]
 
 
-def refusal(func: Any, operands: Iterable[Split], advice: str = "") -> UnsupportedSpatialOp:
+def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> UnsupportedSpatialOp:
     """The error that names the operation, the layout and what to do."""
     name = str(func)
     if not isinstance(func, torch._ops.OpOverload):

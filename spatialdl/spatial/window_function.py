@@ -24,7 +24,7 @@ from spatialdl.comm.repartition import (
     view_of,
 )
 from spatialdl.spatial.autocast import HALF
-from spatialdl.spatial.later import later
+from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.window import holds_all, nothing, read_window
 
 
@@ -121,7 +121,7 @@ class _WindowFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
         _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        waiting = later(ctx.parameter) if needs_weight else None
+        waiting = deferred(ctx.parameter) if needs_weight else None
         if waiting is not None:
             what = (ctx.function, grad, weight, inputs, ctx.plan)
             waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *what))

@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Copies:
+class ModelCopies:
     """The network itself for the first virtual rank, and copies of it for the others.
 
     What they train are leaves of their own in the memory of the network's parameters: so gradients

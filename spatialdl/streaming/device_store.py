@@ -32,7 +32,7 @@ class PinnedStore:
     place = "pinned memory of the host"
 
     def __init__(self, device: torch.device) -> None:
-        self._copies, self._places = Copies(device), Places()
+        self._copies, self._places = CopyStreams(device), Places()
         self._chunks: list[Tensor] = []
         self.folder = Path(tempfile.gettempdir())
         self.device: torch.device | None = device
@@ -88,7 +88,7 @@ class DeviceDiskStore(FileStore):
 
     def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
         super().__init__(folder, device)
-        self._copies = Copies(device)
+        self._copies = CopyStreams(device)
         self._staged: list[Future[Any]] = []
 
     def put(self, storage: torch.UntypedStorage) -> Slot:
@@ -107,7 +107,7 @@ class DeviceDiskStore(FileStore):
         staging, queued = self._staging(storage.nbytes()), self._copies.queued()
         box = [storage]
 
-        def read() -> Copied:
+        def read() -> CopyEvent:
             own = box.pop()  # so that this thread is never the last that has it
             self._file.read(bytes_of(staging.untyped_storage())[: len(staging)], slot.start)
             return self._copies.back([staging], own, queued)
@@ -126,7 +126,7 @@ class DeviceDiskStore(FileStore):
         return future
 
 
-class Copies:
+class CopyStreams:
     """Copies between a device and pinned memory, for any thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class Copies:
         """What this thread has queued on the device so far."""
         return torch.accelerator.current_stream(self._device).record_event()
 
-    def out(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> Copied:
+    def out(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> CopyEvent:
         """From the device; the storage must live until it is done."""
         parts = self._parts(storage, pieces)
         return self._run(self._out, self.queued(), zip(pieces, parts, strict=True))
@@ -147,19 +147,19 @@ class Copies:
         pieces: Sequence[Tensor],
         storage: torch.UntypedStorage,
         after: torch.Event | None = None,
-    ) -> Copied:
+    ) -> CopyEvent:
         """To the device, after what had the memory before."""
         parts = self._parts(storage, pieces)
         return self._run(self._back, after or self.queued(), zip(parts, pieces, strict=True))
 
     def _run(
         self, stream: torch.Stream, after: torch.Event, pairs: Iterable[tuple[Tensor, Tensor]]
-    ) -> Copied:
+    ) -> CopyEvent:
         stream.wait_event(after)
         with stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return Copied(stream.record_event(), self._device)
+        return CopyEvent(stream.record_event(), self._device)
 
     def _parts(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Of the bytes of a storage, as long as the pieces."""
@@ -167,7 +167,7 @@ class Copies:
         return values.split_with_sizes([len(one) for one in pieces])
 
 
-class Copied:
+class CopyEvent:
     """A copy that a stream makes; the host does not wait for it."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
@@ -186,7 +186,7 @@ class Copied:
 class _Written:
     """A copy, and a thread that writes it to a disk: the storage is free after the copy."""
 
-    def __init__(self, copied: Copied, written: Future[None]) -> None:
+    def __init__(self, copied: CopyEvent, written: Future[None]) -> None:
         self._copied, self._written = copied, written
 
     def wait(self) -> None:
@@ -200,7 +200,7 @@ class _Written:
 class _Read:
     """A thread that reads from a disk and starts the copy to the device."""
 
-    def __init__(self, copied: Future[Copied]) -> None:
+    def __init__(self, copied: Future[CopyEvent]) -> None:
         self._copied = copied
 
     def wait(self) -> None:

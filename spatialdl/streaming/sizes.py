@@ -19,7 +19,7 @@ SHARE = 0.4
 """Of a limit that an operation may take for what it reads and makes of a tile."""
 
 
-class Sizes(NamedTuple):
+class ImageSizes(NamedTuple):
     """Bytes for one image, forward and backward.
 
     Attributes:
@@ -38,7 +38,7 @@ def sizes_of(
     *,
     trains: bool = True,
     recompute: bool = False,
-) -> Sizes | None:
+) -> ImageSizes | None:
     """Those of a network, in training with its backward; None where it cannot be run without data.
 
     Args:
@@ -60,7 +60,7 @@ def sizes_of(
                 torch.autograd.backward(learnt, [torch.empty_like(one) for one in learnt])
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
         return None  # of values, or with an operation that has no shape of its own
-    return Sizes(count.peak, count.largest)
+    return ImageSizes(count.peak, count.largest)
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,7 +98,9 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.here)
 
 
-def tiles_within(sizes: Sizes, limit: int, size: Sequence[int], grid: Sequence[int]) -> list[int]:
+def tiles_within(
+    sizes: ImageSizes, limit: int, size: Sequence[int], grid: Sequence[int]
+) -> list[int]:
     """Into how many virtual tiles a rank cuts its part of an image, along each spatial dim.
 
     As few as let the largest operation on a tile take `SHARE` of the limit.
@@ -120,6 +122,6 @@ def tiles_within(sizes: Sizes, limit: int, size: Sequence[int], grid: Sequence[i
     return found
 
 
-def stored(sizes: Sizes, limit: int, ranks: int) -> int:
+def stored(sizes: ImageSizes, limit: int, ranks: int) -> int:
     """Bytes that wait on a disk, of each of so many ranks."""
     return max(0, ceil(sizes.live / ranks) - limit)

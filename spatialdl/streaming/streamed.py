@@ -21,7 +21,7 @@ from spatialdl.parallel.layout import by, image_shape, last_slices
 from spatialdl.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor
-from spatialdl.streaming.copies import Copies
+from spatialdl.streaming.copies import ModelCopies
 from spatialdl.streaming.memory import Memory, memory_within
 
 
@@ -132,7 +132,7 @@ class _Run:
         self._turns: Turns[Any] = Turns(self._count)
         ranks = virtual_ranks(self._count, self._turns)
         self._meshes = [Mesh(axes, rank, 0, comm, comm) for rank, comm in enumerate(ranks)]
-        self._copies = Copies(model, self._count)
+        self._copies = ModelCopies(model, self._count)
         self.weights = self._copies.trained
         self._device = _device_of(model)
         self._tiles: list[Tensor | None] = [None] * self._count

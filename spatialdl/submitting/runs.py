@@ -38,11 +38,11 @@ FOLDER = "slurm"
 """In the run or sweep directory: scripts, what jobs say, and the table."""
 
 _COLUMNS = ("job", "ranks", "overrides", "run directory", "log")
-_gathered: ContextVar[list[Run] | None] = ContextVar("gathered", default=None)
+_gathered: ContextVar[list[SubmittedRun] | None] = ContextVar("gathered", default=None)
 
 
 @dataclass(frozen=True)
-class Run:
+class SubmittedRun:
     """What becomes a job.
 
     Attributes:
@@ -92,9 +92,9 @@ def hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None
 
 
 @contextmanager
-def gathered() -> Iterator[list[Run]]:
+def gathered() -> Iterator[list[SubmittedRun]]:
     """Keep what is handed in, for `submit`."""
-    runs: list[Run] = []
+    runs: list[SubmittedRun] = []
     token = _gathered.set(runs)
     try:
         yield runs
@@ -102,7 +102,7 @@ def gathered() -> Iterator[list[Run]]:
         _gathered.reset(token)
 
 
-def submit(runs: Sequence[Run], folder: Path) -> None:
+def submit(runs: Sequence[SubmittedRun], folder: Path) -> None:
     """Submit runs, those that ask for the same as an array, and say where they went.
 
     Args:
@@ -116,10 +116,10 @@ def submit(runs: Sequence[Run], folder: Path) -> None:
     if "%" in str(folder):
         raise ValueError(f"{folder} has a %, which Slurm would replace: take another hydra.run.dir")
     folder.mkdir(parents=True, exist_ok=True)
-    alike: dict[object, list[Run]] = {}
+    alike: dict[object, list[SubmittedRun]] = {}
     for run in runs:
         alike.setdefault((run.options, run.setup, run.at_once), []).append(run)
-    jobs: list[tuple[str, Run]] = []
+    jobs: list[tuple[str, SubmittedRun]] = []
     try:
         for some in alike.values():
             jobs += zip(_submit_alike(some, folder), some, strict=True)
@@ -128,7 +128,7 @@ def submit(runs: Sequence[Run], folder: Path) -> None:
             _tell(jobs, folder)
 
 
-def script(runs: Sequence[Run]) -> str:
+def script(runs: Sequence[SubmittedRun]) -> str:
     """The shell lines of a job that is one of several runs.
 
     The number of the job in the array says which; a job alone has none.
@@ -156,13 +156,13 @@ def _check_place() -> None:
     _executor(Path())
 
 
-def _run_of(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> Run:
+def _run_of(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> SubmittedRun:
     if config.debug.name == "fakecomm":
         raise ValueError("debug=fakecomm runs nothing that needs a job: leave launcher=slurm out")
     ranks = _ranks_of(config)
     launcher = config.launcher
     own = [word for word in overrides if not re.match(r"[+~]*launcher(=|\.|@|$)", word)]
-    return Run(
+    return SubmittedRun(
         overrides=tuple(own),
         words=(*sources(), *own, "launcher=local", *into(run_dir)),
         run_dir=run_dir,
@@ -202,7 +202,7 @@ def _executor(folder: Path) -> SlurmExecutor:
         raise ValueError(f"launcher=slurm: {error}") from error
 
 
-def _submit_alike(runs: Sequence[Run], folder: Path) -> list[str]:
+def _submit_alike(runs: Sequence[SubmittedRun], folder: Path) -> list[str]:
     """The numbers of the jobs of runs that ask for the same."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
@@ -236,7 +236,7 @@ def _submit_alike(runs: Sequence[Run], folder: Path) -> list[str]:
     return [f"{number}_{task}" for task in range(len(runs))] if is_array else [number]
 
 
-def _tell(jobs: Sequence[tuple[str, Run]], folder: Path) -> None:
+def _tell(jobs: Sequence[tuple[str, SubmittedRun]], folder: Path) -> None:
     """The table on the terminal, with what differs, and whole in a file that outlasts it."""
     runs = [run for _, run in jobs]
     in_all = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()

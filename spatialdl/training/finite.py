@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import NotFinite
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.checkpoints.content import random_states, restore_random
 from spatialdl.training.debug.detect_nan import NanWatch
 
@@ -34,7 +34,9 @@ class Guard:
             overflow, and the update sees to that.
     """
 
-    def __init__(self, pipeline: Pipeline, world: Communicator, gradients: bool = True) -> None:
+    def __init__(
+        self, pipeline: PipelineRuntime, world: Communicator, gradients: bool = True
+    ) -> None:
         self._pipeline, self._world, self._gradients = pipeline, world, gradients
 
     def run(self, step: int, work: Callable[[], float]) -> float:

@@ -13,8 +13,6 @@ from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.views import Views
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.pipeline.shardable import check_samples
-from spatialdl.training.course import total_steps
-from spatialdl.training.feeding import Feed
 from spatialdl.training.layouts import (
     AUTO,
     check_batch,
@@ -29,6 +27,8 @@ from spatialdl.training.network.building import build_model, describe_data, make
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.own_data import check_same_samples
+from spatialdl.training.progress import total_steps
+from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.settings import open_sources, resolve_statistics
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.tasks.segmentation import Segmentation
@@ -37,7 +37,7 @@ from spatialdl.training.validation import Validation
 from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_shape
 
 
-class Parts:
+class RunParts:
     """Data, network and optimizer of one rank; every rank of `world` builds them together.
 
     Args:
@@ -101,18 +101,18 @@ class Parts:
             *(self.precision, self.device, world, self.nodes),
             metrics=self.metrics,
         )
-        self.train_feed = self._feed(self.sources.train_views, int(config.seed), trains=True)
-        self.validation_feed: Feed | None
+        self.train_loader = self._loader(self.sources.train_views, int(config.seed), trains=True)
+        self.validation_loader: RankLoader | None
         self.validation: Validation | None
-        self.validation_feed, self.validation = self._validation()
-        self.steps = total_steps(settings, len(self.train_feed))
+        self.validation_loader, self.validation = self._validation()
+        self.steps = total_steps(settings, len(self.train_loader))
         self._check_last_batch()
         self.update = Update(
             config,
             self.pipeline,
             batch=self.batch_size,
             steps=self.steps,
-            steps_per_epoch=len(self.train_feed),
+            steps_per_epoch=len(self.train_loader),
         )
 
     def _choose_virtual_tiles(self) -> None:
@@ -129,15 +129,15 @@ class Parts:
         )
 
     def close_feeds(self) -> None:
-        for feed in (self.train_feed, self.validation_feed):
-            if feed is not None:
-                feed.close()
+        for loader in (self.train_loader, self.validation_loader):
+            if loader is not None:
+                loader.close()
 
     @property
     def _overfits(self) -> bool:
         return bool(self.config.debug.name == "overfit")
 
-    def _validation(self) -> tuple[Feed, Validation] | tuple[None, None]:
+    def _validation(self) -> tuple[RankLoader, Validation] | tuple[None, None]:
         """What there is to validate on, and what does it."""
         views, early = self.sources.validation_views, self.config.trainer.early_stopping.metric
         if views is None or self._overfits:
@@ -147,16 +147,16 @@ class Parts:
                     "nothing to validate on: give data a split to validate on, or leave it out"
                 )
             return None, None
-        feed = self._feed(views, None)
+        loader = self._loader(views, None)
         pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
-        return feed, Validation(
-            *(self.pipeline, self.task, self.sources, feed, self.world),
+        return loader, Validation(
+            *(self.pipeline, self.task, self.sources, loader, self.world),
             pictures=bool(pictures) and not views.varies,
             metrics=self.metrics,
         )
 
-    def _feed(self, views: Views, seed: int | None, trains: bool = False) -> Feed:
-        return Feed(
+    def _loader(self, views: Views, seed: int | None, trains: bool = False) -> RankLoader:
+        return RankLoader(
             self.config.data,
             views,
             self.pipeline,
@@ -183,7 +183,7 @@ class Parts:
         """That of an epoch may be smaller."""
         samples, size = len(self.sources.train), self.batch_size
         left = samples % size
-        is_met = self.steps >= len(self.train_feed) and not self._overfits
+        is_met = self.steps >= len(self.train_loader) and not self._overfits
         if self.config.parallel.shard_state and left and is_met:
             what = f"the last batch of an epoch of {samples}"
             check_samples(left, self.microbatches, self.placement.data, what)

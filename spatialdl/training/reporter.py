@@ -13,7 +13,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from spatialdl.training.console.progress import Progress
+from spatialdl.training.console.progress import StepProgress
 from spatialdl.training.console.validation_table import metrics_of, validation_table
 from spatialdl.training.loggers.choosing import Loggers
 from spatialdl.training.pictures.gallery import Example, labelled
@@ -60,7 +60,7 @@ class Reporter:
         done = 0 if resumed is None else int(resumed[1]["step"])
         self.loggers = Loggers(config, run_dir, done)
         self._open.callback(self.loggers.close)
-        self._progress = self._open.enter_context(Progress(steps, done))
+        self._progress = self._open.enter_context(StepProgress(steps, done))
         self._warned = False
 
     def __enter__(self) -> Reporter:
@@ -86,7 +86,7 @@ class Reporter:
         memory_mb: float,
         **more: float,
     ) -> None:
-        """A step is done; see `RunDirectory.log_step` and `Progress.update`."""
+        """A step is done; see `RunDirectory.log_step` and `StepProgress.update`."""
         shown = {
             "loss": loss,
             "learning_rate": learning_rate,

@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Who has a run directory.
 
     Attributes:
@@ -74,7 +74,7 @@ class Holder:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def has_taken_over(self, other: Holder | None) -> bool:
+    def has_taken_over(self, other: LockHolder | None) -> bool:
         """Whether this is a later start of the other's job."""
         if other is None or not self.job:
             return False
@@ -93,7 +93,7 @@ def held(run_dir: Path) -> Iterator[None]:
         ValueError: if one does.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    path, own = run_dir / NAME, Holder.here()
+    path, own = run_dir / NAME, LockHolder.here()
     over = threading.Event()
     with _acquired(path, own):
         watch = threading.Thread(
@@ -107,7 +107,7 @@ def held(run_dir: Path) -> Iterator[None]:
             over.set()
 
 
-def _acquired(path: Path, own: Holder) -> IO[bytes]:
+def _acquired(path: Path, own: LockHolder) -> IO[bytes]:
     """The file, locked, with our name in it."""
     while True:
         file: IO[bytes] = path.open("ab")
@@ -115,7 +115,7 @@ def _acquired(path: Path, own: Holder) -> IO[bytes]:
         if locked and not _is_at(file, path):
             file.close()  # another file has taken its place before it was ours
             continue
-        there = Holder.read(path)
+        there = LockHolder.read(path)
         if own.has_taken_over(there):
             file = _taken_over(path, own, file, str(there))
         elif locked:
@@ -130,7 +130,7 @@ def _acquired(path: Path, own: Holder) -> IO[bytes]:
         return file
 
 
-def _taken_over(path: Path, own: Holder, old: IO[bytes], holder: str) -> IO[bytes]:
+def _taken_over(path: Path, own: LockHolder, old: IO[bytes], holder: str) -> IO[bytes]:
     """Put a file of ours in place of an earlier start's, and let whoever holds that one end."""
     new = path.with_name(f"{NAME}.{uuid4().hex}.tmp")
     file = new.open("xb")
@@ -153,10 +153,10 @@ def _taken_over(path: Path, own: Holder, old: IO[bytes], holder: str) -> IO[byte
     return file
 
 
-def _watch(path: Path, own: Holder, over: threading.Event) -> None:
+def _watch(path: Path, own: LockHolder, over: threading.Event) -> None:
     """End this job if a later start of it has the directory."""
     while not over.wait(_LOOK_EVERY_S):
-        there = Holder.read(path)
+        there = LockHolder.read(path)
         if there is not None and there.has_taken_over(own) and not over.is_set():
             sys.stderr.write(f"this job was started again ({there}): its start before ends\n")
             end_job_for_sure()  # ranks may be out of reach
@@ -181,7 +181,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
     return False
 
 
-def _write(file: IO[bytes], own: Holder) -> None:
+def _write(file: IO[bytes], own: LockHolder) -> None:
     file.truncate(0)
     file.write(json.dumps(asdict(own)).encode())
     file.flush()

@@ -14,24 +14,24 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
-from spatialdl.data.needs import (
-    Needs,
+from spatialdl.data.raw_reading import is_local
+from spatialdl.data.shard_usage import (
+    ShardUsage,
     one_after_another,
     that_fit,
     together,
-    training_needs,
-    validation_needs,
+    training_usage,
+    validation_usage,
 )
-from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.staging.cache import local_name
-from spatialdl.data.staging.local_disk import Room, find_disk
+from spatialdl.data.staging.local_disk import DiskSpace, find_disk
 from spatialdl.data.staging.process import CopierProcess
 from spatialdl.data.staging.samples import samples_in
 from spatialdl.errors import ShardError
 from spatialdl.text import counted, readable_bytes
-from spatialdl.training.course import Course
-from spatialdl.training.feeding import Feed
+from spatialdl.training.progress import TrainingProgress
+from spatialdl.training.rank_loader import RankLoader
 
 log = logging.getLogger("spatialdl.data")
 
@@ -92,7 +92,7 @@ class Staging:
         world: Communicator,
         where: StageTo = StageTo("off"),
         datasets: Sequence[ShardDataset] = (),
-        needs: Callable[[], Needs] = dict,
+        needs: Callable[[], ShardUsage] = dict,
         nodes: Nodes | None = None,
     ) -> None:
         self._world, self._datasets = world, datasets
@@ -175,7 +175,7 @@ class Staging:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _start(self, where: StageTo, needs: Needs) -> str | None:
+    def _start(self, where: StageTo, needs: ShardUsage) -> str | None:
         """Start the copier of this node, if there is a place; what to tell of it."""
         dataset = self._datasets[0]
         if not where.is_for(dataset.path):
@@ -190,7 +190,7 @@ class Staging:
             log.warning("%s: %s; reading from %s", socket.gethostname(), why, dataset.path)
         return None
 
-    def _start_copier(self, disk: Path, keep: bool, needs: Needs) -> str:
+    def _start_copier(self, disk: Path, keep: bool, needs: ShardUsage) -> str:
         dataset = self._datasets[0]
         shards = dataset.manifest.shards
         wanted = [shards[shard] for shard in needs]
@@ -198,7 +198,7 @@ class Staging:
             local_name(info)
         copier = CopierProcess(dataset.path, disk, wanted, keep)
         try:
-            room = Room(disk).bytes
+            room = DiskSpace(disk).bytes
             there = {
                 shard: need for shard, need in needs.items() if shards[shard].file in copier.there
             }
@@ -230,31 +230,31 @@ class Staging:
         return f"{why}. It holds {samples_in(manifest, number)}"
 
 
-def stage_feeds(
+def stage_loaders(
     world: Communicator,
     config: DictConfig,
-    train: Feed,
-    validation: Feed | None,
-    course: Course,
+    train: RankLoader,
+    validation: RankLoader | None,
+    progress: TrainingProgress,
     nodes: Nodes | None = None,
 ) -> Staging:
     """Begin to copy the shards that the rest of a run reads; all ranks call it."""
-    feeds = [feed for feed in (train, validation) if feed is not None]
-    sources = [feed.loader.views.source for feed in feeds]
+    loaders = [loader for loader in (train, validation) if loader is not None]
+    sources = [loader.loader.views.source for loader in loaders]
     datasets = [source for source in sources if isinstance(source, ShardDataset)]
 
-    def needs() -> Needs:
+    def needs() -> ShardUsage:
         first = train.loader
-        found = training_needs(
+        found = training_usage(
             first.views,
             first.batching,
             int(config.seed),
-            course.steps - course.step,
-            (course.epoch, course.batch),
+            progress.steps - progress.step,
+            (progress.epoch, progress.batch),
         )
         if validation is None:
             return found
-        then, times = validation.loader, course.validations_an_epoch
-        return one_after_another(found, validation_needs(then.views, then.batching, times))
+        then, times = validation.loader, progress.validations_an_epoch
+        return one_after_another(found, validation_usage(then.views, then.batching, times))
 
     return Staging(world, StageTo.of(config.data), datasets, needs, nodes)

@@ -7,15 +7,15 @@ from omegaconf import DictConfig
 
 from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.debug.detect_nan import NanWatch
 from spatialdl.training.finite import Guard
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.tasks.mixup import mixed
 
 
-class Step:
+class TrainingStep:
     """One rank's part of the steps of a run; all ranks make them together.
 
     Args:
@@ -30,7 +30,7 @@ class Step:
     def __init__(
         self,
         config: DictConfig,
-        pipeline: Pipeline,
+        pipeline: PipelineRuntime,
         update: Update,
         mixup: float,
         num_classes: int,

@@ -19,25 +19,25 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
 from spatialdl.comm.world import world
 from spatialdl.errors import NotFinite
-from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training import signals
 from spatialdl.training.callbacks import Callbacks, RunState, callback_plugins
-from spatialdl.training.checkpoints.keeping import Checkpoints, Resumed
+from spatialdl.training.checkpoints.checkpoints import Checkpoints, Resumed
 from spatialdl.training.console.rank_table import tell_ranks
 from spatialdl.training.console.run_log import tell_warnings
 from spatialdl.training.console.start_table import start_table
-from spatialdl.training.course import Course
 from spatialdl.training.debug.overfit import Overfit
-from spatialdl.training.feeding import Feed
 from spatialdl.training.loggers.choosing import wants_images
-from spatialdl.training.meeting import Meeting
-from spatialdl.training.parts import Parts
+from spatialdl.training.parts import RunParts
 from spatialdl.training.peak_memory import device_memory_mb, peak_memory_mb
-from spatialdl.training.pictures.timeline import Timeline
+from spatialdl.training.pictures.timeline import StepTimeline
+from spatialdl.training.progress import TrainingProgress
+from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.reporter import Reporter
 from spatialdl.training.signals import MARKER, write_marker
-from spatialdl.training.staging import stage_feeds
-from spatialdl.training.step import Step
+from spatialdl.training.staging import stage_loaders
+from spatialdl.training.step import TrainingStep
+from spatialdl.training.step_sync import StepSync
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.time_split import COLUMNS, TimeSplit
 from spatialdl.training.virtual_tiles import StepWatch, share_one_image
@@ -74,18 +74,20 @@ class Trainer:
 
     def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
         self.config, self.world = config, world
-        self.parts = parts = Parts(config, world, nodes)
+        self.parts = parts = RunParts(config, world, nodes)
         self._overfit = Overfit() if config.debug.name == "overfit" else None
-        self._step = Step(
+        self._step = TrainingStep(
             *(config, parts.pipeline, parts.update),
             *(parts.task.mixup, parts.sources.num_classes, world),
         )
         smaller = parts.metrics.is_smaller_better
-        self.course = Course(config.trainer, parts.steps, len(parts.train_feed), smaller)
+        self.progress = TrainingProgress(
+            config.trainer, parts.steps, len(parts.train_loader), smaller
+        )
         self._callbacks = Callbacks(callback_plugins(config.trainer))
         self._loss: float | None = None
         self._metrics: Scores = {}
-        self._timeline: Timeline | None = None
+        self._timeline: StepTimeline | None = None
         self._split = TimeSplit()
         self._watch = StepWatch(
             *(parts.pipeline.memory, parts.pipeline.stages.values()),
@@ -108,17 +110,17 @@ class Trainer:
             if table is not None:
                 reporter = stack.enter_context(self._reporter(run_dir, table, resumed))
                 (run_dir / MARKER).unlink(missing_ok=True)
-            feeds = parts.train_feed, parts.validation_feed
+            loaders = parts.train_loader, parts.validation_loader
             staging = stack.enter_context(
-                stage_feeds(self.world, self.config, *feeds, self.course, parts.nodes)
+                stage_loaders(self.world, self.config, *loaders, self.progress, parts.nodes)
             )
             stack.callback(parts.close_feeds)
             writer = self.checkpoints.writer
-            self._meeting = Meeting(
-                *(self.world, writer, staging, self.course, self._split, self._callbacks)
+            self._step_sync = StepSync(
+                *(self.world, writer, staging, self.progress, self._split, self._callbacks)
             )
             if self.config.trainer.trace:
-                self._timeline = Timeline(
+                self._timeline = StepTimeline(
                     *(self.world, parts.device, parts.placement),
                     *(parts.pipeline.schedule.train, run_dir),
                 )
@@ -131,11 +133,11 @@ class Trainer:
                 self._give_up(reporter, error)
                 raise
             self._call("on_fit_end")
-            waiting.at(f"end of the run, after step {self.course.step}")
+            waiting.at(f"end of the run, after step {self.progress.step}")
             writer.wait()
             tell_warnings(self.world)
-            if self.course.stopped is not None:
-                self._leave(reporter, run_dir, self.course.stopped)
+            if self.progress.stopped is not None:
+                self._leave(reporter, run_dir, self.progress.stopped)
                 return
             staging.finish()
             self._finish(reporter)
@@ -149,7 +151,7 @@ class Trainer:
         stack.callback(self.checkpoints.writer.close)
         resumed = self.checkpoints.resume()
         if resumed is not None:
-            self.course.restore(resumed[1])
+            self.progress.restore(resumed[1])
         return resumed
 
     def _start_callbacks(self, resumed: Resumed | None) -> None:
@@ -164,11 +166,11 @@ class Trainer:
         self._callbacks.call(method, self._run_state)
 
     def _run_state(self) -> RunState:
-        course, parts = self.course, self.parts
+        progress, parts = self.progress, self.parts
         return RunState(
-            step=course.step,
-            epoch=course.epoch,
-            steps=course.steps,
+            step=progress.step,
+            epoch=progress.epoch,
+            steps=progress.steps,
             loss=self._loss,
             learning_rate=parts.update.learning_rate,
             metrics=MappingProxyType(self._metrics),
@@ -183,7 +185,7 @@ class Trainer:
         """One rank's wish to end the run is that of all."""
         if self._callbacks:
             self._call(method)
-            self._meeting.between()
+            self._step_sync.between()
 
     def _reporter(self, run_dir: Path, table: str, resumed: Resumed | None) -> Reporter:
         return Reporter(
@@ -199,8 +201,8 @@ class Trainer:
     def _train(self, reporter: Reporter | None, is_resumed: bool) -> None:
         if is_resumed:
             self._between_steps(reporter)  # the run may have been stopped before this
-        waiting.at(f"step {self.course.step + 1}")
-        while not self.course.is_over():
+        waiting.at(f"step {self.progress.step + 1}")
+        while not self.progress.is_over():
             self._train_epoch(reporter)
 
     def _finish(self, reporter: Reporter | None) -> None:
@@ -209,8 +211,8 @@ class Trainer:
         if reporter is None:
             return
         if self._overfit is not None:
-            log.info("debug=overfit: %s", self._overfit.verdict(self.course.step))
-        reporter.finish(summary, examples or (), self.course.stopped_early())
+            log.info("debug=overfit: %s", self._overfit.verdict(self.progress.step))
+        reporter.finish(summary, examples or (), self.progress.stopped_early())
 
     def _summary(self) -> dict[str, Any]:
         """What all ranks together know of the run; each must call it."""
@@ -222,7 +224,7 @@ class Trainer:
         }
 
     def _leave(self, reporter: Reporter | None, run_dir: Path, number: Signals) -> None:
-        step, saved = self.course.step, self.checkpoints.writer.last
+        step, saved = self.progress.step, self.checkpoints.writer.last
         if self.world.rank == 0:
             write_marker(run_dir, number, step, saved)
             log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
@@ -246,26 +248,26 @@ class Trainer:
 
     def _train_epoch(self, reporter: Reporter | None) -> None:
         """What is left of an epoch, or of the run."""
-        epoch, first = self.course.epoch, self.course.batch
+        epoch, first = self.progress.epoch, self.progress.batch
         self._split.restart()
         started = time.perf_counter()
-        batches = self.parts.train_feed.batches(epoch, first)
+        batches = self.parts.train_loader.batches(epoch, first)
         for batch in trace.each("data", "wait for the batch", batches):
-            waiting.at(f"step {self.course.step + 1}")
+            waiting.at(f"step {self.progress.step + 1}")
             waited = time.perf_counter() - started
-            images = self.parts.train_feed.samples(self.course.batch)
+            images = self.parts.train_loader.samples(self.progress.batch)
             try:
-                loss = self._train_step(self.parts.train_feed.microbatches(batch))
+                loss = self._train_step(self.parts.train_loader.microbatches(batch))
             except GivenUp:
-                self._meeting.between()
+                self._step_sync.between()
                 self._between_steps(reporter)
                 break
             seconds = time.perf_counter() - started
             if self._timeline is not None:
-                self._timeline.step_done(last=self.course.is_over())
+                self._timeline.step_done(last=self.progress.is_over())
             if reporter is not None:
                 reporter.step(
-                    step=self.course.step,
+                    step=self.progress.step,
                     epoch=epoch,
                     loss=loss,
                     learning_rate=self.parts.update.learning_rate,
@@ -278,39 +280,39 @@ class Trainer:
             self._loss = loss
             self._call_and_agree("on_step_end")
             self._between_steps(reporter)
-            if self.course.is_over():
+            if self.progress.is_over():
                 break
             started = time.perf_counter()
 
     def _between_steps(self, reporter: Reporter | None) -> None:
         """Validate, and write a checkpoint, where it is time for it."""
         is_best = False
-        validates, saves = self.course.validation_is_due(), self.course.checkpoint_is_due()
+        validates, saves = self.progress.validation_is_due(), self.progress.checkpoint_is_due()
         if validates:
-            waiting.at(f"validation after step {self.course.step}")
+            waiting.at(f"validation after step {self.progress.step}")
             found = self.validate(reporter)
-            is_best = found is not None and self.course.validated(found)
+            is_best = found is not None and self.progress.validated(found)
             if found is not None:
                 self._metrics = found
                 self._call_and_agree("on_validation_end")
-            saves = self.course.checkpoint_is_due()
+            saves = self.progress.checkpoint_is_due()
         if is_best or saves:
-            self._step.check_weights(self.course.step)
-            waiting.at(f"checkpoint after step {self.course.step}")
+            self._step.check_weights(self.progress.step)
+            waiting.at(f"checkpoint after step {self.progress.step}")
             self._save(reporter, is_best)
         if validates or is_best or saves:
-            waiting.at(f"step {self.course.step + 1}")
+            waiting.at(f"step {self.progress.step + 1}")
             self._split.restart()
 
     def _save(self, reporter: Reporter | None, is_best: bool) -> None:
-        if not self.checkpoints.writes(self.course.step, is_best):
+        if not self.checkpoints.writes(self.progress.step, is_best):
             return
         self._call("on_checkpoint")
         content = {
             "validations": reporter.validations if reporter is not None else [],
             "callbacks": self._callbacks.state(),
         }
-        self.checkpoints.save({**self.course.state(), **content}, is_best)
+        self.checkpoints.save({**self.progress.state(), **content}, is_best)
 
     def _train_step(self, batch: list[Microbatch]) -> float:
         """One optimizer step; returns the loss of the whole batch, the same on every rank.
@@ -318,10 +320,10 @@ class Trainer:
         Raises:
             GivenUp: if it is told to stop meanwhile, see `StepWatch`.
         """
-        with self._watch.over(self.course.step + 1):
-            own = self._step.run(batch, self.course.step)
-        self.course.step_done()
-        loss = self._meeting.after_step(own)
+        with self._watch.over(self.progress.step + 1):
+            own = self._step.run(batch, self.progress.step)
+        self.progress.step_done()
+        loss = self._step_sync.after_step(own)
         if self._overfit is not None:
             self._overfit.note(loss)
         return loss
@@ -332,26 +334,26 @@ class Trainer:
         Returns:
             Nothing if there are no such samples, or the run was told to stop meanwhile.
         """
-        if self.parts.validation is None or self.parts.validation_feed is None:
+        if self.parts.validation is None or self.parts.validation_loader is None:
             return None
         with self.parts.update.averaged():
-            own = self.parts.validation.own(self._until_stopped(self.parts.validation_feed))
+            own = self.parts.validation.own(self._until_stopped(self.parts.validation_loader))
         trace.take()  # no part of the next step
-        if self.course.stopped is not None:
+        if self.progress.stopped is not None:
             return None
         found = self.parts.validation.scores(own)
         if reporter is not None:
-            reporter.validated(self.course.step, found)
+            reporter.validated(self.progress.step, found)
             self.parts.validation.write(reporter.record.path)
         if wants_images(self.config.get("logger") or {}):
             examples = self.parts.validation.examples()
             if reporter is not None:
-                reporter.show(self.course.step, examples or ())
+                reporter.show(self.progress.step, examples or ())
         return found
 
-    def _until_stopped(self, feed: Feed) -> Iterator[list[Microbatch]]:
-        for batch in feed.batches():
-            self._meeting.between()
-            if self.course.stopped is not None:
+    def _until_stopped(self, loader: RankLoader) -> Iterator[list[Microbatch]]:
+        for batch in loader.batches():
+            self._step_sync.between()
+            if self.progress.stopped is not None:
                 return
-            yield feed.microbatches(batch)
+            yield loader.microbatches(batch)

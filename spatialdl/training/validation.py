@@ -17,13 +17,13 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.split import from_local
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
-from spatialdl.training.feeding import Feed
 from spatialdl.training.pictures.gallery import Example, Gallery
 from spatialdl.training.pictures.heat_maps import HeatMaps
+from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.metrics import Scores, undefined
 from spatialdl.training.tasks.own_metrics import MapMetrics, OwnMetrics
@@ -65,11 +65,11 @@ class Evaluated(NamedTuple):
 
 
 def evaluated(
-    pipeline: Pipeline, feed: Feed, batches: Iterable[Sequence[Microbatch]]
+    pipeline: PipelineRuntime, loader: RankLoader, batches: Iterable[Sequence[Microbatch]]
 ) -> Iterator[Evaluated]:
     """The outputs of batches of a feed, from the first on; all ranks go through all of them."""
     for batch, parts in enumerate(batches):
-        slices = feed.own(batch)
+        slices = loader.own(batch)
         for number, mesh, output in pipeline.evaluate_tiles(parts):
             target = parts[number].target
             if target is None:
@@ -94,10 +94,10 @@ class Validation:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PipelineRuntime,
         task: Task,
         sources: Sources,
-        feed: Feed,
+        loader: RankLoader,
         world: Communicator,
         *,
         pictures: bool = True,
@@ -105,7 +105,7 @@ class Validation:
     ) -> None:
         assert sources.validation is not None
         self._pipeline, self._task, self._source = pipeline, task, sources.validation
-        self._names, self._feed, self._world = sources.names, feed, world
+        self._names, self._loader, self._world = sources.names, loader, world
         self._predictions: Predictions | None = None
         self._numbers: list[int] | None = None
         self._warned = False
@@ -160,7 +160,7 @@ class Validation:
         if self._own_metrics is not None:
             self._map_metrics = self._own_metrics.of_maps(self._pipeline.device)
         for batch, parts in enumerate(batches):
-            slices = self._feed.own(batch)
+            slices = self._loader.own(batch)
             for number, mesh, output in self._maps(parts):
                 target = self._target(parts[number], number, mesh, output)
                 if target is not None and mesh.channels == 0:
@@ -200,7 +200,7 @@ class Validation:
         self, task: SampleTask, batches: Iterable[Sequence[Microbatch]]
     ) -> Iterator[tuple[range, Tensor, Tensor]]:
         """Samples, their outputs in float64 and their targets, that count on this rank."""
-        for one in evaluated(self._pipeline, self._feed, batches):
+        for one in evaluated(self._pipeline, self._loader, batches):
             task.loss(one.output, one.target)  # refuses outputs that do not fit
             output = one.output.double().cpu()
             if self._heat_maps is not None:

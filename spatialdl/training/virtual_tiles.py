@@ -19,7 +19,7 @@ from spatialdl.comm.across import Across, GivenUp
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.sizes import Sizes, sizes_of, stored, tiles_within
+from spatialdl.streaming.sizes import ImageSizes, sizes_of, stored, tiles_within
 from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.layouts import AUTO, placement_of
 
@@ -108,7 +108,7 @@ def _limit(limit: object, key: str) -> float:
 
 def virtual_tiles_for(
     parallel: DictConfig,
-    sizes: Sizes | None,
+    sizes: ImageSizes | None,
     shape: tuple[int, ...],
     limit: object,
     key: str = "trainer.memory_limit_gb",

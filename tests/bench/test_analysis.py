@@ -5,7 +5,7 @@ import json
 import pytest
 
 from spatialdl.bench import analysis, analysis_worker
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_different_results_are_no_comparison(workers, monkeypatch, tmp_path):
 def test_both_do_the_same():
     features, targets = analysis_worker.made(600, 40)
     theirs = analysis_worker.theirs(features)
-    for name, method in analysis_worker.ours(features, Alone()).items():
+    for name, method in analysis_worker.ours(features, SingleProcess()).items():
         wanted = theirs[name](features, targets, features[:30] + 0.5)
         assert method(features, targets, features[:30] + 0.5) == pytest.approx(wanted, rel=1e-9)
     assert set(theirs) == set(analysis.WHAT)

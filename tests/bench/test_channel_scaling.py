@@ -6,11 +6,11 @@ import pytest
 from PIL import Image
 
 from spatialdl.bench import channel_scaling
-from spatialdl.bench.channel_scaling import CURVES, Case, gain
+from spatialdl.bench.channel_scaling import CURVES, TrainingCase, gain
 
 
 def test_curves_are_simulated_and_drawn(monkeypatch, tmp_path, capsys):
-    case = Case("small", "resnet18", (64, 64), 2, (("num_classes", 4),))
+    case = TrainingCase("small", "resnet18", (64, 64), 2, (("num_classes", 4),))
     monkeypatch.setattr(channel_scaling, "CASES", (case,))
     channel_scaling.main(["--most", "4", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "channel-scaling-infiniband.json").read_text())

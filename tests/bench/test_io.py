@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spatialdl.bench import io, io_feeding, io_memory, io_reading, io_report, io_staging, io_ways
+from spatialdl.bench import (
+    io,
+    io_loader,
+    io_memory,
+    io_reading,
+    io_report,
+    io_staging,
+    io_strategies,
+)
 
 SMALL = {
     "reading": "--side 1100 --boxes 3 --rounds 1",
@@ -19,8 +27,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder, image = tmp_path_factory.mktemp("ways"), io_ways.draw_image(1100)
-    io_ways.write_all(image, folder)
+    folder, image = tmp_path_factory.mktemp("ways"), io_strategies.draw_image(1100)
+    io_strategies.write_all(image, folder)
     return folder, image
 
 
@@ -42,13 +50,13 @@ def run(tmp_path_factory):
 
 def test_all_ways_read_the_same_boxes(files):
     folder, image = files
-    for way in io_ways.WAYS:
-        read = io_ways.open_way(folder, 1100, way)
+    for way in io_strategies.WAYS:
+        read = io_strategies.open_way(folder, 1100, way)
         for row, col, n in [(0, 0, 5), (1000, 1010, 60), (76, 3, 1024), (1050, 200, 50)]:
             wanted = image[row : row + n, col : col + n]
             got = read(row, col, n)
             assert got.shape == wanted.shape
-            if way in io_ways.LOSSY:
+            if way in io_strategies.LOSSY:
                 assert np.abs(got.astype(int) - wanted).mean() < 10
             else:
                 assert (got == wanted).all(), way
@@ -56,16 +64,19 @@ def test_all_ways_read_the_same_boxes(files):
 
 def test_sizes_are_those_of_the_files(files):
     folder, image = files
-    assert io_ways.size_of(folder, io_ways.MEMMAP) == image.nbytes
-    assert len(io_ways.files_of(folder, io_ways.PNG)) == 4
-    assert io_ways.size_of(folder, io_ways.CODED) < io_ways.size_of(folder, io_ways.OURS) / 2
+    assert io_strategies.size_of(folder, io_strategies.MEMMAP) == image.nbytes
+    assert len(io_strategies.files_of(folder, io_strategies.PNG)) == 4
+    assert (
+        io_strategies.size_of(folder, io_strategies.CODED)
+        < io_strategies.size_of(folder, io_strategies.OURS) / 2
+    )
 
 
 def test_ways_that_differ_are_an_error(files):
     folder, _ = files
-    reads = {way: io_ways.open_way(folder, 1100, way) for way in io_ways.WAYS}
+    reads = {way: io_strategies.open_way(folder, 1100, way) for way in io_strategies.WAYS}
     io_reading.check_same(reads)
-    reads[io_ways.OURS] = lambda row, col, n: np.zeros((n, n, 3), np.uint8)
+    reads[io_strategies.OURS] = lambda row, col, n: np.zeros((n, n, 3), np.uint8)
     with pytest.raises(RuntimeError, match=r"raw shard gives other pixels than np\.memmap"):
         io_reading.check_same(reads)
 
@@ -75,9 +86,9 @@ def test_reading_writing_and_memory(run, capsys):
     warm = result["reading"]["warm"]
     assert set(warm) == {"windows of 1024", "quarters of 512"}
     for row in (*warm.values(), result["reading"]["cold"] or warm["windows of 1024"]):
-        assert set(row["rates"]) == set(io_ways.WAYS)
+        assert set(row["rates"]) == set(io_strategies.WAYS)
         assert all(rate > 0 for rate in row["rates"].values())
-        assert row["to_memmap"][io_ways.MEMMAP] == row["to_plain"][io_ways.PLAIN] == 1
+        assert row["to_memmap"][io_strategies.MEMMAP] == row["to_plain"][io_strategies.PLAIN] == 1
     assert result["writing"]["mb"] == pytest.approx(20 * 64 * 64 * 3 / 1e6)
     assert result["writing"]["shards"] == 7  # of 3 tiles
     assert 0 < result["memory"]["mb"] < io_memory.LIMIT < result["memory"]["peak"]
@@ -88,7 +99,7 @@ def test_reading_writing_and_memory(run, capsys):
 
 
 def test_feeding(run, monkeypatch, capsys):
-    monkeypatch.setattr(io_feeding, "SETS", {io_feeding.AUGMENTED: "raw"})
+    monkeypatch.setattr(io_loader, "SETS", {io_loader.AUGMENTED: "raw"})
     [row] = run("feeding")["feeding"]
     assert (row["set"], row["workers"], len(row["ends"])) == ("raw, augmented", 0, 6)
     assert 0 < row["utilisation"] <= 1
@@ -96,7 +107,7 @@ def test_feeding(run, monkeypatch, capsys):
 
 
 def test_utilisation_is_of_steady_steps():
-    assert io_feeding.utilisation([5, 5.3, 5.6, 6.0], 0.3, 2) == pytest.approx(0.6 / 0.7)
+    assert io_loader.utilisation([5, 5.3, 5.6, 6.0], 0.3, 2) == pytest.approx(0.6 / 0.7)
 
 
 def test_staging(run, monkeypatch):

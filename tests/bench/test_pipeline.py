@@ -9,7 +9,7 @@ from PIL import Image
 
 from spatialdl.bench import pipeline
 from spatialdl.bench.pipeline import layouts
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.simulate import StageSeconds, simulate
 
 
 def test_layouts_are_compared_round_by_round(monkeypatch, tmp_path, capsys):
@@ -60,7 +60,7 @@ def test_layouts_fit_their_ranks_and_hold_what_they_promise(ranks):
     held = {}
     for one in layouts(ranks, 8):
         assert one.placement.world_size == ranks
-        costs = Costs.even(one.placement.stages)
+        costs = StageSeconds.even(one.placement.stages)
         held[one.name] = max(simulate(one.schedule.train, costs).peak_held)
     assert held["GPipe"] == 8
     assert held["1F1B"] == held["zero bubble"] == ranks

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from spatialdl.bench import scaling
-from spatialdl.bench.scaling import Case, efficiencies
+from spatialdl.bench.scaling import ScalingCase, efficiencies
 
 
 def test_efficiency_is_that_of_a_gpu_relative_to_the_smallest_number():
@@ -16,7 +16,7 @@ def test_efficiency_is_that_of_a_gpu_relative_to_the_smallest_number():
 
 
 def test_curves_are_simulated_and_drawn(monkeypatch, tmp_path, capsys):
-    case = Case("small", "resnet18", 64, 1, (1, 2), 2, 0.5)
+    case = ScalingCase("small", "resnet18", 64, 1, (1, 2), 2, 0.5)
     monkeypatch.setattr(scaling, "CASES", (case,))
     monkeypatch.setattr(scaling, "SIDE", 256)
     scaling.main(["--most", "2", "--out", str(tmp_path)])

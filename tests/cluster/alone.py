@@ -6,12 +6,12 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.training.checkpoints.runs import losses
 
 
 def losses_alone(run_dir: Path, *words: str) -> list[float]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        Trainer(compose("train", [*words]), Alone()).fit(run_dir)
+        Trainer(compose("train", [*words]), SingleProcess()).fit(run_dir)
     return losses(run_dir)

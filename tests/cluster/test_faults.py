@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.training.run_lock import Holder
+from spatialdl.training.run_lock import LockHolder
 from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, resume_drained, run
 from tests.training.checkpoints.runs import TINY, losses, table
 
@@ -103,7 +103,7 @@ def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_
     with Job(tmp_path, *nodes, str(TRAIN_SBATCH), "run", *words, "trainer.max_steps=40") as job:
         job.says("step-00000010")
         (node,) = job.nodes()
-        earlier = Holder.read(tmp_path / "run" / ".lock")
+        earlier = LockHolder.read(tmp_path / "run" / ".lock")
         lose(node, "cut", "heal")
         job.says("going on after step 10")
         assert job.nodes() != [node]

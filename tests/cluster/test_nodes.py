@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 from spatialdl.comm.launch import launched
 from spatialdl.comm.processes import Nodes
-from spatialdl.comm.two_levels import by_nodes
+from spatialdl.comm.hierarchical import by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 
 mpi = as_communicator(MPI.COMM_WORLD)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from spatialdl.comm import check
-from spatialdl.comm.check import Done
+from spatialdl.comm.check import CommCall
 from spatialdl.comm.world import as_communicator
 
 
@@ -47,9 +47,9 @@ def test_switched_off_one_rank_remembers_nothing(monkeypatch):
 
 
 def test_where_ranks_have_parted_follows_from_what_they_did_last():
-    both = [Done("0-1/0", 7, "conv2d forward"), Done("0-1/1", 7, "gradients")]
-    ahead = [*both, Done("0-1/0", 8, "sum"), Done("0-1/0", 9, "conv2d forward")]
-    other = [*both, Done("0-1/0", 8, "batch_norm")]
+    both = [CommCall("0-1/0", 7, "conv2d forward"), CommCall("0-1/1", 7, "gradients")]
+    ahead = [*both, CommCall("0-1/0", 8, "sum"), CommCall("0-1/0", 9, "conv2d forward")]
+    other = [*both, CommCall("0-1/0", 8, "batch_norm")]
     assert check.where_they_parted({0: ahead, 1: both}) == ""
     assert check.where_they_parted({}) == ""
     said = check.where_they_parted({1: other, 0: ahead})

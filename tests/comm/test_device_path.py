@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.device_path import (
     choose_device_path,
     device_of,
     device_path,
     says_device_aware,
 )
+from spatialdl.comm.single_process import SingleProcess
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -32,14 +32,14 @@ def test_apples_accelerator_is_not_taken(monkeypatch):
 
 
 def test_ranks_on_cpus_need_no_path():
-    assert choose_device_path(Alone(), CPU) is None
-    assert choose_device_path(Alone(), CPU, "nccl") is None
+    assert choose_device_path(SingleProcess(), CPU) is None
+    assert choose_device_path(SingleProcess(), CPU, "nccl") is None
     assert device_path().name == "host"
 
 
 def test_a_path_that_is_unknown():
     with pytest.raises(ValueError, match="device_path=pigeon is unknown: take one of auto, nccl"):
-        choose_device_path(Alone(), CPU, "pigeon")
+        choose_device_path(SingleProcess(), CPU, "pigeon")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "hpu"])

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import torch
 
-from spatialdl.comm.dry import Dry, Event, Talk, following, listening, note
+from spatialdl.comm.boxed import BoxedTensor, Exchange
+from spatialdl.comm.dry import Dry, DryEvent, Talk, following, listening, note
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
-from spatialdl.comm.tape import Tape
+from spatialdl.comm.replay import ReplayTape
 from spatialdl.parallel.layout import Box
 
 
@@ -23,7 +23,7 @@ def test_what_would_be_said_is_noted_while_somebody_listens():
 
 
 def test_what_runs_again_says_nothing_twice():
-    tape, comm = Tape(), Dry(0, 2, "tensor")
+    tape, comm = ReplayTape(), Dry(0, 2, "tensor")
     with listening() as heard:
         with tape.record():
             note(comm, "sum", 2, 8)
@@ -40,12 +40,12 @@ def test_a_rank_by_itself_says_nothing():
 
 def test_of_virtual_ranks_is_noted_what_passes_between_processes():
     """Four in a row, two a process; each needs a pixel of its neighbours."""
-    comm, events = Dry(0, 4, processes=((0, 1), (2, 3))), list[Event]()
+    comm, events = Dry(0, 4, processes=((0, 1), (2, 3))), list[DryEvent]()
     owned = [Box(((0, 1), (3 * n, 3 * n + 3))) for n in range(4)]
     needed = [Box(((0, 1), (max(0, 3 * n - 1), min(12, 3 * n + 4)))) for n in range(4)]
     plan = Plan(owned, needed, 0)
     tile, window = (torch.empty(1, 5, size, device="meta") for size in (3, 4))
-    own, wide = Held(tile, plan.own), Held(window, plan.need)
+    own, wide = BoxedTensor(tile, plan.own), BoxedTensor(window, plan.need)
     with listening() as heard, following(events.append):
         start_exchange(comm, Exchange(plan, [own], [wide], tile.device)).wait()
         start_exchange(comm, Exchange(plan, [wide], [own], tile.device, adjoint=True)).wait()
@@ -55,9 +55,9 @@ def test_of_virtual_ranks_is_noted_what_passes_between_processes():
     pixel = 5 * 4
     moves = [Talk("exchange", 1, pixel), Talk("exchange", 1, pixel)]
     assert heard == [*moves, Talk("sum", 2, 12), Talk("gather", 2, 2 * 12)]
-    bring = Event("bring", (pixel,), ((1,), (0,)))
-    calls = [Event("bring"), Event("wait for all")]
-    assert events == [bring, Event("wait"), bring, Event("wait"), *calls, *calls]
+    bring = DryEvent("bring", (pixel,), ((1,), (0,)))
+    calls = [DryEvent("bring"), DryEvent("wait for all")]
+    assert events == [bring, DryEvent("wait"), bring, DryEvent("wait"), *calls, *calls]
 
 
 def test_virtual_ranks_of_one_process_send_nothing():

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from spatialdl.comm import gradients
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.gradients import Reducer, Replicated, buckets, lane_of
+from spatialdl.comm.single_process import SingleProcess
 
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
 
@@ -25,7 +25,7 @@ def test_buckets_hold_one_type_and_are_full_in_order():
 def test_a_rank_with_several_copies_averages_them():
     layer = nn.Linear(2, 1)
     layer.weight.grad = torch.full((1, 2), 6.0)
-    Reducer([Replicated(layer, ("data",), Alone(), 2)]).reduce()
+    Reducer([Replicated(layer, ("data",), SingleProcess(), 2)]).reduce()
     assert torch.equal(layer.weight.grad, torch.full((1, 2), 3.0))
     assert layer.bias.grad is None
 
@@ -39,21 +39,21 @@ def test_the_last_parameters_are_sent_first_and_one_copy_sends_nothing(monkeypat
     layers = [nn.Linear(2, 3), nn.Linear(5, 7)]
     for parameter in nn.ModuleList(layers).parameters():
         parameter.grad = torch.ones_like(parameter)
-    copies = [Replicated(layer, ("data",), Alone(), 2) for layer in layers[::-1]]
+    copies = [Replicated(layer, ("data",), SingleProcess(), 2) for layer in layers[::-1]]
     Reducer(copies).reduce()
     assert sent == [7, 35, 3, 6]
     sent.clear()
-    Reducer([Replicated(layers[0], ("data",), Alone(), 1)]).reduce()
+    Reducer([Replicated(layers[0], ("data",), SingleProcess(), 1)]).reduce()
     assert sent == []
 
 
 def test_a_process_by_itself_has_no_lane():
-    assert lane_of(Alone()) is None
+    assert lane_of(SingleProcess()) is None
 
 
 def test_a_gradient_that_changes_after_it_was_sent_is_refused():
     layer = nn.Linear(2, 1)
-    reducer = Reducer([Replicated(layer, ("data",), Alone(), 2, lane=Alone())])
+    reducer = Reducer([Replicated(layer, ("data",), SingleProcess(), 2, lane=SingleProcess())])
     assert reducer.follow()
     assert not reducer.follow()
     layer(torch.ones(1, 2)).sum().backward()

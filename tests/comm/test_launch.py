@@ -306,7 +306,7 @@ STOPS = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # also of the threads of MPI
 from mpi4py import MPI
-from spatialdl.comm.roll_call import answer
+from spatialdl.comm.liveness import answer
 world = MPI.COMM_WORLD
 answer(world.rank)
 world.Barrier()

@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spatialdl.comm.plan import Messages, Piece, Plan, plan_for
+from spatialdl.comm.plan import MessageSizes, Piece, Plan, plan_for
 from spatialdl.parallel.layout import Box, Layout, empty_box
 
 SIZE = (2, 7, 6)
@@ -137,15 +137,15 @@ def test_other_needs_have_another_description():
 
 
 def test_messages_are_one_piece_for_each_peer_whatever_is_in_them():
-    plan = Messages({3: 5, 1: 2}, {0: 7})
+    plan = MessageSizes({3: 5, 1: 2}, {0: 7})
     assert plan.sends == (Piece(3, Box(((0, 1), (0, 5)))), Piece(1, Box(((0, 1), (0, 2)))))
     assert plan.receives == (Piece(0, Box(((0, 1), (0, 7)))),)
-    assert Messages.box(7).shape == (1, 7)
+    assert MessageSizes.box(7).shape == (1, 7)
     assert plan.describe() == "messages to 2 ranks and from 1"
 
 
 def test_messages_are_waited_for_by_ranks_that_have_none():
     """All ranks take part in the exchange, so that it has one number on all of them."""
-    nothing = Messages({}, {})
+    nothing = MessageSizes({}, {})
     assert (nothing.sends, nothing.receives, nothing.talks) == ((), (), True)
-    assert Messages({0: 1}, {}).talks
+    assert MessageSizes({0: 1}, {}).talks

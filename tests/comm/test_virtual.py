@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held, Route
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.repartition import move, move_back
 from spatialdl.comm.turns import Turns
@@ -120,7 +120,7 @@ def test_hand_overs_are_refused():
     def work(comm: Virtual) -> None:
         plan = Plan(owned, owned[::-1], comm.rank)
         tile, room = torch.zeros(1, 2), torch.zeros(1, 2)
-        sends, receives = [Held(tile, plan.own)], [Held(room, plan.need)]
+        sends, receives = [BoxedTensor(tile, plan.own)], [BoxedTensor(room, plan.need)]
         route = Route([0, 1], 7)
         start_exchange(comm, Exchange(plan, sends, receives, tile.device, route=route))
 

@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_module
 
 import spatialdl
 from spatialdl.comm import world
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 
@@ -89,7 +89,7 @@ def test_training_over_torch_equals_one_process(how, start, tmp_path):
     done = start([*launcher, *python, *train, *chosen], mpi=how == "mpiexec")
     assert done.returncode == 0, done.stderr
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        fit(Trainer(compose("train", SMALL), Alone()), tmp_path / "plain")
+        fit(Trainer(compose("train", SMALL), SingleProcess()), tmp_path / "plain")
     expected = losses(tmp_path / "plain")
     assert len(expected) == 3
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-10)
@@ -135,7 +135,7 @@ def test_a_process_that_nobody_launched_is_alone(monkeypatch):
     monkeypatch.setattr(world, "launched", lambda: None)
     monkeypatch.setattr(world._Chosen, "world", None)
     found = world.start_world("torch")
-    assert isinstance(found, Alone)
+    assert isinstance(found, SingleProcess)
     assert world.world() is found
     mesh = spatialdl.init_mesh()
     assert (mesh.size, mesh.comm.allgather(3), mesh.comm.gather(4)) == (1, [3], [4])

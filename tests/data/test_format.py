@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spatialdl.data.format import (
     FORMAT_VERSION,
-    Band,
     Manifest,
+    RegionBand,
     RegionSample,
     ShardInfo,
     TileSample,
@@ -41,7 +41,7 @@ def tiles(**changes: object) -> Manifest:
 
 
 def regions() -> Manifest:
-    bands = (Band(0, 0, 5), Band(1, 5, 2))
+    bands = (RegionBand(0, 0, 5), RegionBand(1, 5, 2))
     sample = RegionSample("000000", 7, 6, None, True, bands, 0, "train", "s", 1, 2)
     shards = [SHARD, ShardInfo("shard-00001.h5", 5, "1" * 64, 1)]
     return Manifest("regions", ["a"], 1, shards=shards, samples=[sample], masks=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter, statistics
 from spatialdl.data.statistics import FILE, statistics_of
 
@@ -35,7 +35,7 @@ def write(path: Path, dtype: str = "uint8", kind: str = "regions", constant: boo
 def test_they_are_those_of_all_pixels_of_the_split(dtype, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "_AT_ONCE", 20)
     source, pixels = write(tmp_path / "set", dtype, kind)
-    found = statistics_of(source, "train", Alone())
+    found = statistics_of(source, "train", SingleProcess())
     assert found.mean == pytest.approx(pixels.mean(0), rel=1e-11)
     assert found.std == pytest.approx(pixels.std(0), rel=1e-11)
 
@@ -43,21 +43,21 @@ def test_they_are_those_of_all_pixels_of_the_split(dtype, kind, tmp_path, monkey
 def test_they_are_kept_until_the_manifest_changes(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     source, _ = write(tmp_path / "set")
-    found = statistics_of(source, "train", Alone())
+    found = statistics_of(source, "train", SingleProcess())
     assert "are computed" in caplog.text
     caplog.clear()
-    assert statistics_of(source, "train", Alone()) == found
+    assert statistics_of(source, "train", SingleProcess()) == found
     assert not caplog.text
-    whole = statistics_of(ShardDataset(tmp_path / "set"), None, Alone())
+    whole = statistics_of(ShardDataset(tmp_path / "set"), None, SingleProcess())
     assert whole != found
     kept = json.loads((tmp_path / "set" / FILE).read_text())["splits"]
     assert sorted(kept) == ["", "train"]
     caplog.clear()
     (tmp_path / "set" / FILE).write_text('{"manifest"')
-    assert statistics_of(source, "train", Alone()) == found
+    assert statistics_of(source, "train", SingleProcess()) == found
     assert "are computed" in caplog.text
     other, _ = write(tmp_path / "set", "uint16")
-    assert statistics_of(other, "train", Alone()) != found
+    assert statistics_of(other, "train", SingleProcess()) != found
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog, monkeypatch):
@@ -67,15 +67,15 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, caplog, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(statistics, "save_json", full)
-    statistics_of(source, "train", Alone())
+    statistics_of(source, "train", SingleProcess())
     assert "is not written" in caplog.text
 
 
 def test_what_cannot_be_divided_by_is_refused(tmp_path):
     source, _ = write(tmp_path / "set", constant=True)
     with pytest.raises(ValueError, match=r"data.std=dataset: channel 1 of all images .* one value"):
-        statistics_of(source, "train", Alone())
+        statistics_of(source, "train", SingleProcess())
     with ShardWriter(tmp_path / "nan", ["a"]) as writer:
         writer.add(np.full((3, 4, 1), np.nan), 0, "train")
     with pytest.raises(ValueError, match="have NaN or infinite pixels"):
-        statistics_of(ShardDataset(tmp_path / "nan", "train"), "train", Alone())
+        statistics_of(ShardDataset(tmp_path / "nan", "train"), "train", SingleProcess())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data.format import VolumeSample
-from spatialdl.data.volume_geometry import Geometry, Turn, orientation_of
+from spatialdl.data.volume_geometry import Geometry, VolumeTurn, orientation_of
 
 CODES = [
     "".join(letters) for axes in permutations(("LR", "PA", "IS")) for letters in product(*axes)
@@ -41,7 +41,7 @@ def test_orientations_are_those_of_nibabel(code):
 @pytest.mark.parametrize("stored", CODES[::5])
 @pytest.mark.parametrize("seen", CODES[::7])
 def test_a_turn_moves_each_voxel_to_where_it_is_seen(stored, seen):
-    turn = Turn.between(stored, seen)
+    turn = VolumeTurn.between(stored, seen)
     voxels = np.arange(4 * 5 * 6 * 2).reshape(4, 5, 6, 2)
     turned = turn.seen(voxels)
     assert turned.shape[:3] == turn.seen_size((4, 5, 6))
@@ -68,8 +68,8 @@ def test_a_training_set_has_an_orientation_if_all_of_its_volumes_have_it():
     assert Geometry.of([sample(one, None), sample(other, (1, 1, 1))]) == Geometry()
     assert Geometry.of([sample(None, (1, 1, 1))]) == Geometry(None, ((1, 1, 1), (1, 1, 1)))
     assert Geometry.of([]) == Geometry() == Geometry.parsed(Geometry().described())
-    assert alike.turn(other) == Turn.between("SPL", "SAR")
-    assert alike.turn(None) == Geometry().turn(one) == Turn()
+    assert alike.turn(other) == VolumeTurn.between("SPL", "SAR")
+    assert alike.turn(None) == Geometry().turn(one) == VolumeTurn()
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from spatialdl.data import ShardWriter
-from spatialdl.evaluating.cases import Pixels, config_of, save_cases, worst_cases
+from spatialdl.evaluating.cases import CasePictures, config_of, save_cases, worst_cases
 from spatialdl.evaluating.levels import Level
 from spatialdl.evaluating.predicted import Predicted
 from tests.evaluating.cases import read_rows
 
 PLACES = np.array([[0, 0, 16, 16], [16, 0, 16, 16], [0, 16, 16, 16], [16, 16, 16, 16]], float)
-NOTHING = Pixels(None)
+NOTHING = CasePictures(None)
 
 
 def level(task: str, values: np.ndarray, truth: np.ndarray, name: str = "tile") -> Level:
@@ -76,13 +76,13 @@ def test_pictures_are_the_pixels_of_the_place(tmp_path: Path) -> None:
         for number, colour in enumerate(colours):
             image = np.full((32, 32, 3), colour, np.uint8)
             writer.add(image, "a", "test", slide="s0", xy=(32 * number, 0))
-    pixels = Pixels(OmegaConf.create({"shards": str(tmp_path / "set"), "split": "test"}))
+    pixels = CasePictures(OmegaConf.create({"shards": str(tmp_path / "set"), "split": "test"}))
     for number, colour in enumerate(colours):
         data = pixels.picture("s0", np.array([32.0 * number, 0, 32, 32]))
         with Image.open(io.BytesIO(base64.b64decode(data))) as image:
             assert np.abs(np.asarray(image)[16, 16].astype(int) - colour).max() < 12
     assert pixels.picture("other", np.full(4, np.nan)) == ""
-    gone = Pixels(OmegaConf.create({"shards": str(tmp_path / "gone"), "split": None}))
+    gone = CasePictures(OmegaConf.create({"shards": str(tmp_path / "gone"), "split": None}))
     assert gone.picture("s0", PLACES[0]) == ""
 
 

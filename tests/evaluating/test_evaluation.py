@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from sklearn import metrics as known
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.evaluating.evaluation import run
 from spatialdl.evaluating.predicted import read_predictions
 from tests.evaluating.cases import (
@@ -32,7 +32,7 @@ def evaluated(tmp_path: Path, *words: str) -> dict[tuple[str, ...], dict[str, st
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
     asked = ("bootstrap=40", f"predictions={tmp_path / 'p'}", *words)
-    assert run(command(*asked), out, Alone())
+    assert run(command(*asked), out, SingleProcess())
     keys = ("level", "group", "value", "metric", "class")
     return {tuple(row[key] for key in keys): row for row in read_rows(out / "metrics.csv")}
 

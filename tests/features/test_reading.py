@@ -9,32 +9,32 @@ import numpy as np
 import pytest
 
 from spatialdl.features.reading import Read, ReadAhead
-from spatialdl.features.sources import Bag, Piece
-from spatialdl.slides.batch.record import Part
-from spatialdl.slides.batch.report import Report
+from spatialdl.features.sources import SlideTiles, TilePiece
+from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.report import TilingReport
 
 
-class Numbers(Bag):
+class Numbers(SlideTiles):
     """A slide whose tiles are their numbers; tile `bad` cannot be read."""
 
     def __init__(self, name: str, count: int, bad: int = -1) -> None:
-        super().__init__(name, "", Report(name), {}, 600)
+        super().__init__(name, "", TilingReport(name), {}, 600)
         self._count, self._bad = count, bad
 
     @property
     def count(self) -> int:
         return self._count
 
-    def read(self, first: int, last: int) -> Piece:
+    def read(self, first: int, last: int) -> TilePiece:
         if first <= self._bad < last:
             raise OSError("bad")
-        return Piece(np.arange(first, last).astype(np.uint8), Part())
+        return TilePiece(np.arange(first, last).astype(np.uint8), PartRecord())
 
     def close(self) -> None: ...
 
 
 def described(one: Any) -> Any:
-    if isinstance(one, Report):
+    if isinstance(one, TilingReport):
         return one.slide
     what = str(one.problem) if one.problem else one.piece and one.piece.tiles.tolist()
     return one.bag.name, what
@@ -42,7 +42,9 @@ def described(one: Any) -> Any:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_pieces_come_in_order_and_errors_with_their_slide(threads):
-    opened = iter([Numbers("a", 9), Report("none"), Numbers("b", 20, bad=8), Numbers("c", 0), None])
+    opened = iter(
+        [Numbers("a", 9), TilingReport("none"), Numbers("b", 20, bad=8), Numbers("c", 0), None]
+    )
     with ReadAhead(lambda: next(opened), threads) as reading:
         found = [described(one) for one in reading]
     step = Numbers("a", 9).pieces()[0][1]

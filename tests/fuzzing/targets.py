@@ -321,7 +321,7 @@ class CheckpointTarget:
         (self._path / name).write_bytes(data)
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.comm.alone import Alone
+        from spatialdl.comm.single_process import SingleProcess
         from spatialdl.export import export
         from spatialdl.predicting.cutting import cutting_of
         from spatialdl.predicting.network import Network
@@ -331,7 +331,7 @@ class CheckpointTarget:
         from tests.predicting.runs import command
 
         self._put(number, data)
-        trained = find_trained(str(self._path), Alone())
+        trained = find_trained(str(self._path), SingleProcess())
         with Checkpoint(trained.path) as checkpoint:
             for key in checkpoint.names(""):
                 checkpoint.shape(key)
@@ -341,7 +341,7 @@ class CheckpointTarget:
         self._config = getattr(self, "_config", None) or command("ckpt_path=x", "mpp=0.5")
         try:
             cutting_of(self._config, trained)
-            Network(trained, self._config, Alone()).pipeline((32, 32))
+            Network(trained, self._config, SingleProcess()).pipeline((32, 32))
         except ValueError as error:
             raise ValueError(f"{self.names}: {error}") from error
 
@@ -393,16 +393,16 @@ class RecordTarget:
 
     def valid(self) -> list[bytes]:
         from spatialdl.data.format import ShardInfo
-        from spatialdl.predicting.records import Record as Prediction
-        from spatialdl.slides.batch.record import Part, Record, save_part
-        from spatialdl.slides.batch.report import Report
+        from spatialdl.predicting.records import SlideRecord as Prediction
+        from spatialdl.slides.batch.record import PartRecord, SlideRecord, save_part
+        from spatialdl.slides.batch.report import TilingReport
 
         shard = self._batch / "shard-00000.h5"
         shard.write_bytes(b"whole")
         info = ShardInfo(shard.name, 5, hashlib.sha256(b"whole").hexdigest(), 1)
-        part = Part(info, [(3, 4, 1), (5, -6, None)], {"blur": [(1, 2)]}, [], "torn", 2, 0.5)
-        report = Report("a").to_json()
-        Record("key", "a.svs", "train", [part], [info], None, report).save(self._batch, "a")
+        part = PartRecord(info, [(3, 4, 1), (5, -6, None)], {"blur": [(1, 2)]}, [], "torn", 2, 0.5)
+        report = TilingReport("a").to_json()
+        SlideRecord("key", "a.svs", "train", [part], [info], None, report).save(self._batch, "a")
         save_part(self._batch, "key", part)
         places, values = np.arange(6).reshape(3, 2), np.ones((3, 2))
         Prediction("a", "key", places, (8.0, 9.0), values, 1, [shard.name]).save(self._batch)
@@ -414,13 +414,13 @@ class RecordTarget:
 
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.data.saving import load_json
-        from spatialdl.predicting.records import Record as Prediction
-        from spatialdl.slides.batch.record import Record, load_part
+        from spatialdl.predicting.records import SlideRecord as Prediction
+        from spatialdl.slides.batch.record import SlideRecord, load_part
 
         for path, whole in zip(self._paths, self._valid, strict=True):
             path.write_bytes(whole)
         self._paths[number].write_bytes(data)
-        record = Record.load(self._batch, "a")
+        record = SlideRecord.load(self._batch, "a")
         if record is not None:
             record.is_whole(self._batch)
         load_part(self._batch, "key")

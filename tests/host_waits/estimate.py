@@ -23,7 +23,7 @@ from spatialdl.models import resnet50
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.auto import cluster_file
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import cluster_named
 
@@ -90,7 +90,7 @@ def planned(cluster: str, case: Case) -> float:
     """Seconds of a step by the planner."""
     shape = (3, TILE * case.grid[0], TILE * case.grid[1])
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    job = Job(resnet50(num_classes=10), shape, BATCH, optimizer, on_cpu=False)
+    job = PlannedJob(resnet50(num_classes=10), shape, BATCH, optimizer, on_cpu=False)
     placement = Placement(1, (case.grid,))
     schedule = make_schedule("1f1b", placement, 1)
     return predict(job, cluster_named(cluster_file(cluster)), placement, schedule, "none").seconds

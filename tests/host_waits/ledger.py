@@ -12,7 +12,7 @@ from typing import NamedTuple
 import spatialdl
 
 PACKAGE = f"{Path(spatialdl.__file__).parent}/"
-_AROUND = ("comm/waiting.py", "comm/check.py", "comm/tape.py", "random/drawing.py")
+_AROUND = ("comm/waiting.py", "comm/check.py", "comm/replay.py", "random/drawing.py")
 KINDS = ("waits", "d2h", "h2d", "messages", "collectives", "objects", "launches")
 
 

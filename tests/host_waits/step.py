@@ -11,14 +11,14 @@ from torch import Tensor
 from spatialdl.comm.mesh import Mesh
 from spatialdl.parallel.layout import Layout
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.attention_kernels import KERNELS
 from spatialdl.spatial.tensor import from_tile
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.optimization.precision import PRECISIONS
 from spatialdl.training.optimization.update import Update
-from spatialdl.training.step import Step
+from spatialdl.training.step import TrainingStep
 from spatialdl.training.tasks.losses import classification_loss, segmentation_loss
 from tests.composing import composed
 from tests.host_waits.device import NAME, counting
@@ -63,7 +63,7 @@ def _of_rank(rank: int, config: DictConfig, network: str) -> Ledger:
         comm = CountedMpi(ledger, rank, range(RANKS))
         pipeline = _pipeline(config, network, comm)
         update = Update(config, pipeline, batch=SAMPLES, steps=10, steps_per_epoch=10)
-        step = Step(config, pipeline, update, mixup=0.0, num_classes=CLASSES, world=comm)
+        step = TrainingStep(config, pipeline, update, mixup=0.0, num_classes=CLASSES, world=comm)
         count = pipeline.schedule.microbatches
         batch = [_microbatch(pipeline, network, number, count) for number in range(count)]
         step.run(batch, 0)
@@ -73,11 +73,11 @@ def _of_rank(rank: int, config: DictConfig, network: str) -> Ledger:
     return ledger
 
 
-def _pipeline(config: DictConfig, network: str, comm: CountedMpi) -> Pipeline:
+def _pipeline(config: DictConfig, network: str, comm: CountedMpi) -> PipelineRuntime:
     placement = placement_of(config.parallel, len(SIZE))
     loss = segmentation_loss if network in SEGMENTS else classification_loss
     options = PipelineOptions(device=DEVICE, mixed=PRECISIONS[config.trainer.precision].mixed)
-    return Pipeline(
+    return PipelineRuntime(
         NETWORKS[network](),
         placement,
         schedule_of(config.parallel, placement),
@@ -88,7 +88,7 @@ def _pipeline(config: DictConfig, network: str, comm: CountedMpi) -> Pipeline:
     )
 
 
-def _microbatch(pipeline: Pipeline, network: str, number: int, count: int) -> Microbatch:
+def _microbatch(pipeline: PipelineRuntime, network: str, number: int, count: int) -> Microbatch:
     """This rank's part of one of `count` micro-batches, already on the device."""
     placement = pipeline.placement
     samples = SAMPLES // placement.data // count

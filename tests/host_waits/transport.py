@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from spatialdl.comm.exchange_strategies import WAYS
 from spatialdl.comm.mpi import MpiCommunicator
-from spatialdl.comm.ways import WAYS
 from tests.host_waits.device import ADDRESSES
 from tests.host_waits.ledger import Ledger
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from spatialdl import Mesh, init_mesh, shard
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.integrations.batches import split_batch
 from spatialdl.spatial.table import is_spatial
 
-MESH = init_mesh((1, 1), comm=Alone())
+MESH = init_mesh((1, 1), comm=SingleProcess())
 IMAGE, MASK, LABELS = torch.rand(2, 3, 9, 7), torch.zeros(2, 9, 7, dtype=torch.long), torch.ones(2)
 
 
@@ -54,7 +54,10 @@ def test_what_is_split_already_stays():
 
 
 def test_volumes_and_signals():
-    volumes, signals = init_mesh((1, 1, 1), comm=Alone()), init_mesh((1,), comm=Alone())
+    volumes, signals = (
+        init_mesh((1, 1, 1), comm=SingleProcess()),
+        init_mesh((1,), comm=SingleProcess()),
+    )
     batch = (torch.rand(2, 1, 5, 6, 7), torch.zeros(2, 5, 6, 7, dtype=torch.long), LABELS)
     assert is_split(split_batch(batch, volumes)) == (True, True, False)
     batch = (torch.rand(2, 3, 50), torch.rand(2, 50), torch.rand(2, 4))

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.integrations import lightning_ranks
 from spatialdl.integrations.lightning_ranks import (
     StartedProcesses,
@@ -33,7 +33,7 @@ def test_ranks_are_those_of_the_launcher(monkeypatch):
     assert ranks.launcher == "mpiexec"
 
 
-class TwoNodes(Alone):
+class TwoNodes(SingleProcess):
     rank, size = 4, 6
 
     def nodes(self) -> list[int]:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, current_device, says_device_aware
 from spatialdl.comm.launch import launched
+from spatialdl.comm.single_process import SingleProcess
 from tests import simulated_device
 
 PATH = os.environ.get("SPATIALDL_DEVICE_PATH", "auto")
@@ -81,7 +81,7 @@ def _carried(tensor: Tensor) -> Tensor:
 
 def device_key(comm: Communicator) -> str:
     """The override for a run of `comm`; a process by itself is a reference, on the CPU."""
-    return "device=cpu" if isinstance(comm, Alone) else f"device={DEVICE.type}"
+    return "device=cpu" if isinstance(comm, SingleProcess) else f"device={DEVICE.type}"
 
 
 def put_on(world: Communicator) -> torch.device:

@@ -26,10 +26,10 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.models import VisionTransformer
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.own_tile import Region
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.own_tile import TileRegion
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.random import keyed, scope
 from spatialdl.streaming.memory import memory_within
 from spatialdl.training.tasks.losses import segmentation_loss
@@ -154,7 +154,7 @@ def parallel(
 ) -> Outcome:
     """Train with the loss of a task, or with cross entropy."""
     criterion = partial(segmentation_loss, classes=5) if case.segments else F.cross_entropy
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         network(case, dtype),
         case.placement,
         make_schedule(case.schedule, case.placement, case.microbatches, case.times),
@@ -196,7 +196,7 @@ def parallel(
                 shape = tuple(masks.shape)
                 one.target, one.masks = (
                     None,
-                    Region(shape, masks.dtype, case.size, masks.__getitem__),
+                    TileRegion(shape, masks.dtype, case.size, masks.__getitem__),
                 )
             microbatches.append(one)
         losses.append(world.allreduce(float(pipeline.train_step(microbatches, step))))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.communicator import Communicator, UnderWay
-from spatialdl.comm.held import Exchange, Held, Route
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box, empty_box
 
@@ -23,7 +23,7 @@ def start_receive(comm: Communicator, view: Tensor, rank: int, tag: int) -> Unde
 def _exchange(view: Tensor, ranks: tuple[int, int], tag: int, me: int) -> Exchange:
     box = Box((0, size) for size in view.shape)
     nothing = empty_box(view.dim() - 1)
-    held = [Held(view, box)]
+    held = [BoxedTensor(view, box)]
     sends, receives = ([], held) if me else (held, [])
     plan = Plan((box, nothing), (nothing, box), me)
     return Exchange(plan, sends, receives, view.device, route=Route(ranks, tag))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.models import unet
-from spatialdl.pipeline.balance import Costs, balance, estimated, measured, memory, weighing
+from spatialdl.pipeline.balance import StepCosts, balance, estimated, measured, memory, weighing
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import Recording, Step, Value
 
@@ -29,7 +29,7 @@ def chain(length: int) -> Recording:
     return steps(*((n - 1,) for n in range(length)))
 
 
-def cost_of(costs: Costs, recording: Recording, start: int, stop: int) -> float:
+def cost_of(costs: StepCosts, recording: Recording, start: int, stop: int) -> float:
     """Word for word: what the steps cost, what they take, what they give."""
     inside = range(start, stop)
     total = sum(costs.steps[n] for n in inside)
@@ -54,7 +54,7 @@ def cost_of(costs: Costs, recording: Recording, start: int, stop: int) -> float:
 def test_as_good_as_the_best_of_all_cuts(case):
     numbers, widths, takes, passing = case
     recording = steps(*(tuple({n - 1 for n in one}) for one in takes))
-    costs = Costs(numbers, {Value(n): float(cost) for n, cost in enumerate(passing)})
+    costs = StepCosts(numbers, {Value(n): float(cost) for n, cost in enumerate(passing)})
 
     def heaviest(bounds) -> float:
         return max(
@@ -72,13 +72,16 @@ def test_as_good_as_the_best_of_all_cuts(case):
 
 
 def test_a_wider_stage_gets_more():
-    assert balance(Costs([1.0] * 8, {}), chain(8), [1, 1]) == [0, 4, 8]
-    assert balance(Costs([1.0] * 8, {}), chain(8), [3, 1]) == [0, 6, 8]
+    assert balance(StepCosts([1.0] * 8, {}), chain(8), [1, 1]) == [0, 4, 8]
+    assert balance(StepCosts([1.0] * 8, {}), chain(8), [3, 1]) == [0, 6, 8]
 
 
 def test_of_two_cuts_the_one_that_moves_less():
     passing = {Value(n): cost for n, cost in enumerate((1.0, 9.0, 1.0))}
-    assert balance(Costs([1.0, 1.0, 1.0, 1.0], passing), chain(4), [1, 1]) in ([0, 1, 4], [0, 3, 4])
+    assert balance(StepCosts([1.0, 1.0, 1.0, 1.0], passing), chain(4), [1, 1]) in (
+        [0, 1, 4],
+        [0, 3, 4],
+    )
 
 
 def recorded(model: nn.Module, size: tuple[int, ...]) -> Recording:
@@ -123,11 +126,11 @@ def test_large_images_are_tried_smaller():
 
 
 def test_ways_to_find_costs_have_names():
-    assert weighing("time", Alone(), torch.device("cpu"), 1) is estimated
+    assert weighing("time", SingleProcess(), torch.device("cpu"), 1) is estimated
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
     recording, image = recorded(model, (3, 8, 8)), (2, 3, 8, 8)
     for kind in ("memory", "measured"):
-        costs = weighing(kind, Alone(), torch.device("cpu"), 4)(model, recording, image)
+        costs = weighing(kind, SingleProcess(), torch.device("cpu"), 4)(model, recording, image)
         assert len(costs.steps) == 2
     with pytest.raises(ValueError, match=r"parallel\.balance=fair is unknown: take time, measured"):
-        weighing("fair", Alone(), torch.device("cpu"), 1)
+        weighing("fair", SingleProcess(), torch.device("cpu"), 1)

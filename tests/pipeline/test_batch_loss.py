@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.batch_loss import Width, check_forwards_first
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
+from spatialdl.pipeline.stage_runtime import Microbatch
 
 
 def pairs(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -22,13 +22,13 @@ def pairs(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return products.where(both, 0.0).sum() / both.sum()
 
 
-def pipeline(mixed: torch.dtype | None = None) -> Pipeline:
+def pipeline(mixed: torch.dtype | None = None) -> PipelineRuntime:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 1)).double()
     placement = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", placement, 4)
     options = PipelineOptions(batch_loss=Width(1, 1), mixed=mixed)
-    return Pipeline(model, placement, schedule, Alone(), pairs, (1, 2, 3), options)
+    return PipelineRuntime(model, placement, schedule, SingleProcess(), pairs, (1, 2, 3), options)
 
 
 def batch(count: int) -> list[Microbatch]:

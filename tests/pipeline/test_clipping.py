@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.gradients import Replicated
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.pipeline.gradients import Gradients
 
 
 def on_ranks(*modules: nn.Module, ranks: int = 1) -> Gradients:
     comm = Dry(0, ranks)
     stages = {n: Replicated(one, ("data",), comm, ranks) for n, one in enumerate(modules)}
-    return Gradients(stages, {}, Alone())
+    return Gradients(stages, {}, SingleProcess())
 
 
 def stages() -> dict[int, nn.Module]:

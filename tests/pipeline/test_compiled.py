@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.compiled import check_compiler
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 
 SIZE = (3, 11, 9)
 
@@ -89,8 +89,13 @@ class Network(nn.Module):
 def trained(network: nn.Module, compiled: bool, microbatches: int = 2) -> tuple[list, dict]:
     """Losses and outputs of three steps, and the state that they leave."""
     placement = Placement(1, ((1, 1),))
-    pipeline = Pipeline(
-        *(network.double(), placement, make_schedule("gpipe", placement, microbatches), Alone()),
+    pipeline = PipelineRuntime(
+        *(
+            network.double(),
+            placement,
+            make_schedule("gpipe", placement, microbatches),
+            SingleProcess(),
+        ),
         *(F.cross_entropy, SIZE, PipelineOptions(seed=3, compiled=compiled)),
     )
     optimizer = torch.optim.SGD([p for p in pipeline.parameters() if p.requires_grad], 0.1)
@@ -162,7 +167,7 @@ def test_what_cannot_be_compiled_stays_as_it_is(name, microbatches, calls, caplo
 def test_hooks_for_a_while_are_called(calls, monkeypatch):
     """As those that look for NaN."""
     seen = []
-    real = Pipeline.train_step
+    real = PipelineRuntime.train_step
 
     def hooked(pipeline, parts, step):
         conv = pipeline.stages[0].blocks.get_submodule("0.conv")
@@ -175,7 +180,7 @@ def test_hooks_for_a_while_are_called(calls, monkeypatch):
         handle.remove()
         return loss
 
-    monkeypatch.setattr(Pipeline, "train_step", hooked)
+    monkeypatch.setattr(PipelineRuntime, "train_step", hooked)
     trained(Network(Block), True)
     assert seen == [1, 1]
     assert calls
@@ -188,13 +193,13 @@ def test_attributes_that_change_are_constants_no_longer(calls, monkeypatch):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * self.factor)
 
-    real, found = Pipeline.train_step, []
+    real, found = PipelineRuntime.train_step, []
 
     def changed(pipeline, parts, step):
         network.factor = 1.0 + (step > 1)
         return real(pipeline, parts, step)
 
-    monkeypatch.setattr(Pipeline, "train_step", changed)
+    monkeypatch.setattr(PipelineRuntime, "train_step", changed)
     for compiled in (True, False):
         torch.manual_seed(1)
         network = Scaled(Block)

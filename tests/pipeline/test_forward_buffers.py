@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.forward_buffers import BuffersInOrder, ForwardBuffers
 from tests.mpi.sample_networks import averages
@@ -25,7 +25,7 @@ def network() -> nn.Module:
 def test_slices_in_another_order_leave_the_buffers_of_one_process() -> None:
     ours, plain = network(), network()
     norms = [layer for layer in ours.modules() if type(layer) is nn.BatchNorm2d]
-    buffers = ForwardBuffers(ours, Alone(), norms)
+    buffers = ForwardBuffers(ours, SingleProcess(), norms)
     slices = images(4)
     for _ in range(3):
         for number in (2, 0, 3, 1):
@@ -116,7 +116,7 @@ def test_what_is_no_moving_average_is_refused_by_name(module: nn.Module, reason:
         module.others = (module.mean,)
     if isinstance(module, Larger):
         module.mean = torch.zeros(3, dtype=torch.float64)
-    buffers = ForwardBuffers(model, Alone(), [])
+    buffers = ForwardBuffers(model, SingleProcess(), [])
     kind = type(module).__name__
     with pytest.raises(UnsupportedSpatialOp, match=f"{kind} updates its buffer '1.mean'.*{reason}"):
         train(model, buffers)
@@ -126,7 +126,10 @@ def test_a_refusal_leaves_the_buffers_as_they_were() -> None:
     module = Centred()
     module.register_buffer("mean", torch.zeros(3, 1, 1, dtype=torch.float64))
     before = module.mean
-    with pytest.raises(UnsupportedSpatialOp), ForwardBuffers(module, Alone(), []).slice(0, True):
+    with (
+        pytest.raises(UnsupportedSpatialOp),
+        ForwardBuffers(module, SingleProcess(), []).slice(0, True),
+    ):
         module(images(1)[0])
     assert module.mean is before
     assert not before.any()
@@ -136,7 +139,7 @@ def test_buffers_that_rest_cost_nothing() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1).double(), Queue())
     model[1].register_buffer("mean", torch.zeros(3))
     model[1].forward = lambda x: x + model[1].mean.view(-1, 1, 1)
-    buffers = ForwardBuffers(model, Alone(), [])
+    buffers = ForwardBuffers(model, SingleProcess(), [])
     for x in images(2):
         with buffers.slice(0, counts=True):
             model(x)

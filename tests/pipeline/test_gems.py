@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from spatialdl.pipeline.schedule import basic, both_forwards, gpipe, mast
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.simulate import StageSeconds, simulate
 
 GROUPS = range(1, 9)
 
 
 def drawn(lists):
     """A row a group; digits are stages, a second copy has primes, a backward takes two units."""
-    timeline = simulate(lists, Costs.even(len(lists)))
+    timeline = simulate(lists, StageSeconds.even(len(lists)))
     rows = []
     for spans in timeline.spans:
         row = [". "] * int(timeline.seconds)
@@ -41,7 +41,7 @@ def test_the_picture_in_the_documentation_is_right():
 def test_mast_waits_as_long_as_was_published_and_holds_one_micro_batch(groups, times):
     """Li, Hoefler 2021, table 2: (P - 1) / (P + 1/2) of the time, in the long run."""
     chunks = 2 * times
-    timeline = simulate(mast(groups, chunks, times), Costs.even(groups))
+    timeline = simulate(mast(groups, chunks, times), StageSeconds.even(groups))
     first, each_more = 3 * groups, 2 * groups + 1
     assert timeline.seconds == first + (chunks - 1) * each_more
     assert 1 - 3 / each_more == pytest.approx((groups - 1) / (groups + 0.5))
@@ -55,7 +55,7 @@ def test_nobody_waits_for_ever_and_no_more_is_held_than_said(groups):
             if microbatches % (2 * times):
                 continue
             size = microbatches // (2 * times)
-            costs = Costs.even(groups)
+            costs = StageSeconds.even(groups)
             assert max(simulate(mast(groups, microbatches, times), costs).peak_held) == size
             both = simulate(basic(groups, microbatches, times), costs)
             assert max(both.peak_held) <= 2 * size
@@ -66,8 +66,8 @@ def test_nobody_waits_for_ever_and_no_more_is_held_than_said(groups):
 def test_two_groups_that_do_both_copies_at_once_never_wait():
     """Layer parallelism, or a pipeline of the same micro-batches, does."""
     for microbatches in range(2, 33, 2):
-        assert simulate(basic(2, microbatches), Costs.even(2)).bubble == 0
-        assert simulate(gpipe(2, microbatches), Costs.even(2)).bubble > 0
+        assert simulate(basic(2, microbatches), StageSeconds.even(2)).bubble == 0
+        assert simulate(gpipe(2, microbatches), StageSeconds.even(2)).bubble > 0
 
 
 @pytest.mark.parametrize("make", [mast, basic, both_forwards])

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from spatialdl.pipeline.schedule import interleaved, one_f_one_b
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.simulate import StageSeconds, simulate
 
 SHAPES = [(groups, interleave) for groups in range(1, 9) for interleave in (1, 2, 3, 4)]
 
@@ -16,7 +16,7 @@ def test_the_bubble_is_what_was_published_and_nobody_waits_for_ever(groups, inte
     """Narayanan et al. 2021, section 2.2.2: bubbles are shorter by the number of stages a rank."""
     for microbatches in range(1, 33):
         lists = interleaved(groups, microbatches, interleave)
-        timeline = simulate(lists, Costs.even(groups * interleave))
+        timeline = simulate(lists, StageSeconds.even(groups * interleave))
         if microbatches % groups == 0:
             expected = (groups - 1) / (interleave * microbatches + groups - 1)
             assert timeline.bubble == pytest.approx(expected)
@@ -26,15 +26,15 @@ def test_the_bubble_is_what_was_published_and_nobody_waits_for_ever(groups, inte
 def test_activations_held_are_those_of_the_warm_up_and_one_more(groups, interleave):
     for microbatches in range(groups, 33, groups):
         lists = interleaved(groups, microbatches, interleave)
-        held = simulate(lists, Costs.even(groups * interleave)).peak_held
+        held = simulate(lists, StageSeconds.even(groups * interleave)).peak_held
         for group in range(groups):
             warm_up = (interleave - 1) * groups + 2 * (groups - 1 - group)
             assert held[group] == min(warm_up + 1, microbatches * interleave)
 
 
 def test_one_stage_a_group_has_1f1bs_bubble():
-    ours = simulate(interleaved(4, 8, 1), Costs.even(4))
-    assert ours.seconds == simulate(one_f_one_b(4, 8), Costs.even(4)).seconds
+    ours = simulate(interleaved(4, 8, 1), StageSeconds.even(4))
+    assert ours.seconds == simulate(one_f_one_b(4, 8), StageSeconds.even(4)).seconds
 
 
 def order_of_pytorch(groups, group, interleave, microbatches):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.gradients import Replicated
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.pipeline.gradients import Gradients
 
 
@@ -13,7 +13,7 @@ def gradients(*grads: Tensor) -> Gradients:
     module = nn.ParameterList(torch.zeros_like(grad) for grad in grads)
     for parameter, grad in zip(module, grads, strict=True):
         parameter.grad = grad
-    return Gradients({0: Replicated(module, (), Alone(), 1)}, {}, Alone())
+    return Gradients({0: Replicated(module, (), SingleProcess(), 1)}, {}, SingleProcess())
 
 
 def test_gradients_are_divided_in_place():

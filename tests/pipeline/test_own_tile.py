@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
-from spatialdl.pipeline.own_tile import OwnTile, Region, enter
+from spatialdl.pipeline.own_tile import OwnTile, TileRegion, enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE, Value
 
-ONE = Mesh(Axes(spatial=(1, 1)), 0, 0, Alone(), Alone())
+ONE = Mesh(Axes(spatial=(1, 1)), 0, 0, SingleProcess(), SingleProcess())
 CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 2])
 
@@ -152,7 +152,7 @@ def test_parts_are_made_when_they_are_asked_for():
         asked.append(part)
         return whole[part]
 
-    region = Region((2, 3, 5, 4), torch.int64, (10, 4), read)
+    region = TileRegion((2, 3, 5, 4), torch.int64, (10, 4), read)
     assert asked == []
     part = (..., slice(1, 3), slice(0, 2))
     assert torch.equal(region[part], whole[:, :, 1:3, :2])
@@ -160,7 +160,7 @@ def test_parts_are_made_when_they_are_asked_for():
 
 
 def test_a_region_stays_as_it_is():
-    region = Region((1, 2, 2), torch.int64, (2, 2), torch.zeros(1, 2, 2).__getitem__)
+    region = TileRegion((1, 2, 2), torch.int64, (2, 2), torch.zeros(1, 2, 2).__getitem__)
     with pytest.raises(AttributeError, match="cannot assign"):
         region.shape = (2, 2, 2)
     assert region  # which tells it from none

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.random import checkpoint_contexts
 
 
@@ -40,8 +40,8 @@ def trained(again: partial | None, steps: int = 2, seed: int = 0) -> list[Tensor
     torch.manual_seed(0)
     one = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", one, microbatches=1)
-    pipeline = Pipeline(
-        *(Checkpointed(again), one, schedule, Alone(), F.cross_entropy, (3, 2, 2)),
+    pipeline = PipelineRuntime(
+        *(Checkpointed(again), one, schedule, SingleProcess(), F.cross_entropy, (3, 2, 2)),
         PipelineOptions(seed=seed),
     )
     gradients = []
@@ -84,11 +84,11 @@ def weights_after(train: list[Action], recompute: str = "none") -> tuple[Tensor,
     one = Placement(1, ((1, 1),))
     evaluate = [[action for action in train if action.kind == "forward"]]
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         model,
         one,
         Schedule([train], evaluate, 3),
-        Alone(),
+        SingleProcess(),
         F.cross_entropy,
         (3, 2, 2),
         PipelineOptions(recompute=recompute),

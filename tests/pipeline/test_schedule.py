@@ -15,7 +15,7 @@ from spatialdl.pipeline.schedule import (
     make_schedule,
     one_f_one_b,
 )
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.simulate import StageSeconds, simulate
 
 SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 8) for microbatches in (1, 2, 3, 8, 32)]
@@ -66,7 +66,7 @@ def test_every_stage_sees_every_microbatch_once_in_one_copy(name, part):
         placement = Placement(1, ((1, 1),) * stages, interleave, name in GEMS)
         schedule = make_schedule(name, placement, microbatches=12)
         lists = getattr(schedule, part)
-        simulate(lists, Costs.even(stages))
+        simulate(lists, StageSeconds.even(stages))
         done = [(a.kind, a.stage, a.microbatch) for actions in lists for a in actions]
         kinds = ("forward", "backward") if part == "train" else ("forward",)
         kinds += ("weight",) * (part == "train" and name == "zero_bubble")

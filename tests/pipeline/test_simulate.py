@@ -5,7 +5,7 @@ import pytest
 from spatialdl.comm.trace import Span
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.schedule import forward_only, gpipe, one_f_one_b
-from spatialdl.pipeline.simulate import Costs, busy_times, measured_costs, merged, simulate
+from spatialdl.pipeline.simulate import StageSeconds, busy_times, measured_costs, merged, simulate
 
 SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 33)]
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
@@ -19,7 +19,7 @@ PEAKS = {
 def test_bubble_and_held_activations_are_those_that_were_published(name):
     """Huang et al. 2019, section 2.3; Narayanan et al. 2021, sections 2.2.1 and 2.2."""
     for stages, microbatches in SHAPES:
-        timeline = simulate(SCHEDULES[name](stages, microbatches), Costs.even(stages))
+        timeline = simulate(SCHEDULES[name](stages, microbatches), StageSeconds.even(stages))
         assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
         assert timeline.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
         held = [PEAKS[name](stages, microbatches, stage) for stage in range(stages)]
@@ -27,14 +27,14 @@ def test_bubble_and_held_activations_are_those_that_were_published(name):
 
 
 def test_evaluation_has_half_the_bubbles():
-    timeline = simulate(forward_only(3, 4), Costs.even(3))
+    timeline = simulate(forward_only(3, 4), StageSeconds.even(3))
     assert timeline.seconds == 6.0
     assert timeline.bubble == pytest.approx(1 - 12 / 18)
 
 
 def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
     """Worked out on paper: two stages, the second twice as slow, three micro-batches."""
-    costs = Costs(forward=(1.0, 2.0), backward=(1.0, 2.0), handover=0.5)
+    costs = StageSeconds(forward=(1.0, 2.0), backward=(1.0, 2.0), handover=0.5)
     first, second = simulate(SCHEDULES["1f1b"](2, 3), costs).spans
     assert [span.start for span in second] == [1.5, 3.5, 5.5, 7.5, 9.5, 11.5]
     assert [(span.action.kind[0], span.action.microbatch, span.start) for span in first] == [
@@ -51,7 +51,7 @@ def test_weights_wait_for_their_own_backward_only():
     """Worked out on paper: the first stage's weights come while it waits for the second."""
     kinds = ("forward", "backward", "weight")
     lists = [[Action(kind, stage, 0) for kind in kinds] for stage in (0, 1)]
-    costs = Costs((1.0, 1.0), (2.0, 2.0), handover=0.5, weight=(4.0, 3.0))
+    costs = StageSeconds((1.0, 1.0), (2.0, 2.0), handover=0.5, weight=(4.0, 3.0))
     first, second = simulate(lists, costs).spans
     assert [(span.start, span.end) for span in first] == [(0.0, 1.0), (5.0, 7.0), (7.0, 11.0)]
     assert [(span.start, span.end) for span in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 7.5)]
@@ -60,19 +60,19 @@ def test_weights_wait_for_their_own_backward_only():
 def test_weights_before_their_backward_are_told():
     lists = [[Action("forward", 0, 0), Action("weight", 0, 0), Action("backward", 0, 0)]]
     with pytest.raises(ValueError, match="stage 0 before weight 0"):
-        simulate(lists, Costs.even(1))
+        simulate(lists, StageSeconds.even(1))
 
 
 def test_costs_without_weights_are_for_schedules_without_weight_actions():
     actions = [Action(kind, 0, 0) for kind in ("forward", "backward", "weight")]
-    costs = Costs((1.0,), (2.0,))
+    costs = StageSeconds((1.0,), (2.0,))
     assert simulate([actions[:2]], costs).seconds == 3.0
     with pytest.raises(ValueError, match=r"name 0 stages for weight.*give Costs\(weight="):
         simulate([actions], costs)
 
 
 def test_nothing_takes_no_time():
-    timeline = simulate([[], []], Costs.even(2))
+    timeline = simulate([[], []], StageSeconds.even(2))
     assert (timeline.seconds, timeline.bubble, timeline.peak_held) == (0.0, 0.0, (0, 0))
 
 
@@ -94,13 +94,13 @@ def test_ranks_that_wait_for_each_other_are_told_apart():
     first = [Action("forward", 0, 0), Action("backward", 0, 0), Action("forward", 0, 1)]
     second = [Action("forward", 1, 1), Action("forward", 1, 0), Action("backward", 1, 0)]
     with pytest.raises(ValueError, match="stage 0 before backward 0, stage 1 before forward 1"):
-        simulate([first, second], Costs.even(2))
+        simulate([first, second], StageSeconds.even(2))
 
 
 def test_an_action_of_several_ranks_begins_when_all_are_there():
     """As the ranks of a grid do, of which one is late with something of its own."""
     own, together = Action("forward", 0, 0), Action("forward", 0, 1)
-    busy, waiting = simulate([[own, together], [together]], Costs.even(1)).spans
+    busy, waiting = simulate([[own, together], [together]], StageSeconds.even(1)).spans
     assert [(span.action, span.start) for span in busy] == [(own, 0.0), (together, 1.0)]
     assert [(span.action, span.start) for span in waiting] == [(together, 1.0)]
 
@@ -108,7 +108,7 @@ def test_an_action_of_several_ranks_begins_when_all_are_there():
 def test_ranks_that_come_to_each_other_in_different_orders_are_told():
     first, second = Action("forward", 0, 0), Action("forward", 0, 1)
     with pytest.raises(ValueError, match="wait for each other for ever"):
-        simulate([[first, second], [second, first]], Costs.even(1))
+        simulate([[first, second], [second, first]], StageSeconds.even(1))
 
 
 def action(kind, stage, microbatch, start, end, copy=0):

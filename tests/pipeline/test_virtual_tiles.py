@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import CommMismatch
 from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
@@ -26,13 +26,13 @@ from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.own_tile import Region
+from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.shapes import HandoverShapes, SplitShape, over_ranks
 from spatialdl.pipeline.stage import OUTPUT
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.streaming.memory import Memory
@@ -45,7 +45,7 @@ WEIGHT = 0.3
 
 def mesh_of(stream: tuple[int, ...]) -> Mesh:
     axes = Axes(spatial=(1,) * len(stream))
-    return Mesh(axes, 0, 0, Alone(), Alone(), stream=stream)
+    return Mesh(axes, 0, 0, SingleProcess(), SingleProcess(), stream=stream)
 
 
 def tiles_of(
@@ -67,8 +67,8 @@ def entering(x: Tensor, stream: Sequence[int]) -> dict[Value, HandoverShape]:
     return {IMAGE: HandoverShape(tuple(x.shape), x.dtype, layout, layout)}
 
 
-def region(whole: Tensor, dims: int = 2) -> Region:
-    return Region(tuple(whole.shape), whole.dtype, whole.shape[-dims:], whole.__getitem__)
+def region(whole: Tensor, dims: int = 2) -> TileRegion:
+    return TileRegion(tuple(whole.shape), whole.dtype, whole.shape[-dims:], whole.__getitem__)
 
 
 def state(model: nn.Module, x: Tensor | None = None) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def test_images_are_read_one_virtual_tile_at_a_time():
     tiles = tiles_of(model, (2, 2))
     with torch.no_grad():
         made = tiles.forward(
-            {IMAGE: Region(shape, x.dtype, size, read)}, entering(x, (2, 2)), 2, CPU
+            {IMAGE: TileRegion(shape, x.dtype, size, read)}, entering(x, (2, 2)), 2, CPU
         )
     rows, columns = (slice(0, 5), slice(5, 11)), (slice(0, 4), slice(4, 8))
     assert asked == [(..., row, column) for row in rows for column in columns]
@@ -339,16 +339,16 @@ class Fails(nn.Module):
         raise ArithmeticError("a network of somebody's")
 
 
-def step(pipeline: Pipeline, x: Tensor) -> Tensor | float:
+def step(pipeline: PipelineRuntime, x: Tensor) -> Tensor | float:
     return pipeline.train_step([Microbatch(len(x), 1.0, x, torch.tensor([0, 2]))], 0)
 
 
-def pipeline_of(model: nn.Module, memory: Memory | None = None, size: int = 12) -> Pipeline:
+def pipeline_of(model: nn.Module, memory: Memory | None = None, size: int = 12) -> PipelineRuntime:
     placement = Placement(1, ((1, 1),), stream=(2, 2))
     schedule = make_schedule("gpipe", placement, 1)
     options = PipelineOptions(memory=memory)
-    return Pipeline(
-        *(model, placement, schedule, Alone(), F.cross_entropy, (3, size, size), options)
+    return PipelineRuntime(
+        *(model, placement, schedule, SingleProcess(), F.cross_entropy, (3, size, size), options)
     )
 
 
@@ -406,6 +406,6 @@ def test_an_image_that_cannot_be_read_ends_the_step():
         return torch.zeros(2, 3, 12, 12)[part]
 
     one = Microbatch(2, 1.0, None, torch.tensor([0, 2]))
-    one.images = Region((2, 3, 12, 12), torch.float32, (12, 12), read)
+    one.images = TileRegion((2, 3, 12, 12), torch.float32, (12, 12), read)
     with pytest.raises(OSError, match="the file has gone"):
         pipeline.train_step([one], 0)

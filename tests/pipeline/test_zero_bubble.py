@@ -9,14 +9,14 @@ from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 from spatialdl.pipeline import schedule as module
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.schedule import one_f_one_b, zero_bubble
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.simulate import StageSeconds, simulate
 
 SHAPES = list(product(range(1, 9), range(1, 33)))
 
 
 def drawn(stages, microbatches):
     """As in the docstring, with one unit of time for every action."""
-    timeline = simulate(zero_bubble(stages, microbatches), Costs.even(stages, backward=1.0))
+    timeline = simulate(zero_bubble(stages, microbatches), StageSeconds.even(stages, backward=1.0))
     lines = []
     for stage, spans in enumerate(timeline.spans):
         cells = ["."] * round(timeline.seconds)
@@ -39,20 +39,22 @@ def test_the_bubble_is_what_was_published(costs):
     for stages, microbatches in SHAPES:
         if microbatches < stages:
             continue
-        even = Costs.even(stages, forward, backward, weight)
+        even = StageSeconds.even(stages, forward, backward, weight)
         timeline = simulate(zero_bubble(stages, microbatches), even)
         work, waits = microbatches * sum(costs), (stages - 1) * (forward + backward - weight)
         assert timeline.seconds == pytest.approx(work + waits)
         assert timeline.bubble == pytest.approx(waits / (work + waits))
-        whole = Costs.even(stages, forward, backward + weight)
+        whole = StageSeconds.even(stages, forward, backward + weight)
         plain = simulate(one_f_one_b(stages, microbatches), whole)
         assert plain.seconds - timeline.seconds == pytest.approx(2 * (stages - 1) * weight)
 
 
 def test_it_holds_what_1f1b_holds_and_weights_wait_for_few():
     for stages, microbatches in SHAPES:
-        timeline = simulate(zero_bubble(stages, microbatches), Costs.even(stages, backward=1.0))
-        held = simulate(one_f_one_b(stages, microbatches), Costs.even(stages)).peak_held
+        timeline = simulate(
+            zero_bubble(stages, microbatches), StageSeconds.even(stages, backward=1.0)
+        )
+        held = simulate(one_f_one_b(stages, microbatches), StageSeconds.even(stages)).peak_held
         assert timeline.peak_held == held
         assert list(held) == [min(microbatches, stages - stage) for stage in range(stages)]
         waiting = [min(microbatches, stage + 1) for stage in range(stages)]

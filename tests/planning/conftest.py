@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spatialdl.planning.cluster import Cluster, cluster_of
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 
 FIGURES = {
     "name": "paper",
@@ -47,7 +47,7 @@ def network() -> nn.Sequential:
 
 
 @pytest.fixture
-def job() -> Job:
+def job() -> PlannedJob:
     """Eight images of 8 channels, 16 x 12, without an optimizer's state."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return Job(network(), (8, 16, 12), 8, optimizer, on_cpu=False)
+    return PlannedJob(network(), (8, 16, 12), 8, optimizer, on_cpu=False)

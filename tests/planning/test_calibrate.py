@@ -8,7 +8,7 @@ from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data import saving
 from spatialdl.planning import calibrate
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.ledger import Work
+from spatialdl.planning.ledger import RankOperation
 from spatialdl.planning.worker import environment, run_worker
 
 CONV = [(flops * 1e9, size * 2**20) for flops in (1, 5) for size in (1, 4, 32, 128)]
@@ -47,7 +47,7 @@ def test_what_was_measured_is_kept_and_is_a_cluster(monkeypatch, tmp_path):
     assert calibrate.cache_file().parent.parent == tmp_path
     assert calibrate.measured() == made == json.loads(calibrate.cache_file().read_text())
     cluster = cluster_of(made)
-    assert cluster.seconds([Work("pool", 0.0, 1e6)], cluster.cores) == pytest.approx(1e-3)
+    assert cluster.seconds([RankOperation("pool", 0.0, 1e6)], cluster.cores) == pytest.approx(1e-3)
     assert (cluster.base_bytes(1), cluster.base_bytes(2)) == (300 * 2**20, 301 * 2**20)
     assert cluster.all_reduce([0, 1], 1e7) == pytest.approx(2e-2, rel=1e-2)
 

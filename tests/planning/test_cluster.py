@@ -5,7 +5,7 @@ import math
 import pytest
 
 from spatialdl.planning.cluster import Rate, cluster_of
-from spatialdl.planning.ledger import Work
+from spatialdl.planning.ledger import RankOperation
 
 
 def test_a_rate_has_a_part_for_itself_one_for_operations_and_one_for_bytes():
@@ -18,7 +18,11 @@ def test_a_rate_has_a_part_for_itself_one_for_operations_and_one_for_bytes():
 
 
 def test_kinds_without_a_rate_take_a_similar_one(paper):
-    work = [Work("conv_input", 1e9, 0), Work("matmul", 1e9, 0), Work("pool", 1e9, 0)]
+    work = [
+        RankOperation("conv_input", 1e9, 0),
+        RankOperation("matmul", 1e9, 0),
+        RankOperation("pool", 1e9, 0),
+    ]
     assert paper.seconds(work, 1) == pytest.approx(2)
 
 
@@ -27,7 +31,7 @@ def test_threads_are_faster_than_one(figures):
     figures["rates_alone"] = {"pointwise": {"bytes_per_second": 4e9}}
     figures["rates"] = {"pointwise": {"bytes_per_second": 1e9}}
     cluster = cluster_of(figures)
-    seconds = [cluster.seconds([Work("pool", 0, 4e9)], ranks) for ranks in (1, 2, 4, 8)]
+    seconds = [cluster.seconds([RankOperation("pool", 0, 4e9)], ranks) for ranks in (1, 2, 4, 8)]
     assert seconds == pytest.approx([1, 2, 4, 4])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spatialdl.models import unet
 from spatialdl.planning.combined import between, with_stage
 from spatialdl.planning.costs import count
-from spatialdl.planning.parts import Divided
+from spatialdl.planning.parts import DividedStage
 from tests.planning.test_costs import program, small
 
 
@@ -31,7 +31,7 @@ def test_so_does_what_a_virtual_tile_does_with_memory():
 
 def test_a_divided_stage_stands_in_the_place_of_the_whole_one():
     model, shape = program(small()), (2, 3, 12, 7)
-    whole, which = count(model, shape), Divided(2, 0, 1)
+    whole, which = count(model, shape), DividedStage(2, 0, 1)
     own = count(model, shape, divided=which)
     found = with_stage(whole, own, which)
     assert [one.name for one in found.layers] == [one.name for one in whole.layers]

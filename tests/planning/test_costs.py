@@ -10,7 +10,7 @@ from spatialdl.comm.dry import Talk
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import count
-from spatialdl.planning.parts import Divided
+from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.program import Program
 
 
@@ -173,7 +173,7 @@ def test_layers_that_cannot_work_on_a_grid_are_told():
 
 def test_a_rank_has_some_channels_and_says_so_on_another_axis():
     model, shape = program(small()), (2, 3, 12, 7)
-    conv, relu, _, _, linear = count(model, shape, divided=Divided(2, 0, 5)).layers
+    conv, relu, _, _, linear = count(model, shape, divided=DividedStage(2, 0, 5)).layers
     assert flops(conv.forward, "conv") == 2 * (2 * 4 * 12 * 7) * (3 * 3 * 3)
     assert relu.outputs[0].bytes == 4 * 2 * 4 * 12 * 7
     assert (conv.weights, linear.weights) == (4 * 4 * 3 * 3 * 3, 4 * (4 * 5 + 3))
@@ -183,5 +183,5 @@ def test_a_rank_has_some_channels_and_says_so_on_another_axis():
         Talk("exchange", 1, 4 * 2 * 2, "tensor"),
         Talk("exchange", 1, 4 * 2 * 3, "tensor"),
     ]
-    tiles = count(model, shape, (3, 1), divided=Divided(2, 0, 5)).layers[0]
+    tiles = count(model, shape, (3, 1), divided=DividedStage(2, 0, 5)).layers[0]
     assert tiles.forward_talks == [Talk("exchange", 2, 2 * 4 * 2 * 3 * 7)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spatialdl.planning.ledger import Ledger, Memory, Moment
+from spatialdl.planning.ledger import Ledger, RecordedOperation, StorageRecord
 from spatialdl.planning.peaks import Lives, Sum, lives, lives_between
 
 SINCE = 3
@@ -17,14 +17,14 @@ SINCE = 3
 def run() -> Lives:
     phases = ["forward"] * 3 + ["backward"] * 3
     parts = [0, 0, 1, 1, 1, 0]
-    moments = [Moment(phase, part, 0) for phase, part in zip(phases, parts, strict=True)]
+    moments = [RecordedOperation(phase, part, 0) for phase, part in zip(phases, parts, strict=True)]
     memories = [
-        Memory(10, 10, "forward", 0, born=0, died=5),
-        Memory(7, 7, "forward", 0, born=0, died=2),  # gone before backward
-        Memory(5, 5, "forward", 1, born=2, died=4),
-        Memory(3, 3, "backward", 1, born=4),  # the second part's weight
-        Memory(6, 6, "backward", 1, born=4, died=6),  # what it gives to the first
-        Memory(3, 3, "backward", 0, born=5),
+        StorageRecord(10, 10, "forward", 0, born=0, died=5),
+        StorageRecord(7, 7, "forward", 0, born=0, died=2),  # gone before backward
+        StorageRecord(5, 5, "forward", 1, born=2, died=4),
+        StorageRecord(3, 3, "backward", 1, born=4),  # the second part's weight
+        StorageRecord(6, 6, "backward", 1, born=4, died=6),  # what it gives to the first
+        StorageRecord(3, 3, "backward", 0, born=5),
     ]
     ledger = Ledger(moments=moments, memories=memories)
     gradients = {id(memories[3]), id(memories[5])}

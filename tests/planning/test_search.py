@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import unet
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import LayoutKeys, NothingFits, grids, layouts, limit, search, table
 from spatialdl.training.layouts import placement_of, schedule_of
 
@@ -67,7 +67,7 @@ def test_dense_layers_of_few_images_divide_their_channels(figures, base):
     cluster = cluster_of(figures | {"rates": rates | {"pointwise": {"bytes_per_second": 1e30}}})
     dense = (nn.Linear(3 * 8 * 8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
     model = nn.Sequential(nn.Flatten(), *dense, nn.Linear(512, 8))
-    job = Job(model, (3, 8, 8), 4, functools.partial(torch.optim.SGD, lr=0.1), on_cpu=False)
+    job = PlannedJob(model, (3, 8, 8), 4, functools.partial(torch.optim.SGD, lr=0.1), on_cpu=False)
     first = search(job, cluster, base, 4, None, show=False)[0]
     assert first.layout.overrides() == ["parallel=none", "parallel.tensor=4"]
     weights = sum(one.nbytes for one in model.parameters())
@@ -133,7 +133,7 @@ def test_more_ranks_than_there_is_work_for_are_refused(job, paper, base):
 def test_layouts_with_stages_are_found_for_networks_that_are_no_chain(paper, base):
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     model = unet(num_classes=3, width=4, depth=2)
-    job = Job(model, (3, 32, 24), 4, optimizer, segments=True, on_cpu=False)
+    job = PlannedJob(model, (3, 32, 24), 4, optimizer, segments=True, on_cpu=False)
     rows = search(job, paper, base, 2, None, show=False)
     names = {row.layout.name for row in rows}
     assert {"dp", "sp", "lp", "pp", "gems"} <= names
@@ -157,7 +157,7 @@ class Handing(nn.Module):
 
 def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(paper, base):
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    job = Job(Handing(), (3, 8, 8), 4, optimizer, on_cpu=False)
+    job = PlannedJob(Handing(), (3, 8, 8), 4, optimizer, on_cpu=False)
     rows = search(job, paper, base, 2, None, show=False)
     found = {" ".join(row.layout.overrides()[:2]) for row in rows}
     divided = "parallel=none parallel.tensor=2"

@@ -21,7 +21,7 @@ from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.planning.job import CannotWork, Job
+from spatialdl.planning.job import CannotWork, PlannedJob
 from spatialdl.planning.ledger import Ledger
 from spatialdl.planning.stage import stage_costs
 from spatialdl.random import keyed
@@ -48,14 +48,14 @@ def weights(*convolutions):
 
 
 def chain(*layers):
-    return Job(nn.Sequential(*layers), (3, 10, 7), 8, sgd, on_cpu=False)
+    return PlannedJob(nn.Sequential(*layers), (3, 10, 7), 8, sgd, on_cpu=False)
 
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 @pytest.fixture
-def three() -> Job:
+def three() -> PlannedJob:
     """Two of these layers are a stage, then one, then all others."""
     made = chain(
         *(nn.Conv2d(3, 4, 1, bias=False), nn.Tanh()),
@@ -235,7 +235,7 @@ def really_alive_in(stage, number, passing, image, segments):
 def test_what_crosses_stages_is_held_as_it_really_is(paper, stages, recompute):
     """A value that passes by a stage lives on the stages that make and take it alone."""
     model, image = unet(num_classes=3, width=4, depth=2), (3, 32, 24)
-    job = Job(model, image, 4, sgd, segments=True, on_cpu=False)
+    job = PlannedJob(model, image, 4, sgd, segments=True, on_cpu=False)
     placement = Placement(1, (ONE,) * stages)
     found = stage_costs(job, paper, placement, 1, recompute)
     cut_up = cut(meta_copy(model), placement.widths, None, image, recompute == "block")

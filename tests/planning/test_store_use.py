@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.models import resnet18, unet, vit
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.own_tile import Region
+from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import job_of as job_of_config
-from spatialdl.planning.store_use import Room, StoreUse
+from spatialdl.planning.store_use import SimulatedMemory, StoreUse
 from spatialdl.random import keyed
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
@@ -46,14 +46,16 @@ READ_OF_ATTENTION = 0.5
 """The same of bytes read where keys and values circulate: whose are read is not followed."""
 
 
-def job_of(name: str) -> Job:
+def job_of(name: str) -> PlannedJob:
     torch.manual_seed(0)
     make, image = NETWORKS[name]
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return Job(make(), image, 1, optimizer, segments=name == "unet", on_cpu=False)
+    return PlannedJob(make(), image, 1, optimizer, segments=name == "unet", on_cpu=False)
 
 
-def predicted(job: Job, cluster: Any, stream: tuple[int, ...], recompute: Any = "none") -> StoreUse:
+def predicted(
+    job: PlannedJob, cluster: Any, stream: tuple[int, ...], recompute: Any = "none"
+) -> StoreUse:
     placement = Placement(1, ((1, 1),), stream=stream)
     schedule = make_schedule("gpipe", placement, 1)
     (use,) = predict(job, cluster, placement, schedule, recompute).stores
@@ -64,14 +66,14 @@ def real(
     model: nn.Module, image: tuple[int, ...], stream: tuple[int, ...], memory: Memory, again: bool
 ) -> StoreUse:
     """Of a step with random pixels."""
-    mesh = Mesh(Axes(spatial=(1, 1)), 0, 0, Alone(), Alone(), stream=stream)
+    mesh = Mesh(Axes(spatial=(1, 1)), 0, 0, SingleProcess(), SingleProcess(), stream=stream)
     tiles = VirtualTiles(model.train(), mesh, again, None, memory)
     whole = torch.randn(1, *image)
     masks = torch.zeros(1, *image[1:], dtype=torch.int64)
     layout = Layout.even(1, image[1:], stream)
 
-    def region(full: Tensor) -> Region:
-        return Region(tuple(full.shape), full.dtype, image[1:], lambda part: full[part].clone())
+    def region(full: Tensor) -> TileRegion:
+        return TileRegion(tuple(full.shape), full.dtype, image[1:], lambda part: full[part].clone())
 
     shape = HandoverShape(tuple(whole.shape), whole.dtype, layout, layout)
     with keyed(0, 0, 0):
@@ -111,7 +113,7 @@ def key(number: int, tile: int = 0) -> tuple[tuple[int, int, int], int, int]:
 
 
 def test_what_was_used_first_leaves_and_comes_back():
-    room = Room(100)
+    room = SimulatedMemory(100)
     room.touch((), (), {key(0): 60})
     room.touch((), (), {key(1): 60})  # both are there while it is made
     assert (room.peak, room.here, room.written, room.read) == (120, 60, 60, 0)
@@ -126,7 +128,7 @@ def test_what_was_used_first_leaves_and_comes_back():
 
 
 def test_gradients_of_tiles_are_added_up_in_one():
-    room = Room(None)
+    room = SimulatedMemory(None)
     for tile in range(3):
         room.touch((), (), {key(7, tile): 10})
     for tile in range(3):
@@ -190,7 +192,7 @@ def test_a_run_of_the_training_command_stores_what_is_predicted(words, paper, tm
     placement = placement_of(config.parallel, 2)
     schedule = schedule_of(config.parallel, placement)
     (use,) = predict(job_of_config(config, paper), paper, placement, schedule, "none").stores
-    trainer = Trainer(config, Alone())
+    trainer = Trainer(config, SingleProcess())
     fit(trainer, tmp_path / "run")
     memory = trainer.parts.pipeline.options.memory
     assert memory is not None

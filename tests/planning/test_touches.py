@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spatialdl.planning.ledger import Ledger
-from spatialdl.planning.touches import EVER, Step, Touches, touches_between
+from spatialdl.planning.touches import EVER, TouchedStep, Touches, touches_between
 
 
 def followed(run) -> Touches:
@@ -27,10 +27,10 @@ def test_operations_use_write_and_make_memories():
     found = followed(run)
     assert found.sizes == [128] * 3
     assert found.steps == [
-        Step(0, None, (0,), (), (1,)),
-        Step(0, None, (1,)),  # views need what they view, too
-        Step(0, None, (1,), (1,)),
-        Step(0, None, (0, 1), (), (2,)),
+        TouchedStep(0, None, (0,), (), (1,)),
+        TouchedStep(0, None, (1,)),  # views need what they view, too
+        TouchedStep(0, None, (1,), (1,)),
+        TouchedStep(0, None, (0, 1), (), (2,)),
     ]
     assert found.gone[0] == EVER
     assert found.gone[1:] == [4, 4]

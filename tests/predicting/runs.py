@@ -11,7 +11,7 @@ import tifffile
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.trained import Trained
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -36,7 +36,7 @@ def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Pa
                 *("trainer.max_steps=2", *data, *overrides),
             ],
         )
-    fit(Trainer(config, Alone()), run_dir)
+    fit(Trainer(config, SingleProcess()), run_dir)
     return run_dir
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.feature_file import write_features
 from spatialdl.data.tile_bags import open_tile_bags
 from spatialdl.predicting.bag_run import BagPredictor, run
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     write_bags(folder / "bags")
     words = (*SMALL["clam"], "model.branches=multi", "trainer.max_epochs=1", "data.mean=0.2")
-    trainer = Trainer(bag_config(folder / "bags", *words), Alone())
+    trainer = Trainer(bag_config(folder / "bags", *words), SingleProcess())
     fit(trainer, folder / "run")
     return folder, trainer.parts.pipeline.stages[0]
 
@@ -51,7 +51,7 @@ def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> N
     for number in (0, 2):
         (tmp_path / f"s{number}.h5").write_bytes((folder / "bags" / f"s{number}.h5").read_bytes())
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
-    assert run(given, tmp_path, Alone())
+    assert run(given, tmp_path, SingleProcess())
     found = rows(tmp_path)
     assert [row["slide"] for row in found] == ["s0", "s2"]
     network.eval()
@@ -78,7 +78,7 @@ def test_what_fails_is_told_and_the_others_are_predicted(tmp_path, trained) -> N
     write_features(tmp_path / "good.h5", draw.random((4, WIDTH)), None)  # without positions
     write_features(tmp_path / "nan.h5", np.full((2, WIDTH), np.nan), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
-    assert not run(given, tmp_path, Alone())
+    assert not run(given, tmp_path, SingleProcess())
     told = {row["slide"]: (row["status"], row["reason"]) for row in rows(tmp_path)}
     assert told["empty"] == ("failed", "it has no tiles")
     assert told["nan"][0] == "failed"
@@ -92,12 +92,12 @@ def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
     write_features(tmp_path / "a.h5", np.zeros((2, WIDTH + 1)), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
     with pytest.raises(ValueError, match=r"has 7 numbers a tile, but the network .* on 6"):
-        run(given, tmp_path, Alone())
+        run(given, tmp_path, SingleProcess())
     slide = tmp_path / "other.tif"
     slide.touch()
     words = (f"features={folder / 'bags'}", f"slides={slide}")
     with pytest.raises(ValueError, match="has no slide of the features: these are of s0, s1"):
-        run(config(f"ckpt_path={folder / 'run'}", *words), tmp_path, Alone())
+        run(config(f"ckpt_path={folder / 'run'}", *words), tmp_path, SingleProcess())
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_keys_of_images_are_refused(trained, words, message) -> None:
 def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
     folder = write_tile_bags(tmp_path)
     words = (*(f"model.encoder.{key}" for key in ENCODER), "trainer.max_epochs=1")
-    trainer = Trainer(tile_config(folder, *words), Alone())
+    trainer = Trainer(tile_config(folder, *words), SingleProcess())
     fit(trainer, folder / "run")
     given = config(f"ckpt_path={folder / 'run'}", f"features={folder / 'tiles'}")
-    assert run(given, tmp_path / "out", Alone())
+    assert run(given, tmp_path / "out", SingleProcess())
     network = trainer.parts.pipeline.stages[0].eval()
     for row, bag in zip(rows(tmp_path / "out"), open_tile_bags(folder / "tiles")[0], strict=True):
         expected = network(torch.from_numpy(bag.read()).T[None]).softmax(1)[0].tolist()
@@ -129,14 +129,14 @@ def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
     assert (tmp_path / "out" / "s6-attention.png").is_file()
     given = config(f"ckpt_path={folder / 'run'}", "features=[a,b]")
     with pytest.raises(ValueError, match="takes tiles: give the folder of a data set"):
-        run(given, tmp_path / "out", Alone())
+        run(given, tmp_path / "out", SingleProcess())
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import Alone
 from spatialdl.predicting.bag_run import BagPredictor, run
 from tests.predicting.test_bag_run import config
 
@@ -184,9 +184,9 @@ def test_a_killed_run_resumes(tmp_path, trained, predicted) -> None:
     )
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert not (out / "slides.csv").exists()
-    assert run(config(*words), out, Alone())
+    assert run(config(*words), out, SingleProcess())
     assert predicted == ["s3", "s4", "s5", "s6", "s7", "s8"]
-    assert run(config(*words), tmp_path / "at_once", Alone())
+    assert run(config(*words), tmp_path / "at_once", SingleProcess())
     assert (out / "slides.csv").read_bytes() == (tmp_path / "at_once" / "slides.csv").read_bytes()
     for file in (tmp_path / "at_once").glob("*.tif"):
         assert (out / file.name).read_bytes() == file.read_bytes()
@@ -201,7 +201,7 @@ def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, pr
 
     def again(*more):
         predicted.clear()
-        assert run(config(*words, *more), out, Alone())
+        assert run(config(*words, *more), out, SingleProcess())
         return list(predicted)
 
     assert again() == ["s0", "s1", "s2"]
@@ -225,5 +225,5 @@ def test_a_failed_slide_is_tried_again(tmp_path, trained, predicted) -> None:
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}", "maps=false")
     for tried in (["bad", "good"], ["bad"]):
         predicted.clear()
-        assert not run(given, tmp_path, Alone())
+        assert not run(given, tmp_path, SingleProcess())
         assert predicted == tried

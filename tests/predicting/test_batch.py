@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.batch import _in_keys, run
 from tests.predicting.runs import NETWORK, command, train, write_slide
 
@@ -38,7 +38,7 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
     out.mkdir(exist_ok=True)
     named = f"slides=[{folder / 'a.tiff'},{folder / 'b.tiff'}]"
     config = command(f"ckpt_path={folder / 'run'}", named, *ASKED, *words)
-    assert run(config, out, Alone())
+    assert run(config, out, SingleProcess())
     return rows(out)
 
 
@@ -107,7 +107,7 @@ def test_the_table_says_what_the_files_say(folder, tmp_path, capsys):
 def test_classes_that_the_network_does_not_know_are_refused(folder, tmp_path):
     words = (f"ckpt_path={folder / 'run'}", f"slides={folder / 'a.tiff'}", "classes=[1,3]")
     with pytest.raises(ValueError, match=r"the network knows no 3, but 0, 1, 2"):
-        run(command(*words), tmp_path, Alone())
+        run(command(*words), tmp_path, SingleProcess())
 
 
 def test_errors_of_the_tiling_command_name_keys():

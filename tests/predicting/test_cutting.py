@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spatialdl.predicting.cutting import Cutting, cutting_of
+from spatialdl.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.slides.reading.wanted import Wanted
 from tests.composing import composed
 from tests.predicting.runs import known_network, picture
@@ -23,14 +23,14 @@ SAID = {
 ASKED = {"tile_size": 50, "overlap": 3, "min_tissue": 0.9, "slide_mpp": 0.4}
 
 
-def cutting(*words: str, task: str = "classification", **more: Any) -> Cutting:
+def cutting(*words: str, task: str = "classification", **more: Any) -> BatchCutting:
     given = composed("predict", " ".join(words))
     return cutting_of(given, known_network(("a", "b"), task, **more))
 
 
 def test_slides_are_cut_as_the_training_set():
     found = cutting(made_with=SAID)
-    assert found == Cutting(
+    assert found == BatchCutting(
         44,
         (32, 32),
         Wanted(0.7),
@@ -130,7 +130,7 @@ def test_whatever_changes_the_images_changes_the_key(tmp_path):
         **{"edge": "pad", "min_tissue": 0.3, "background": "dark", "filters": {"pen": 0.2}},
         **{"stain_normalise": "macenko", "stain_reference": str(image(tmp_path)), "slide_mpp": 1},
     }
-    assert set(other) == {one.name for one in fields(Cutting)}
+    assert set(other) == {one.name for one in fields(BatchCutting)}
     keys = [before.key(), *(replace(before, **{key: other[key]}).key() for key in other)]
     assert all(one != two for number, one in enumerate(keys) for two in keys[:number])
     referred = replace(before, stain_reference=other["stain_reference"])

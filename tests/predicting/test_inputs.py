@@ -10,7 +10,7 @@ import tifffile
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.errors import SlideError
-from spatialdl.predicting.cutting import Cutting
+from spatialdl.predicting.cutting import BatchCutting
 from spatialdl.predicting.inputs import SlideImages, shard_inputs, slide_input
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.wanted import Wanted
@@ -78,7 +78,7 @@ def test_tiles_at_the_edges_of_slides(tmp_path, edge, caplog):
     image[60:, 40:, 2] = 150
     image[180:] //= 2
     tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
-    cut = Cutting(64, (64, 64), Wanted(level=0), whole=False, min_tissue=0.04, edge=edge)
+    cut = BatchCutting(64, (64, 64), Wanted(level=0), whole=False, min_tissue=0.04, edge=edge)
     found = slide_input(tmp_path / "a.tiff", "a", replace(cut, background="dark"))
     says = "a: 25% of its tissue is in no tile: " in caplog.text and "edge=pad or" in caplog.text
     assert says == (edge == "drop")
@@ -94,7 +94,7 @@ def test_tiles_at_the_edges_of_slides(tmp_path, edge, caplog):
 
 
 def test_tiles_that_cannot_be_read_are_kept_to_be_reported_unless_all_are(tmp_path):
-    cut = Cutting(32, (32, 32), Wanted(level=0), whole=False)
+    cut = BatchCutting(32, (32, 32), Wanted(level=0), whole=False)
     path = write_tiff(tmp_path / "a.tif", [picture(256, 256)], side=64)
     sound = slide_input(path, "a", cut).places
     with tifffile.TiffFile(path) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.network import Network, no_more_weights
 from spatialdl.predicting.trained import find_trained
 from tests.predicting.runs import command, train
@@ -13,11 +13,11 @@ from tests.predicting.runs import command, train
 
 def test_a_network_that_is_far_larger_than_its_checkpoint_is_not_built(tmp_path):
     run = train(tmp_path / "run", "model=resnet18", "model.width=4")
-    trained = find_trained(str(run), Alone())
-    Network(trained, command("ckpt_path=x"), Alone()).pipeline((32, 32))
+    trained = find_trained(str(run), SingleProcess())
+    Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
     trained.config.model.width = 30_000  # a terabyte
     with pytest.raises(ValueError, match=r"has more than [0-9,]+ weights"):
-        Network(trained, command("ckpt_path=x"), Alone()).pipeline((32, 32))
+        Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
 
 
 def test_weights_are_counted_while_a_network_is_built():

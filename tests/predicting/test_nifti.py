@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.importing.volume_file import open_volume
 from spatialdl.predicting.nifti import nifti_header, save_nifti
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.volume_inputs import shard_volume
 from tests.predicting.volumes import AFFINE, save, voxels
 
@@ -24,11 +24,11 @@ CUTS = {
 }
 
 
-def pieces(cut: str) -> list[Piece]:
+def pieces(cut: str) -> list[MapPiece]:
     found = []
     for box in CUTS[cut]:
         part = VALUES[tuple(slice(*box[k : k + 2]) for k in (0, 2, 4))]
-        found.append(Piece(box[::2], torch.from_numpy(part.copy())[None]))
+        found.append(MapPiece(box[::2], torch.from_numpy(part.copy())[None]))
     return found
 
 
@@ -39,7 +39,7 @@ def test_pieces_become_a_file_that_lies_as_its_source(cut, ending, tmp_path):
     stored, dtype = open_volume(source), np.dtype(np.float64)
     header = nifti_header(stored, source, dtype)
     path = tmp_path / f"a.{ending}"
-    save_nifti(path, Alone(), header, SIZE, pieces(cut), dtype)
+    save_nifti(path, SingleProcess(), header, SIZE, pieces(cut), dtype)
     found, before = nibabel.load(path), nibabel.load(source)
     assert (np.asarray(found.dataobj) == VALUES.T).all()
     assert (found.affine == before.affine).all()
@@ -57,7 +57,9 @@ def test_a_sample_of_shards_becomes_a_file_that_lies_as_it_says(spacing, affine,
         writer.add(np.zeros(SIZE, np.int16), spacing=spacing, affine=affine)
     stored = shard_volume(ShardDataset(tmp_path / "set"), 0)
     header = nifti_header(stored, None, np.dtype(np.uint8))
-    save_nifti(tmp_path / "a.nii", Alone(), header, SIZE, pieces("whole"), np.dtype(np.uint8))
+    save_nifti(
+        tmp_path / "a.nii", SingleProcess(), header, SIZE, pieces("whole"), np.dtype(np.uint8)
+    )
     found = nibabel.load(tmp_path / "a.nii")
     assert (np.asarray(found.dataobj) == 0).all()
     assert found.shape == SIZE[::-1]
@@ -77,7 +79,7 @@ def test_contrasts_scales_and_windows_of_the_source_are_not_taken_over(tmp_path)
     nibabel.save(image, tmp_path / "source.nii")
     stored, dtype = open_volume(tmp_path / "source.nii"), np.dtype(np.float32)
     header = nifti_header(stored, tmp_path / "source.nii", dtype)
-    save_nifti(tmp_path / "a.nii", Alone(), header, SIZE, pieces("whole"), dtype)
+    save_nifti(tmp_path / "a.nii", SingleProcess(), header, SIZE, pieces("whole"), dtype)
     found = nibabel.load(tmp_path / "a.nii")
     assert (np.asarray(found.dataobj) == VALUES.T.astype(np.float32)).all()
     assert found.header["cal_max"] == 0
@@ -93,6 +95,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(ending, tmp_path, m
     monkeypatch.setattr("spatialdl.predicting.nifti.gzip.GzipFile.write", full)
     with pytest.raises(OSError, match="No space left"):
         save_nifti(
-            *(tmp_path / f"a.{ending}", Alone(), b"head", SIZE, pieces("rows")), np.dtype(np.uint8)
+            *(tmp_path / f"a.{ending}", SingleProcess(), b"head", SIZE, pieces("rows")),
+            np.dtype(np.uint8),
         )
     assert list(tmp_path.iterdir()) == []

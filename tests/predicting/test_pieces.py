@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
-from spatialdl.predicting.pieces import Piece, PiecedMap, joined, kept_in
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.predicting.pieces import MapPiece, PiecedMap, joined, kept_in
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 100])
@@ -16,8 +16,8 @@ def test_a_region_lies_at_its_place_in_the_map(offset, rows):
     size, (top, left) = (17, 20), offset
     values = torch.rand(2, 9, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = [(0, 0, 5, 4), (0, 4, 5, 11), (5, 0, 9, 7), (5, 7, 9, 11)]  # 2 x 2, uneven
-    pieces = [Piece((r0, c0), values[:, r0:r1, c0:c1]) for r0, c0, r1, c1 in parts]
-    found = PiecedMap(Alone(), size, pieces, (9, 11), offset)
+    pieces = [MapPiece((r0, c0), values[:, r0:r1, c0:c1]) for r0, c0, r1, c1 in parts]
+    found = PiecedMap(SingleProcess(), size, pieces, (9, 11), offset)
     assert found.size == size
     for column in (0, 1):
         bands = list(found.bands(column, rows))
@@ -31,17 +31,17 @@ def test_pieces_of_a_box_are_joined():
     whole = torch.arange(2.0 * 7 * 5).view(2, 7, 5)
     parts = [((3, 1), whole[:, :4, :2]), ((3, 3), whole[:, :4, 2:]), ((7, 1), whole[:, 4:, :2])]
     parts.append(((7, 3), whole[:, 4:, 2:]))
-    [one] = joined([Piece(start, values) for start, values in parts])
+    [one] = joined([MapPiece(start, values) for start, values in parts])
     assert one.start == (3, 1)
     assert torch.equal(one.values, whole)
     assert joined([]) == []
-    alone = Piece((0, 0), whole)
+    alone = MapPiece((0, 0), whole)
     assert joined([alone]) == [alone]
 
 
 def test_a_piece_may_lie_in_a_file_that_nobody_sees(tmp_path):
     values = torch.rand(3, 4, 5).transpose(1, 2)
-    kept = kept_in(tmp_path, Piece((7, 9), values))
+    kept = kept_in(tmp_path, MapPiece((7, 9), values))
     assert kept.start == (7, 9)
     assert torch.equal(kept.values, values)
     assert list(tmp_path.iterdir()) == []

@@ -6,36 +6,36 @@ from zipfile import ZIP_LZMA, ZIP_STORED, ZipFile
 import numpy as np
 import pytest
 
-from spatialdl.predicting.records import Record, key_of
+from spatialdl.predicting.records import PredictionRecord, key_of
 
 
-def record(name: str, *values: tuple[float, float]) -> Record:
+def record(name: str, *values: tuple[float, float]) -> PredictionRecord:
     places = np.arange(2 * len(values)).reshape(-1, 2)
-    return Record(name, "key", places, (16.0, 8.0), np.array(values), 1, ["a.tif"])
+    return PredictionRecord(name, "key", places, (16.0, 8.0), np.array(values), 1, ["a.tif"])
 
 
 def test_a_record_comes_back_only_if_nothing_has_changed(tmp_path):
     given = record("a", (0.2, 0.8), (0.6, 0.4))
     given.save(tmp_path)
-    assert Record.load(tmp_path, "a", "key") is None  # its file is not there
+    assert PredictionRecord.load(tmp_path, "a", "key") is None  # its file is not there
     (tmp_path / "a.tif").touch()
-    found = Record.load(tmp_path, "a", "key")
+    found = PredictionRecord.load(tmp_path, "a", "key")
     assert found is not None
     assert np.array_equal(found.values, given.values)
     assert np.array_equal(found.places, given.places)
     assert (found.span, found.left_out, list(found.files)) == ((16.0, 8.0), 1, ["a.tif"])
-    assert Record.load(tmp_path, "a", "another") is None
-    assert Record.load(tmp_path, "b", "key") is None
+    assert PredictionRecord.load(tmp_path, "a", "another") is None
+    assert PredictionRecord.load(tmp_path, "b", "key") is None
     (path,) = (tmp_path / "records").iterdir()
     path.write_bytes(path.read_bytes()[:-30])
-    assert Record.load(tmp_path, "a", "key") is None
+    assert PredictionRecord.load(tmp_path, "a", "key") is None
 
 
 @pytest.mark.parametrize("how", ["large", "encrypted", "packed"])
 def test_a_record_that_was_made_to_break_its_reader_is_none(how, tmp_path):
     (tmp_path / "a.tif").touch()
     record("a", (0.2, 0.8)).save(tmp_path)
-    assert Record.load(tmp_path, "a", "key") is not None
+    assert PredictionRecord.load(tmp_path, "a", "key") is not None
     (path,) = (tmp_path / "records").iterdir()
     with np.load(path) as found:
         members = {f"{name}.npy": array_file(found[name]) for name in found.files}
@@ -53,7 +53,7 @@ def test_a_record_that_was_made_to_break_its_reader_is_none(how, tmp_path):
     elif how == "packed":
         data[60:70] = b"\xff" * 10
     path.write_bytes(data)
-    assert Record.load(tmp_path, "a", "key") is None
+    assert PredictionRecord.load(tmp_path, "a", "key") is None
 
 
 def array_file(array: np.ndarray) -> bytes:

@@ -12,11 +12,11 @@ import pytest
 import tifffile
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.inputs import Input, SlideImages
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.results import Maps, _thumbnail
-from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.running import SlideOutput
 from tests.predicting.runs import known_network, write_slide
 
 EXTENT, SPAN = (203, 187), (64.0, 64.0)
@@ -35,9 +35,9 @@ def tiles_of(slide: Path | None, size: tuple[int, int] = (32, 32)) -> Input:
     return Input("a", images, size, PLACES, SPAN, EXTENT, 0.25, slide)
 
 
-def saved(folder: Path, given: Input, outcome: Outcome, **more: Any) -> list[str]:
+def saved(folder: Path, given: Input, outcome: SlideOutput, **more: Any) -> list[str]:
     trained = known_network(more.pop("classes", ("no", "yes")), **more)
-    return Maps(folder, given, trained, range(len(trained.classes)), Alone()).save(outcome)
+    return Maps(folder, given, trained, range(len(trained.classes)), SingleProcess()).save(outcome)
 
 
 def grey(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
@@ -52,7 +52,7 @@ def features(path: Path) -> list[dict[str, Any]]:
 
 def test_maps_of_tiles_have_their_values_at_their_places(slide, tmp_path):
     kept = [0, 2, 3]  # the tile at (64, 0) could not be read
-    outcome = Outcome(torch.from_numpy(VALUES[kept]), kept)
+    outcome = SlideOutput(torch.from_numpy(VALUES[kept]), kept)
     names = saved(tmp_path, tiles_of(slide), outcome)
     assert sorted(names) == ["a-heatmap.png", "a-no.tif", "a-yes.tif", "a.geojson"]
     for number, name in enumerate(("no", "yes")):
@@ -75,7 +75,7 @@ def test_maps_of_activation_lie_in_what_the_network_sees(tmp_path):
     kept, rng = [0, 2, 3], np.random.default_rng(0)
     values = rng.uniform(-3, 6, (4, 2, 8, 4)).astype(np.float32)
     values[1] = 100  # of the tile that could not be read: there was white in its place
-    outcome = Outcome(torch.from_numpy(VALUES[kept]), kept, activation=values)
+    outcome = SlideOutput(torch.from_numpy(VALUES[kept]), kept, activation=values)
     names = saved(tmp_path, tiles_of(None, size=(16, 8)), outcome)
     assert {"a-no-activation.tif", "a-yes-activation.tif", "a-activation.png"} < set(names)
     most = float(values[kept].max())
@@ -94,7 +94,7 @@ def test_geojson_tells_where_activation_is_strong(slide, tmp_path):
     values = np.zeros((4, 2, 4, 4), np.float32)
     values[2, 1, :2, 2:] = [[8, 6], [8, 6]]  # in a tile at (96, 64), whose places are of 16
     values[0, 0] = 3.9  # below half of the most
-    outcome = Outcome(torch.from_numpy(VALUES), range(4), activation=values)
+    outcome = SlideOutput(torch.from_numpy(VALUES), range(4), activation=values)
     saved(tmp_path, tiles_of(slide), outcome)
     *tiles, region = features(tmp_path / "a.geojson")
     assert [one["properties"]["objectType"] for one in tiles] == ["tile"] * 4
@@ -107,14 +107,16 @@ def test_geojson_tells_where_activation_is_strong(slide, tmp_path):
 
 
 def test_activation_that_is_nowhere_above_0_is_black(slide, tmp_path):
-    outcome = Outcome(torch.from_numpy(VALUES), range(4), activation=np.full((4, 2, 2, 2), -1.0))
+    outcome = SlideOutput(
+        torch.from_numpy(VALUES), range(4), activation=np.full((4, 2, 2, 2), -1.0)
+    )
     saved(tmp_path, tiles_of(slide), outcome)
     assert set(grey(tmp_path / "a-yes-activation.tif")[0].flat) == {0, 1}
     assert len(features(tmp_path / "a.geojson")) == 4
 
 
 def test_a_probability_of_0_is_not_a_place_that_was_not_examined(tmp_path):
-    outcome = Outcome(torch.tensor([[0.0, 1.0]] * 4, dtype=torch.float64), range(4))
+    outcome = SlideOutput(torch.tensor([[0.0, 1.0]] * 4, dtype=torch.float64), range(4))
     saved(tmp_path, tiles_of(None), outcome)
     no, yes = (grey(tmp_path / f"a-{name}.tif")[0] for name in ("no", "yes"))
     examined = np.zeros(no.shape, bool)
@@ -139,9 +141,11 @@ def region(slide: Path) -> tuple[Input, torch.Tensor]:
 def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monkeypatch):
     monkeypatch.setattr("spatialdl.predicting.results.LONGEST", longest)
     given, values = region(slide)
-    outcome = Outcome(pieces=[Piece((0, 0), values[:, :13]), Piece((13, 0), values[:, 13:])])
+    outcome = SlideOutput(
+        pieces=[MapPiece((0, 0), values[:, :13]), MapPiece((13, 0), values[:, 13:])]
+    )
     trained = known_network(("no", "yes"), "segmentation")
-    names = Maps(tmp_path, given, trained, [1], Alone()).save(outcome)
+    names = Maps(tmp_path, given, trained, [1], SingleProcess()).save(outcome)
     assert sorted(names) == ["a-heatmap.png", "a-yes.tif", "a.geojson"]
     image, _ = grey(tmp_path / "a-yes.tif")
     expected = np.zeros((102, 94), np.uint8)
@@ -158,7 +162,7 @@ def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monk
 def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
     classes = ("a", "A", "a_0", "b/c", "b c", "x" * 50 + "1", "x" * 50 + "2")
     values = torch.arange(7.0).div(17).repeat(4, 1).double()
-    names = saved(tmp_path, tiles_of(None), Outcome(values, range(4)), classes=classes)
+    names = saved(tmp_path, tiles_of(None), SlideOutput(values, range(4)), classes=classes)
     files = [name for name in names if name.endswith(".tif")]
     assert len({name.casefold() for name in files}) == len(classes)
     found = {told["class"]: image.max() for image, told in map(grey, map(tmp_path.joinpath, files))}
@@ -169,7 +173,7 @@ def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
 def test_there_are_no_maps_where_nobody_knows_how_large_tiles_are(tmp_path):
     images = SlideImages(Path("a.tiff"), None, PLACES, (32, 32), 2.0)
     given = Input("a", images, (32, 32), PLACES, None, None, None)
-    assert saved(tmp_path, given, Outcome(torch.from_numpy(VALUES), range(4))) == []
+    assert saved(tmp_path, given, SlideOutput(torch.from_numpy(VALUES), range(4))) == []
     assert list(tmp_path.iterdir()) == []
 
 

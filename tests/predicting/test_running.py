@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import to_input
 from spatialdl.errors import SlideError
 from spatialdl.predicting.cutting import cutting_of
 from spatialdl.predicting.inputs import Input, slide_input
-from spatialdl.predicting.running import Outcome, Runner
+from spatialdl.predicting.running import Runner, SlideOutput
 from spatialdl.predicting.trained import find_trained
 from spatialdl.slides.reading.reader import Slide
 from tests.mpi.training.small import small
@@ -33,12 +33,12 @@ def folder(tmp_path_factory) -> Path:
 def prepared(folder: Path, *words: str) -> tuple[Input, Runner]:
     run, slide = folder / "run", folder / "a.tiff"
     config = command(f"ckpt_path={run}", f"slides={slide}", "level=0", *words)
-    trained = find_trained(str(run), Alone())
+    trained = find_trained(str(run), SingleProcess())
     given = slide_input(slide, "a", cutting_of(config, trained))
-    return given, Runner(trained, config, Alone())
+    return given, Runner(trained, config, SingleProcess())
 
 
-def predicted(folder: Path, *words: str) -> tuple[Input, Outcome]:
+def predicted(folder: Path, *words: str) -> tuple[Input, SlideOutput]:
     given, runner = prepared(folder, *words)
     return given, runner.run(given)
 
@@ -137,7 +137,7 @@ def test_a_network_that_does_not_end_with_a_mean_has_no_activation_maps(folder, 
 def test_the_network_sees_the_middle_of_a_tile_as_in_training(folder):
     given, runner = prepared(folder)
     config = command("ckpt_path=x", "slides=x", "level=0")
-    trained = find_trained(str(folder / "run"), Alone())
+    trained = find_trained(str(folder / "run"), SingleProcess())
     trained.__dict__["made_with"] = {"tile_size": 44}
     cropped = slide_input(folder / "a.tiff", "a", cutting_of(config, trained))
     assert cropped.size == (32, 32)
@@ -160,7 +160,7 @@ def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:
 
 
 def test_settings_come_from_the_training_set_unless_said(folder):
-    trained = find_trained(str(folder / "run"), Alone())
+    trained = find_trained(str(folder / "run"), SingleProcess())
     with pytest.raises(ValueError, match="does not say at which resolution"):
         cutting_of(command("ckpt_path=x", "slides=x"), trained)
     trained.__dict__["made_with"] = {"tile_size": 64, "mag": 20.0, "overlap": 8, "whole": None}
@@ -179,9 +179,9 @@ def test_the_mean_of_what_places_give_to_a_class_is_its_logit(tmp_path):
     run = train(tmp_path / "run", *NETWORK)
     slide = write_slide(tmp_path / "a.tiff", 203, 187)
     config = command(f"ckpt_path={run}", "level=0", "activation=true", "batch_size=5")
-    trained = find_trained(str(run), Alone())
+    trained = find_trained(str(run), SingleProcess())
     given = slide_input(slide, "a", cutting_of(config, trained))
-    outcome = Runner(trained, config, Alone()).run(given)
+    outcome = Runner(trained, config, SingleProcess()).run(given)
     assert len(given.places) == len(outcome.activation) > 11
     logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
     assert torch.allclose(logits.softmax(1), outcome.values, rtol=0, atol=1e-6)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting import spatial_data
 from spatialdl.predicting.checks import check_config
 from spatialdl.predicting.inputs import Input, SlideImages
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.results import Maps
-from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.running import SlideOutput
 from tests.composing import composed
 from tests.predicting.runs import known_network, write_slide
 
@@ -31,11 +31,13 @@ def tiles_of(slide: Path, mpp: float | None = MPP) -> Input:
     return Input("a", images, (32, 32), PLACES, SPAN, EXTENT, mpp, slide)
 
 
-def stored(folder: Path, given: Input, outcome: Outcome, shown: Any = (0, 1), **more: Any) -> Any:
+def stored(
+    folder: Path, given: Input, outcome: SlideOutput, shown: Any = (0, 1), **more: Any
+) -> Any:
     """The store that is written, opened."""
     spatialdata = pytest.importorskip("spatialdata", reason="pip install 'spatialdl[spatialdata]'")
     trained = known_network(("no", "yes"), **more)
-    names = Maps(folder, given, trained, shown, Alone(), store=True).save(outcome)
+    names = Maps(folder, given, trained, shown, SingleProcess(), store=True).save(outcome)
     assert all((folder / name).is_file() for name in names)
     assert not [*folder.glob(".*.tmp")]
     return spatialdata.read_zarr(folder / "a.zarr")
@@ -49,7 +51,7 @@ def in_system(element: Any, system: str) -> Any:
 
 def test_tiles_lie_at_their_places_in_pixels_and_micrometres(tmp_path: Path) -> None:
     slide = write_slide(tmp_path / "a.tiff", *EXTENT)
-    store = stored(tmp_path, tiles_of(slide), Outcome(torch.from_numpy(VALUES), range(4)))
+    store = stored(tmp_path, tiles_of(slide), SlideOutput(torch.from_numpy(VALUES), range(4)))
     features = json.loads((tmp_path / "a.geojson").read_text())["features"]
     for system, factor in (("global", 1.0), ("microns", MPP)):
         boxes = in_system(store.shapes["tiles"], system).geometry.bounds.to_numpy()
@@ -66,7 +68,7 @@ def test_tiles_lie_at_their_places_in_pixels_and_micrometres(tmp_path: Path) -> 
 
 def test_maps_and_picture_lie_on_the_slide(tmp_path: Path) -> None:
     slide = write_slide(tmp_path / "a.tiff", *EXTENT)
-    store = stored(tmp_path, tiles_of(slide), Outcome(torch.from_numpy(VALUES), range(4)))
+    store = stored(tmp_path, tiles_of(slide), SlideOutput(torch.from_numpy(VALUES), range(4)))
     found = store.images["probability"]
     assert [*found.coords["c"].values] == ["no", "yes"]
     # the probability of each place, looked up by its coordinates on the slide
@@ -97,7 +99,7 @@ def test_regions_of_a_map(tmp_path: Path) -> None:
     given = Input("a", images, size, [(30, 14)], (80.0, 100.0), EXTENT, None, slide, True)
     yes = torch.full(size, 0.1)
     yes[:, 20:] = 0.9
-    outcome = Outcome(pieces=[Piece((0, 0), torch.stack([1 - yes, yes]).double())])
+    outcome = SlideOutput(pieces=[MapPiece((0, 0), torch.stack([1 - yes, yes]).double())])
     store = stored(tmp_path, given, outcome, [1], task="segmentation")
     (region,) = store.shapes["regions"].geometry
     assert np.allclose(region.bounds, [30 + 40, 14, 30 + 100, 14 + 80], atol=2)
@@ -106,7 +108,7 @@ def test_regions_of_a_map(tmp_path: Path) -> None:
     assert [*table.obs["class"]] == ["yes"]
     assert store.coordinate_systems == ["global"]  # of a slide without a resolution
     again = replace(outcome)  # a store that is there is replaced, and may have no region
-    none = replace(again, pieces=[Piece((0, 0), torch.full((2, *size), 0.5).double())])
+    none = replace(again, pieces=[MapPiece((0, 0), torch.full((2, *size), 0.5).double())])
     store = stored(tmp_path, given, none, [1], task="segmentation")
     assert not store.shapes
     assert set(store.images) == {"slide", "probability"}

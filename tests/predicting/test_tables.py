@@ -7,22 +7,22 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from spatialdl.predicting.records import Record
-from spatialdl.predicting.tables import Report, save_tables, slide_columns, tile_columns
+from spatialdl.predicting.records import PredictionRecord
+from spatialdl.predicting.tables import SlideReport, save_tables, slide_columns, tile_columns
 
 
 def record(
     name: str, *values: tuple[float, ...], span: tuple[float, float] | None = (16.0, 8.0)
-) -> Record:
+) -> PredictionRecord:
     places = np.arange(2 * len(values)).reshape(-1, 2)
-    return Record(name, "key", places, span, np.array(values), 1, ["a.tif"])
+    return PredictionRecord(name, "key", places, span, np.array(values), 1, ["a.tif"])
 
 
 RECORDS = [
     record("a", (0.2, 0.8), (0.6, 0.4), (0.55, 0.45)),
     record("b", (0.1, 0.9)),
 ]
-REPORTS = [Report("a", 3), Report("b", 1)]
+REPORTS = [SlideReport("a", 3), SlideReport("b", 1)]
 
 
 def test_a_row_a_tile_and_a_row_a_slide():
@@ -42,9 +42,9 @@ def test_a_row_a_tile_and_a_row_a_slide():
 
 def test_slides_that_failed_have_a_row():
     reports = [
-        Report("x", problem="cannot open slide x", failed=True),
+        SlideReport("x", problem="cannot open slide x", failed=True),
         REPORTS[1],
-        Report("a", 3, remark="1 tile could not be read", failed=True),
+        SlideReport("a", 3, remark="1 tile could not be read", failed=True),
     ]
     slides = slide_columns(RECORDS, reports, ["no", "yes"], "classification")
     assert slides["slide"] == ["x", "b", "a"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.volume_geometry import Geometry
@@ -45,13 +45,13 @@ def changed(run, tmp_path):
                 inner[last] = value
         rest = {key: value for key, value in content.items() if key != SEAL}
         (own / CONTENT).write_text(sealed(rest))
-        return find_trained(str(tmp_path / path.name), Alone())
+        return find_trained(str(tmp_path / path.name), SingleProcess())
 
     return found
 
 
 def test_what_it_says_of_a_network(run):
-    found = find_trained(str(run), Alone())
+    found = find_trained(str(run), SingleProcess())
     assert (found.step, found.task, found.image_size) == (2, "classification", (32, 32))
     assert (found.channels, found.classes, found.background) == (3, ("0", "1", "2"), None)
     assert (found.kind, dict(found.made_with)) == (None, {})
@@ -82,7 +82,7 @@ def test_volumes_of_its_training_set(changed):
 
 
 def test_the_normalisation_of_its_input(run, changed):
-    found = find_trained(str(run), Alone())
+    found = find_trained(str(run), SingleProcess())
     assert found.normalisation == Normalisation()
     assert found.dtype == np.uint8
     given = {"mean": "imagenet", "std": "imagenet", "scale": 4095}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.views import Views
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.turning import TurnMean, turned_views, turns
 
 
@@ -88,7 +88,7 @@ def test_pieces_come_back_to_their_place(size):
         turned = torch.from_numpy(turn.pixels(values).copy()).movedim(-1, 0)
         start = tuple(range(1, len(size) + 1)) if min(turned.shape[1:]) > 3 else (1,) * len(size)
         part = turned[(slice(None), *(slice(first, first + 2) for first in start))]
-        back = turn.piece_before(Piece(start, part), turned.shape[1:])
+        back = turn.piece_before(MapPiece(start, part), turned.shape[1:])
         place = tuple(
             slice(first, first + extent)
             for first, extent in zip(back.start, back.values.shape[1:], strict=True)
@@ -97,14 +97,14 @@ def test_pieces_come_back_to_their_place(size):
 
 
 def test_means_are_of_all_turns():
-    mean = TurnMean(Alone())
+    mean = TurnMean(SingleProcess())
     for number in (1.0, 2.0, 6.0):
-        piece = Piece((0, 0), torch.full((2, 3, 4), number, dtype=torch.float64))
+        piece = MapPiece((0, 0), torch.full((2, 3, 4), number, dtype=torch.float64))
         mean.add(torch.tensor([[number, 0.0]]), [piece], 2)
     assert mean.values().tolist() == [[3.0, 0.0]]
     [found] = mean.pieces(torch.float64)
     assert found.start == (0, 0)
     assert torch.equal(found.values, torch.full((2, 3, 4), 3.0, dtype=torch.float64))
-    nothing = TurnMean(Alone())
+    nothing = TurnMean(SingleProcess())
     nothing.add(torch.ones(1, 2), [], 2)
     assert nothing.pieces(torch.float32) == []

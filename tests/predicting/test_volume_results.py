@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset
 from spatialdl.predicting.batch import run
 from tests.predicting.runs import command
@@ -29,7 +29,7 @@ def case(tmp_path_factory):
 def predict(folder, *words: str) -> bool:
     config = command(f"ckpt_path={folder / 'run'}", *words)
     (folder / "out").mkdir(exist_ok=True)
-    return run(config, folder / "out", Alone())
+    return run(config, folder / "out", SingleProcess())
 
 
 def test_maps_lie_voxel_on_voxel_on_their_volumes(case):

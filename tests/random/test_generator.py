@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spatialdl.random import generator
-from spatialdl.random.generator import Region, _bits, keep_mask, key_of, normal, uniform
+from spatialdl.random.generator import TensorRegion, _bits, keep_mask, key_of, normal, uniform
 from spatialdl.random.streams import whole
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_a_part_draws_what_the_whole_draws(
     mask = keep_mask(whole(shape), 0.3, 5, CPU)
     assert full.shape == mask.shape == shape
     positions = tuple(torch.arange(size)[size // 3 :: 2] for size in shape)
-    part = Region(positions, shape)
+    part = TensorRegion(positions, shape)
     expected = full
     for dim, places in enumerate(positions):
         expected = expected.index_select(dim, places)

@@ -23,7 +23,7 @@ from tests.mpi.device import put_on
 device = put_on(world)
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import Pipeline
 from spatialdl.pipeline.schedule import make_schedule

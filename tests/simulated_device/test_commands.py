@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -70,7 +70,7 @@ def alone(folder: Path, *words: str) -> list[float]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*own, "~model.width", "device=cpu", "parallel.microbatches=4"])
     folder.mkdir(exist_ok=True)
-    fit(Trainer(config, Alone()), folder)
+    fit(Trainer(config, SingleProcess()), folder)
     return losses(folder)
 
 

@@ -15,7 +15,7 @@ PLANTED = """
 from functools import partial
 from spatialdl.comm.device_transport import DeviceAware
 from spatialdl.comm.mpi import MpiCommunicator
-from spatialdl.comm.ways import by_messages
+from spatialdl.comm.exchange_strategies import by_messages
 
 def not_staged(comm):
     return DeviceAware(comm, comm._add, comm.gather_into, partial(by_messages, comm))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spatialdl.comm.held import Held
+from spatialdl.comm.boxed import BoxedTensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import Layout, Window, needed_boxes
 from spatialdl.spatial.bands import parts_of
@@ -49,8 +49,10 @@ def test_tiles_and_bands_give_what_the_whole_image_gives(dims: int, seed: int) -
     wanted = _sums(_around(image, output, windows), windows, [0] * dims)
     for part, (own, outputs) in enumerate(zip(layout.boxes, output.boxes, strict=True)):
         plan = plan_for(layout.boxes, needed_boxes(output, windows), part)
-        tile = Held(image, layout.whole).view(own)
-        arrivals = [Held(Held(image, layout.whole).view(box), box) for _, box in plan.receives]
+        tile = BoxedTensor(image, layout.whole).view(own)
+        arrivals = [
+            BoxedTensor(BoxedTensor(image, layout.whole).view(box), box) for _, box in plan.receives
+        ]
         parts = parts_of(own, outputs, layout.size, windows)
         found = torch.full((2, 1, *outputs.shape[1:]), float("nan"), dtype=torch.float64)
         if parts.alone is not None:
@@ -61,7 +63,7 @@ def test_tiles_and_bands_give_what_the_whole_image_gives(dims: int, seed: int) -
             if band is not None:
                 window = band.window(tile, plan, arrivals, 0.0)
                 band.of(found).copy_(_sums(window, windows, [0] * dims))
-        assert torch.equal(found, Held(wanted, output.whole).view(outputs))
+        assert torch.equal(found, BoxedTensor(wanted, output.whole).view(outputs))
 
 
 def _around(image: torch.Tensor, output: Layout, windows: tuple[Window, ...]) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl.streaming.copies import Copies
+from spatialdl.streaming.copies import ModelCopies
 
 
 class Tied(nn.Module):
@@ -38,7 +38,7 @@ def memory(tensor: Tensor) -> int:
 
 
 def test_weights_are_there_once_and_buffers_for_each(model):
-    copies = Copies(model, 3)
+    copies = ModelCopies(model, 3)
     assert copies.networks[0] is model
     assert len({id(one) for one in copies.networks}) == 3
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -58,7 +58,7 @@ def test_weights_are_there_once_and_buffers_for_each(model):
 def test_gradients_of_all_come_together_apart_from_the_networks_own(model):
     model(X).square().sum().backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    copies = Copies(model, 2)
+    copies = ModelCopies(model, 2)
     with copies.in_place():
         for network in copies.networks:
             network(X).square().sum().backward()
@@ -72,7 +72,7 @@ def test_gradients_of_all_come_together_apart_from_the_networks_own(model):
 
 def test_the_network_has_its_own_parameters_again_behind_it(model):
     own = dict(model.named_parameters(remove_duplicate=False))
-    copies = Copies(model, 2)
+    copies = ModelCopies(model, 2)
     with copies.in_place():
         inside = dict(model.named_parameters(remove_duplicate=False))
         assert all(inside[name] is not own[name] for name in own)
@@ -84,7 +84,7 @@ def test_the_network_has_its_own_parameters_again_behind_it(model):
 
 
 def test_copies_follow_weights_buffers_modes_and_settings(model):
-    copies = Copies(model, 2)
+    copies = ModelCopies(model, 2)
     other = copies.networks[1]
     with torch.no_grad():
         model.first.weight.data = model.first.weight * 3  # other memory, as an average has
@@ -105,7 +105,7 @@ def test_copies_follow_weights_buffers_modes_and_settings(model):
 
 
 def test_an_optimizer_step_is_seen_by_copies_at_once(model):
-    copies = Copies(model, 2)
+    copies = ModelCopies(model, 2)
     with torch.no_grad():
         model.first.weight += 1
     assert torch.equal(copies.networks[1].first.weight, model.first.weight)

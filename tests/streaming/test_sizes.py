@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from spatialdl.models import resnet18, unet
 from spatialdl.streaming.memory import Memory
-from spatialdl.streaming.sizes import SHARE, Sizes, sizes_of, stored, tiles_within
+from spatialdl.streaming.sizes import SHARE, ImageSizes, sizes_of, stored, tiles_within
 from spatialdl.streaming.store import DiskStore
 
 
@@ -62,7 +62,7 @@ def test_a_network_that_reads_values_is_not_known():
     [((1000, 1000), (1, 1)), ((1000, 90), (1, 1)), ((300, 200, 100), (1, 1, 1)), ((999,), (3,))],
 )
 def test_tiles_are_as_few_as_fit_and_nearly_square(size, grid):
-    sizes, limit = Sizes(10**9, 4 * 10**8), 10**8
+    sizes, limit = ImageSizes(10**9, 4 * 10**8), 10**8
     found = tiles_within(sizes, limit, size, grid)
     per_tile = sizes.largest / prod(found) / prod(grid)
     assert per_tile <= SHARE * limit
@@ -73,13 +73,13 @@ def test_tiles_are_as_few_as_fit_and_nearly_square(size, grid):
 
 
 def test_one_tile_is_enough_where_all_fits():
-    assert tiles_within(Sizes(10, 10), 1000, (64, 64), (1, 1)) == [1, 1]
+    assert tiles_within(ImageSizes(10, 10), 1000, (64, 64), (1, 1)) == [1, 1]
 
 
 def test_pixels_are_not_cut():
-    assert tiles_within(Sizes(10**9, 10**9), 1, (4, 2), (1, 1)) == [3, 2]
+    assert tiles_within(ImageSizes(10**9, 10**9), 1, (4, 2), (1, 1)) == [3, 2]
 
 
 def test_what_is_stored_is_what_the_limit_leaves():
-    assert stored(Sizes(1000, 10), 300, 2) == 200
-    assert stored(Sizes(1000, 10), 2000, 1) == 0
+    assert stored(ImageSizes(1000, 10), 300, 2) == 200
+    assert stored(ImageSizes(1000, 10), 2000, 1) == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl import train
-from spatialdl.submitting.runs import Run, script
+from spatialdl.submitting.runs import SubmittedRun, script
 
 SBATCH = """#!/bin/sh
 test ! -e refuse || {
@@ -230,5 +230,5 @@ def test_without_slurm_it_is_told(submitted, monkeypatch):
 
 def test_words_come_through_the_shell_as_they_are():
     odd = ("a b", "it's", '"$HOME"', "$(exit 1)", "x;y", "ü", "--flag", "[1, 2]", "")
-    run = Run((), odd, Path("/a b"), 1, 0, (), (), None)
+    run = SubmittedRun((), odd, Path("/a b"), 1, 0, (), (), None)
     assert words_of(script([run]))[4:] == ["--ranks=1", "--requeue=0", "/a b", *odd]

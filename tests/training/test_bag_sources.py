@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.feature_file import write_features
 from spatialdl.data.loader import sample_order
 from spatialdl.training.checks import check_config
@@ -36,7 +36,7 @@ def table(folder, *rows, head="slide,label"):
 def test_training_is_a_plain_loop_over_bags(tmp_path, folder) -> None:
     words = (*SMALL["abmil"], "model.dropout=0", "data.batch_size=2", "optimizer.lr=0.01")
     config = bag_config(folder, *words, "task.class_weights=[1,2,3]")
-    trainer = Trainer(config, Alone())
+    trainer = Trainer(config, SingleProcess())
     fit(trainer, tmp_path / "run")
     losses = json.loads((tmp_path / "run" / "summary.json").read_text())["loss"]
 
@@ -71,10 +71,13 @@ def test_training_is_a_plain_loop_over_bags(tmp_path, folder) -> None:
 
 def test_a_run_resumes(tmp_path, folder) -> None:
     words = (*SMALL["clam"], "data.batch_size=2", "data.max_tiles=6")
-    whole = Trainer(bag_config(folder, *words), Alone())
+    whole = Trainer(bag_config(folder, *words), SingleProcess())
     fit(whole, tmp_path / "whole")
-    fit(Trainer(bag_config(folder, *words, "trainer.max_epochs=2"), Alone()), tmp_path / "half")
-    rest = Trainer(bag_config(folder, *words, f"ckpt_path={tmp_path / 'half'}"), Alone())
+    fit(
+        Trainer(bag_config(folder, *words, "trainer.max_epochs=2"), SingleProcess()),
+        tmp_path / "half",
+    )
+    rest = Trainer(bag_config(folder, *words, f"ckpt_path={tmp_path / 'half'}"), SingleProcess())
     fit(rest, tmp_path / "rest")
     for name, weight in whole.parts.pipeline.state_dict().items():
         torch.testing.assert_close(rest.parts.pipeline.state_dict()[name], weight)
@@ -86,7 +89,7 @@ def test_other_labels_train(tmp_path, folder, task) -> None:
     words = (f"task={task}", f"data.columns={columns}", "data.num_classes=null")
     bins = ("data.num_classes=2",) if task == "survival" else ()
     config = bag_config(folder, *SMALL["mean"], *words, *bins, "trainer.checkpoint.best=null")
-    fit(Trainer(config, Alone()), tmp_path / "run")
+    fit(Trainer(config, SingleProcess()), tmp_path / "run")
     head, *rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
     assert len(rows) == 3
     if task == "survival":
@@ -97,7 +100,7 @@ def test_other_labels_train(tmp_path, folder, task) -> None:
 
 def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
     words = (*SMALL["mean"], "task=survival", "task.loss=cox", "trainer.checkpoint.best=c_index")
-    trainer = Trainer(bag_config(folder, *words, "data.batch_size=4"), Alone())
+    trainer = Trainer(bag_config(folder, *words, "data.batch_size=4"), SingleProcess())
     assert trainer.parts.sources.num_classes == 1
     fit(trainer, tmp_path / "run")
     head, *rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
@@ -112,7 +115,7 @@ def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
         "task.loss=efron": "take null.*or cox",
     }.items():
         with pytest.raises(ValueError, match=message):
-            Trainer(bag_config(folder, *words, "data.batch_size=2", word), Alone())
+            Trainer(bag_config(folder, *words, "data.batch_size=2", word), SingleProcess())
 
 
 def test_slides_that_do_not_fit_are_named(tmp_path, folder, caplog) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.best import METRICS, Best, check_metric
 from spatialdl.training.trainer import Trainer
 from tests.bags import write_bags
@@ -19,7 +19,7 @@ def small(*overrides: str) -> Trainer:
         given = ("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu")
         more = ("data.samples=3", "data.validation_samples=3", "trainer.max_steps=1")
         config = compose("train", [*overrides, *given, *more, "data.batch_size=3"])
-    return Trainer(config, Alone())
+    return Trainer(config, SingleProcess())
 
 
 def survivals(folder: Path) -> Trainer:
@@ -35,7 +35,7 @@ def survivals(folder: Path) -> Trainer:
                 f"data.labels={folder / 'bags' / 'labels.csv'}",
             ],
         )
-    return Trainer(config, Alone())
+    return Trainer(config, SingleProcess())
 
 
 def outcomes(best: Best, values: list[float]) -> list[bool]:

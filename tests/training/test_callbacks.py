@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.callbacks import Callback, Callbacks, callback_plugins
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer
@@ -27,7 +27,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def trained(run_dir, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), Alone())
+    trainer = Trainer(config(*overrides), SingleProcess())
     fit(trainer, run_dir)
     return trainer
 
@@ -57,7 +57,7 @@ def test_one_that_stops_ends_the_run_after_its_step(tmp_path, caplog):
     words = f"trainer.callbacks=[{{_target_: {OWN}.Recorder, stop_at: 3}}]"
     with caplog.at_level("INFO"):
         trainer = trained(tmp_path, words, "trainer.max_steps=8")
-    assert trainer.course.step == 3
+    assert trainer.progress.step == 3
     assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
     assert "Stopped by a callback after step 3 of 8: as was asked for." in caplog.text
 

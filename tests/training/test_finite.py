@@ -12,7 +12,7 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import NotFinite
 from spatialdl.training.finite import are_finite
 from spatialdl.training.optimization.update import Update
@@ -32,7 +32,7 @@ def trainer(*overrides: str) -> Trainer:
         *("data.validation_samples=2", "trainer.max_steps=4", "trainer.checkpoint.best=null"),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Trainer(compose("train", [*given, *overrides]), Alone())
+        return Trainer(compose("train", [*given, *overrides]), SingleProcess())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_no_checkpoint_has_a_weight_that_the_update_has_spoilt(tmp_path, monkeyp
 
     def overflowing(update: Update) -> None:
         step(update)
-        if run.course.step == 2:
+        if run.progress.step == 2:
             run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("inf")
 
     monkeypatch.setattr(Update, "step", overflowing)

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.overrides import check_overrides
 from spatialdl.configuring.own_keys import rewritten
 from spatialdl.data import ShardWriter
@@ -114,9 +114,9 @@ def test_words_of_the_command_line():
 
 
 def test_what_cannot_be_repeated_is_told(caplog):
-    check_same_samples(opened("Noise").train, Alone(), split=False)
+    check_same_samples(opened("Noise").train, SingleProcess(), split=False)
     assert not caplog.text
-    check_same_samples(opened("Unrepeatable").train, Alone(), split=False)
+    check_same_samples(opened("Unrepeatable").train, SingleProcess(), split=False)
     assert "cannot be seeded" in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_a_source_that_reads_by_boxes_is_taken_as_it_is(tmp_path):
 def losses(folder: Path, *more: str, steps: int) -> list[float]:
     words = ["data.batch_size=3", f"trainer.max_steps={steps}", "data.dataset.count=8", *more]
     words += ["model.width=2", "data.validation.split=val"]
-    fit(Trainer(config(f"{HERE}.OwnGenerator", *words), Alone()), folder)
+    fit(Trainer(config(f"{HERE}.OwnGenerator", *words), SingleProcess()), folder)
     return json.loads((folder / "summary.json").read_text())["loss"]
 
 

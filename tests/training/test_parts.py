@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
-from spatialdl.training.parts import Parts
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.training.parts import RunParts
 
 TINY = [
     *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=10"),
@@ -16,10 +16,10 @@ TINY = [
 
 def test_parts_belong_to_one_run():
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        parts = Parts(compose("train", [*TINY, "trainer.accumulate=2"]), Alone())
+        parts = RunParts(compose("train", [*TINY, "trainer.accumulate=2"]), SingleProcess())
     assert (parts.batch_size, parts.steps, parts.placement.world_size) == (8, 3, 1)
-    assert len(parts.validation_feed) == 1
-    batch = parts.train_feed.microbatches(next(parts.train_feed.batches(0, 0)))
+    assert len(parts.validation_loader) == 1
+    batch = parts.train_loader.microbatches(next(parts.train_loader.batches(0, 0)))
     assert len(batch) == parts.microbatches == parts.pipeline.schedule.microbatches
     assert sum(one.samples for one in batch) == parts.batch_size
     parts.close_feeds()
@@ -47,4 +47,4 @@ def test_what_does_not_fit_together_is_refused(overrides, sentence):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, *overrides])
     with pytest.raises(ValueError, match=f"(?s){sentence}"):
-        Parts(config, Alone())
+        RunParts(config, SingleProcess())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl.training import run_lock
-from spatialdl.training.run_lock import Holder, held
+from spatialdl.training.run_lock import LockHolder, held
 
 HOLD = """
 import signal, sys
@@ -110,7 +110,7 @@ def test_a_job_started_again_after_its_node_died_has_the_directory_at_once(tmp_p
         earlier.wait()
         become("7", 1)
         with held(tmp_path):
-            assert Holder.read(tmp_path / ".lock") == Holder.here()
+            assert LockHolder.read(tmp_path / ".lock") == LockHolder.here()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "a"}', '{"start": "x"}'])
@@ -138,7 +138,7 @@ def test_a_run_that_was_killed_leaves_no_lock(tmp_path):
         other.kill()
         other.wait()
         with held(tmp_path):
-            assert Holder.read(tmp_path / ".lock") == Holder.here()
+            assert LockHolder.read(tmp_path / ".lock") == LockHolder.here()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another name of the machine needs root")

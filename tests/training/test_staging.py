@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.errors import ShardError
 from spatialdl.training.staging import StageTo, Staging
@@ -51,7 +51,7 @@ def train(folder, tmp_path, caplog):
             patch.setattr(
                 Trainer, "_train_step", lambda *given: losses.append(step(*given)) or losses[-1]
             )
-            fit(Trainer(config, Alone()), tmp_path / "run")
+            fit(Trainer(config, SingleProcess()), tmp_path / "run")
         said = [one.message for one in caplog.records if one.name == "spatialdl.data"]
         return losses, said
 

@@ -4,29 +4,29 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import NotFinite
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.training.parts import Parts
-from spatialdl.training.step import Step
+from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.training.parts import RunParts
+from spatialdl.training.step import TrainingStep
 
 
-def parts(*overrides: str) -> Parts:
+def parts(*overrides: str) -> RunParts:
     given = [
         *("model=resnet18", "model.width=4", "device=cpu", "trainer.precision=float64"),
         *("data.image_size=[16,12]", "data.samples=8", "data.batch_size=4", "data.num_classes=3"),
         *("trainer.max_steps=4", *overrides),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Parts(compose("train", given), Alone())
+        return RunParts(compose("train", given), SingleProcess())
 
 
-def step_of(run: Parts) -> Step:
-    return Step(run.config, run.pipeline, run.update, run.task.mixup, 3, Alone())
+def step_of(run: RunParts) -> TrainingStep:
+    return TrainingStep(run.config, run.pipeline, run.update, run.task.mixup, 3, SingleProcess())
 
 
-def first(run: Parts) -> list[Microbatch]:
-    return run.train_feed.microbatches(next(run.train_feed.batches(0, 0)))
+def first(run: RunParts) -> list[Microbatch]:
+    return run.train_loader.microbatches(next(run.train_loader.batches(0, 0)))
 
 
 @pytest.mark.parametrize("looks", ["debug=detect_nan", "trainer.stop_on_nan=true"])

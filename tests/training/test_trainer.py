@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
@@ -43,7 +43,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), Alone())
+    trainer = Trainer(config(*overrides), SingleProcess())
     fit(trainer, run_dir)
     return trainer
 
@@ -72,7 +72,7 @@ def test_a_run_leaves_a_loss_and_a_row_a_step(tmp_path):
     trainer = train(tmp_path)
     rows = table(tmp_path / "metrics.csv")
     loss = summary(tmp_path)["loss"]
-    assert trainer.course.step == trainer.parts.steps == len(loss) == len(rows) == 3
+    assert trainer.progress.step == trainer.parts.steps == len(loss) == len(rows) == 3
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert [float(row["loss"]) for row in rows] == loss
     assert [float(row["learning_rate"]) for row in rows] == [0.05] * 3
@@ -90,7 +90,7 @@ def decaying(parameters):
 
 def test_the_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config("scheduler=cosine", "optimizer=adamw", "parallel.microbatches=2")
-    trainer = Trainer(settings, Alone())
+    trainer = Trainer(settings, SingleProcess())
     model = build_model(config(), trainer.parts.sources).double()
     fit(trainer, tmp_path)
     optimizer = torch.optim.AdamW(decaying(model.parameters()), lr=1e-3, weight_decay=0.01)
@@ -172,7 +172,7 @@ def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"
     train(whole, *AUGMENTED)
     trainer = train(half, *AUGMENTED, "trainer.max_steps=4", "data.validation_samples=0")
-    assert (trainer.course.epoch, trainer.course.batch) == (1, 1)
+    assert (trainer.progress.epoch, trainer.progress.batch) == (1, 1)
     seen = summary(half)["loss"]
     train(half, *AUGMENTED, "ckpt_path=latest")
     assert summary(half)["loss"] == summary(whole)["loss"]
@@ -225,7 +225,7 @@ def masked_batch(samples: list[int], seed: int = 0) -> tuple[torch.Tensor, torch
 
 def test_segmentation_s_losses_are_those_of_a_plain_loop(tmp_path):
     settings = config(*SEGMENTED, "parallel.microbatches=2")
-    trainer = Trainer(settings, Alone())
+    trainer = Trainer(settings, SingleProcess())
     model = build_model(settings, trainer.parts.sources).double()
     fit(trainer, tmp_path)
     optimizer = torch.optim.SGD(
@@ -280,7 +280,7 @@ def test_accumulated_batches_are_one_batch(tmp_path):
         *("data.batch_size=2", "trainer.accumulate=2", "optimizer.scale_lr=linear"),
     )
     assert summary(tmp_path / "parts")["loss"] == summary(tmp_path / "whole")["loss"]
-    assert accumulated.course.step == whole.course.step == 3
+    assert accumulated.progress.step == whole.progress.step == 3
     ours, expected = accumulated.parts.pipeline.state_dict(), whole.parts.pipeline.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
     # of one batch at a time are activations held
@@ -360,7 +360,7 @@ def test_channels_last_changes_the_order_in_memory_only(tmp_path):
 
 
 def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
-    start = build_model(config(), Trainer(config(), Alone()).parts.sources)
+    start = build_model(config(), Trainer(config(), SingleProcess()).parts.sources)
     torch.save({"state_dict": start.state_dict()}, tmp_path / "start.pt")
     settings = config(
         "seed=5",
@@ -369,7 +369,7 @@ def test_what_is_frozen_stays_and_the_rest_is_that_of_a_plain_loop(tmp_path):
         "task.class_weights=[1,2,0.5]",
         "task.label_smoothing=0.2",
     )
-    trainer = Trainer(settings, Alone())
+    trainer = Trainer(settings, SingleProcess())
     fit(trainer, tmp_path / "run")
     model = start.double().train()
     still = (model.conv1, model.bn1, model.layer1)
@@ -409,7 +409,7 @@ def test_a_run_can_be_seen(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = config("trainer.validate_every=2", "logger=tensorboard", "optimizer=adamw")
-    Trainer(settings, Alone()).fit(tmp_path)
+    Trainer(settings, SingleProcess()).fit(tmp_path)
     split = summary(tmp_path)["time_split"]
     assert split.pop("seconds_per_step") > 0
     assert sum(split.values()) == pytest.approx(1)
@@ -490,10 +490,10 @@ def test_a_run_that_is_told_to_stop_gives_up_a_step_on_virtual_tiles(tmp_path, m
     with monkeypatch.context() as within:
         within.setattr(signals, "seen", seen)
         stopped = train(tmp_path / "ours", *words)
-    done = stopped.course.step
+    done = stopped.progress.step
     assert next(operations) == 20_001  # it did not even end the operation
-    assert 0 < done < whole.course.step
-    assert stopped.course.stopped is signal.SIGTERM
+    assert 0 < done < whole.progress.step
+    assert stopped.progress.stopped is signal.SIGTERM
     monkeypatch.setattr(signals._Seen, "first", None)
     ours = train(tmp_path / "ours", *words, "ckpt_path=latest")
     assert summary(tmp_path / "ours")["loss"] == summary(tmp_path / "whole")["loss"]

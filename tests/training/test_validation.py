@@ -9,11 +9,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
-from spatialdl.training.parts import Parts
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.training.parts import RunParts
 
 
-def parts(*overrides: str) -> Parts:
+def parts(*overrides: str) -> RunParts:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
@@ -23,12 +23,12 @@ def parts(*overrides: str) -> Parts:
                 *overrides,
             ],
         )
-    return Parts(config, Alone())
+    return RunParts(config, SingleProcess())
 
 
-def validated(ours: Parts, batches: int | None = None) -> dict[str, Any]:
-    feed = ours.validation_feed
-    microbatches = map(feed.microbatches, islice(feed.batches(), batches))
+def validated(ours: RunParts, batches: int | None = None) -> dict[str, Any]:
+    loader = ours.validation_loader
+    microbatches = map(loader.microbatches, islice(loader.batches(), batches))
     return ours.validation.scores(ours.validation.own(microbatches))
 
 

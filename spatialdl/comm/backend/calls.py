@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.comm.roll_call import say
+from spatialdl.comm.liveness import say
 from spatialdl.comm.waiting import noted
 
 MANY = 32

@@ -121,7 +121,7 @@ class MessageWork(Work):
         give_back(self._tensor, self._held)
 
 
-class Messages:
+class GroupMessages:
     """The messages of a group that are under way.
 
     They are kept until they are done: a program may drop the work of a message that is still being

@@ -33,7 +33,7 @@ from spatialdl.comm.backend.arrivals import Arrivals
 from spatialdl.comm.backend.calls import Call, Group, Job, seconds
 from spatialdl.comm.backend.communication_thread import CommunicationThread
 from spatialdl.comm.backend.host import device_kinds, queued_before, wait_in_stream
-from spatialdl.comm.backend.messages import Messages, MessageWork
+from spatialdl.comm.backend.messages import GroupMessages, MessageWork
 
 NAME = "mpi4py"
 Tensors = Sequence[Tensor]
@@ -78,7 +78,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         self._thread = CommunicationThread(
             f"mpi4py group {name}", self._arrivals, threaded, None if threaded else _one_at_a_time
         )
-        self._messages = Messages(lambda: self._comm)
+        self._messages = GroupMessages(lambda: self._comm)
         self._numbers = count(1)
         self._on_close = on_close
         self._open = True

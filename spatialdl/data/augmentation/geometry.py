@@ -16,7 +16,7 @@ from spatialdl.data.image_source import Box, Pixels, extents, pairs
 
 
 @dataclass(frozen=True)
-class Window:
+class CropWindow:
     """Where a changed image lies in the stored one.
 
     Its pixel (r, c) is the stored one at `corner` + (r', c'), where (r', c') is (r, c), mirrored
@@ -54,7 +54,7 @@ class Window:
         return pixels[tuple(slice(None, None, -1 if flip else 1) for flip in self.mirrored)]
 
 
-def window_of(draw: Draw, stored: Sequence[int], size: Sequence[int]) -> Window:
+def window_of(draw: Draw, stored: Sequence[int], size: Sequence[int]) -> CropWindow:
     """Where the image of `size` that was drawn lies in one of size `stored`.
 
     An image smaller than that lies in the middle.
@@ -69,7 +69,7 @@ def window_of(draw: Draw, stored: Sequence[int], size: Sequence[int]) -> Window:
     crop = draw.crop or (None, None, None)
     left = (has - wanted for has, wanted in zip(stored, taken, strict=True))
     corner = tuple(map(_begin, crop[-len(size) :], left))
-    return Window(tuple(size), corner, transposed, (draw.flip_slices, rows, cols)[-len(size) :])
+    return CropWindow(tuple(size), corner, transposed, (draw.flip_slices, rows, cols)[-len(size) :])
 
 
 def _begin(part: float | None, left: int) -> int:

@@ -37,7 +37,7 @@ class PatchFile:
 
 
 @dataclass(frozen=True)
-class SlideLabel:
+class ClamLabel:
     """What a table says of a slide."""
 
     label: str
@@ -94,7 +94,7 @@ def import_clam(
     return broken
 
 
-def read_labels(path: Path, *, empty: bool = False) -> dict[str, SlideLabel]:
+def read_labels(path: Path, *, empty: bool = False) -> dict[str, ClamLabel]:
     """The labels of slides, by slide_id.
 
     Args:
@@ -111,8 +111,8 @@ def read_labels(path: Path, *, empty: bool = False) -> dict[str, SlideLabel]:
         raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
 
 
-def _labels_in(path: Path, table: csv.DictReader[str], empty: bool) -> dict[str, SlideLabel]:
-    labels: dict[str, SlideLabel] = {}
+def _labels_in(path: Path, table: csv.DictReader[str], empty: bool) -> dict[str, ClamLabel]:
+    labels: dict[str, ClamLabel] = {}
     missing = {"slide_id", "label"}.difference(table.fieldnames or ())
     if missing:
         raise ValueError(f"{path} has no column {' and '.join(sorted(missing))}")
@@ -120,7 +120,7 @@ def _labels_in(path: Path, table: csv.DictReader[str], empty: bool) -> dict[str,
         slide, label = (str(row[name] or "").strip() for name in ("slide_id", "label"))
         if not slide or not (label or empty):
             raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
-        made = SlideLabel(label, str(row.get("split") or "").strip() or None)
+        made = ClamLabel(label, str(row.get("split") or "").strip() or None)
         if labels.setdefault(slide, made) != made:
             raise ValueError(f"{path}, line {table.line_num}: {slide} has another label before")
     return labels
@@ -181,7 +181,7 @@ def _check_alike(files: Sequence[PatchFile]) -> None:
             )
 
 
-def label_of(slide: str, known: Mapping[str, SlideLabel], table: Path | None) -> SlideLabel | None:
+def label_of(slide: str, known: Mapping[str, ClamLabel], table: Path | None) -> ClamLabel | None:
     """What a table says of a slide; None where there is no table.
 
     Raises:
@@ -198,7 +198,7 @@ def label_of(slide: str, known: Mapping[str, SlideLabel], table: Path | None) ->
     return found
 
 
-def _copy(file: PatchFile, label: SlideLabel | None, writer: ShardWriter) -> Iterable[int]:
+def _copy(file: PatchFile, label: ClamLabel | None, writer: ShardWriter) -> Iterable[int]:
     each = int(np.prod(file.shape)) * file.dtype.itemsize
     at_once = max(1, _AT_ONCE // each)
     with h5py.File(file.path, "r", locking=False) as h5:

@@ -30,11 +30,11 @@ from spatialdl.data.importing.volume_file import (
 from spatialdl.data.importing.volume_files.volume import StoredVolume
 from spatialdl.data.pixels import DTYPES
 from spatialdl.data.region_shard import OtherTypeError
-from spatialdl.data.volume_geometry import Turn, orientation_of
+from spatialdl.data.volume_geometry import VolumeTurn, orientation_of
 from spatialdl.data.writer import ShardWriter
 from spatialdl.text import counted
 
-_AS_STORED = Turn()
+_AS_STORED = VolumeTurn()
 _APART = 0.1
 """Of the smallest spacing: how far the corners of a mask may lie from those of its volume."""
 
@@ -185,7 +185,7 @@ def _add(found: dict[str, FoundVolume], name: str, one: FoundVolume) -> None:
 class _Rows:
     """A volume, or the mask of one, as `ShardWriter` reads it: some slices at a time."""
 
-    def __init__(self, volume: StoredVolume, turn: Turn = _AS_STORED) -> None:
+    def __init__(self, volume: StoredVolume, turn: VolumeTurn = _AS_STORED) -> None:
         self._volume, self._turn = volume, turn
         self.size = self._turn.seen_size(volume.size)
         self.shape: tuple[int, ...] = (*self.size, volume.channels)
@@ -201,7 +201,7 @@ class _Rows:
 class _Classes(_Rows):
     """A mask, whose classes some programs save as floats."""
 
-    def __init__(self, path: Path, mask: StoredVolume, turn: Turn) -> None:
+    def __init__(self, path: Path, mask: StoredVolume, turn: VolumeTurn) -> None:
         super().__init__(mask, turn)
         self._path, self.shape = path, self.size
 
@@ -239,7 +239,7 @@ def _mask(name: str, masks: dict[str, FoundVolume], volume: StoredVolume) -> _Cl
     return _Classes(path, mask, _turn_onto(mask, volume, path))
 
 
-def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> Turn:
+def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> VolumeTurn:
     """What brings a mask onto the voxels of its volume, where both say where they lie.
 
     Raises:
@@ -248,7 +248,7 @@ def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> Turn:
     if mask.affine is None or volume.affine is None or sorted(mask.size) != sorted(volume.size):
         return _AS_STORED
     apart = []
-    onto = Turn.between(orientation_of(mask.affine), orientation_of(volume.affine))
+    onto = VolumeTurn.between(orientation_of(mask.affine), orientation_of(volume.affine))
     for turn in (_AS_STORED, onto):
         if turn.seen_size(mask.size) == volume.size:
             apart.append(_corners_apart(mask.affine, volume.affine, turn, volume.size))
@@ -264,7 +264,7 @@ def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> Turn:
 def _corners_apart(
     mask: npt.NDArray[np.float64],
     volume: npt.NDArray[np.float64],
-    turn: Turn,
+    turn: VolumeTurn,
     size: tuple[int, ...],
 ) -> float:
     """The largest distance of a corner voxel of the turned mask from the volume's, in mm."""

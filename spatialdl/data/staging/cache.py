@@ -65,7 +65,7 @@ class NodeCache:
         """Where a shard lies until it is whole."""
         return self.path / "shards" / f"{info.sha256}.part"
 
-    def join(self, wanted: Collection[ShardInfo]) -> Job:
+    def join(self, wanted: Collection[ShardInfo]) -> StagedJob:
         """Begin a job, after a look for what dead ones have left.
 
         Args:
@@ -78,7 +78,7 @@ class NodeCache:
         with self._locked():
             folder = self.path / "jobs" / f"{os.getpid()}-{uuid4().hex[:8]}"
             folder.mkdir()
-            job = Job(self, folder)
+            job = StagedJob(self, folder)
             try:
                 job.hold()
                 for info in wanted:
@@ -211,7 +211,7 @@ class NodeCache:
                 os.close(lock)
 
 
-class Job:
+class StagedJob:
     """One job's part of the folder: which shards have arrived for it.
 
     Attributes:

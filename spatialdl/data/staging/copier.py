@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from spatialdl.data.format import ShardInfo
-from spatialdl.data.staging.cache import Job, NodeCache
+from spatialdl.data.staging.cache import NodeCache, StagedJob
 from spatialdl.data.staging.copying import (
     BusyError,
     StoppedError,
@@ -31,8 +31,8 @@ from spatialdl.data.staging.copying import (
     is_whole,
     writing,
 )
-from spatialdl.data.staging.giving_way import GivingWay
-from spatialdl.data.staging.local_disk import Room
+from spatialdl.data.staging.local_disk import DiskSpace
+from spatialdl.data.staging.read_priority import ReadPriority
 from spatialdl.errors import ShardError
 
 AT_ONCE = 4  # files
@@ -70,7 +70,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Event:
+class ShardEvent:
     """What became of a shard; `why` it is left where it was, or what is wrong with it.
 
     "moved" are bytes of shards that are on their way.
@@ -91,18 +91,18 @@ class Copier:
     """
 
     def __init__(
-        self, order: Order, tell: Callable[[Event], object], stopped: threading.Event
+        self, order: Order, tell: Callable[[ShardEvent], object], stopped: threading.Event
     ) -> None:
         self._source, self._cache = Path(order.source), NodeCache(Path(order.disk))
-        self._job = Job(self._cache, Path(order.job))
-        self._room = Room(self._job.path)
+        self._job = StagedJob(self._cache, Path(order.job))
+        self._room = DiskSpace(self._job.path)
         self._todo = deque(ShardInfo(*shard, samples=0) for shard in order.shards)
         self._tell, self._stopped = tell, stopped
         self._broken = ""
         self._moved, self._told_at = 0, time.monotonic()
         self._of_others: dict[str, int] = {}
         self._counting = threading.Lock()
-        self._giving_way = GivingWay(self._job.path, stopped)
+        self._giving_way = ReadPriority(self._job.path, stopped)
 
     def run(self) -> None:
         """Return when all is copied that can be, or when told to stop."""
@@ -114,7 +114,7 @@ class Copier:
             self._giving_way.close()
         if not self._stopped.is_set():
             self._tell_moved()
-            self._tell(Event("done"))
+            self._tell(ShardEvent("done"))
 
     def _work(self) -> None:
         while not self._stopped.is_set():
@@ -131,9 +131,9 @@ class Copier:
             except StoppedError:
                 return
 
-    def _stage(self, info: ShardInfo) -> Event:
+    def _stage(self, info: ShardInfo) -> ShardEvent:
         what, why = self._become(info)
-        return Event(what, info.file, info.bytes, why)
+        return ShardEvent(what, info.file, info.bytes, why)
 
     def _become(self, info: ShardInfo) -> tuple[What, str]:
         """Stage a shard; what became of it, and why."""
@@ -193,7 +193,7 @@ class Copier:
                 self._tell_moved()
 
     def _tell_moved(self) -> None:
-        self._tell(Event("moved", bytes=self._moved))
+        self._tell(ShardEvent("moved", bytes=self._moved))
         self._moved, self._told_at = 0, time.monotonic()
 
     def _look_at_others(self, info: ShardInfo) -> None:
@@ -225,7 +225,7 @@ def main() -> None:
     order = Order.from_line(sys.stdin.readline())
     stopped, writing = threading.Event(), threading.Lock()
 
-    def tell(event: Event) -> None:
+    def tell(event: ShardEvent) -> None:
         with writing, suppress(BrokenPipeError):
             print(json.dumps(asdict(event)), flush=True)
 

@@ -14,7 +14,7 @@ _RESERVED_SHARE = 20  # ... or one part in so many of a small disk
 _MEMORY = ("tmpfs", "ramfs")
 
 
-class Room:
+class DiskSpace:
     """The free space of a disk that others write to as well.
 
     Args:
@@ -86,4 +86,4 @@ def why_not(folder: Path) -> str | None:
         return f"is memory ({kind})"
     if not is_local(folder):
         return f"is on a network file system ({kind or 'unknown'})"
-    return "has no room" if Room(folder).bytes <= 0 else None
+    return "has no room" if DiskSpace(folder).bytes <= 0 else None

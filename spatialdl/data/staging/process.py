@@ -19,7 +19,7 @@ from pathlib import Path
 import spatialdl
 from spatialdl.data.format import ShardInfo
 from spatialdl.data.staging.cache import NodeCache
-from spatialdl.data.staging.copier import Event, Order
+from spatialdl.data.staging.copier import Order, ShardEvent
 from spatialdl.text import readable_bytes
 
 log = logging.getLogger("spatialdl.data")
@@ -112,7 +112,7 @@ class CopierProcess:
         while self._told:
             line = self._told.pop(0)
             try:
-                self._note(Event(**json.loads(line)))
+                self._note(ShardEvent(**json.loads(line)))
             except (ValueError, TypeError):
                 self._last_words = line.strip()
         if ended is not None:
@@ -156,7 +156,7 @@ class CopierProcess:
             why = f"{readable_bytes(moved)} in the last {now - before:.0f} s"
             self._say("slow", "copying is slow, or stands still", why)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: ShardEvent) -> None:
         self.bytes[event.what] += event.bytes
         if event.what == "moved":
             return

@@ -15,7 +15,7 @@ from spatialdl.data.format import MANIFEST, Manifest, shard_status
 from spatialdl.data.saving import fsync_folder, replacing, show
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
-from spatialdl.data.staging.local_disk import Room
+from spatialdl.data.staging.local_disk import DiskSpace
 from spatialdl.data.staging.samples import of_splits, samples_in
 from spatialdl.errors import ShardError
 from spatialdl.text import counted, readable_bytes
@@ -24,7 +24,7 @@ _NAMED = 3  # faults that are told in full
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyResult:
     """What a copy of a folder took: shards and bytes in it, and of these what was there."""
 
     shards: int
@@ -39,7 +39,7 @@ def copy_folder(
     *,
     at_once: int = 4,
     keep_free: int | None = None,
-) -> Copied:
+) -> CopyResult:
     """Copy a data set folder; `target` is one as soon as all of it is there.
 
     Shards that are there already are verified; what an interrupted copy has left is resumed.
@@ -49,7 +49,7 @@ def copy_folder(
         target: the folder to be made.
         splits: leave out shards and samples of others; none keeps all.
         at_once: files.
-        keep_free: bytes of the disk that stay free, see `Room`.
+        keep_free: bytes of the disk that stay free, see `DiskSpace`.
 
     Raises:
         ShardError: a shard is missing or damaged, `target` holds something else, there is no
@@ -84,7 +84,7 @@ def copy_folder(
             out.write(text)
     else:
         manifest.save(target)
-    return Copied(len(manifest.shards), sum(info.bytes for info in manifest.shards), there)
+    return CopyResult(len(manifest.shards), sum(info.bytes for info in manifest.shards), there)
 
 
 class _Copying:
@@ -162,7 +162,7 @@ def _check_room(manifest: Manifest, target: Path, keep_free: int | None) -> None
         there = (target / info.file, target / f".{info.file}.part")
         needed += max(0, info.bytes - sum(p.stat().st_size for p in there if p.exists()))
     disk = next(path for path in (target, *target.parents) if path.exists())
-    room = Room(disk, keep_free).bytes
+    room = DiskSpace(disk, keep_free).bytes
     if needed > room:
         raise ShardError(
             f"{target} has room for {readable_bytes(max(room, 0))} besides what stays free, "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 
 COUNT = 3
 _ROWS = 2**16  # cells that are taken to float64 at a time
@@ -29,15 +29,15 @@ class Components(NamedTuple):
     directions: Tensor
     parts: Tensor
 
-    def of(self, piece: Piece) -> Piece:
+    def of(self, piece: MapPiece) -> MapPiece:
         """A piece of the map as its components, float32 (found, rows, columns)."""
         rows, columns = piece.values.shape[1:]
         found = [(cells - self.mean) @ self.directions.T for cells in _cells(piece)]
         values = torch.cat(found).T.float().reshape(len(self.directions), rows, columns)
-        return Piece(piece.start, values.contiguous())
+        return MapPiece(piece.start, values.contiguous())
 
 
-def components_of(pieces: Sequence[Piece], width: int, world: Communicator) -> Components:
+def components_of(pieces: Sequence[MapPiece], width: int, world: Communicator) -> Components:
     """The components of the map; all ranks must call it with their own pieces.
 
     Args:
@@ -63,12 +63,12 @@ def components_of(pieces: Sequence[Piece], width: int, world: Communicator) -> C
     return Components(mean, directions * largest.sign(), parts)
 
 
-def _all_cells(pieces: Sequence[Piece]) -> Iterator[Tensor]:
+def _all_cells(pieces: Sequence[MapPiece]) -> Iterator[Tensor]:
     for piece in pieces:
         yield from _cells(piece)
 
 
-def _cells(piece: Piece) -> Iterator[Tensor]:
+def _cells(piece: MapPiece) -> Iterator[Tensor]:
     """Cells of a piece, float64 (cells, width), row after row."""
     for some in torch.split(piece.values.flatten(1), _ROWS, 1):
         yield some.T.double()

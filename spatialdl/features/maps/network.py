@@ -15,10 +15,10 @@ from spatialdl.data.image_source import Box, ImageSource
 from spatialdl.errors import SlideError, UnsupportedSpatialOp
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.preprocessing import Preprocess
-from spatialdl.features.maps.regions import Region
+from spatialdl.features.maps.regions import SlideRegion
 from spatialdl.parallel.layout import by
 from spatialdl.pipeline.autocast import autocast
-from spatialdl.predicting.pieces import Piece, own_pieces
+from spatialdl.predicting.pieces import MapPiece, own_pieces
 from spatialdl.predicting.progress import ReadInBands
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.split import from_local
@@ -32,7 +32,7 @@ Grid = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Parts:
+class RegionParts:
     """Into which parts regions are cut.
 
     Attributes:
@@ -69,7 +69,7 @@ class MapNetwork:
         encoder: Encoder,
         device: torch.device,
         precision: Precision,
-        parts: Parts,
+        parts: RegionParts,
         world: Communicator,
     ) -> None:
         self._network = encoder.network.to(device, precision.dtype)
@@ -79,7 +79,7 @@ class MapNetwork:
         self._mesh = init_mesh(parts.grid, comm=world) if world.size > 1 else None
 
     @torch.no_grad()
-    def run(self, region: Region) -> tuple[tuple[int, int], list[Piece]]:
+    def run(self, region: SlideRegion) -> tuple[tuple[int, int], list[MapPiece]]:
         """Rows and columns of the map of a region, and this rank's pieces of it.
 
         Raises:
@@ -107,7 +107,7 @@ class MapNetwork:
             raise SlideError(problems[0])
         return size, pieces
 
-    def _run(self, region: Region) -> tuple[tuple[int, int], list[Piece]]:
+    def _run(self, region: SlideRegion) -> tuple[tuple[int, int], list[MapPiece]]:
         source: ImageSource = region.images
         if self._world.rank == 0 and (self._mesh is not None or self._parts.grid == (1, 1)):
             source = ReadInBands(source, region.name)  # shows how far it is
@@ -121,9 +121,9 @@ class MapNetwork:
             image = _Streamed(self, source, region.size)
             limit = self._parts.limit_gb
             output = stream(self._network, image, self._parts.grid, limit_gb=limit)
-        return _size(output), [Piece((0, 0), self._plain(output)[0].cpu())]
+        return _size(output), [MapPiece((0, 0), self._plain(output)[0].cpu())]
 
-    def _own(self, output: Tensor, mesh: Mesh) -> tuple[tuple[int, int], list[Piece]]:
+    def _own(self, output: Tensor, mesh: Mesh) -> tuple[tuple[int, int], list[MapPiece]]:
         """A map that lies on the ranks of a mesh."""
         if isinstance(output, SpatialTensor):
             split = output.spatial_layout.size == tuple(output.shape[2:])

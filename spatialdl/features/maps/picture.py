@@ -11,7 +11,7 @@ import numpy.typing as npt
 from spatialdl.data.saving import replacing
 from spatialdl.errors import SlideError
 from spatialdl.features.maps.components import COUNT
-from spatialdl.features.maps.regions import Region
+from spatialdl.features.maps.regions import SlideRegion
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.text import fitted
 
@@ -38,7 +38,11 @@ def as_colours(components: npt.NDArray[Any]) -> Colours:
 
 
 def save_picture(
-    path: Path, region: Region, colours: Colours, parts: npt.NDArray[Any], slide_mpp: float | None
+    path: Path,
+    region: SlideRegion,
+    colours: Colours,
+    parts: npt.NDArray[Any],
+    slide_mpp: float | None,
 ) -> None:
     """Draw a region beside its map.
 
@@ -76,7 +80,7 @@ def save_picture(
         figure.savefig(out, format="png")
 
 
-def _thumbnail(region: Region, slide_mpp: float | None) -> Thumbnail | None:
+def _thumbnail(region: SlideRegion, slide_mpp: float | None) -> Thumbnail | None:
     """Of the slide, of which the region has some `LONGEST` pixels; None if it cannot be read."""
     span = max(region.size) * region.images.scale
     try:

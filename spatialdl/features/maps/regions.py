@@ -10,7 +10,7 @@ from spatialdl.errors import SlideError
 from spatialdl.features.maps.stride import Stride
 from spatialdl.features.sources import SlideSource
 from spatialdl.predicting.inputs import SlideImages
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, begun
 from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
@@ -18,7 +18,7 @@ from spatialdl.slides.reading.wanted import Wanted
 
 
 @dataclass(frozen=True)
-class Region:
+class SlideRegion:
     """The region of a slide.
 
     Attributes:
@@ -70,7 +70,7 @@ class Region:
 class RegionSource(SlideSource):
     """Slides, of each the box around its tissue as `spatialdl-tile --whole` takes it."""
 
-    def region(self, task: Task, stride: Stride) -> tuple[Report, Region | None]:
+    def region(self, task: Task, stride: Stride) -> tuple[TilingReport, SlideRegion | None]:
         """What is known of a slide, and its region; None where it has no tissue.
 
         Args:
@@ -108,7 +108,7 @@ class RegionSource(SlideSource):
             )
             if own is not None:
                 images.choosing, images.own = self.choosing, own
-            return report, Region(task.name, images, slide.size, slide.known_mpp)
+            return report, SlideRegion(task.name, images, slide.size, slide.known_mpp)
 
 
 def _multiple(length: int, of: int) -> int:

@@ -13,13 +13,13 @@ from tqdm import tqdm
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import SlideError
 from spatialdl.features.encoders.encoder import Encoder
-from spatialdl.features.maps.network import MapNetwork, Parts
-from spatialdl.features.maps.regions import Region, RegionSource
+from spatialdl.features.maps.network import MapNetwork, RegionParts
+from spatialdl.features.maps.regions import RegionSource, SlideRegion
 from spatialdl.features.maps.stride import Stride
 from spatialdl.features.maps.writing import FoundMap, save_map
-from spatialdl.features.results import Layout, check_other, known_again, load_before
-from spatialdl.features.working import Outcome, failed
-from spatialdl.slides.batch.report import Report
+from spatialdl.features.results import ResultFolders, check_other, known_again, load_before
+from spatialdl.features.working import WorkerResult, failed
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task
 from spatialdl.training.optimization.precision import Precision
 
@@ -40,13 +40,13 @@ class MapJob:
     """
 
     source: RegionSource
-    layout: Layout
+    layout: ResultFolders
     about: Mapping[str, Any]
     dtype: str
     precision: Precision
     stride: Stride
     width: int
-    parts: Parts
+    parts: RegionParts
 
 
 class MapWorker:
@@ -67,9 +67,9 @@ class MapWorker:
     ) -> None:
         self._job, self._world = job, world
         self._network = MapNetwork(encoder, device, job.precision, job.parts, world)
-        self._outcome = Outcome()
+        self._outcome = WorkerResult()
 
-    def run(self) -> Outcome:
+    def run(self) -> WorkerResult:
         """Write the maps of all slides.
 
         Returns:
@@ -89,9 +89,9 @@ class MapWorker:
                 bar.update()
         return self._outcome
 
-    def _one(self, task: Task) -> Report:
+    def _one(self, task: Task) -> TilingReport:
         opened = self._opened(task) if self._world.rank == 0 else None
-        agreed: tuple[Report, str, Region | None] = self._world.bcast(opened)
+        agreed: tuple[TilingReport, str, SlideRegion | None] = self._world.bcast(opened)
         report, key, region = agreed
         if region is None:
             return report
@@ -112,7 +112,7 @@ class MapWorker:
         save_map(job.layout, found, attributes, job.source.options.slide_mpp, self._world)
         return report
 
-    def _opened(self, task: Task) -> tuple[Report, str, Region | None]:
+    def _opened(self, task: Task) -> tuple[TilingReport, str, SlideRegion | None]:
         """A slide on rank 0: its report, its key, and its region if there is one to be done."""
         job = self._job
         try:
@@ -128,4 +128,4 @@ class MapWorker:
                     path.unlink(missing_ok=True)
             return report, key, region
         except Exception as error:
-            return failed(Report(task.name, file=str(task.path)), error), "", None
+            return failed(TilingReport(task.name, file=str(task.path)), error), "", None

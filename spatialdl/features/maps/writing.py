@@ -21,9 +21,9 @@ from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.features.maps.components import components_of
 from spatialdl.features.maps.picture import LONGEST, as_colours, save_picture
-from spatialdl.features.maps.regions import Region
-from spatialdl.features.results import Layout
-from spatialdl.predicting.pieces import Piece, PiecedMap
+from spatialdl.features.maps.regions import SlideRegion
+from spatialdl.features.results import ResultFolders
+from spatialdl.predicting.pieces import MapPiece, PiecedMap
 
 _CHUNK_BYTES, _BAND_BYTES = 2**20, 2**26
 
@@ -38,10 +38,10 @@ class FoundMap:
         pieces: of this rank.
     """
 
-    region: Region
+    region: SlideRegion
     size: tuple[int, int]
     width: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[MapPiece]
 
     def stored(self, dtype: str, world: Communicator) -> FoundMap:
         """The same in the type in which it is stored.
@@ -54,7 +54,7 @@ class FoundMap:
             values = piece.values.to(getattr(torch, dtype))
             bad += int((~values.isfinite()).any(0).sum())
             infinite += int((~piece.values.isfinite()).sum())
-            pieces.append(Piece(piece.start, values))
+            pieces.append(MapPiece(piece.start, values))
         found = world.allgather((bad, infinite))
         bad, infinite = (sum(column) for column in zip(*found, strict=True))
         if bad:
@@ -68,7 +68,7 @@ class FoundMap:
 
 
 def save_map(
-    layout: Layout,
+    layout: ResultFolders,
     found: FoundMap,
     attributes: Mapping[str, Any],
     slide_mpp: float | None,

@@ -18,10 +18,10 @@ from spatialdl.data.format import (
     shard_name,
 )
 from spatialdl.data.saving import TEMPORARY, fsync_folder, link, load_json, save_json
-from spatialdl.slides.batch.keeping import PICTURES
 from spatialdl.slides.batch.parts import stored_codec
 from spatialdl.slides.batch.preview import preview_name
-from spatialdl.slides.batch.record import PARTS, RECORDS, Record
+from spatialdl.slides.batch.record import PARTS, RECORDS, SlideRecord
+from spatialdl.slides.batch.resume import PICTURES
 
 PROCESS_LIST, PAGE = "process_list.csv", "report.html"
 
@@ -52,7 +52,7 @@ def assemble(
     Returns:
         The samples of the data set.
     """
-    records = [(name, record) for name in names if (record := Record.load(folder, name))]
+    records = [(name, record) for name in names if (record := SlideRecord.load(folder, name))]
     infos = _numbered(folder, records)
     (folder / MANIFEST).unlink(missing_ok=True)
     if infos:
@@ -77,7 +77,7 @@ def assemble(
     return sum(len(part.taken) for _, record in records for part in record.parts)
 
 
-def _numbered(folder: Path, records: Sequence[tuple[str, Record]]) -> list[ShardInfo]:
+def _numbered(folder: Path, records: Sequence[tuple[str, SlideRecord]]) -> list[ShardInfo]:
     """Give the shards of all parts their names in the data set."""
     infos: list[ShardInfo] = []
     for _, record in records:
@@ -94,7 +94,7 @@ def _numbered(folder: Path, records: Sequence[tuple[str, Record]]) -> list[Shard
     return infos
 
 
-def _samples(records: Sequence[tuple[str, Record]]) -> Iterator[Sample]:
+def _samples(records: Sequence[tuple[str, SlideRecord]]) -> Iterator[Sample]:
     shard = 0
     for name, record in records:
         if record.region is not None:
@@ -109,7 +109,7 @@ def _samples(records: Sequence[tuple[str, Record]]) -> Iterator[Sample]:
                 shard += 1
 
 
-def _tidy(folder: Path, records: Sequence[tuple[str, Record]], shards: set[str]) -> None:
+def _tidy(folder: Path, records: Sequence[tuple[str, SlideRecord]], shards: set[str]) -> None:
     """Remove what is not of the data set: parts, and what other runs have left."""
     names = [name for name, _ in records]
     kept = {

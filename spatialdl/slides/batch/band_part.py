@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.format import CHUNK, Band, RegionSample, stored_bytes
+from spatialdl.data.format import CHUNK, RegionBand, RegionSample, stored_bytes
 from spatialdl.data.region_shard import cut_rows, write_band
 from spatialdl.data.shard_file import ShardFile
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.crew import tell
+from spatialdl.slides.batch.executors import count_tiles
 from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen, native_tiles
-from spatialdl.slides.batch.record import Part
+from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.cutting.whole import WholeImage, WholePlan
 from spatialdl.slides.finding.region_mask import RegionMask
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
@@ -36,7 +36,7 @@ class BandPart:
         """Rows of chunks."""
         return -(-self.sample.bands[self.number].rows // CHUNK)
 
-    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
+    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> list[Seen]:
         """Read its rows and write them.
 
         Raises:
@@ -59,7 +59,7 @@ class BandPart:
         if cutting.codec == NATIVE:
             tiles = native_region(slide, self.plan)
             write_band(file, self.sample, self.number, tiles, mask, cutting.coding)
-            tell(self.count)
+            count_tiles(self.count)
             return []
         image = _Finished(slide, self.plan, cutting)
         write_band(file, self.sample, self.number, image, mask, cutting.coding)
@@ -89,7 +89,7 @@ class _Finished:
         y = plan.y + rows.indices(self.shape[0])[0] * plan.scale
         if cutting.preview is not None:
             self.seen.append(Seen(plan.x, y, cutting.preview.shrunk(image, down, across)))
-        tell(1)
+        count_tiles(1)
         return image
 
 
@@ -108,7 +108,9 @@ def native_region(slide: Slide, plan: WholePlan) -> JpegGrid:
     return region
 
 
-def bands_of(plan: WholePlan, stripes: int | None, shard_size: int, multiple: int) -> list[Band]:
+def bands_of(
+    plan: WholePlan, stripes: int | None, shard_size: int, multiple: int
+) -> list[RegionBand]:
     """The bands of a region, one a shard.
 
     Args:
@@ -119,4 +121,4 @@ def bands_of(plan: WholePlan, stripes: int | None, shard_size: int, multiple: in
     """
     count = stripes or -(-stored_bytes(plan.size, 3) // shard_size)
     cuts = cut_rows(plan.size[0], count, multiple)
-    return [Band(k, row, end - row) for k, (row, end) in enumerate(cuts)]
+    return [RegionBand(k, row, end - row) for k, (row, end) in enumerate(cuts)]

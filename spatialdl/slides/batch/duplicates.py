@@ -10,9 +10,9 @@ from pathlib import Path
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.batch.identity import slide_content
-from spatialdl.slides.batch.keeping import names_in, slide_sources
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.record import Record
+from spatialdl.slides.batch.record import SlideRecord
+from spatialdl.slides.batch.resume import names_in, slide_sources
 from spatialdl.slides.reading.paths import slide_bytes, slide_files
 from spatialdl.slides.reading.reader import Slide
 
@@ -96,7 +96,7 @@ def _known(slides: Sequence[Path], before: Path | None) -> list[tuple[Path, str,
     sources = {source for slide in slides for source in slide_sources(slide)}
     found = []
     for name in names_in(before):
-        record = Record.load(before, name)
+        record = SlideRecord.load(before, name)
         if record is None or record.source in sources:
             continue
         for slide in lengths.get(record.content.partition("-")[0], []):

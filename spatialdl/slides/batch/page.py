@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from spatialdl.pages.writing import save_page
 from spatialdl.slides.batch.preview import preview_name
-from spatialdl.slides.batch.report import STATUSES, Report, by_status, totals
+from spatialdl.slides.batch.report import STATUSES, TilingReport, by_status, totals
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.text import counted, readable_bytes
 
@@ -50,7 +50,7 @@ class _Thumbnail(NamedTuple):
 
 def save_batch(
     path: Path,
-    reports: Sequence[Report],
+    reports: Sequence[TilingReport],
     pictures: Path,
     settings: Mapping[str, object],
     *,
@@ -87,7 +87,7 @@ def save_batch(
     )
 
 
-def _columns(reports: Sequence[Report]) -> list[str]:
+def _columns(reports: Sequence[TilingReport]) -> list[str]:
     """Names of the numbers that say something of some slide."""
     return [name for name in _HEADS if name in _ALWAYS or any(getattr(r, name) for r in reports)]
 
@@ -106,7 +106,7 @@ def _heads(numbers: Sequence[str], pictured: bool, reasons: bool) -> list[dict[s
 
 
 def _rows(
-    path: Path, reports: Sequence[Report], pictures: Path, numbers: Sequence[str]
+    path: Path, reports: Sequence[TilingReport], pictures: Path, numbers: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     folder = os.path.relpath(pictures, path.parent)
     bar = tqdm(reports, "report", unit="slide", disable=None, leave=False)
@@ -138,7 +138,7 @@ def _cell(name: str, value: float | None) -> _Cell:
     return _Cell(repr(value), format(value, shown.get(name, ",")))
 
 
-def _pictures(folder: Path, report: Report) -> tuple[Path, Path]:
+def _pictures(folder: Path, report: TilingReport) -> tuple[Path, Path]:
     """Where the picture of a slide would be, and its preview."""
     return folder / f"{report.slide}.png", folder / preview_name(report.slide)
 

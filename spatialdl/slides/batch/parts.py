@@ -16,7 +16,7 @@ from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.preview import Preview, Small
-from spatialdl.slides.batch.record import Part, save_part
+from spatialdl.slides.batch.record import PartRecord, save_part
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
@@ -98,14 +98,14 @@ class Seen(NamedTuple):
     small: Small
 
 
-class Pieces(Protocol):
+class PartPieces(Protocol):
     """What a part is made of: tiles, or a band of rows of a region."""
 
     @property
     def count(self) -> int:
         """Pieces that are told of, one after the other, while they are cut."""
 
-    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
+    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> list[Seen]:
         """Cut them into a shard in a folder, and note in `part` what became of them.
 
         Returns:
@@ -113,7 +113,9 @@ class Pieces(Protocol):
         """
 
 
-def cut_part(slide: Slide, pieces: Pieces, cutting: Cutting, folder: Path, key: str) -> Part:
+def cut_part(
+    slide: Slide, pieces: PartPieces, cutting: Cutting, folder: Path, key: str
+) -> PartRecord:
     """Cut pieces into a folder.
 
     Args:
@@ -130,7 +132,7 @@ def cut_part(slide: Slide, pieces: Pieces, cutting: Cutting, folder: Path, key: 
     started = time.monotonic()
     # a name of its own: what a killed run has left may still be at work on the same part
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    part = Part()
+    part = PartRecord()
     try:
         _save_seen(temporary / _SMALL, pieces.cut(slide, cutting, temporary, part))
         part.seconds = time.monotonic() - started

@@ -19,7 +19,7 @@ from spatialdl.data import fields
 from spatialdl.data.format import RegionSample, ShardInfo, parse_region, sha256_of, shard_status
 from spatialdl.data.saving import load_json, save_json
 from spatialdl.errors import ShardError
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.report import TilingReport
 
 RECORDS, PARTS = "records", "parts"
 _PART = "part.json"
@@ -27,7 +27,7 @@ Place = tuple[int, int]
 
 
 @dataclass
-class Part:
+class PartRecord:
     """What became of some of the tiles of a slide, or of a band of rows of a region.
 
     The first band of a region counts as the one sample that it is.
@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclass
-class Record:
+class SlideRecord:
     """A slide that is done.
 
     Attributes:
@@ -84,14 +84,14 @@ class Record:
         parts: in order; their shards are files of the data set.
         files: of the data set that the slide has to itself.
         region: where it is one whole region; bands are numbered by parts. None for tiles.
-        report: what it gave, as `Report.to_json` has it.
+        report: what it gave, as `TilingReport.to_json` has it.
         content: of its files, see `slide_content`; empty in records of earlier versions.
     """
 
     key: str
     source: str
     split: str | None
-    parts: list[Part]
+    parts: list[PartRecord]
     files: list[ShardInfo]
     region: RegionSample | None
     report: dict[str, Any]
@@ -112,8 +112,8 @@ class Record:
         try:
             record = cls(**raw) if raw else None
             if record is not None:
-                Report.from_json(record.report)
-                record.parts = [Part.of(part) for part in raw["parts"]]
+                TilingReport.from_json(record.report)
+                record.parts = [PartRecord.of(part) for part in raw["parts"]]
                 if raw["region"]:
                     record.region = parse_region(raw["region"])
                 record.files = [_file_of(file) for file in raw["files"]]
@@ -130,18 +130,18 @@ class Record:
         return all(holds(folder, file) for file in (*shards, *self.files))
 
 
-def save_part(folder: Path, key: str, part: Part) -> None:
+def save_part(folder: Path, key: str, part: PartRecord) -> None:
     """Note in a part's folder that it is done."""
     save_json(folder / _PART, {"key": key, "part": part.to_json()})
 
 
-def load_part(folder: Path, key: str) -> Part | None:
+def load_part(folder: Path, key: str) -> PartRecord | None:
     """A part that was done before, None if it has to be done (again)."""
     raw = load_json(folder / _PART)
     try:
         if not raw or raw["key"] != key:
             return None
-        part = Part.of(raw["part"])
+        part = PartRecord.of(raw["part"])
     except (TypeError, KeyError, ValueError, AttributeError):
         return None
     whole = not part.unreadable and (part.shard is None or holds(folder, part.shard))

@@ -24,7 +24,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 @dataclass
-class Report:
+class TilingReport:
     """What one slide gave.
 
     It has `in_grid` tiles, `with_tissue` of them have enough tissue; of those some are
@@ -105,7 +105,7 @@ class Report:
         return cls(**given)
 
 
-def table(reports: Sequence[Report]) -> str:
+def table(reports: Sequence[TilingReport]) -> str:
     """The reports as lines of text, a slide a line."""
     heads = ["grid", "tissue", "outside, %", "unannotated", "dropped", "unreadable", "written"]
     counts = [
@@ -129,20 +129,20 @@ def table(reports: Sequence[Report]) -> str:
     return "\n".join(aligned(rows, left=(0, len(shown) + 1)))
 
 
-def by_status(reports: Sequence[Report]) -> dict[str, int]:
+def by_status(reports: Sequence[TilingReport]) -> dict[str, int]:
     """How many slides have each status that occurs, in the order of `STATUSES`."""
     found = [report.status for report in reports]
     return {status: found.count(status) for status in STATUSES if status in found}
 
 
-def totals(reports: Sequence[Report]) -> str:
+def totals(reports: Sequence[TilingReport]) -> str:
     """All slides in a line: "5 slides: 3 processed, 1 no tiles, 1 failed; 1,234 tiles"."""
     counts = ", ".join(f"{count:,} {status}" for status, count in by_status(reports).items())
     tiles = counted(sum(report.written for report in reports), "tile")
     return f"{counted(len(reports), 'slide')}{': ' if counts else ''}{counts}; {tiles}"
 
 
-def warnings(reports: Sequence[Report]) -> list[str]:
+def warnings(reports: Sequence[TilingReport]) -> list[str]:
     """A sentence for every slide that gave less than all its tiles with tissue, or none."""
     lines = []
     for report in reports:
@@ -157,7 +157,7 @@ def warnings(reports: Sequence[Report]) -> list[str]:
     return lines
 
 
-def why_nothing(reports: Sequence[Report]) -> str:
+def why_nothing(reports: Sequence[TilingReport]) -> str:
     """Why no slide gave a tile."""
     failed = sum(report.failed for report in reports)
     if failed == len(reports):
@@ -169,7 +169,7 @@ def why_nothing(reports: Sequence[Report]) -> str:
     )
 
 
-def save_reports(path: Path, reports: Sequence[Report]) -> None:
+def save_reports(path: Path, reports: Sequence[TilingReport]) -> None:
     """Write the reports as a CSV, whole or not at all.
 
     Its first column, `slide_id`, is the file name with its suffix, which CLAM's feature

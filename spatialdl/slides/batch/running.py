@@ -11,12 +11,12 @@ from functools import partial
 from tqdm import tqdm
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.crew import Crew
-from spatialdl.slides.batch.record import Part
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.executors import BatchExecutor
+from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.sharing import DIED, Work, share
 from spatialdl.slides.batch.steps import (
-    Batch,
+    BatchRequest,
     Planned,
     Task,
     cut_slide,
@@ -28,7 +28,7 @@ from spatialdl.slides.batch.steps import (
 _FINISH, _CUT, _PLAN = range(3)
 
 
-class Run:
+class BatchRun:
     """One run of a batch.
 
     Args:
@@ -43,14 +43,14 @@ class Run:
         bytes: that would be written, before compression, of a dry run.
     """
 
-    def __init__(self, batch: Batch, tasks: Sequence[Task], *, dry: bool) -> None:
+    def __init__(self, batch: BatchRequest, tasks: Sequence[Task], *, dry: bool) -> None:
         self._batch = batch
         self._dry = dry
         # the largest first: a large one at the end would keep one process busy, the others not
         self._tasks = sorted(tasks, key=lambda task: (-task.bytes, task.name))
         self._left = sum(task.bytes for task in tasks)  # of slides that are not planned
         self._known = self._known_bytes = self._over = 0
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, TilingReport] = {}
         self.before: list[str] = []
         self.finished: list[str] = []
         self.bytes = 0
@@ -63,7 +63,7 @@ class Run:
             dynamic_ncols=True,
         )
 
-    def go(self, crew: Crew) -> None:
+    def go(self, crew: BatchExecutor) -> None:
         """Do all of it."""
         works = [
             Work(
@@ -102,7 +102,7 @@ class Run:
             return
         self._known += found.pieces
         self._known_bytes += task.bytes
-        parts: dict[int, Part] = {}
+        parts: dict[int, PartRecord] = {}
         if not found.parts:
             yield self._finishing(order, found, [])
         for number, part in enumerate(found.parts):
@@ -116,9 +116,9 @@ class Run:
         self,
         order: int,
         planned: Planned,
-        parts: dict[int, Part],
+        parts: dict[int, PartRecord],
         number: int,
-        found: Part | Exception,
+        found: PartRecord | Exception,
     ) -> Iterator[Work]:
         task = self._tasks[order]
         self._over += planned.parts[number].count
@@ -130,7 +130,7 @@ class Run:
         if len(parts) == len(planned.parts):
             yield self._finishing(order, planned, [parts[k] for k in sorted(parts)])
 
-    def _finishing(self, order: int, planned: Planned, parts: list[Part]) -> Work:
+    def _finishing(self, order: int, planned: Planned, parts: list[PartRecord]) -> Work:
         task = self._tasks[order]
         return Work(
             (_FINISH, order),
@@ -138,7 +138,7 @@ class Run:
             partial(self._finished, order),
         )
 
-    def _finished(self, order: int, found: Report | Exception) -> Iterator[Work]:
+    def _finished(self, order: int, found: TilingReport | Exception) -> Iterator[Work]:
         task = self._tasks[order]
         if isinstance(found, Exception):
             self._failed(task, found)
@@ -147,8 +147,8 @@ class Run:
             self.finished.append(task.name)
         return iter(())
 
-    def _failed(self, task: Task, error: Exception, so_far: Report | None = None) -> None:
-        report = so_far or Report(task.name, file=str(task.path))
+    def _failed(self, task: Task, error: Exception, so_far: TilingReport | None = None) -> None:
+        report = so_far or TilingReport(task.name, file=str(task.path))
         report.failed, report.note = True, _said(task, error)
         self.reports[task.name] = report
 

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from spatialdl.slides.batch.crew import Crew
+from spatialdl.slides.batch.executors import BatchExecutor
 
 _LOOK = 0.3  # seconds after which whoever watches is told that time goes by
 
@@ -30,7 +30,7 @@ class Work:
     then: Callable[[Any], Iterable[Work]] = field(compare=False)
 
 
-def share(crew: Crew, works: Iterable[Work], watch: Callable[[], None]) -> None:
+def share(crew: BatchExecutor, works: Iterable[Work], watch: Callable[[], None]) -> None:
     """Have all work done, and all that follows from it.
 
     Where a process dies, each call that was under way is done again with nothing beside it; the
@@ -73,7 +73,7 @@ def share(crew: Crew, works: Iterable[Work], watch: Callable[[], None]) -> None:
         watch()
 
 
-def _submitted(crew: Crew, work: Work) -> Future[Any]:
+def _submitted(crew: BatchExecutor, work: Work) -> Future[Any]:
     try:
         return crew.submit(work.call)
     except BrokenExecutor:  # a process died between two calls

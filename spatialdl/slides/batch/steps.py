@@ -18,13 +18,13 @@ from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import save_coords
 from spatialdl.slides.batch.identity import slide_content, slide_key
-from spatialdl.slides.batch.keeping import PICTURES, taken_over
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.parts import NATIVE, Cutting, Pieces, cut_part, load_seen
+from spatialdl.slides.batch.parts import NATIVE, Cutting, PartPieces, cut_part, load_seen
 from spatialdl.slides.batch.picture import save_overview, save_picture
 from spatialdl.slides.batch.preview import Preview, preview_name
-from spatialdl.slides.batch.record import PARTS, Part, Record, load_part
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.record import PARTS, PartRecord, SlideRecord, load_part
+from spatialdl.slides.batch.report import TilingReport
+from spatialdl.slides.batch.resume import PICTURES, taken_over
 from spatialdl.slides.batch.tile_part import TilePart, native_grid
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, outside_remark, plan_tiles
@@ -49,7 +49,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchRequest:
     """What is asked of all slides.
 
     Attributes:
@@ -90,11 +90,11 @@ class Planned:
     """
 
     key: str
-    report: Report
+    report: TilingReport
     size: tuple[int, int]
     plan: TilePlan | None = None
     region: RegionSample | None = None
-    parts: Sequence[Pieces] = field(default_factory=list)
+    parts: Sequence[PartPieces] = field(default_factory=list)
     own: Colours | str | None = None
     zoom: float = 1.0
     bytes: int = 0
@@ -109,7 +109,7 @@ class Planned:
         return replace(self, parts=[])
 
 
-def plan_slide(batch: Batch, task: Task) -> Planned:
+def plan_slide(batch: BatchRequest, task: Task) -> Planned:
     """Look at a slide: whether it is done, else what is to be cut.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
         key = slide_key(slide, task.name, task.label, batch.settings, beside)
         record = taken_over(batch.folder, batch.before, task.name, task.path, key)
         if record is not None:
-            return Planned(key, Report.from_json(record.report), slide.size)
+            return Planned(key, TilingReport.from_json(record.report), slide.size)
         regions = batch.choosing.regions(slide)
         plan = plan_tiles(
             slide,
@@ -148,7 +148,7 @@ def plan_slide(batch: Batch, task: Task) -> Planned:
     return planned
 
 
-def begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace) -> Report:
+def begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace) -> TilingReport:
     """What is known of a slide and its tissue before its tiles are cut."""
     tissue, outside = 100 * plan.tissue_part, 0.0 if options.whole else 100 * plan.outside
     remarks = [slide.remark] if slide.remark else []
@@ -159,7 +159,7 @@ def begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace)
         )
     if not options.whole and (remark := outside_remark(plan)):
         remarks.append(remark)
-    return Report(
+    return TilingReport(
         task.name,
         file=str(task.path),
         mpp=slide.known_mpp,
@@ -169,7 +169,9 @@ def begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace)
     )
 
 
-def _plan_tiles(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned: Planned) -> None:
+def _plan_tiles(
+    batch: BatchRequest, task: Task, slide: Slide, plan: TilePlan, planned: Planned
+) -> None:
     options, report = batch.options, planned.report
     report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
     report.unannotated, report.note = plan.unannotated, plan.reason
@@ -188,7 +190,9 @@ def _plan_tiles(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned:
     ]
 
 
-def _plan_region(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned: Planned) -> None:
+def _plan_region(
+    batch: BatchRequest, task: Task, slide: Slide, plan: TilePlan, planned: Planned
+) -> None:
     options, report = batch.options, planned.report
     report.in_grid = 1
     whole = plan_whole(slide, plan)
@@ -218,7 +222,9 @@ def _plan_region(batch: Batch, task: Task, slide: Slide, plan: TilePlan, planned
     planned.parts = [BandPart(whole, planned.region, k) for k in range(len(bands))]
 
 
-def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, pieces: Pieces) -> Part:
+def cut_slide(
+    batch: BatchRequest, task: Task, planned: Planned, number: int, pieces: PartPieces
+) -> PartRecord:
     """Cut part `number` of a slide, unless that was done before.
 
     Raises:
@@ -244,7 +250,9 @@ def cut_slide(batch: Batch, task: Task, planned: Planned, number: int, pieces: P
         return cut_part(slide, pieces, cutting, folder, planned.key)
 
 
-def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) -> Report:
+def finish_slide(
+    batch: BatchRequest, task: Task, planned: Planned, parts: list[PartRecord]
+) -> TilingReport:
     """Draw the pictures of a slide, and note that it is done."""
     assert batch.folder is not None
     assert planned.plan is not None
@@ -261,7 +269,7 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
             path = _at(Path(PARTS, task.name), number) / part.shard.file
             part.shard = replace(part.shard, file=str(path))
     report.seconds += time.monotonic() - started
-    record = Record(
+    record = SlideRecord(
         planned.key,
         str(slide_source(task.path)),
         task.label.split if task.label else None,
@@ -275,7 +283,7 @@ def finish_slide(batch: Batch, task: Task, planned: Planned, parts: list[Part]) 
     return report
 
 
-def sum_up(report: Report, parts: Sequence[Part]) -> None:
+def sum_up(report: TilingReport, parts: Sequence[PartRecord]) -> None:
     """Count in a report what became of the tiles of a slide."""
     for part in parts:
         report.with_tissue -= part.bare
@@ -290,7 +298,9 @@ def sum_up(report: Report, parts: Sequence[Part]) -> None:
         report.note = "filters dropped every tile" if report.dropped else "no tissue found"
 
 
-def _save_pictures(batch: Batch, task: Task, planned: Planned, parts: Sequence[Part]) -> None:
+def _save_pictures(
+    batch: BatchRequest, task: Task, planned: Planned, parts: Sequence[PartRecord]
+) -> None:
     assert batch.folder is not None
     assert planned.plan is not None
     pictures, name = batch.folder / PICTURES, task.name
@@ -313,7 +323,11 @@ def _save_pictures(batch: Batch, task: Task, planned: Planned, parts: Sequence[P
 
 
 def _save_preview(
-    batch: Batch, task: Task, planned: Planned, parts: Sequence[Part], span: tuple[float, float]
+    batch: BatchRequest,
+    task: Task,
+    planned: Planned,
+    parts: Sequence[PartRecord],
+    span: tuple[float, float],
 ) -> None:
     assert batch.folder is not None
     assert planned.plan is not None
@@ -335,7 +349,7 @@ def _save_preview(
     preview.save(batch.folder / PICTURES / preview_name(task.name))
 
 
-def _opened(batch: Batch, task: Task) -> Slide:
+def _opened(batch: BatchRequest, task: Task) -> Slide:
     given = task.label.mpp if task.label else None
     return Slide(task.path, given or batch.options.slide_mpp, native=batch.native)
 

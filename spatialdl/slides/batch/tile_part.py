@@ -8,9 +8,9 @@ from pathlib import Path
 from spatialdl.data.codec import CODECS
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.crew import tell
+from spatialdl.slides.batch.executors import count_tiles
 from spatialdl.slides.batch.parts import NATIVE, Cutting, Seen, native_tiles
-from spatialdl.slides.batch.record import Part
+from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
@@ -30,7 +30,7 @@ class TilePart:
         """Tiles."""
         return len(self.plan.places)
 
-    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: Part) -> list[Seen]:
+    def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> list[Seen]:
         """Cut them; those that cannot be read are noted and left out.
 
         Raises:
@@ -62,7 +62,7 @@ class _Tiles:
     """The work of `TilePart.cut`."""
 
     def __init__(
-        self, slide: Slide, tiles: TilePart, cutting: Cutting, folder: Path, part: Part
+        self, slide: Slide, tiles: TilePart, cutting: Cutting, folder: Path, part: PartRecord
     ) -> None:
         self._slide = slide
         self._plan = tiles.plan
@@ -80,7 +80,7 @@ class _Tiles:
             for number, tile in enumerate(tiles, 1):
                 self._tile(tile)
                 if number % _TOLD == 0 or number == count:
-                    tell((number - 1) % _TOLD + 1)
+                    count_tiles((number - 1) % _TOLD + 1)
             if self._shards.samples:
                 (self._part.shard,) = self._shards.finish()
         except BaseException:

@@ -16,7 +16,7 @@ from spatialdl.errors import ShardError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.labels import Index
 from spatialdl.slides.cohort.measuring import SlideMeasures, measure_slides
-from spatialdl.slides.cohort.page import Member, members_of, save_cohort
+from spatialdl.slides.cohort.page import CohortSlide, members_of, save_cohort
 from spatialdl.text import counted, positive_int
 
 _OK, _MISUSED = 0, 2
@@ -123,7 +123,7 @@ def _with_tiles(one: SlideMeasures, tiles: Counter[str] | None) -> SlideMeasures
     return replace(one, numbers={**one.numbers, "tiles": float(tiles[one.name])})
 
 
-def _print(members: Sequence[Member]) -> None:
+def _print(members: Sequence[CohortSlide]) -> None:
     odd = [member for member in members if member.remarks]
     for member in odd[:_MOST_LINES]:
         print(f"{member.measures.name}: {'; '.join(member.remarks)}")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spatialdl.data.slide_table import PATIENT, SPLIT, read_table
-from spatialdl.slides.batch.keeping import names_in, slide_sources
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.record import Record
+from spatialdl.slides.batch.record import SlideRecord
+from spatialdl.slides.batch.resume import names_in, slide_sources
 from spatialdl.slides.cohort.likeness import same_pictures
 from spatialdl.slides.cohort.splitting import in_two_splits
 
@@ -61,7 +61,7 @@ def _splits_before(before: Path | None, given: Mapping[Path, str]) -> dict[Path,
     if before is None:
         return {}
     sources = {source for slide in given for source in slide_sources(slide)}
-    records = [Record.load(before, name) for name in names_in(before)]
+    records = [SlideRecord.load(before, name) for name in names_in(before)]
     return {
         Path(record.source): record.split
         for record in records

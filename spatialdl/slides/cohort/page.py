@@ -25,7 +25,7 @@ _MOST_VALUES = 12
 
 
 @dataclass(frozen=True)
-class Member:
+class CohortSlide:
     """A slide of a cohort.
 
     Attributes:
@@ -65,16 +65,16 @@ class Member:
 
 def members_of(
     measured: Sequence[SlideMeasures], facts: Mapping[str, Mapping[str, str]]
-) -> list[Member]:
+) -> list[CohortSlide]:
     """The slides of a cohort, the oddest first."""
     found = [
-        Member(one, facts.get(one.name, {}), outliers)
+        CohortSlide(one, facts.get(one.name, {}), outliers)
         for one, outliers in zip(measured, outlying(measured), strict=True)
     ]
     return sorted(found, key=lambda member: member.oddness, reverse=True)
 
 
-def save_cohort(folder: Path, members: Sequence[Member]) -> None:
+def save_cohort(folder: Path, members: Sequence[CohortSlide]) -> None:
     """Write cohort.csv and cohort.html, each whole or not at all."""
     columns = list(dict.fromkeys(name for member in members for name in member.facts))
     numbers = [name for name in MEASURES if any(name in one.measures.numbers for one in members)]
@@ -95,7 +95,7 @@ def save_cohort(folder: Path, members: Sequence[Member]) -> None:
 
 
 def _save_page(
-    path: Path, members: Sequence[Member], columns: Sequence[str], numbers: Sequence[str]
+    path: Path, members: Sequence[CohortSlide], columns: Sequence[str], numbers: Sequence[str]
 ) -> None:
     odd = sum(bool(member.remarks) for member in members)
     save_page(
@@ -111,7 +111,7 @@ def _save_page(
     )
 
 
-def _tables(members: Sequence[Member]) -> Iterator[dict[str, Any]]:
+def _tables(members: Sequence[CohortSlide]) -> Iterator[dict[str, Any]]:
     """Counts of labels, patients and scanners, in each split where there are splits."""
     splits = [member.facts.get(SPLIT, "") for member in members]
     names = order_splits(splits)
@@ -129,7 +129,7 @@ def _tables(members: Sequence[Member]) -> Iterator[dict[str, Any]]:
 
 
 def _counted_by(
-    members: Sequence[Member], splits: Sequence[str], names: Sequence[str]
+    members: Sequence[CohortSlide], splits: Sequence[str], names: Sequence[str]
 ) -> dict[str, Any]:
     patients = [
         (member.facts.get(PATIENT) or member.measures.name, split)
@@ -147,11 +147,11 @@ def _shown(names: Sequence[str]) -> list[str]:
     return ["slides"] if list(names) == [""] else [name or "(no split)" for name in names]
 
 
-def _cell(member: Member, column: str) -> str:
+def _cell(member: CohortSlide, column: str) -> str:
     return member.measures.scanner if column == SCANNER else member.facts.get(column, "")
 
 
-def _pictures(members: Sequence[Member], numbers: Sequence[str]) -> str:
+def _pictures(members: Sequence[CohortSlide], numbers: Sequence[str]) -> str:
     """SVG: a panel a measure, the slides as points in a column for each split."""
     from matplotlib.figure import Figure
 
@@ -171,7 +171,11 @@ def _pictures(members: Sequence[Member], numbers: Sequence[str]) -> str:
 
 
 def _draw(
-    panel: Any, members: Sequence[Member], splits: Sequence[str], names: Sequence[str], what: str
+    panel: Any,
+    members: Sequence[CohortSlide],
+    splits: Sequence[str],
+    names: Sequence[str],
+    what: str,
 ) -> None:
     rng = np.random.default_rng(0)
     for place, name in enumerate(names):

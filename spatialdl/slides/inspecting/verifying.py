@@ -13,8 +13,8 @@ from spatialdl.data.folder import COORDS
 from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of, shard_status
 from spatialdl.data.locating import say_damaged
 from spatialdl.errors import ShardError
-from spatialdl.slides.batch.keeping import names_in
-from spatialdl.slides.batch.record import Record
+from spatialdl.slides.batch.record import SlideRecord
+from spatialdl.slides.batch.resume import names_in
 from spatialdl.text import counted, readable_bytes
 
 
@@ -85,7 +85,7 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
 
 
 def _files_of_coords(path: Path) -> list[ShardInfo]:
-    records = [(name, Record.load(path, name)) for name in names_in(path)]
+    records = [(name, SlideRecord.load(path, name)) for name in names_in(path)]
     damaged = [name for name, record in records if record is None]
     if damaged or not records:
         what = f"the record of {damaged[0]}" if damaged else "every record"

@@ -9,7 +9,7 @@ LIMIT = 16
 """Slides open at a time; one holds two or three descriptors, and up to 64 MB of decoded tiles."""
 
 
-class Holder(ABC):
+class ReopenedFile(ABC):
     """What holds a file open, and opens it again when it is read next.
 
     It reads under `_lock`, and calls `HANDLES.used(self)` before.
@@ -50,14 +50,14 @@ class Handles:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self._open: dict[int, Holder] = {}  # longest unused first
+        self._open: dict[int, ReopenedFile] = {}  # longest unused first
         self._lock = Lock()
 
     def __len__(self) -> int:
         """Holders that have their files open."""
         return len(self._open)
 
-    def used(self, holder: Holder) -> None:
+    def used(self, holder: ReopenedFile) -> None:
         """Note that a holder opens or reads its file; others are closed for it."""
         with self._lock:
             self._open.pop(id(holder), None)
@@ -68,7 +68,7 @@ class Handles:
                     del self._open[key]
             self._open[id(holder)] = holder
 
-    def forget(self, holder: Holder) -> None:
+    def forget(self, holder: ReopenedFile) -> None:
         """Note that a holder was closed."""
         with self._lock:
             self._open.pop(id(holder), None)

@@ -27,7 +27,7 @@ PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 PLAIN_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
-class Source(Protocol):
+class PixelSource(Protocol):
     """An open file with pixels in it, whatever reads it; `remark` is what is odd about it."""
 
     size: tuple[int, int]
@@ -50,7 +50,7 @@ class Source(Protocol):
         """Close the file."""
 
 
-def open_source(path: Path, native: bool = True) -> Source:
+def open_source(path: Path, native: bool = True) -> PixelSource:
     """Open a slide or a plain image.
 
     Args:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading.handles import HANDLES, Holder
+from spatialdl.slides.reading.handles import HANDLES, ReopenedFile
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.native import NativeTiles, tile_levels
 
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 _ROUNDING = 1  # levels of colour by which they may differ
 
 
-class OpenSlideFile(Holder):
+class OpenSlideFile(ReopenedFile):
     """A slide that openslide opens.
 
     Whether the tiles of a level can be read without it is found out when the level is first

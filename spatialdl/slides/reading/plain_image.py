@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading.handles import HANDLES, Holder
+from spatialdl.slides.reading.handles import HANDLES, ReopenedFile
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ class Header(NamedTuple):
     remark: str = ""
 
 
-class PlainImage(Holder):
+class PlainImage(ReopenedFile):
     """An image of one level, opened when it is read.
 
     Args:

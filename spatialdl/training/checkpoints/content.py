@@ -20,7 +20,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import CheckpointError
 from spatialdl.parallel.placement import Position
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.checkpoints.folder import RANDOM, stage_file
 from spatialdl.training.optimization.update import Update
 
@@ -30,7 +30,7 @@ Files = dict[str, dict[str, Tensor]]
 """By the name of a file its tensors, in memory of their own."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where tensors are read from."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -43,7 +43,7 @@ class Source(Protocol):
         """A tensor, or some of its rows."""
 
 
-def copies(pipeline: Pipeline, update: Update, rank: int) -> Files:
+def copies(pipeline: PipelineRuntime, update: Update, rank: int) -> Files:
     """What this rank writes; where state is sharded, or channels are divided, all ranks must ask.
 
     Of every stage the first rank that holds it writes all.
@@ -134,7 +134,9 @@ def _type_of(value: float) -> torch.dtype:
 
 
 @torch.no_grad()
-def restore(pipeline: Pipeline, update: Update, source: Source, world: Communicator) -> None:
+def restore(
+    pipeline: PipelineRuntime, update: Update, source: TensorSource, world: Communicator
+) -> None:
     """Fill this rank's stages and its part of the optimizer's state; all ranks must call it.
 
     Averages that the checkpoint does not have begin with its weights.
@@ -154,7 +156,7 @@ def restore(pipeline: Pipeline, update: Update, source: Source, world: Communica
 
 @torch.no_grad()
 def restore_network(
-    pipeline: Pipeline, source: Source, world: Communicator, *, averaged: bool
+    pipeline: PipelineRuntime, source: TensorSource, world: Communicator, *, averaged: bool
 ) -> None:
     """Fill this rank's stages; all ranks must call it.
 
@@ -168,7 +170,7 @@ def restore_network(
     _restore_network(pipeline, source, AVERAGE if averaged else "")
 
 
-def check_network(modules: Iterable[nn.Module], source: Source, world: Communicator) -> None:
+def check_network(modules: Iterable[nn.Module], source: TensorSource, world: Communicator) -> None:
     """Compare names and shapes of a network with a checkpoint; all ranks must call it.
 
     Args:
@@ -184,7 +186,7 @@ def check_network(modules: Iterable[nn.Module], source: Source, world: Communica
         raise CheckpointError(found[0])
 
 
-def _restore_network(pipeline: Pipeline, source: Source, prefix: str = "") -> None:
+def _restore_network(pipeline: PipelineRuntime, source: TensorSource, prefix: str = "") -> None:
     for stage, module in pipeline.stages.items():
         weights = weights_of(module)
         for name, value in module.state_dict().items():
@@ -194,12 +196,12 @@ def _restore_network(pipeline: Pipeline, source: Source, prefix: str = "") -> No
             )
 
 
-def _or_weight(source: Source, name: str) -> str:
+def _or_weight(source: TensorSource, name: str) -> str:
     """An average, or the weight itself where there is none."""
     return name if source.shape(name) is not None else name.removeprefix(AVERAGE)
 
 
-def _unlike(modules: Iterable[nn.Module], source: Source) -> str | None:
+def _unlike(modules: Iterable[nn.Module], source: TensorSource) -> str | None:
     for module in modules:
         weights = weights_of(module)
         for name, value in _state(module):
@@ -218,7 +220,9 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-def _left_over(modules: Iterable[nn.Module], source: Source, world: Communicator) -> Iterator[str]:
+def _left_over(
+    modules: Iterable[nn.Module], source: TensorSource, world: Communicator
+) -> Iterator[str]:
     own = [name for module in modules for name in module.state_dict()]
     everybody = {name for names in world.allgather(own) for name in names}
     for name in source.names(""):
@@ -227,10 +231,10 @@ def _left_over(modules: Iterable[nn.Module], source: Source, world: Communicator
 
 
 def _fill(
-    pipeline: Pipeline,
+    pipeline: PipelineRuntime,
     stage: int,
     value: Tensor,
-    source: Source,
+    source: TensorSource,
     name: str,
     weight: Weight | None = None,
 ) -> None:
@@ -245,7 +249,7 @@ def _fill(
 
 
 def _restore_optimizer(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer, source: Source
+    pipeline: PipelineRuntime, optimizer: torch.optim.Optimizer, source: TensorSource
 ) -> None:
     """Its numbers, such as learning rates, are those of the configuration already."""
     names = {name: stage for stage, one in pipeline.stages.items() for name in _parameters(one)}
@@ -280,10 +284,10 @@ def _restore_optimizer(
 
 
 def _own_state(
-    pipeline: Pipeline,
+    pipeline: PipelineRuntime,
     stage: int,
     parameter: nn.Parameter,
-    source: Source,
+    source: TensorSource,
     full: str,
     weight: Weight | None,
 ) -> Any:

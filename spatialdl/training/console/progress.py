@@ -22,7 +22,7 @@ _LINES = 10  # in a log file, over the whole run ...
 _LINE_EVERY_S = 60.0  # ... and one when nothing was said for so long
 
 
-class Progress:
+class StepProgress:
     """Show the steps of a run; for rank 0 only.
 
     Example::
@@ -54,7 +54,7 @@ class Progress:
         self._bar: tqdm[None] | None = None
         self._started = self._last_line = time.monotonic()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> StepProgress:
         if self._terminal:
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm

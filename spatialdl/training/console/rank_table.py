@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.layout import spatial_names
 from spatialdl.parallel.placement import Placement, Position
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.text import aligned
 from spatialdl.training.console.start_table import Device, device_of_rank
 
@@ -18,7 +18,7 @@ _LINES = 40
 """After so many the titles come again."""
 
 
-def tell_ranks(pipeline: Pipeline, world: Communicator) -> None:
+def tell_ranks(pipeline: PipelineRuntime, world: Communicator) -> None:
     """Rank 0 tells; all ranks must call it."""
     everybody = world.gather(device_of_rank(pipeline.device))
     if everybody is not None:

@@ -16,13 +16,13 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import DevicePath, device_path
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.text import aligned, counted, readable_bytes
 from spatialdl.training.console.layout_text import drawn, ranks_text
 from spatialdl.training.optimization.optimizers import make_optimizer, state_ratio
 
 
-class Held(NamedTuple):
+class StageMemory(NamedTuple):
     """What a rank has of a stage; bytes."""
 
     parameters: int
@@ -39,7 +39,7 @@ class Device(NamedTuple):
 
 
 def start_table(
-    pipeline: Pipeline, world: Communicator, config: DictConfig, batch: int, images: str
+    pipeline: PipelineRuntime, world: Communicator, config: DictConfig, batch: int, images: str
 ) -> str | None:
     """The table, on rank 0; all ranks must call it.
 
@@ -70,7 +70,7 @@ def start_table(
 
 
 def stage_lines(
-    placement: Placement, size: Sequence[int], stages: dict[int, Held], ratio: float
+    placement: Placement, size: Sequence[int], stages: dict[int, StageMemory], ratio: float
 ) -> list[str]:
     """A line a stage, of many stages the first ones and the last.
 
@@ -144,14 +144,14 @@ def path_line(path: DevicePath) -> str:
 _PATHS = {"nccl": "NCCL", "mpi": "MPI from device memory", "host": "through pinned host memory"}
 
 
-def _held(pipeline: Pipeline, stage: int) -> Held:
+def _held(pipeline: PipelineRuntime, stage: int) -> StageMemory:
     """Bytes of this rank; replicas that share state out have a part each."""
     parameters = list(pipeline.stages[stage].parameters())
     parts = pipeline.placement.data if pipeline.sharded else 1
     weights = sum(p.numel() * p.element_size() for p in parameters)
     learning = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     count = sum(p.numel() for p in parameters)
-    return Held(count, weights // parts, learning // parts)
+    return StageMemory(count, weights // parts, learning // parts)
 
 
 def device_of_rank(device: torch.device) -> Device:

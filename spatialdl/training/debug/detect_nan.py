@@ -22,14 +22,14 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.own_tile import Criterion
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.spatial.tensor import SpatialTensor
 
 _MOST_OTHERS = 8
 _FORWARD, _LOSS, _BACKWARD, _AVERAGED = range(4)
 
 
-class Moment(NamedTuple):
+class ComputationOrder(NamedTuple):
     """When something was computed; the earlier, the smaller, on whatever rank.
 
     What comes first in one process that does micro-batch after micro-batch comes first here.
@@ -49,7 +49,7 @@ class Moment(NamedTuple):
 class Finding(NamedTuple):
     """Something that is not finite."""
 
-    moment: Moment
+    moment: ComputationOrder
     rank: int
     host: str
     value: str
@@ -72,10 +72,12 @@ class NanWatch:
         gradients: whether to look at them, too; where losses are scaled they may overflow.
     """
 
-    def __init__(self, pipeline: Pipeline, world: Communicator, gradients: bool = True) -> None:
+    def __init__(
+        self, pipeline: PipelineRuntime, world: Communicator, gradients: bool = True
+    ) -> None:
         self._pipeline, self._world, self._gradients = pipeline, world, gradients
         self._ranges: list[Tensor] = []  # smallest and largest value
-        self._places: list[tuple[Moment, str]] = []
+        self._places: list[tuple[ComputationOrder, str]] = []
         self._outputs = WeakIdKeyDictionary()  # of modules, looked at already
         for module in pipeline.stages.values():
             for name, layer in module.named_modules():
@@ -159,15 +161,17 @@ class NanWatch:
         doing = self._pipeline.doing
         assert isinstance(doing, Action)
         stage = -doing.stage if phase == _BACKWARD else doing.stage
-        self._places.append((Moment(doing.microbatch, phase, stage, len(self._places)), where))
+        self._places.append(
+            (ComputationOrder(doing.microbatch, phase, stage, len(self._places)), where)
+        )
         self._ranges.append(torch.stack(torch.aminmax(local)).double())
 
-    def _averaged(self) -> Iterator[tuple[Moment, str, Tensor]]:
+    def _averaged(self) -> Iterator[tuple[ComputationOrder, str, Tensor]]:
         """Gradients as the optimizer gets them: what no hook has seen."""
         for stage, module in self._pipeline.stages.items():
             for name, parameter in module.named_parameters():
                 if self._gradients and parameter.grad is not None:
-                    moment = Moment(2**31, _AVERAGED, -stage, len(self._places))
+                    moment = ComputationOrder(2**31, _AVERAGED, -stage, len(self._places))
                     yield moment, f"gradient of {name}, averaged", parameter.grad
 
     def _first(self) -> Finding | None:

@@ -19,7 +19,7 @@ from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.streaming.memory import memory_within
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
@@ -144,8 +144,8 @@ def make_pipeline(
     world: Communicator,
     nodes: Nodes,
     metrics: OwnMetrics | None = None,
-) -> Pipeline:
-    """The network to train, spread over all ranks; see `Pipeline`.
+) -> PipelineRuntime:
+    """The network to train, spread over all ranks; see `PipelineRuntime`.
 
     Args:
         metrics: of the user's, to be tried on what the network gives.
@@ -172,7 +172,7 @@ def make_pipeline(
             ranks=nodes.of.count(nodes.of[world.rank]),
             recompute=parallel.recompute != "none",
         )
-    return Pipeline(
+    return PipelineRuntime(
         model,
         placement,
         schedule,

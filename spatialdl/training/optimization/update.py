@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.optimization.ema import WeightAverage
 from spatialdl.training.optimization.layer_wise import LayerWise
 from spatialdl.training.optimization.optimizers import (
@@ -43,7 +43,7 @@ class Update:
     def __init__(
         self,
         config: DictConfig,
-        pipeline: Pipeline,
+        pipeline: PipelineRuntime,
         *,
         batch: int,
         steps: int,

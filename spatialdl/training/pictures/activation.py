@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from spatialdl.channels.weights import whole_outputs
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.spatial.tensor import SpatialTensor
 
 NEEDED = "a network that ends with the mean over all places and a linear layer in one stage"
@@ -55,7 +55,7 @@ class Activations:
         refusal: why there are no maps; known when the network has run, on ranks that hold its end.
     """
 
-    def __init__(self, pipeline: Pipeline, *, all_classes: bool) -> None:
+    def __init__(self, pipeline: PipelineRuntime, *, all_classes: bool) -> None:
         self._all = all_classes
         self._chosen: int | None = None
         self._large: list[Tensor] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.pictures.activation import NEEDED, Activation, Activations
 from spatialdl.training.pictures.thumbnails import (
     Patch,
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 class HeatMaps:
     """Class activation maps of a validation; a rank keeps its parts of those that may be shown."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: PipelineRuntime) -> None:
         self._pipeline = pipeline
         self._parts: dict[int, _Part] = {}
         self._watch: Activations | None = None

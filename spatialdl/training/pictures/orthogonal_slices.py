@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from spatialdl.data.volume_geometry import Geometry, Turn
+from spatialdl.data.volume_geometry import Geometry, VolumeTurn
 from spatialdl.training.pictures.heat_maps import heated
 from spatialdl.training.pictures.thumbnails import SIDE, overlaid, thumbnail_size
 
@@ -64,7 +64,7 @@ def draw_sections(
     return draw_planes(shown, pixels, over, warm, side=side)
 
 
-def turned(planes: Planes, turn: Turn) -> Planes:
+def turned(planes: Planes, turn: VolumeTurn) -> Planes:
     """The same slices of the volume as a turn shows it."""
     found = []
     for dim, stored in enumerate(turn.dims):

@@ -41,7 +41,7 @@ ROW_INCHES = 0.34
 MOST_ROWS = 32
 
 
-class Timeline:
+class StepTimeline:
     """Records the first steps of all ranks; all of them must make it and call it together.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.stage_runtime import Microbatch
 
 _MIXUP = 0x6D697875  # other random numbers than those of other draws from the seed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl.data.format import ShardInfo
-from spatialdl.data.staging.cache import Job, NodeCache, local_name
+from spatialdl.data.staging.cache import NodeCache, StagedJob, local_name
 from spatialdl.errors import ShardError
 
 ONE, TWO = (ShardInfo(f"shard-0000{n}.h5", 3, str(n) * 64, 1) for n in (1, 2))
@@ -19,13 +19,13 @@ def cache(tmp_path: Path) -> NodeCache:
     return NodeCache(tmp_path / "disk")
 
 
-def put(cache: NodeCache, job: Job, info: ShardInfo) -> None:
+def put(cache: NodeCache, job: StagedJob, info: ShardInfo) -> None:
     """As a copier does."""
     cache.partial(info).write_text("abc")
     cache.publish(info, job.path)
 
 
-def names(job: Job) -> set[str]:
+def names(job: StagedJob) -> set[str]:
     return {path.name for path in job.path.glob("*.h5")}
 
 

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.staging.local_disk import Room, find_disk, why_not
+from spatialdl.data.staging.local_disk import DiskSpace, find_disk, why_not
 
 
 def test_room_is_what_is_free_but_for_a_reserve(small_disk):
     disk = small_disk(1000)
-    assert Room(disk).bytes == 950 * 1024  # 5 % of a small disk stay free
-    assert Room(disk, 100_000).bytes == 1000 * 1024 - 100_000
+    assert DiskSpace(disk).bytes == 950 * 1024  # 5 % of a small disk stay free
+    assert DiskSpace(disk, 100_000).bytes == 1000 * 1024 - 100_000
     (disk / "of-others").write_bytes(bytes(400 * 1024))
-    assert Room(disk).bytes == 550 * 1024
+    assert DiskSpace(disk).bytes == 550 * 1024
 
 
 def test_room_is_promised_once(small_disk):
-    room = Room(small_disk(1000), keep_free=0)
+    room = DiskSpace(small_disk(1000), keep_free=0)
     assert room.promise(600 * 1024)
     assert not room.promise(401 * 1024)
     assert room.promise(400 * 1024)
@@ -30,7 +30,7 @@ def test_of_a_large_disk_a_gibibyte_stays_free():
     found = os.statvfs("/")
     if found.f_blocks * found.f_frsize < 20 * 2**30:
         pytest.skip("needs a disk of 20 GiB")
-    held = Room(Path("/"), keep_free=0).bytes - Room(Path("/")).bytes
+    held = DiskSpace(Path("/"), keep_free=0).bytes - DiskSpace(Path("/")).bytes
     assert held == pytest.approx(2**30, abs=2**28)  # others write meanwhile
 
 

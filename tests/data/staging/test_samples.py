@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.data.format import Band, Manifest, RegionSample, ShardInfo
+from spatialdl.data.format import Manifest, RegionBand, RegionSample, ShardInfo
 from spatialdl.data.staging.samples import of_splits, samples_in
 
 SHARDS = [ShardInfo(f"shard-{n:05d}.h5", 9, "0" * 64, 2) for n in range(3)]
 
 
 def region(number: int, split: str, *shards: int) -> RegionSample:
-    bands = tuple(Band(shard, 4 * n, 4) for n, shard in enumerate(shards))
+    bands = tuple(RegionBand(shard, 4 * n, 4) for n, shard in enumerate(shards))
     height = 4 * len(shards)
     return RegionSample(
         f"{number:06d}", height, 9, None, True, bands, None, split, f"s{number}", 0, 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.preprocessing import Preprocessing
-from spatialdl.features.maps.regions import Region
+from spatialdl.features.maps.regions import SlideRegion
 from spatialdl.predicting.inputs import SlideImages
 from tests.predicting.runs import write_slide
 
@@ -63,14 +63,14 @@ def encoder_of(network: nn.Module, size: int = 64) -> Encoder:
     return Encoder(network, Preprocessing(size, STEPS.mean, STEPS.std), "made up")
 
 
-def region_of(path: Path, size: tuple[int, int], **more: Any) -> Region:
+def region_of(path: Path, size: tuple[int, int], **more: Any) -> SlideRegion:
     """A slide of these rows and columns, which are all region."""
     if not path.exists():
         write_slide(path, *size)
-    return Region(path.stem, SlideImages(path, 0.5, [(0, 0)], size, 1.0, **more), size, 0.5)
+    return SlideRegion(path.stem, SlideImages(path, 0.5, [(0, 0)], size, 1.0, **more), size, 0.5)
 
 
-def mapped(network: nn.Module, region: Region) -> Tensor:
+def mapped(network: nn.Module, region: SlideRegion) -> Tensor:
     """The map (width, rows, columns) of a region in one piece, in float64."""
     pixels = torch.from_numpy(region.images.read(0).copy()).permute(2, 0, 1).double() / 255
     mean, std = (

@@ -3,19 +3,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.features.maps.components import components_of
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 
 
-def pieces_of(values: torch.Tensor) -> list[Piece]:
-    return [Piece((0, 0), values[:, :3]), Piece((3, 0), values[:, 3:])]
+def pieces_of(values: torch.Tensor) -> list[MapPiece]:
+    return [MapPiece((0, 0), values[:, :3]), MapPiece((3, 0), values[:, 3:])]
 
 
 def test_components_are_those_of_all_cells():
     values = torch.randn(6, 7, 5, generator=torch.Generator().manual_seed(0))
     values[2] = 4 * values[0] + 100
-    found = components_of(pieces_of(values), 6, Alone())
+    found = components_of(pieces_of(values), 6, SingleProcess())
     cells = values.double().flatten(1).T.numpy()
     centred = cells - cells.mean(0)
     _, singular, directions = np.linalg.svd(centred)
@@ -31,7 +31,7 @@ def test_components_are_those_of_all_cells():
 
 
 def test_few_features_and_equal_cells_have_components():
-    found = components_of([Piece((0, 0), torch.ones(2, 3, 3))], 2, Alone())
+    found = components_of([MapPiece((0, 0), torch.ones(2, 3, 3))], 2, SingleProcess())
     assert found.directions.shape == (2, 2)
     assert found.parts.tolist() == [0, 0]
-    assert not found.of(Piece((0, 0), torch.ones(2, 3, 3))).values.any()
+    assert not found.of(MapPiece((0, 0), torch.ones(2, 3, 3))).values.any()

@@ -4,20 +4,24 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import SlideError
-from spatialdl.features.maps.network import MapNetwork, Parts, grid_for
+from spatialdl.features.maps.network import MapNetwork, RegionParts, grid_for
 from spatialdl.training.optimization.precision import precision_of
 from tests.features.maps.networks import Convolved, encoder_of, mapped, region_of
 
 CPU = torch.device("cpu")
 
 
-def network_of(network: nn.Module, parts: Parts, precision: str = "float64") -> MapNetwork:
-    return MapNetwork(encoder_of(network), CPU, precision_of(precision, CPU), parts, Alone())
+def network_of(network: nn.Module, parts: RegionParts, precision: str = "float64") -> MapNetwork:
+    return MapNetwork(
+        encoder_of(network), CPU, precision_of(precision, CPU), parts, SingleProcess()
+    )
 
 
-@pytest.mark.parametrize("parts", [Parts((1, 1)), Parts((3, 2)), Parts((2, 3), 2e-4)])
+@pytest.mark.parametrize(
+    "parts", [RegionParts((1, 1)), RegionParts((3, 2)), RegionParts((2, 3), 2e-4)]
+)
 def test_a_region_in_parts_has_the_map_of_one_piece(tmp_path, parts):
     region = region_of(tmp_path / "a.tif", (148, 92))
     size, [piece] = network_of(Convolved(), parts).run(region)
@@ -28,7 +32,7 @@ def test_a_region_in_parts_has_the_map_of_one_piece(tmp_path, parts):
 
 def test_mixed_precision_gives_float32(tmp_path):
     region = region_of(tmp_path / "a.tif", (64, 64))
-    _, [piece] = network_of(Convolved(), Parts((1, 1)), "bf16-mixed").run(region)
+    _, [piece] = network_of(Convolved(), RegionParts((1, 1)), "bf16-mixed").run(region)
     assert piece.values.dtype == torch.float32
     wanted = mapped(Convolved(), region).float()
     assert 0 < (piece.values - wanted).abs().max() < 0.2
@@ -43,12 +47,12 @@ def test_grids_are_as_square_as_they_go():
 def test_regions_that_are_too_small_or_cannot_be_read_are_reported(tmp_path):
     region = region_of(tmp_path / "a.tif", (64, 64))
     with pytest.raises(SlideError, match=r"64x64 is smaller than --grid 65,1"):
-        network_of(Convolved(), Parts((65, 1))).run(region)
+        network_of(Convolved(), RegionParts((65, 1))).run(region)
     data = region.images.path.read_bytes()
     region.images.close()
     region.images.path.write_bytes(data[: len(data) // 4])
     with pytest.raises(SlideError, match=r"a\.tif"):
-        network_of(Convolved(), Parts((1, 1))).run(region)
+        network_of(Convolved(), RegionParts((1, 1))).run(region)
 
 
 class Raising(Convolved):
@@ -63,7 +67,7 @@ class Raising(Convolved):
 def test_too_little_memory_is_refused_with_what_helps(tmp_path):
     region = region_of(tmp_path / "a.tif", (64, 64))
     with pytest.raises(ValueError, match=r"64x64 does not fit into the device's memory: take more"):
-        network_of(Raising(torch.OutOfMemoryError("no")), Parts((1, 1))).run(region)
+        network_of(Raising(torch.OutOfMemoryError("no")), RegionParts((1, 1))).run(region)
 
 
 class Sorting(nn.Module):
@@ -74,5 +78,5 @@ class Sorting(nn.Module):
 def test_what_cannot_be_split_is_refused_by_name(tmp_path):
     region = region_of(tmp_path / "a.tif", (64, 64))
     with pytest.raises(ValueError, match=r"the encoder cannot be split: .*sort"):
-        network_of(Sorting(), Parts((2, 2))).run(region)
-    network_of(Sorting(), Parts((1, 1))).run(region)
+        network_of(Sorting(), RegionParts((2, 2))).run(region)
+    network_of(Sorting(), RegionParts((1, 1))).run(region)

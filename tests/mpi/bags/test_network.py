@@ -14,8 +14,8 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from spatialdl.bags import EndToEndNetwork
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.bags import tile_config, write_tile_bags
 from tests.fitting import fit
@@ -75,7 +75,9 @@ def test_tiles_train_as_in_one_process_with_the_whole_graph(
     slices = ("model.mode=slices", "model.slice_size=3", *layout.split())
     ours, weights = trained(tmp_path / "ours", folder, world, *words, *slices)
     if WORLD.rank == 0:
-        plain, expected = trained(tmp_path / "plain", folder, Alone(), *words, "model.mode=graph")
+        plain, expected = trained(
+            tmp_path / "plain", folder, SingleProcess(), *words, "model.mode=graph"
+        )
         assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
         assert len(plain["loss"]) == 6
         for key, weight in expected.items():
@@ -95,7 +97,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path, folder: 
     second = ("parallel=dp", "parallel.data=2", end, f"ckpt_path={tmp_path / 'first'}")
     ours, weights = trained(tmp_path / "second", folder, world, *second)
     if WORLD.rank == 0:
-        plain, expected = trained(tmp_path / "plain", folder, Alone(), end)
+        plain, expected = trained(tmp_path / "plain", folder, SingleProcess(), end)
         assert ours["loss"][-2:] == pytest.approx(plain["loss"][-2:], abs=1e-10)
         for key, weight in expected.items():
             torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-10)

@@ -96,7 +96,7 @@ def test_steps_of_pipelines(world: Communicator) -> None:
     for layout in layouts(world.size, 2):
         if layout.name != "GEMS basic":  # whose copies average gradients while hand-overs come
             continue
-        side = pipeline_worker.Side(layout, options, world, HERE)
+        side = pipeline_worker.PipelineVariant(layout, options, world, HERE)
         side.step(0)
         side.measure(1)
         if world.rank == 0:
@@ -109,7 +109,7 @@ def test_sides_of_late_layers_compute_the_same(network: str, world: Communicator
     if world.size == 1 or (network == "vgg16" and world.size > 2):
         pytest.skip("nothing to divide, or too much memory for all together")
     options = Namespace(network=network, size=64, batch=world.size, ranks=world.size, alone=True)
-    sides = [late_worker.Side(name, options, HERE) for name in late_worker._names(options)]
+    sides = [late_worker.LateVariant(name, options, HERE) for name in late_worker._names(options)]
     for side in sides:
         side.start()
     late_worker.check_alike({side.name: side.loss for side in sides}, world)

@@ -7,16 +7,24 @@ from collections.abc import Callable, Iterator
 import pytest
 from mpi4py import MPI
 
-from spatialdl.comm.alarm import MOST, Alarm, ByMessages, ByStore, Report, Unheard, alarm_between
+from spatialdl.comm.alarm import (
+    MOST,
+    Alarm,
+    AlarmReport,
+    ByMessages,
+    ByStore,
+    Unheard,
+    alarm_between,
+)
 from spatialdl.comm.communicator import Communicator
 
 pytestmark = pytest.mark.world(2, 3, 4)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
-def report(rank: int, raised: bool) -> Report:
+def report(rank: int, raised: bool) -> AlarmReport:
     text = f"rank {rank} waits ".ljust(MOST, ".")  # the longest there is
-    return Report(rank, text, raised, rank > 0, {"1": "stopped"})
+    return AlarmReport(rank, text, raised, rank > 0, {"1": "stopped"})
 
 
 def by_store() -> Alarm:
@@ -43,7 +51,7 @@ def prefixed(place: str) -> Callable[..., object]:
     return lambda prefix, store: PrefixStore(f"{prefix}/{place}", store)
 
 
-def until(alarm: Alarm, ranks: set[int]) -> dict[int, Report]:
+def until(alarm: Alarm, ranks: set[int]) -> dict[int, AlarmReport]:
     """What is heard when these have been heard; what does not come runs out of the test's time."""
     while not ranks <= alarm.heard().keys():
         pass

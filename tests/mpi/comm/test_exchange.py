@@ -8,8 +8,8 @@ import torch
 from mpi4py import MPI
 
 from spatialdl.comm import check
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box
@@ -42,8 +42,8 @@ def test_ranks_that_are_waited_for_are_told_as_the_world_calls_them(
     plan = Plan(OWN, needed, part.rank)
     tile = torch.full((1, 1, 1, 4), float(RANK))
     landed = torch.zeros(1, 1, 1, 4)
-    own, need = [Held(tile, plan.own)], [Held(tile, plan.need)]
-    room = [Held(landed, plan.own if adjoint else plan.need)]
+    own, need = [BoxedTensor(tile, plan.own)], [BoxedTensor(tile, plan.need)]
+    room = [BoxedTensor(landed, plan.own if adjoint else plan.need)]
 
     def exchange() -> None:
         sends = need if adjoint else own

@@ -10,8 +10,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.exchange import start_exchange
-from spatialdl.comm.held import Exchange, Held
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan
 from spatialdl.parallel.layout import Box
@@ -76,7 +76,7 @@ def test_the_way_of_exchanges_is_found_out_once() -> None:
     for way in (None, "neighbourhood collective", "packed pieces"):
         ranks.way = way
         tile, landed = torch.full((1, 1, 1, 4), float(RANK)), torch.zeros(1, 1, 1, 4)
-        sends, receives = [Held(tile, plan.own)], [Held(landed, plan.need)]
+        sends, receives = [BoxedTensor(tile, plan.own)], [BoxedTensor(landed, plan.need)]
         start_exchange(ranks, Exchange(plan, sends, receives, tile.device)).wait()
         assert landed.unique().tolist() == [(RANK + 1) % SIZE]
         assert ranks.way is not None

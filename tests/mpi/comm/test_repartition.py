@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.held import Exchange, Held
+from spatialdl.comm.boxed import BoxedTensor, Exchange
+from spatialdl.comm.exchange_strategies import WAYS
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
-from spatialdl.comm.ways import WAYS
 from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds
 from spatialdl.spatial.window import nothing
 from tests.mpi.equality import check
@@ -168,7 +168,7 @@ def test_where_nothing_is_in_the_pieces_nothing_goes_wrong(way: str, world: MPI.
     comm = MpiCommunicator(MPI.COMM_WORLD)
     for first, then, adjoint in ((tile, out, False), (out, tile, True)):
         sent, received = ((plan.own, plan.need), (plan.need, plan.own))[adjoint]
-        sends, receives = [Held(first, sent)], [Held(then, received)]
+        sends, receives = [BoxedTensor(first, sent)], [BoxedTensor(then, received)]
         WAYS[way](comm, Exchange(plan, sends, receives, tile.device, adjoint)).wait()
 
 

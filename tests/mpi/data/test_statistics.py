@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.statistics import FILE, statistics_of
 
@@ -34,4 +34,4 @@ def test_ranks_together_find_what_one_does(count, dtype, tmp_path):
     if WORLD.rank == 0:
         assert (folder / "set" / FILE).is_file()
         (folder / "set" / FILE).unlink()
-        assert statistics_of(source, "train", Alone()) == found
+        assert statistics_of(source, "train", SingleProcess()) == found

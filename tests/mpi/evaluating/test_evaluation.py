@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.evaluating.evaluation import run
 from tests.evaluating.cases import command, write_rows
@@ -43,7 +43,7 @@ def case(tmp_path_factory) -> Path:
         write_rows(folder / "labels.csv", ("slide", "label", "patient", "scanner"), rows)
         write_regions(folder / "regions")
         for kind in ("slides", "regions"):
-            evaluate(folder, kind, Alone(), "")
+            evaluate(folder, kind, SingleProcess(), "")
     return Path(WORLD.bcast(folder))
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.features.encoders.making import make_encoder
 from spatialdl.features.map_run import map_regions
 from spatialdl.features.maps import writing
@@ -45,7 +45,7 @@ def test_ranks_write_the_files_of_one_process(tmp_path, monkeypatch, capsys):
         write_slide(slides / "torn.tif", 300, 200)
         data = (slides / "torn.tif").read_bytes()
         (slides / "torn.tif").write_bytes(data[: len(data) // 2])
-        assert written(slides, one, Alone()) == 1
+        assert written(slides, one, SingleProcess()) == 1
     WORLD.barrier()
     monkeypatch.setattr(writing, "_BAND_BYTES", 2**12)  # many bands, of pieces of several ranks
     monkeypatch.setattr(writing, "_CHUNK_BYTES", 2**10)

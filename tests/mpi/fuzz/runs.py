@@ -19,9 +19,9 @@ from spatialdl.data.writer import ShardWriter
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import repeated
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer
@@ -123,7 +123,7 @@ def trained(case: Case, world: Communicator, folder: Path, data: Data) -> Outcom
 
 
 def driven(case: Case, world: Communicator, data: Data) -> Outcome:
-    """The same by a loop of the user's own over a `Pipeline`, without a validation."""
+    """The same by a loop of the user's own over a `PipelineRuntime`, without a validation."""
     parallel, labelled = case.parallel, case.task["name"] in ("classification",)
     spatial, stages = parallel["spatial_stages"], parallel["stages"]
     grid, local, variant = tuple(parallel["grid"]), parallel["local_dp"], parallel["gems.variant"]
@@ -143,7 +143,7 @@ def driven(case: Case, world: Communicator, data: Data) -> Outcome:
         weights = torch.tensor(case.task.get("class_weights", [1.0] * CLASSES))
         return weights.double()[target] if labelled else (~target.isnan()).sum(1)
 
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         *(model, placement, repeated(schedule, case.trainer["accumulate"]), world, loss_of(case)),
         (3, *case.size),
         PipelineOptions(
@@ -172,7 +172,7 @@ def driven(case: Case, world: Communicator, data: Data) -> Outcome:
     return Outcome(losses, held(pipeline, optimizer), {})
 
 
-def held(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def held(pipeline: PipelineRuntime, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights, buffers and optimizer state of the stages of this rank."""
     stages = [state_of(stage, optimizer) for stage in pipeline.stages.values()]
     return {name: value for one in stages for name, value in one.items()}

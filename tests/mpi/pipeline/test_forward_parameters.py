@@ -15,9 +15,9 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 
@@ -94,7 +94,7 @@ def train(model: nn.Module, world: Communicator, layout: str, steps: int = 3) ->
         "sp": Placement(1, (column,)),
         "pp": Placement(1, row),
     }.get(layout, Placement(world.size, ((1, 1),)))
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         model,
         placement,
         make_schedule("mast" if layout == "gems" else "gpipe", placement, 2),

@@ -14,8 +14,8 @@ from torch import Tensor
 import spatialdl
 from spatialdl.comm import check
 from spatialdl.comm.device_path import device_path
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.finite import are_finite
 from spatialdl.training.tasks.mixup import mixed
 from spatialdl.training.tasks.segmentation import Segmentation
@@ -107,9 +107,9 @@ def waits_of_a_step(
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")
     steps: list[Counter[tuple[str, str, str]]] = []
-    train_step = Pipeline.train_step
+    train_step = PipelineRuntime.train_step
 
-    def watched(pipeline: Pipeline, microbatches: object, step: int) -> float:
+    def watched(pipeline: PipelineRuntime, microbatches: object, step: int) -> float:
         torch.sim.synchronize()
         with torch.sim.wait_sites(str(Path(spatialdl.__file__).parent)) as sites:
             loss: float = train_step(pipeline, microbatches, step)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def waits_of_a_step(
         steps.append(sites)
         return loss
 
-    monkeypatch.setattr(Pipeline, "train_step", watched)
+    monkeypatch.setattr(PipelineRuntime, "train_step", watched)
     check.enable(False)  # as programs run: hosts do not wait for each other either
     try:
         parallel(case, world, task=task)

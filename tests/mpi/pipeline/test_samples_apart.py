@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
@@ -85,10 +85,10 @@ def pipeline(
     world: MPI.Intracomm,
     cut: list[str] | None = None,
     sync: bool = False,
-) -> Pipeline:
+) -> PipelineRuntime:
     schedule = make_schedule("gpipe", placement, 1)
     size = (3, 9, 7)
-    return Pipeline(
+    return PipelineRuntime(
         *(model.double(), placement, schedule, world, F.cross_entropy, size),
         PipelineOptions(cut=cut, sync_batchnorm=sync),
     )

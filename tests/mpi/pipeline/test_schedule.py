@@ -10,10 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
-from spatialdl.pipeline.simulate import Costs, simulate
+from spatialdl.pipeline.simulate import StageSeconds, simulate
+from spatialdl.pipeline.stage_runtime import Microbatch
 
 MICROBATCHES = 8
 
@@ -33,7 +33,7 @@ def test_activations_are_held_of_as_many_micro_batches_as_simulated(
     placement = Placement(1, ((1, 1),) * stages, interleave, name in GEMS)
     names = [str(stage) for stage in range(1, stages)]
     schedule = make_schedule(name, placement, MICROBATCHES)
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         *(model, placement, schedule, world, mean, (3, 6, 5)), PipelineOptions(cut=names)
     )
     outputs: list[StorageWeakRef] = []
@@ -51,6 +51,6 @@ def test_activations_are_held_of_as_many_micro_batches_as_simulated(
         for _ in range(MICROBATCHES)
     ]
     pipeline.train_step(microbatches, 0)
-    expected = simulate(schedule.train, Costs.even(stages))
+    expected = simulate(schedule.train, StageSeconds.even(stages))
     assert max(held) == expected.peak_held[world.rank]
     assert all(ref.expired() for ref in outputs)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 from tests.mpi.device import DEVICE, device_key
@@ -73,10 +73,10 @@ def pipeline_of(
     shard: bool = True,
     parts: int = 1,
     backend: str | None = None,
-) -> Pipeline:
+) -> PipelineRuntime:
     placement = Placement(RANKS, ((1, 1),))
     schedule = make_schedule("gpipe", placement, parts)
-    return Pipeline(
+    return PipelineRuntime(
         *(model, placement, schedule, world, F.cross_entropy, (3, 4, 4)),
         PipelineOptions(shard_state=shard, backend=backend if shard else None, device=DEVICE),
     )
@@ -264,7 +264,7 @@ def test_a_training_run_is_that_of_one_process(backend, world, tmp_path: Path):
     fit(trainer(world, *over), tmp_path)
     if world.rank == 0:
         (tmp_path / "plain").mkdir()
-        plain = trainer(Alone(), *steps, f"parallel.microbatches={RANKS}")
+        plain = trainer(SingleProcess(), *steps, f"parallel.microbatches={RANKS}")
         fit(plain, tmp_path / "plain")
         ours, theirs = (
             json.loads((folder / "summary.json").read_text())

@@ -26,8 +26,8 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.costs import NetworkCosts
-from spatialdl.planning.job import Job
-from spatialdl.planning.parts import Divided
+from spatialdl.planning.job import PlannedJob
+from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.tile import largest_part
 from spatialdl.random import keyed
 
@@ -51,11 +51,11 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def job_of(name: str) -> Job:
+def job_of(name: str) -> PlannedJob:
     torch.manual_seed(0)
     make, image = NETWORKS[name]
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    return Job(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
+    return PlannedJob(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def loss_of(output: Tensor, mesh: Mesh) -> Tensor:
     return F.cross_entropy(output, target, reduction="sum" if output.dim() > 2 else "mean")
 
 
-def told(costs: NetworkCosts, which: Divided) -> list[Talk]:
+def told(costs: NetworkCosts, which: DividedStage) -> list[Talk]:
     parts = costs.layers[which.first : which.after]
     own = [talk for part in parts for talk in part.forward_talks]
     back = [talk for part in reversed(parts) for talk in part.backward_talks]
@@ -127,7 +127,7 @@ def told(costs: NetworkCosts, which: Divided) -> list[Talk]:
 
 
 def assert_counted(
-    heard: list[Talk], costs: NetworkCosts, which: Divided, module: nn.Module, is_counted: bool
+    heard: list[Talk], costs: NetworkCosts, which: DividedStage, module: nn.Module, is_counted: bool
 ) -> None:
     """Of the rank that the dry run is: others have smaller parts."""
     if is_counted:
@@ -148,7 +148,7 @@ def assert_network(
     (position,) = placement.positions(WORLD.rank)
     mesh = stage_mesh(placement, position, WORLD)
     program = job.program()
-    which = Divided(tensor, 0, len(program.parts(not program.is_chain).pieces), plan)
+    which = DividedStage(tensor, 0, len(program.parts(not program.is_chain).pieces), plan)
     costs = job.costs(SAMPLES, grid, False, True, which)
     model = job.model.train()
     image = torch.randn(SAMPLES, *job.image)
@@ -188,7 +188,7 @@ def test_a_plan_of_what_is_divided_is_counted(name, monkeypatch):
     after = len(job.program().parts(not job.program().is_chain).pieces)
     own, planned = (
         told(job.costs(SAMPLES, grid, False, True, which), which)
-        for which in (Divided(RANKS, 0, after), Divided(RANKS, 0, after, PLANS[name]))
+        for which in (DividedStage(RANKS, 0, after), DividedStage(RANKS, 0, after, PLANS[name]))
     )
     assert own != planned
     assert_network(name, Placement(1, (grid,), tensor=(RANKS,)), monkeypatch, PLANS[name])
@@ -220,7 +220,7 @@ def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, mon
     mesh = stage_mesh(placement, placement.positions(WORLD.rank)[0], WORLD)
     bounds = job.bounds(widths, 1, again)
     first, after = job.parts(bounds, again)[stage]
-    which = Divided(RANKS, first, after)
+    which = DividedStage(RANKS, first, after)
     costs = job.costs(SAMPLES, (1, 1), again, divided=which)
     stages = cut(job.model, widths, None, job.image, again)
     values: dict[Value, Tensor] = {IMAGE: torch.randn(SAMPLES, *job.image)}

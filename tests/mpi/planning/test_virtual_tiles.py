@@ -21,11 +21,11 @@ from spatialdl.comm.world import world
 from spatialdl.models import resnet18, unet, vit
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.own_tile import Region
+from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.steps import IMAGE
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.costs import NetworkCosts
-from spatialdl.planning.job import Job
+from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.tile import largest_part
 from spatialdl.random import keyed
 from spatialdl.streaming.memory import Memory
@@ -83,7 +83,7 @@ def test_ranks_send_what_is_counted(name, stream, monkeypatch):
     torch.manual_seed(0)
     make, image = NETWORKS[name]
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    job = Job(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
+    job = PlannedJob(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
     placement = Placement(1, ((RANKS, 1),), stream=stream)
     costs = job.costs(SAMPLES, placement.grids[0], False, True, stream=stream)
     mesh = stage_mesh(placement, placement.positions(WORLD.rank)[0], WORLD)
@@ -92,9 +92,9 @@ def test_ranks_send_what_is_counted(name, stream, monkeypatch):
     masks = torch.zeros(SAMPLES, *image[1:], dtype=torch.int64)
     own = mesh.own_box(mesh.layout(SAMPLES, image[1:]))
 
-    def region(full: Tensor) -> Region:
+    def region(full: Tensor) -> TileRegion:
         of_rank = full[(..., *own.slices_in(mesh.layout(SAMPLES, image[1:]).whole)[1:])]
-        return Region(tuple(of_rank.shape), full.dtype, image[1:], of_rank.__getitem__)
+        return TileRegion(tuple(of_rank.shape), full.dtype, image[1:], of_rank.__getitem__)
 
     layout = Layout.even(SAMPLES, image[1:], mesh.tile_grid)
     shapes = {IMAGE: HandoverShape(tuple(whole.shape), whole.dtype, layout, layout)}

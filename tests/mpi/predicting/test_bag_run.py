@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.bag_run import BagPredictor, run
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, bag_config, write_bags
@@ -27,14 +27,14 @@ def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
             (folder / name).mkdir()
         write_bags(folder / "bags")
         trainer = Trainer(
-            bag_config(folder / "bags", *SMALL["clam"], "trainer.max_epochs=1"), Alone()
+            bag_config(folder / "bags", *SMALL["clam"], "trainer.max_epochs=1"), SingleProcess()
         )
         fit(trainer, folder / "run")
         for number in (0, 4, 5):
             name = f"s{number}.h5"
             (folder / "some" / name).symlink_to(folder / "bags" / name)
-        assert run(command(*words, some), folder / "out", Alone())
-        assert run(command(*words, every), folder / "at_once", Alone())
+        assert run(command(*words, some), folder / "out", SingleProcess())
+        assert run(command(*words, every), folder / "at_once", SingleProcess())
     WORLD.barrier()
     names, predict = [], BagPredictor.predict
 

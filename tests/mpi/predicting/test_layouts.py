@@ -12,13 +12,13 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.batch import run
 from spatialdl.predicting.cutting import cutting_of
 from spatialdl.predicting.inputs import Input, slide_input
 from spatialdl.predicting.pieces import PiecedMap
-from spatialdl.predicting.running import Outcome, Runner
+from spatialdl.predicting.running import Runner, SlideOutput
 from spatialdl.predicting.trained import find_trained
 from tests.mpi.device import device_key
 from tests.predicting.runs import MAPS, NETWORK, command, train, write_slide
@@ -91,7 +91,7 @@ def maps(tmp_path_factory) -> Case:
     return on_rank_0(tmp_path_factory, "task=segmentation", *MAPS)
 
 
-def predict(case: Case, comm: Any, layout: str) -> tuple[Input, Outcome]:
+def predict(case: Case, comm: Any, layout: str) -> tuple[Input, SlideOutput]:
     words = ["overlap=5", "batch_size=5", "min_tissue=0.3", "activation=true"]
     words += [device_key(comm), f"ckpt_path={case.run}", f"slides={case.slide}", *layout.split()]
     config = command(*words)
@@ -106,7 +106,7 @@ def test_tiles_equal_one_process(layout, tiles):
     if WORLD.rank:
         assert ours.values is None
         return
-    given, plain = predict(tiles, Alone(), "parallel=none level=0")
+    given, plain = predict(tiles, SingleProcess(), "parallel=none level=0")
     assert len(given.places) > 30
     assert torch.allclose(ours.values, plain.values, rtol=0, atol=TOLERANCE)
     assert float(plain.values.std(0).min()) > 1e-4  # or any would be equal
@@ -117,7 +117,7 @@ def test_tiles_equal_one_process(layout, tiles):
     assert torch.allclose(logits.softmax(1), plain.values, rtol=0, atol=1e-6)
 
 
-def whole_map(comm: Any, given: Input, outcome: Outcome) -> Any:
+def whole_map(comm: Any, given: Input, outcome: SlideOutput) -> Any:
     """All classes, on rank 0."""
     found = PiecedMap(comm, given.size, outcome.pieces, given.size)
     return np.stack([np.concatenate(list(found.bands(column, 16))) for column in range(3)])
@@ -132,17 +132,17 @@ def test_a_map_is_the_mean_of_those_of_turned_images(layout, tta, maps):
     if WORLD.rank:
         return
     plain = map_of_one_process(maps, words)
-    expected = whole_map(Alone(), given, plain)
+    expected = whole_map(SingleProcess(), given, plain)
     assert np.abs(found - expected).max() < TOLERANCE
     assert torch.allclose(ours.values, plain.values, rtol=0, atol=TOLERANCE)
     assert np.allclose(plain.values[0], expected.mean((1, 2)), rtol=0, atol=TOLERANCE)
     once = map_of_one_process(maps, "activation=false slide_mpp=0.5 mpp=0.73")
-    assert np.abs(expected - whole_map(Alone(), given, once)).max() > 1e-4
+    assert np.abs(expected - whole_map(SingleProcess(), given, once)).max() > 1e-4
 
 
 @cache
-def map_of_one_process(case: Case, words: str) -> Outcome:
-    return predict(case, Alone(), f"parallel=none {words}")[1]
+def map_of_one_process(case: Case, words: str) -> SlideOutput:
+    return predict(case, SingleProcess(), f"parallel=none {words}")[1]
 
 
 @pytest.mark.parametrize("layout", REGIONS)
@@ -157,7 +157,7 @@ def test_a_map_has_no_seams(layout, maps):
         return
     assert any(length % 2 for length in given.size)
     plain = map_of_one_process(maps, words)
-    expected = whole_map(Alone(), given, plain)
+    expected = whole_map(SingleProcess(), given, plain)
     assert expected.shape == (3, *given.size)
     assert np.abs(found - expected).max() < TOLERANCE
     assert np.abs(expected.sum(0) - 1).max() < TOLERANCE
@@ -176,7 +176,7 @@ def volumes(tmp_path_factory) -> Path:
         save(folder / "new" / "a.nii.gz", voxels((11, 9, 10)))
         # columns, rows and slices lead elsewhere than in the training set
         save(folder / "new" / "b.nii", voxels((9, 11, 13)), AFFINE[:, [2, 0, 1, 3]] * [1, -1, 1, 1])
-        predict_volumes(folder, Alone(), "parallel=none")
+        predict_volumes(folder, SingleProcess(), "parallel=none")
     return Path(WORLD.bcast(folder))
 
 
@@ -223,7 +223,7 @@ def test_turned_volumes_equal_those_of_one_process(layout, volumes):
     out = predict_volumes(volumes, WORLD, f"{layout} tta=flips")
     if WORLD.rank:
         return
-    plain = predict_volumes(volumes, Alone(), "parallel=none tta=flips")
+    plain = predict_volumes(volumes, SingleProcess(), "parallel=none tta=flips")
     for name in ("a-0.nii.gz", "b-1.nii", "a-classes.nii.gz"):
         ours, expected, once = (
             np.asarray(nibabel.load(one / name).dataobj)
@@ -243,7 +243,7 @@ def test_replicas_take_volumes_of_their_own_and_tell_of_bad_ones(volumes, monkey
     seen: list[str] = []
     predicted = Runner.run
 
-    def noted(runner: Runner, given: Input) -> Outcome:
+    def noted(runner: Runner, given: Input) -> SlideOutput:
         seen.append(given.name)
         return predicted(runner, given)
 
@@ -273,7 +273,7 @@ def test_what_places_of_a_volume_give_is_that_of_one_process(layout, tmp_path):
         train_on_labels(folder, "task=classification")
         save(folder / "a.nii.gz", voxels((11, 9, 10)))
     given = (f"ckpt_path={folder / 'run'}", f"volumes={folder / 'a.nii.gz'}", "activation=true")
-    for comm, name in ((WORLD, "out"), (Alone(), "plain")):
+    for comm, name in ((WORLD, "out"), (SingleProcess(), "plain")):
         if comm.rank == 0 and (comm is WORLD or WORLD.rank == 0):
             (folder / name).mkdir()
         WORLD.barrier()

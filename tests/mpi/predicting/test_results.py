@@ -14,9 +14,9 @@ from mpi4py import MPI
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.predicting.inputs import Input, SlideImages
-from spatialdl.predicting.pieces import Piece
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.results import Maps
-from spatialdl.predicting.running import Outcome
+from spatialdl.predicting.running import SlideOutput
 from tests.predicting.runs import known_network
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
@@ -36,9 +36,9 @@ def test_a_map_in_pieces_is_that_of_one_process(dim, tmp_path):
     bounds = even_bounds(SIZE[dim], WORLD.size)
     first, last = bounds[WORLD.rank], bounds[WORLD.rank + 1]
     own = values.narrow(1 + dim, first, last - first)
-    pieces = [Piece((first, 0) if dim == 0 else (0, first), own)]
+    pieces = [MapPiece((first, 0) if dim == 0 else (0, first), own)]
     trained = known_network(("a", "b", "c"), "segmentation")
-    names = Maps(run_dir, given, trained, [2, 0], WORLD).save(Outcome(pieces=pieces))
+    names = Maps(run_dir, given, trained, [2, 0], WORLD).save(SlideOutput(pieces=pieces))
     assert WORLD.gather(names, 0) is None or len(names) == 4
     if WORLD.rank:
         assert names == []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import SpatialTensor, UnsupportedSpatialOp, init_mesh, shard
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import Operation, check, close, every_mesh, parameter
 
@@ -120,7 +120,7 @@ def test_on_a_grid_of_one_rank_it_is_pytorchs_own() -> None:
     for split in (False, True):
         leaf, layer = image.clone().requires_grad_(), nn.BatchNorm2d(5)
         layer.weight.data.copy_(weight)
-        mesh = init_mesh(comm=Alone())
+        mesh = init_mesh(comm=SingleProcess())
         y = layer(shard(leaf, mesh) if split else leaf)
         y.square().sum().backward()
         y = y.full_tensor() if split else y

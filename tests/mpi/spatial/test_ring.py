@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spatialdl import Mesh, SpatialTensor, shard
+from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import Communicator, Pending
-from spatialdl.comm.held import Exchange
 from spatialdl.random import keyed
 from spatialdl.spatial import ring
 from spatialdl.spatial.recompute import recompute

@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_module
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -108,7 +108,7 @@ def _with_own_keys(config):
 def in_layout(world: Communicator, name: str, run_dir: Path, *overrides: str) -> Outcome | None:
     """A run in a layout, on the first ranks of the world; None on the others."""
     layout = LAYOUTS[name]
-    comm = Alone() if layout.ranks == 1 else None
+    comm = SingleProcess() if layout.ranks == 1 else None
     if comm is None and world.rank < layout.ranks:
         comm = world if layout.ranks == world.size else world.subset(range(layout.ranks))
     found = None

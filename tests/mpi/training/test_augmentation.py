@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_module
 from mpi4py import MPI
 from torch import nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -85,7 +85,7 @@ def compare(layout: str, slices: int, data: Path, folder: Path, *more: str) -> N
     ours = train(folder / "ours", data, MpiCommunicator(WORLD), layout, *more)
     if WORLD.rank == 0:
         plain = f"parallel=none parallel.microbatches={slices}"
-        expected = train(folder / "plain", data, Alone(), plain, *more)
+        expected = train(folder / "plain", data, SingleProcess(), plain, *more)
         assert ours["loss"] == pytest.approx(expected["loss"], abs=1e-10)
         for found, one in zip(ours["validation"], expected["validation"], strict=True):
             assert found["loss"] == pytest.approx(one["loss"], abs=1e-10)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, bag_config, write_bags
@@ -91,7 +91,7 @@ def test_transmil_is_refused_on_split_bags_and_trains_on_replicas(tmp_path, fold
     dealt = ("parallel=dp", "parallel.data=2")
     ours, _ = trained(tmp_path / "ours", folder, world, *words, *dealt)
     if WORLD.rank == 0:
-        plain, _ = trained(tmp_path / "plain", folder, Alone(), *words)
+        plain, _ = trained(tmp_path / "plain", folder, SingleProcess(), *words)
         assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
 
 
@@ -102,7 +102,7 @@ def test_bags_train_as_in_one_process(tmp_path, folder, layout, case) -> None:
         tmp_path / "ours", folder, MpiCommunicator(WORLD), *words, *layout.split()
     )
     if WORLD.rank == 0:
-        plain, expected = trained(tmp_path / "plain", folder, Alone(), *words)
+        plain, expected = trained(tmp_path / "plain", folder, SingleProcess(), *words)
         assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
         assert len(plain["loss"]) >= 3
         for name, weight in expected.items():

@@ -36,8 +36,8 @@ def test_all_ranks_are_called_alike_and_the_last_one_stops_them(layout, tmp_path
         )
     trainer = Trainer(config, world)
     fit(trainer, run_dir)
-    assert trainer.course.step == 3
-    assert trainer.course.ended == "as was asked for"
+    assert trainer.progress.step == 3
+    assert trainer.progress.ended == "as was asked for"
     own = json.loads((run_dir / f"calls-{world.rank}.json").read_text())
     assert all(one == own for one in world.allgather(own))
     names = [(name, step) for name, step, *_ in own["calls"]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import world
 from tests.fitting import fit
 from tests.mpi.training import checkpointed
@@ -52,7 +52,9 @@ def folder(tmp_path_factory) -> Path:
 @cache
 def reference(folder: Path, optimizer: str) -> Outcome:
     path = folder / f"reference-{MPI.COMM_WORLD.rank}-{optimizer.split(maxsplit=1)[0]}"
-    return run(path, Alone(), LAYOUTS["none"].overrides, optimizer, "trainer.checkpoint.keep=0")
+    return run(
+        path, SingleProcess(), LAYOUTS["none"].overrides, optimizer, "trainer.checkpoint.keep=0"
+    )
 
 
 @cache
@@ -121,7 +123,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout, optimizer, folder, tmp_path
 def test_buffers_of_divided_channels_that_a_forward_assigns_are_saved_whole(tmp_path):
     network = f"{ADAMW} trainer.ema=0.9 model._target_=tests.training.checkpoints.networks.centred"
     path = Path(WORLD.bcast(tmp_path))
-    plain = run(path / f"plain-{WORLD.rank}", Alone(), LAYOUTS["none"].overrides, network)
+    plain = run(path / f"plain-{WORLD.rank}", SingleProcess(), LAYOUTS["none"].overrides, network)
     in_layout(WORLD, "tensor", path / "saved", network)
     checkpoint = f"ckpt_path='{path}/saved/{CHECKPOINT}'"
     ours = in_layout(WORLD, "tensor", path / "on", network, checkpoint)

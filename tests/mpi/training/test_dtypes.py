@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -74,7 +74,7 @@ def test_split_images_of_other_types_train_as_whole_ones(
     ours = losses(tmp_path / "ours", folder / "set", channels, world, "parallel=sp", grid, *keys)
     if WORLD.rank == 0:
         plain = losses(
-            tmp_path / "plain", folder / "set", channels, Alone(), "parallel=none", *keys
+            tmp_path / "plain", folder / "set", channels, SingleProcess(), "parallel=none", *keys
         )
         assert ours == pytest.approx(plain, abs=1e-10)
         assert 0 < plain[0] < 5  # pixels are scaled

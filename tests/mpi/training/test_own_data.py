@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.data import own_datasets
 from tests.fitting import fit
@@ -47,7 +47,7 @@ def compare(folder: Path, layout: str, slices: int, kind: str, *more: str) -> No
     ours = train(folder / "ours", MpiCommunicator(WORLD), layout, kind, *more)
     if WORLD.rank == 0:
         plain = f"parallel=none parallel.microbatches={slices}"
-        expected = train(folder / "plain", Alone(), plain, kind, *more)
+        expected = train(folder / "plain", SingleProcess(), plain, kind, *more)
         assert ours["loss"] == pytest.approx(expected["loss"], abs=1e-10)
         assert len(set(expected["loss"])) == 5
         for found, one in zip(ours["validation"], expected["validation"], strict=True):

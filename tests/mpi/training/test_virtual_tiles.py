@@ -12,8 +12,8 @@ import torch
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training import signals
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.trainer import Trainer
@@ -62,7 +62,9 @@ def test_equals_one_process(layout, slices, task, tmp_path):
     assert WORLD.allreduce(written) > 1_000_000
     if WORLD.rank > 0:
         return
-    _, plain = train(tmp_path / "plain", Alone(), *KINDS[task], f"parallel.microbatches={slices}")
+    _, plain = train(
+        tmp_path / "plain", SingleProcess(), *KINDS[task], f"parallel.microbatches={slices}"
+    )
     assert ours["world_size"] == WORLD.size
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert len(ours["validation"]) == len(plain["validation"]) == 2
@@ -92,7 +94,7 @@ def test_maps_are_validated_tile_by_tile(tmp_path, monkeypatch):
         return
     slices = WORLD.size // 2
     own = [*KINDS["segmentation"], *words[-2:], f"parallel.microbatches={slices}"]
-    _, plain = train(tmp_path / "plain", Alone(), *own)
+    _, plain = train(tmp_path / "plain", SingleProcess(), *own)
     check_validations(ours["validation"], plain["validation"])
 
 
@@ -115,12 +117,12 @@ def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, mon
     with monkeypatch.context() as within:
         within.setattr(signals, "seen", seen)
         whole, _ = train(tmp_path / "whole", MpiCommunicator(WORLD), *words)
-        of_a_step = asked // whole.course.step
+        of_a_step = asked // whole.progress.step
         asked, stop_at = 0, of_a_step * 3 // 2  # in the midst of the second step
         stopped, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
     assert stop_at <= asked < stop_at + of_a_step // 4  # it did not end the step
-    assert 0 < stopped.course.step < whole.course.step
-    assert stopped.course.stopped is signal.SIGTERM
+    assert 0 < stopped.progress.step < whole.progress.step
+    assert stopped.progress.stopped is signal.SIGTERM
     monkeypatch.setattr(signals._Seen, "first", None)
     ours, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, "ckpt_path=latest")
     state = ours.parts.pipeline.state_dict()

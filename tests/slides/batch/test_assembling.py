@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.format import Band, Manifest, RegionSample
+from spatialdl.data.format import Manifest, RegionBand, RegionSample
 from spatialdl.slides.batch.assembling import assemble, load_settings
 from spatialdl.slides.batch.options import parsed
-from spatialdl.slides.batch.record import Part, Record
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.record import PartRecord, SlideRecord
+from spatialdl.slides.batch.report import TilingReport
 from tests.slides.batch.batches import contents
 from tests.slides.batch.test_record import shard
 
@@ -22,7 +22,9 @@ def options(*more: str) -> argparse.Namespace:
     return parsed(["a.svs", "--out", "set", "--mpp", "0.5", *size, *more])
 
 
-def slide(folder: Path, name: str, shards: list[int], region: RegionSample | None = None) -> Record:
+def slide(
+    folder: Path, name: str, shards: list[int], region: RegionSample | None = None
+) -> SlideRecord:
     """A slide that is done, with so many tiles in its parts; none in a part is no shard."""
     parts = []
     for number, tiles in enumerate(shards):
@@ -30,10 +32,10 @@ def slide(folder: Path, name: str, shards: list[int], region: RegionSample | Non
         if tiles:
             info = shard(folder, f"parts/{name}/{number:05d}/shard-00000.h5")
             (folder / info.file).write_text(f"{name} {number}")
-        parts.append(Part(info, [(number, k, 0) for k in range(tiles)]))
+        parts.append(PartRecord(info, [(number, k, 0) for k in range(tiles)]))
         parts[-1].shard = info and type(info)(info.file, 9, f"of {name} {number}", tiles)
-    report = Report(name, written=sum(shards)).to_json()
-    record = Record("key", f"/in/{name}.svs", "train", parts, [], region, report)
+    report = TilingReport(name, written=sum(shards)).to_json()
+    record = SlideRecord("key", f"/in/{name}.svs", "train", parts, [], region, report)
     record.save(folder, name)
     (folder / "pictures").mkdir(exist_ok=True)
     for picture in (f"{name}.png", f"{name}.stitched.jpg"):
@@ -61,7 +63,7 @@ def test_shards_are_numbered_in_the_order_of_names(tmp_path: Path) -> None:
     assert (manifest.kind, manifest.tile_size, manifest.codec) == ("tiles", (64, 64), "raw")
     assert load_settings(tmp_path) == SETTINGS
     for name, files in (("b", ["shard-00001.h5", None, "shard-00002.h5"]), ("none", [None])):
-        record = Record.load(tmp_path, name)
+        record = SlideRecord.load(tmp_path, name)
         assert record is not None
         assert [part.shard and part.shard.file for part in record.parts] == files
 
@@ -89,7 +91,7 @@ def test_a_slide_more_moves_the_others(tmp_path: Path) -> None:
 
 def test_regions_know_the_shards_of_their_bands(tmp_path: Path) -> None:
     for name, rows in (("a", [512, 88]), ("b", [100])):
-        bands = tuple(Band(k, 512 * k, n) for k, n in enumerate(rows))
+        bands = tuple(RegionBand(k, 512 * k, n) for k, n in enumerate(rows))
         region = RegionSample(name, sum(rows), 9, 0.5, len(rows) > 1, bands, None, None, name, 0, 0)
         slide(tmp_path, name, [1] * len(rows), region)
     assemble(tmp_path, ["a", "b"], [], options("--whole", "--codec", "jpeg-native"), SETTINGS)

@@ -7,13 +7,13 @@ import h5py
 import numpy as np
 import pytest
 
-from spatialdl.data.format import Band, RegionSample
+from spatialdl.data.format import RegionBand, RegionSample
 from spatialdl.data.jpeg import decode
 from spatialdl.data.region_shard import region_path
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
-from spatialdl.slides.batch.crew import Alone
-from spatialdl.slides.batch.record import Part, holds
+from spatialdl.slides.batch.executors import SerialExecutor
+from spatialdl.slides.batch.record import PartRecord, holds
 from spatialdl.slides.cutting.whole import WholePlan
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.batch.cuttings import cutting
@@ -27,7 +27,7 @@ def slide(synthetic: dict[str, Path]) -> Iterator[Slide]:
         yield slide
 
 
-def sample(plan: WholePlan, bands: list[Band]) -> RegionSample:
+def sample(plan: WholePlan, bands: list[RegionBand]) -> RegionSample:
     rows, cols = plan.size
     striped = len(bands) > 1
     return RegionSample(
@@ -39,9 +39,9 @@ def test_bands_together_are_the_region(tmp_path: Path, slide: Slide) -> None:
     region = sample(PLAN, bands_of(PLAN, 2, 1, 512))
     rows, told, taken = [], [], []
     for number in range(2):
-        folder, part = tmp_path / str(number), Part()
+        folder, part = tmp_path / str(number), PartRecord()
         folder.mkdir()
-        piece, crew = BandPart(PLAN, region, number), Alone(told.append)
+        piece, crew = BandPart(PLAN, region, number), SerialExecutor(told.append)
         seen = crew.submit(lambda p=piece, f=folder, q=part: p.cut(slide, cutting(slide), f, q))
         assert crew.told() == piece.count == len(seen.result())
         assert part.shard is not None
@@ -58,7 +58,7 @@ def test_bands_together_are_the_region(tmp_path: Path, slide: Slide) -> None:
 
 def test_pieces_made_small_lie_below_each_other(tmp_path: Path, slide: Slide) -> None:
     plan = WholePlan(256, 256, (550, 650), 2.0)
-    region, part = sample(plan, bands_of(plan, 1, 1, 512)), Part()
+    region, part = sample(plan, bands_of(plan, 1, 1, 512)), PartRecord()
     seen = BandPart(plan, region, 0).cut(slide, cutting(slide), tmp_path, part)
     assert [(s.x, s.y, s.small.rows, s.small.cols) for s in seen] == [
         (256, 256, 1024, 1300),
@@ -67,7 +67,7 @@ def test_pieces_made_small_lie_below_each_other(tmp_path: Path, slide: Slide) ->
 
 
 def test_native_bands_are_the_tiles_of_the_file(tmp_path: Path, slide: Slide) -> None:
-    region, part = sample(PLAN, bands_of(PLAN, 3, 1, 256)), Part()
+    region, part = sample(PLAN, bands_of(PLAN, 3, 1, 256)), PartRecord()
     piece = BandPart(PLAN, region, 1)
     # their preview is of the whole slide
     assert piece.cut(slide, cutting(slide, codec="jpeg-native"), tmp_path, part) == []
@@ -95,7 +95,7 @@ def test_a_native_region_begins_with_a_tile(slide: Slide) -> None:
 def test_what_cannot_be_read_leaves_no_shard(
     tmp_path: Path, slide: Slide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    region, part = sample(PLAN, bands_of(PLAN, 1, 1, 512)), Part()
+    region, part = sample(PLAN, bands_of(PLAN, 1, 1, 512)), PartRecord()
 
     def damaged(*_: object) -> None:
         raise SlideError("damaged")

@@ -20,8 +20,8 @@ from spatialdl.data.folder import ResumableFolder
 from spatialdl.data.format import Manifest
 from spatialdl.slides import command
 from spatialdl.slides.batch import running, steps
-from spatialdl.slides.batch.parts import Cutting, Pieces
-from spatialdl.slides.batch.record import Part
+from spatialdl.slides.batch.parts import Cutting, PartPieces
+from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.batch.batches import (
     COORDS,
@@ -142,7 +142,9 @@ def cut(monkeypatch: pytest.MonkeyPatch, quick: None) -> list[str]:
     """The parts that are cut from now on."""
     cut_part, parts = steps.cut_part, []
 
-    def noted(slide: Slide, pieces: Pieces, cutting: Cutting, folder: Path, key: str) -> Part:
+    def noted(
+        slide: Slide, pieces: PartPieces, cutting: Cutting, folder: Path, key: str
+    ) -> PartRecord:
         parts.append(f"{folder.parent.name}/{folder.name}")
         return cut_part(slide, pieces, cutting, folder, key)
 

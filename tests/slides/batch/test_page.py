@@ -11,7 +11,7 @@ from PIL import Image
 
 from spatialdl.slides.batch.page import save_batch
 from spatialdl.slides.batch.preview import preview_name
-from spatialdl.slides.batch.report import Report
+from spatialdl.slides.batch.report import TilingReport
 
 ODD = "a <b>\"q'<i> & é %20#?"
 
@@ -68,7 +68,7 @@ class Page(HTMLParser):
                 self._into[-1] += data
 
 
-def batch(folder: Path) -> tuple[list[Report], Path]:
+def batch(folder: Path) -> tuple[list[TilingReport], Path]:
     pictures = folder / "pictures"
     pictures.mkdir()
     for name in (ODD, "b"):
@@ -76,12 +76,12 @@ def batch(folder: Path) -> tuple[list[Report], Path]:
     Image.new("RGB", (9, 9)).save(pictures / preview_name("b"))
     (pictures / "damaged.png").write_bytes(b"\x89PNG no more")
     return [
-        Report(
+        TilingReport(
             ODD, 2000, 1500, pen=200, written=1300, mpp=0.25, file=f"x/{ODD}.svs", seconds=61.04
         ),
-        Report("b", 9, 8, unreadable=3, written=5, failed=True, note="no JPEG", mpp=0.5),
-        Report("damaged", 7, note="no tissue found", remark="pixels are not square"),
-        Report("c", failed=True, note="it is <empty>", seconds=5),
+        TilingReport("b", 9, 8, unreadable=3, written=5, failed=True, note="no JPEG", mpp=0.5),
+        TilingReport("damaged", 7, note="no tissue found", remark="pixels are not square"),
+        TilingReport("c", failed=True, note="it is <empty>", seconds=5),
     ], pictures
 
 
@@ -152,7 +152,7 @@ def test_thumbnails_are_inside_and_lead_to_the_pictures(tmp_path: Path) -> None:
 
 
 def test_columns_without_anything_are_left_out(tmp_path: Path) -> None:
-    save_batch(tmp_path / "a.html", [Report("a", 1, 1, written=1)], tmp_path / "none", {})
+    save_batch(tmp_path / "a.html", [TilingReport("a", 1, 1, written=1)], tmp_path / "none", {})
     page = Page(tmp_path / "a.html")
     assert page.heads == ["slide", "status", "tiles", "tissue", "grid"]
     assert "Settings" not in page.raw.partition("<body>")[2].partition("<script>")[0]
@@ -163,7 +163,7 @@ def test_columns_without_anything_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_thousand_slides(tmp_path: Path) -> None:
-    reports = [Report(f"s{k}", k, k, written=k, seconds=k) for k in range(1000)]
+    reports = [TilingReport(f"s{k}", k, k, written=k, seconds=k) for k in range(1000)]
     save_batch(tmp_path / "a.html", reports, tmp_path, {})
     page = Page(tmp_path / "a.html")
     assert len(page.rows) == 1000
@@ -173,7 +173,7 @@ def test_a_thousand_slides(tmp_path: Path) -> None:
 def test_names_that_are_not_unicode(tmp_path: Path) -> None:
     name = os.fsdecode(b"a\xff")
     Image.new("L", (10, 10)).save(tmp_path / f"{name}.png")
-    save_batch(tmp_path / "a.html", [Report(name, 1, 1, written=1)], tmp_path, {})
+    save_batch(tmp_path / "a.html", [TilingReport(name, 1, 1, written=1)], tmp_path, {})
     page = Page(tmp_path / "a.html")
     assert page.rows[0][1] == "a\\udcff"
     assert unquote_to_bytes(page.links[0]) == b"./a\xff.png"

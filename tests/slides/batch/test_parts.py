@@ -10,7 +10,7 @@ from spatialdl.errors import SlideError
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.parts import Seen, cut_part, load_seen, native_tiles
 from spatialdl.slides.batch.preview import Small
-from spatialdl.slides.batch.record import Part, load_part
+from spatialdl.slides.batch.record import PartRecord, load_part
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.batch.cuttings import cutting
 from tests.slides.batch.test_record import shard
@@ -26,7 +26,7 @@ class Pieces:
         self.error = error
         self.seen = seen or []
 
-    def cut(self, slide: Slide, how: Any, folder: Path, part: Part) -> list[Seen]:
+    def cut(self, slide: Slide, how: Any, folder: Path, part: PartRecord) -> list[Seen]:
         part.shard = shard(folder)
         part.taken.append((1, 2, None))
         if self.error:

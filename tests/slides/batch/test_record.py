@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.format import Band, RegionSample, ShardInfo, sha256_of
-from spatialdl.slides.batch.record import Part, Record, holds, load_part, save_part
-from spatialdl.slides.batch.report import Report
+from spatialdl.data.format import RegionBand, RegionSample, ShardInfo, sha256_of
+from spatialdl.slides.batch.record import PartRecord, SlideRecord, holds, load_part, save_part
+from spatialdl.slides.batch.report import TilingReport
 
 
 def shard(folder: Path, name: str = "shard-00000.h5") -> ShardInfo:
@@ -18,8 +18,8 @@ def shard(folder: Path, name: str = "shard-00000.h5") -> ShardInfo:
     return ShardInfo(name, 10, sha256_of(path), 2)
 
 
-def part_of(info: ShardInfo | None) -> Part:
-    return Part(
+def part_of(info: ShardInfo | None) -> PartRecord:
+    return PartRecord(
         info,
         [(1, 2, None), (3, 2**40, 1)],
         {"pen": [(5, 6)], "blur": []},
@@ -28,11 +28,11 @@ def part_of(info: ShardInfo | None) -> Part:
     )
 
 
-def record_in(folder: Path) -> Record:
-    bands = (Band(0, 0, 512), Band(1, 512, 88))
+def record_in(folder: Path) -> SlideRecord:
+    bands = (RegionBand(0, 0, 512), RegionBand(1, 512, 88))
     region = RegionSample("ab", 600, 700, 0.5, True, bands, 1, "train", "é", 3, 4)
-    report = Report("é", 9, 8, written=2, file="é.svs")
-    return Record(
+    report = TilingReport("é", 9, 8, written=2, file="é.svs")
+    return SlideRecord(
         "key",
         "/in/é.svs",
         "train",
@@ -44,7 +44,7 @@ def record_in(folder: Path) -> Record:
 
 
 def test_a_part_comes_back(tmp_path: Path) -> None:
-    for part in (part_of(shard(tmp_path)), part_of(None), Part()):
+    for part in (part_of(shard(tmp_path)), part_of(None), PartRecord()):
         save_part(tmp_path, "key", part)
         assert load_part(tmp_path, "key") == part
 
@@ -72,14 +72,14 @@ def test_damage_means_that_it_is_not_done(tmp_path: Path, text: str) -> None:
     assert load_part(tmp_path, "key") is None
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "a.json").write_text(text)
-    assert Record.load(tmp_path, "a") is None
+    assert SlideRecord.load(tmp_path, "a") is None
 
 
 def test_a_record_comes_back(tmp_path: Path) -> None:
     record = record_in(tmp_path)
-    assert Record.load(tmp_path, "é") is None
+    assert SlideRecord.load(tmp_path, "é") is None
     record.save(tmp_path, "é")
-    assert Record.load(tmp_path, "é") == record
+    assert SlideRecord.load(tmp_path, "é") == record
     assert record.is_whole(tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_a_record_of_another_version_is_none(tmp_path: Path) -> None:
         {**known, "region": {"id": 3}},
     ):
         path.write_text(json.dumps(other))
-        assert Record.load(tmp_path, "a") is None
+        assert SlideRecord.load(tmp_path, "a") is None
 
 
 @pytest.mark.parametrize("name", ["shard-00000.h5", "coords/clam/patches/é.h5"])
@@ -126,10 +126,10 @@ def test_a_record_that_leads_out_of_the_data_set_is_none(tmp_path: Path, name: o
     for where in (known["files"], [part["shard"] for part in known["parts"] if part["shard"]]):
         before, where[0]["file"] = where[0]["file"], name
         path.write_text(json.dumps(known))
-        assert Record.load(tmp_path, "a") is None
+        assert SlideRecord.load(tmp_path, "a") is None
         where[0]["file"] = before
     path.write_text(json.dumps(known))
-    assert Record.load(tmp_path, "a") == record
+    assert SlideRecord.load(tmp_path, "a") == record
 
 
 def test_a_link_out_of_the_data_set_is_no_file_of_it(tmp_path: Path) -> None:
@@ -149,4 +149,4 @@ def test_a_record_with_a_report_of_other_types_is_none(
     record = record_in(tmp_path)
     record.report[key] = value
     record.save(tmp_path, "a")
-    assert Record.load(tmp_path, "a") is None
+    assert SlideRecord.load(tmp_path, "a") is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl.slides.batch.report import (
-    Report,
+    TilingReport,
     by_status,
     save_reports,
     table,
@@ -18,9 +18,9 @@ from spatialdl.slides.batch.report import (
 )
 from spatialdl.text import width
 
-GOOD = Report("good", 100, 40, written=40)
-GLASS = Report("glass", 7, note="no tissue found")
-PARTLY = Report(
+GOOD = TilingReport("good", 100, 40, written=40)
+GLASS = TilingReport("glass", 7, note="no tissue found")
+PARTLY = TilingReport(
     "partly",
     9,
     8,
@@ -29,8 +29,8 @@ PARTLY = Report(
     failed=True,
     note="cannot read slide partly.svs at x=1, y=2",
 )
-INKED = Report("inked", 64, 20, unannotated=12, pen=5, blur=2, unreadable=1, note="filters")
-BAD = Report("bad", failed=True, note="cannot open slide bad.svs: it is empty")
+INKED = TilingReport("inked", 64, 20, unannotated=12, pen=5, blur=2, unreadable=1, note="filters")
+BAD = TilingReport("bad", failed=True, note="cannot open slide bad.svs: it is empty")
 
 
 def test_the_table_has_a_line_for_every_slide() -> None:
@@ -52,7 +52,7 @@ def test_columns_appear_when_they_say_something() -> None:
 
 
 def test_tissue_outside_of_the_grid_has_a_column() -> None:
-    small = Report("small", 4, 4, written=4, outside_percent=20.96)
+    small = TilingReport("small", 4, 4, written=4, outside_percent=20.96)
     assert table([GOOD, small]).splitlines()[::2] == [
         "slide  grid  tissue  outside, %  unreadable  written",
         "small     4       4          21           0        4  processed",
@@ -88,13 +88,13 @@ def test_totals_in_a_line() -> None:
     reports = [GOOD, GLASS, PARTLY, GOOD, BAD]
     assert by_status(reports) == {"processed": 2, "no tiles": 1, "damaged": 1, "failed": 1}
     assert totals(reports) == ("5 slides: 2 processed, 1 no tiles, 1 damaged, 1 failed; 85 tiles")
-    assert totals([Report("a", written=1)]) == "1 slide: 1 processed; 1 tile"
+    assert totals([TilingReport("a", written=1)]) == "1 slide: 1 processed; 1 tile"
     assert totals([]) == "0 slides; 0 tiles"
 
 
 def test_long_names_do_not_break_columns() -> None:
     names = ["x" * 300, "two\nlines", "切片" * 50, "e\u0301"]
-    lines = table([Report(name, 1, 1, written=1) for name in names]).splitlines()
+    lines = table([TilingReport(name, 1, 1, written=1) for name in names]).splitlines()
     assert len(lines) == len(names) + 1
     assert {width(line) for line in lines[1:]} == {
         64 + len("  grid  tissue  unreadable  written  ") + len("processed")
@@ -102,14 +102,14 @@ def test_long_names_do_not_break_columns() -> None:
 
 
 def test_reports_survive_json() -> None:
-    report = Report(
+    report = TilingReport(
         "é", 9, 8, 1, 2, 3, 4, 5, 6, 7, True, "no", 0.25, "odd", "/a/\udcff.svs", 1.5, 9.5
     )
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert TilingReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     known = GOOD.to_json()
     for other in ({**known, "new": 1}, {k: v for k, v in known.items() if k != "file"}, {}):
         with pytest.raises(ValueError, match="not the report of a slide"):
-            Report.from_json(other)
+            TilingReport.from_json(other)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -119,7 +119,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def test_reports_are_saved_as_csv(tmp_path: Path) -> None:
     path = tmp_path / "process_list.csv"
-    good = Report("a, b", 100, 40, pen=3, written=37, mpp=0.499, file="in/a, b.svs", seconds=1.234)
+    good = TilingReport(
+        "a, b", 100, 40, pen=3, written=37, mpp=0.499, file="in/a, b.svs", seconds=1.234
+    )
     save_reports(path, [good, BAD, INKED, PARTLY])
     assert path.read_text().startswith("slide_id,slide,status,reason,in_grid,with_tissue,")
     rows = rows_of(path)
@@ -149,11 +151,11 @@ def test_reports_are_saved_as_csv(tmp_path: Path) -> None:
 def test_nothing_written_is_never_processed() -> None:
     for failed in (False, True):
         for tiles in (0, 7):
-            report = Report("a", 9, 8, unreadable=tiles, failed=failed)
+            report = TilingReport("a", 9, 8, unreadable=tiles, failed=failed)
             assert report.status in ("no tiles", "failed")
 
 
 def test_a_name_that_is_not_unicode_is_saved(tmp_path: Path) -> None:
     odd = os.fsdecode(b"a\xff.svs")
-    save_reports(tmp_path / "a.csv", [Report(odd[:-4], file=odd), GOOD])
+    save_reports(tmp_path / "a.csv", [TilingReport(odd[:-4], file=odd), GOOD])
     assert [row["slide"] for row in rows_of(tmp_path / "a.csv")] == ["a\\udcff", "good"]

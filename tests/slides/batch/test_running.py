@@ -10,9 +10,9 @@ import pytest
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch import running
-from spatialdl.slides.batch.crew import Alone
-from spatialdl.slides.batch.running import Run
-from spatialdl.slides.batch.steps import Batch, Task
+from spatialdl.slides.batch.executors import SerialExecutor
+from spatialdl.slides.batch.running import BatchRun
+from spatialdl.slides.batch.steps import BatchRequest, Task
 from tests.slides.batch.batches import TILES
 from tests.slides.batch.test_steps import batch, task
 
@@ -24,9 +24,9 @@ def tasks(small: Path) -> list[Task]:
     return [task(small / "a.tiff"), replace(task(small / "b.tiff"), bytes=10**9)]
 
 
-def run(asked: Batch, tasks: list[Task], *, dry: bool = False) -> Run:
-    made = Run(asked, tasks, dry=dry)
-    made.go(Alone(made.watch))
+def run(asked: BatchRequest, tasks: list[Task], *, dry: bool = False) -> BatchRun:
+    made = BatchRun(asked, tasks, dry=dry)
+    made.go(SerialExecutor(made.watch))
     return made
 
 
@@ -92,7 +92,7 @@ def test_a_slide_that_fails_does_not_end_the_others(
 ) -> None:
     call = getattr(running, where)
 
-    def failing(asked: Batch, work: Task, *more: Any) -> Any:
+    def failing(asked: BatchRequest, work: Task, *more: Any) -> Any:
         if work.name == "b" and (where != "cut_slide" or more[1] == 1):
             raise error
         return call(asked, work, *more)
@@ -137,7 +137,7 @@ def test_parts_that_come_in_another_order_stay_in_theirs(tmp_path: Path, small: 
     (tmp_path / "two").mkdir()
     work = [task(small / "a.tiff")]
     plain = run(batch(tmp_path / "one", small, TILES), work)
-    other = Run(batch(tmp_path / "two", small, TILES), work, dry=False)
+    other = BatchRun(batch(tmp_path / "two", small, TILES), work, dry=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spatialdl.slides.batch.sharing.wait", crew.wait)
         other.go(crew)
@@ -148,8 +148,8 @@ def test_parts_that_come_in_another_order_stay_in_theirs(tmp_path: Path, small: 
 
 
 def running_record(folder: Path) -> list[Any]:
-    from spatialdl.slides.batch.record import Record
+    from spatialdl.slides.batch.record import SlideRecord
 
-    record = Record.load(folder, "a")
+    record = SlideRecord.load(folder, "a")
     assert record is not None
     return [replace(part, seconds=0.0) for part in record.parts]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spatialdl.slides.batch import sharing
-from spatialdl.slides.batch.crew import Alone, crew_of
+from spatialdl.slides.batch.executors import SerialExecutor, batch_executor
 from spatialdl.slides.batch.sharing import Work, share
 
 
@@ -35,14 +35,14 @@ def test_the_most_urgent_goes_first_and_what_follows_is_done() -> None:
         Work((1, 9), lambda: "first", noted(found, last)),
         Work((2, 0), lambda: "second", noted(found)),
     ]
-    share(Alone(nothing), works, lambda: None)
+    share(SerialExecutor(nothing), works, lambda: None)
     assert found == ["first", "first of all, once it is known", "second", "third"]
 
 
 def test_an_exception_is_a_result() -> None:
     found: list[Any] = []
     works = [Work((0,), lambda: 1 // 0, noted(found)), Work((1,), lambda: 1, noted(found))]
-    share(Alone(nothing), works, lambda: None)
+    share(SerialExecutor(nothing), works, lambda: None)
     assert isinstance(found[0], ZeroDivisionError)
     assert found[1] == 1
 
@@ -52,7 +52,7 @@ def test_ctrl_c_is_none() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        share(Alone(nothing), [Work((0,), pressed, noted([]))], lambda: None)
+        share(SerialExecutor(nothing), [Work((0,), pressed, noted([]))], lambda: None)
 
 
 def test_no_more_is_handed_out_than_there_is_room_for() -> None:
@@ -110,7 +110,7 @@ def test_only_the_one_that_kills_its_process_fails(tmp_path: Path, how: str) -> 
     found: list[Any] = []
     calls = [partial(write, tmp_path / str(k)) for k in range(12)]
     calls.insert(4, partial(die, tmp_path / "guilty", how))
-    with crew_of(2, None, nothing) as crew:
+    with batch_executor(2, None, nothing) as crew:
         works = [Work((k,), call, noted(found)) for k, call in enumerate(calls)]
         share(crew, works, lambda: None)
     (failed,) = (result for result in found if isinstance(result, Exception))
@@ -123,7 +123,7 @@ def test_only_the_one_that_kills_its_process_fails(tmp_path: Path, how: str) -> 
 
 def test_a_process_that_dies_once_is_bad_luck(tmp_path: Path) -> None:
     found: list[Any] = []
-    with crew_of(2, None, nothing) as crew:
+    with batch_executor(2, None, nothing) as crew:
         work = Work((0,), partial(die_once, tmp_path / "unlucky"), noted(found))
         share(crew, [work], lambda: None)
     assert found == ["survived"]
@@ -180,7 +180,7 @@ def test_what_follows_from_work_that_died_goes_on(tmp_path: Path) -> None:
         Work((0,), partial(die, tmp_path / "guilty", "exit"), noted(found, more)),
         Work((1,), partial(write, tmp_path / "other"), noted(found)),
     ]
-    with crew_of(2, None, nothing) as crew:
+    with batch_executor(2, None, nothing) as crew:
         share(crew, works, lambda: None)
     assert sorted(map(str, found))[1:] == ["more", "other"]
     assert (tmp_path / "other").exists()

@@ -8,40 +8,42 @@ import h5py
 import numpy as np
 import pytest
 from PIL import Image
+from tests.slides.batch.test_keeping import batch as finished_batch
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.options import parsed, settings_of
-from spatialdl.slides.batch.record import Part, Record
-from spatialdl.slides.batch.steps import Batch, Task, cut_slide, finish_slide, plan_slide
+from spatialdl.slides.batch.record import PartRecord, SlideRecord
+from spatialdl.slides.batch.steps import BatchRequest, Task, cut_slide, finish_slide, plan_slide
 from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.batch.batches import COORDS, TILES, WHOLE
-from tests.slides.batch.test_keeping import batch as finished_batch
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def batch(folder: Path | None, path: Path, how: list[str], classes: tuple[str, ...] = ()) -> Batch:
+def batch(
+    folder: Path | None, path: Path, how: list[str], classes: tuple[str, ...] = ()
+) -> BatchRequest:
     options = parsed([str(path), "--out", "set", *how])
     settings = settings_of(options, classes)
     choosing = Choosing(options, [path])
-    return Batch(options, choosing, settings, [*classes], folder, Path("/data/set"), None)
+    return BatchRequest(options, choosing, settings, [*classes], folder, Path("/data/set"), None)
 
 
 def task(path: Path, label: SlideLabel | None = None) -> Task:
     return Task(path, path.stem, label, path.stat().st_size)
 
 
-def done(asked: Batch, work: Task) -> tuple[Record, list[Part]]:
+def done(asked: BatchRequest, work: Task) -> tuple[SlideRecord, list[PartRecord]]:
     planned = plan_slide(asked, work)
     parts = [
         cut_slide(asked, work, planned.outline(), k, piece) for k, piece in enumerate(planned.parts)
     ]
     finish_slide(asked, work, planned.outline(), parts)
     assert asked.folder is not None
-    record = Record.load(asked.folder, work.name)
+    record = SlideRecord.load(asked.folder, work.name)
     assert record is not None
     return record, parts
 
@@ -132,8 +134,8 @@ def test_where_tiles_went_is_summed_up(tmp_path: Path, small: Path) -> None:
     planned = plan_slide(asked, work)
     parts = [cut_slide(asked, work, planned, number, planned.parts[0]) for number in range(2)]
     places = [(x, y) for x, y, _ in parts[0].taken]
-    parts[0] = Part(None, parts[0].taken[:4], {"pen": places[4:6]}, places[6:9], "no 8", 3)
-    parts[1] = Part(None, [], {"pen": [], "blur": places[9:10]})
+    parts[0] = PartRecord(None, parts[0].taken[:4], {"pen": places[4:6]}, places[6:9], "no 8", 3)
+    parts[1] = PartRecord(None, [], {"pen": [], "blur": places[9:10]})
     report = finish_slide(asked, work, planned, parts)
     assert (report.with_tissue, report.written, report.unreadable) == (12 - 3, 4, 3)
     assert (report.pen, report.blur, report.dropped) == (2, 1, 3)
@@ -161,7 +163,7 @@ def test_a_slide_of_an_earlier_batch_is_taken_over_or_refused(tmp_path: Path, sm
     asked = replace(batch(folder, small, TILES), before=before)
     planned = plan_slide(asked, task(small / "a.tiff"))
     assert (planned.plan, planned.key) == (None, record.key)
-    assert Record.load(folder, "a") is not None
+    assert SlideRecord.load(folder, "a") is not None
     finished_batch(tmp_path / "other", "b")
     asked = replace(asked, before=tmp_path / "other")
     with pytest.raises(SlideError, match="another slide named b"):

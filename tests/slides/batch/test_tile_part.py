@@ -12,9 +12,9 @@ import pytest
 from spatialdl.data.jpeg import decode
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch import tile_part
-from spatialdl.slides.batch.crew import Alone
+from spatialdl.slides.batch.executors import SerialExecutor
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.record import Part, holds
+from spatialdl.slides.batch.record import PartRecord, holds
 from spatialdl.slides.batch.tile_part import TilePart, native_grid
 from spatialdl.slides.cutting.tiling import CutTile, plan_tiles
 from spatialdl.slides.reading.reader import Slide
@@ -29,7 +29,7 @@ def slide(synthetic: dict[str, Path]) -> Iterator[Slide]:
 
 def test_tiles_are_written_in_order_and_told(tmp_path: Path, slide: Slide) -> None:
     plan, told = plan_tiles(slide, 64, 0.5).part(3, 40), []
-    label, part, crew = SlideLabel("y", "val"), Part(), Alone(told.append)
+    label, part, crew = SlideLabel("y", "val"), PartRecord(), SerialExecutor(told.append)
     pieces = TilePart(plan, False)
     how = cutting(slide, label=label, classes=["x", "y"])
     seen = crew.submit(lambda: pieces.cut(slide, how, tmp_path, part)).result()
@@ -49,7 +49,7 @@ def test_tiles_are_written_in_order_and_told(tmp_path: Path, slide: Slide) -> No
 
 
 def test_what_filters_drop_is_noted(tmp_path: Path, slide: Slide) -> None:
-    plan, part = plan_tiles(slide, 64, 0.5, 0.0).part(0, 100), Part()
+    plan, part = plan_tiles(slide, 64, 0.5, 0.0).part(0, 100), PartRecord()
     how = cutting(slide, "--filter", "white=0.4")
     seen = TilePart(plan, True).cut(slide, how, tmp_path, part)
     assert list(part.dropped) == ["white"]
@@ -61,7 +61,7 @@ def test_what_filters_drop_is_noted(tmp_path: Path, slide: Slide) -> None:
 
 def test_classes_of_regions_are_indices(tmp_path: Path, slide: Slide) -> None:
     plan = replace(plan_tiles(slide, 256, 0.5).part(0, 3), labels=["b", None, "a"])
-    part = Part()
+    part = PartRecord()
     TilePart(plan, False).cut(slide, cutting(slide, classes=["a", "b"]), tmp_path, part)
     assert [label for _, _, label in part.taken] == [1, None, 0]
 
@@ -69,7 +69,7 @@ def test_classes_of_regions_are_indices(tmp_path: Path, slide: Slide) -> None:
 def test_tiles_that_cannot_be_read_are_left_out(
     tmp_path: Path, slide: Slide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, part = plan_tiles(slide, 256, 0.5).part(0, 4), Part()
+    plan, part = plan_tiles(slide, 256, 0.5).part(0, 4), PartRecord()
     cut_tiles = tile_part.cut_tiles
 
     def damaged(*given: Any, read: bool) -> Iterator[CutTile]:
@@ -89,7 +89,7 @@ def test_tiles_that_cannot_be_read_are_left_out(
 
 
 def test_no_tile_is_no_shard(tmp_path: Path, slide: Slide) -> None:
-    plan, part = plan_tiles(slide, 256, 0.5).part(0, 3), Part()
+    plan, part = plan_tiles(slide, 256, 0.5).part(0, 3), PartRecord()
     how = cutting(slide, "--filter", "white=0")
     assert TilePart(plan, True).cut(slide, how, tmp_path, part) == []
     assert (part.shard, len(part.dropped["white"])) == (None, 3)
@@ -108,7 +108,7 @@ def test_places_alone_are_no_shard_either(
     monkeypatch.setattr(tile_part, "cut_tiles", noted)
     plan = plan_tiles(slide, 256, 0.5).part(0, 3)
     for filtered in (False, True):  # filters look at all pixels
-        part = Part()
+        part = PartRecord()
         seen = TilePart(plan, filtered).cut(slide, cutting(slide, codec=None), tmp_path, part)
         assert part.shard is None
         assert part.taken == [(x, y, None) for x, y in plan.places]
@@ -117,7 +117,7 @@ def test_places_alone_are_no_shard_either(
 
 
 def test_native_tiles_are_those_of_the_file(tmp_path: Path, slide: Slide) -> None:
-    plan, part = plan_tiles(slide, 512, 0.5, beyond=False).part(0, 2), Part()
+    plan, part = plan_tiles(slide, 512, 0.5, beyond=False).part(0, 2), PartRecord()
     TilePart(plan, False).cut(slide, cutting(slide, codec="jpeg-native"), tmp_path, part)
     grid = slide.jpeg_grid(1.0)
     assert grid is not None
@@ -152,10 +152,10 @@ def test_what_cannot_be_written_leaves_no_shard_open(
     def full(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    plan, part = plan_tiles(slide, 256, 0.5).part(0, 3), Part()
+    plan, part = plan_tiles(slide, 256, 0.5).part(0, 3), PartRecord()
     with monkeypatch.context() as patch:
         patch.setattr("spatialdl.data.chunks.Chunks.write", full)
         with pytest.raises(OSError, match="disk full"):
             TilePart(plan, False).cut(slide, cutting(slide), tmp_path, part)
     assert not list(tmp_path.glob("*.h5"))
-    TilePart(plan, False).cut(slide, cutting(slide), tmp_path, Part())  # the same file again
+    TilePart(plan, False).cut(slide, cutting(slide), tmp_path, PartRecord())  # the same file again

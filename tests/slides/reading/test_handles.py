@@ -7,11 +7,11 @@ import pytest
 
 from spatialdl.slides.reading import handles as module_of_handles
 from spatialdl.slides.reading import openslide_file, plain_image
-from spatialdl.slides.reading.handles import Handles, Holder
+from spatialdl.slides.reading.handles import Handles, ReopenedFile
 from spatialdl.slides.reading.reader import Slide
 
 
-class Held(Holder):
+class Held(ReopenedFile):
     def __init__(self) -> None:
         super().__init__()
         self.open, self.busy = True, False

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, sealed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, sha256
 from spatialdl.training.trainer import Trainer
@@ -58,7 +58,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), Alone())
+    trainer = Trainer(config(*overrides), SingleProcess())
     fit(trainer, run_dir)
     return trainer
 

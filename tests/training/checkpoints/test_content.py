@@ -1,4 +1,4 @@
-"""Names and tensors; whole runs are in test_keeping.py, other layouts in tests/mpi/training."""
+"""Names and tensors; whole runs are in test_checkpoints.py, other layouts in tests/mpi/training."""
 
 from __future__ import annotations
 

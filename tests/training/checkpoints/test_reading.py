@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, stage_file
 from spatialdl.training.checkpoints.reading import (
@@ -60,7 +60,7 @@ def test_one_that_does_not_say_what_a_run_needs_is_refused(changes, sentence, tm
     path = made(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=sentence):
         content_of(path)
-    assert len(damages(path, Alone())) == 1
+    assert len(damages(path, SingleProcess())) == 1
 
 
 def test_a_changed_word_is_seen(tmp_path):
@@ -79,7 +79,7 @@ def test_all_damages_are_told(tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1  # of a tensor: the header is whole
     file.write_bytes(content)
-    missing, differs = damages(path, Alone())
+    missing, differs = damages(path, SingleProcess())
     assert differs == "stage-00.safetensors is not what was written (its SHA-256 differs)"
     assert RANDOM in missing
     file.write_bytes(content[:50])
@@ -89,11 +89,11 @@ def test_all_damages_are_told(tmp_path):
 
 def test_the_first_that_is_whole_is_taken(tmp_path, caplog):
     paths = [made(tmp_path, step) for step in (9, 6, 3)]
-    assert first_whole(paths, Alone()) == paths[0]
+    assert first_whole(paths, SingleProcess()) == paths[0]
     for path in paths[:2]:
         (path / RANDOM).unlink()
     with caplog.at_level(logging.WARNING):
-        assert first_whole(paths, Alone()) == paths[2]
+        assert first_whole(paths, SingleProcess()) == paths[2]
     assert [record.args[2] for record in caplog.records] == [path.name for path in paths[1:]]
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        first_whole([], Alone())
+        first_whole([], SingleProcess())

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints import writing
+from spatialdl.training.checkpoints.checkpoints import Checkpoints
 from spatialdl.training.checkpoints.folder import LATEST, pointed, stage_file
-from spatialdl.training.checkpoints.keeping import Checkpoints
 from spatialdl.training.checkpoints.reading import FORMAT, damages
 from spatialdl.training.checkpoints.writing import Writer
 from tests.training.checkpoints.runs import checkpoints, losses, train
@@ -37,7 +37,7 @@ def tensors(value: float = 1.0, size: int = 1000) -> dict:
 
 @pytest.fixture
 def writer(tmp_path):
-    made = Writer(tmp_path, Alone(), keep=2)
+    made = Writer(tmp_path, SingleProcess(), keep=2)
     yield made
     made.close()
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_whole_when_all_have_been_told(writer, tmp_path):
     path = pointed(tmp_path / "checkpoints" / LATEST)
     assert path is not None
     assert (path.name, writer.last) == ("step-00000010", 10)
-    assert damages(path, Alone()) == []
+    assert damages(path, SingleProcess()) == []
     assert weights(tmp_path, 10).tolist() == [3.0] * 1000
     modes = {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()}
     assert set(modes.values()) == {0o666 & ~umask()}, "readable as every other file"
@@ -109,7 +109,7 @@ def test_what_a_killed_run_left_is_removed(writer, tmp_path):
 def test_local_files_are_moved_and_none_is_left_there(tmp_path):
     local = tmp_path / "local"
     local.mkdir()
-    writer = Writer(tmp_path, Alone(), keep=2, local=local)
+    writer = Writer(tmp_path, SingleProcess(), keep=2, local=local)
     writer.start(tensors(4.0), content(5))
     writer.wait()
     writer.close()
@@ -124,7 +124,7 @@ def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypat
     for run in ("one", "other"):
         with monkeypatch.context() as during:
             during.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before
-            writer = Writer(tmp_path / run, Alone(), keep=2, local=local)
+            writer = Writer(tmp_path / run, SingleProcess(), keep=2, local=local)
             writer.start(tensors(4.0), content(5))
             writer.wait()
             writer.close()
@@ -135,7 +135,7 @@ def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypat
 
 
 def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
-    writer = Writer(tmp_path, Alone(), keep=2, local=tmp_path / "gone")
+    writer = Writer(tmp_path, SingleProcess(), keep=2, local=tmp_path / "gone")
     writer.start(tensors(4.0), content(5))
     writer.wait()
     writer.close()
@@ -183,7 +183,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_is_told_and_the_checkpoint_before_untouched(small_disk, caplog):
-    writer = Writer(small_disk, Alone(), keep=2)
+    writer = Writer(small_disk, SingleProcess(), keep=2)
     writer.start(tensors(1.0), content(1))
     for step in (2, 3):
         writer.start(tensors(2.0, size=2**20), content(step))
@@ -231,7 +231,7 @@ def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeyp
 
 
 def test_a_read_only_file_system_is_told_and_nothing_changes(small_disk, caplog):
-    writer = Writer(small_disk, Alone(), keep=2)
+    writer = Writer(small_disk, SingleProcess(), keep=2)
     writer.start(tensors(1.0), content(1))
     writer.wait()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
@@ -289,7 +289,7 @@ def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(where, left, tmp_
     assert done.returncode == -9, done.stderr
     assert checkpoints(tmp_path / "run") == left
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
-        assert damages(path, Alone()) == []
+        assert damages(path, SingleProcess()) == []
     train(tmp_path / "run", "ckpt_path=latest")
     train(tmp_path / "whole")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

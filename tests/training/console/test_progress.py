@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from spatialdl.training.console import progress as module
-from spatialdl.training.console.progress import Progress
+from spatialdl.training.console.progress import StepProgress
 
 STEP = {"loss": 0.125, "learning_rate": 0.05, "images_per_second": 12.34, "data_wait": 0.05}
 STEP["memory_mb"] = 900.0
@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
 
 def lines(caplog, clock, steps: int, seconds: float, done: int = 0) -> list[str]:
-    with caplog.at_level(logging.INFO), Progress(steps, done, terminal=False) as progress:
+    with caplog.at_level(logging.INFO), StepProgress(steps, done, terminal=False) as progress:
         for _ in range(done, steps):
             clock[0] += seconds
             progress.update(**STEP)
@@ -51,7 +51,7 @@ def test_a_resumed_run_goes_on_counting(caplog, clock):
 
 
 def test_a_terminal_gets_a_bar_and_messages_above_it(capsys, caplog, clock):
-    with Progress(4, terminal=True) as progress:
+    with StepProgress(4, terminal=True) as progress:
         for _ in range(4):
             clock[0] += 1
             progress.update(**STEP)

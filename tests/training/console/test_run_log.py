@@ -79,11 +79,11 @@ def test_a_file_gets_what_is_said_meanwhile_behind_what_is_there(tmp_path):
 
 @pytest.mark.usefixtures("clean")
 def test_warnings_appear_once_above_a_bar_too(capsys):
-    from spatialdl.training.console.progress import Progress
+    from spatialdl.training.console.progress import StepProgress
 
     logging.basicConfig(handlers=[logging.StreamHandler(sys.stdout)], force=True)
     run_log.warn_once()
-    with Progress(2, terminal=True):
+    with StepProgress(2, terminal=True):
         for _ in range(3):
             logging.getLogger("spatialdl.somewhere").warning("slow disk")
     said = capsys.readouterr()

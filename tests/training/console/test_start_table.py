@@ -3,17 +3,17 @@ from __future__ import annotations
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.training.console.start_table import (
     Device,
-    Held,
+    StageMemory,
     batch_line,
     device_lines,
     stage_lines,
     start_table,
 )
-from spatialdl.training.parts import Parts
+from spatialdl.training.parts import RunParts
 
 TINY = ["model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"]
 
@@ -26,7 +26,7 @@ def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
     overrides = [f"optimizer={optimizer}", f"trainer.precision={precision}", "trainer.max_steps=1"]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, *overrides, "trainer.freeze=['conv1.*']"])
-    parts = Parts(config, Alone())
+    parts = RunParts(config, SingleProcess())
     table = start_table(parts.pipeline, parts.world, config, parts.batch_size, "input: uint8")
     parameters = list(parts.pipeline.parameters())
     weights = size * sum(p.numel() for p in parameters)
@@ -40,7 +40,10 @@ def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
 
 
 def test_a_line_a_stage():
-    held = {0: Held(1_000_000, 4_000_000, 4_000_000), 1: Held(2_500_000, 10_000_000, 0)}
+    held = {
+        0: StageMemory(1_000_000, 4_000_000, 4_000_000),
+        1: StageMemory(2_500_000, 10_000_000, 0),
+    }
     placement = Placement(1, ((2, 1), (1, 1)))
     head, first, second = stage_lines(placement, (65, 48), held, 2.0)
     assert head.split() == [
@@ -54,7 +57,7 @@ def test_a_line_a_stage():
 
 
 def test_many_stages_are_summarised():
-    held = dict.fromkeys(range(64), Held(1, 4, 4))
+    held = dict.fromkeys(range(64), StageMemory(1, 4, 4))
     lines = stage_lines(Placement(1, ((1, 1),) * 64), (64, 64), held, 0.0)
     assert len(lines) == 13
     assert lines[-2:] == ["  ...", lines[-1]]

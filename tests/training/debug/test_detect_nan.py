@@ -8,9 +8,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import NotFinite
-from spatialdl.training.debug.detect_nan import Finding, Moment
+from spatialdl.training.debug.detect_nan import ComputationOrder, Finding
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 
@@ -24,7 +24,7 @@ def trainer(*overrides: str) -> Trainer:
         *("data.num_classes=3", "trainer.max_steps=3", "data.validation_samples=2"),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Trainer(compose("train", [*given, *overrides]), Alone())
+        return Trainer(compose("train", [*given, *overrides]), SingleProcess())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_overflows_between_modules_is_the_input_of_the_next(tmp_path):
 
 def test_what_comes_first_does_not_depend_on_the_rank():
     def finding(microbatch, phase, stage, number, rank):
-        return Finding(Moment(microbatch, phase, stage, number), rank, "here", "NaN", "x")
+        return Finding(ComputationOrder(microbatch, phase, stage, number), rank, "here", "NaN", "x")
 
     forward, later = finding(0, 0, 1, 3, 5), finding(0, 0, 2, 0, 0)
     backward_late, backward_early = finding(0, 2, -1, 0, 1), finding(0, 2, -2, 9, 2)

@@ -6,7 +6,7 @@ import logging
 import pytest
 from hydra import compose, initialize_config_module
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -41,7 +41,7 @@ def run(folder, *overrides: str) -> Trainer:
         *("data.samples=10", "data.batch_size=4", "debug=overfit", "trainer.max_steps=30"),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        trainer = Trainer(compose("train", [*given, *overrides]), Alone())
+        trainer = Trainer(compose("train", [*given, *overrides]), SingleProcess())
     fit(trainer, folder)
     return trainer
 
@@ -49,7 +49,7 @@ def run(folder, *overrides: str) -> Trainer:
 def test_one_batch_is_learned_by_heart_without_validation(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     trainer = run(tmp_path)
-    assert trainer.course.step == 30
+    assert trainer.progress.step == 30
     assert "debug=overfit: in 30 steps on one batch the loss fell from" in caplog.text
     assert "the network can learn" in caplog.text
     assert not (tmp_path / "validation.csv").exists()
@@ -63,7 +63,7 @@ def test_every_step_sees_the_same_batch(tmp_path):
     trainer = run(tmp_path, *small, "data/augment=light", "data.workers=1")
     loss = json.loads((tmp_path / "summary.json").read_text())["loss"]
     assert loss == [loss[0]] * 5
-    assert trainer.course.step == 5
+    assert trainer.progress.step == 5
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.network.building import seed_generators
 from spatialdl.training.network.head import check_head
 from spatialdl.training.settings import open_sources
@@ -76,7 +76,7 @@ def test_another_number_of_outputs_is_refused(words, model, sentence):
 def test_a_network_that_looks_at_values_is_checked_by_its_first_loss(tmp_path):
     check("", Net(1000, looks=True))
     words = f"{DATA} ++model._target_={__name__}.looking trainer.max_steps=1"
-    trainer = Trainer(composed("train", words), Alone())
+    trainer = Trainer(composed("train", words), SingleProcess())
     weights = [p.detach().clone() for p in trainer.parts.pipeline.parameters()]
     with pytest.raises(ValueError, match="has 1000 outputs for the 3 classes of the data"):
         fit(trainer, tmp_path)
@@ -90,7 +90,7 @@ def looking(num_classes: int, in_channels: int, width: int) -> Net:
 
 def test_more_outputs_than_classes_can_be_asked_for(tmp_path):
     words = f"{DATA} data.num_classes=1000 ++model._target_={__name__}.looking trainer.max_steps=1"
-    fit(Trainer(composed("train", f"{words}"), Alone()), tmp_path)
+    fit(Trainer(composed("train", f"{words}"), SingleProcess()), tmp_path)
 
 
 def test_the_network_and_the_generators_stay_as_they_are():
@@ -115,7 +115,7 @@ def test_the_network_and_the_generators_stay_as_they_are():
 def test_a_run_is_refused_before_its_first_step():
     words = f"{DATA} ++model._target_={__name__}.many trainer.max_steps=1"
     with pytest.raises(ValueError, match="has 1000 outputs for the 3 classes of the data"):
-        Trainer(composed("train", words), Alone())
+        Trainer(composed("train", words), SingleProcess())
 
 
 def many(num_classes: int, in_channels: int, width: int) -> Net:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.models import resnet18, resnet50
 from spatialdl.training.network.weights import check_alike, find_weights, load_weights
 
@@ -189,13 +189,13 @@ def test_a_missing_file_is_said(name):
         find_weights(name)
 
 
-class Other(Alone):
+class Other(SingleProcess):
     def allgather(self, obj):
         return [obj, "another"]
 
 
 def test_ranks_with_other_weights_are_refused():
     model = resnet18(width=1)
-    check_alike(model, Alone())
+    check_alike(model, SingleProcess())
     with pytest.raises(ValueError, match="rank 1 has read other weights than rank 0"):
         check_alike(model, Other())

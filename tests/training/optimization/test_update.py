@@ -6,30 +6,30 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.optimization.update import Update
 
 
-def made(mixed: torch.dtype | None, *overrides: str) -> tuple[Pipeline, Update]:
+def made(mixed: torch.dtype | None, *overrides: str) -> tuple[PipelineRuntime, Update]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", ["scheduler=cosine", *overrides])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     placement = Placement(1, ((1, 1),))
     schedule = make_schedule("gpipe", placement, 1)
-    pipeline = Pipeline(
-        *(model, placement, schedule, Alone(), F.cross_entropy, (3, 8, 8)),
+    pipeline = PipelineRuntime(
+        *(model, placement, schedule, SingleProcess(), F.cross_entropy, (3, 8, 8)),
         PipelineOptions(mixed=mixed),
     )
     return pipeline, Update(config, pipeline, batch=2, steps=4, steps_per_epoch=4)
 
 
-def backward(pipeline: Pipeline, update: Update, factor: float = 1.0) -> None:
+def backward(pipeline: PipelineRuntime, update: Update, factor: float = 1.0) -> None:
     draw = torch.Generator().manual_seed(0)
     images = factor * torch.randn(2, 3, 8, 8, generator=draw)
     pipeline.train_step([Microbatch(2, 1.0, images, torch.tensor([0, 2]))], 0, update.scale)

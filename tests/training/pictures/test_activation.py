@@ -7,20 +7,20 @@ import torch
 from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.training.parts import Parts
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures.activation import Activations
 from tests.mpi.training.small import small
 
 HERE = "tests.training.pictures.test_activation"
 
 
-def parts(network: str) -> Parts:
+def parts(network: str) -> RunParts:
     words = [f"++model._target_={network}", "~model.width", "data.image_size=[23,19]"]
     words += ["data.num_classes=3", "trainer.precision=float64", "trainer.max_steps=1"]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Parts(compose("train", [*words, "device=cpu"]), Alone())
+        return RunParts(compose("train", [*words, "device=cpu"]), SingleProcess())
 
 
 def evaluated(network: str, images: Tensor, all_classes: bool) -> tuple[Activations, Tensor]:

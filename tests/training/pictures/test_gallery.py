@@ -7,9 +7,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
-from spatialdl.training.parts import Parts
+from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import gallery, thumbnails
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
@@ -21,13 +21,13 @@ TINY = [
 ]
 
 
-def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[Parts, list[Example]]:
+def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[RunParts, list[Example]]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*tiny, *overrides])
-    ours = Parts(config, Alone())
+    ours = RunParts(config, SingleProcess())
     assert ours.validation is not None
-    feed = ours.validation_feed
-    ours.validation.scores(ours.validation.own(map(feed.microbatches, feed.batches())))
+    loader = ours.validation_loader
+    ours.validation.scores(ours.validation.own(map(loader.microbatches, loader.batches())))
     return ours, ours.validation.examples()
 
 

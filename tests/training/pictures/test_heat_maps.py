@@ -9,9 +9,9 @@ from hydra import compose, initialize_config_module
 from matplotlib import colormaps
 from torch import nn
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import to_input
-from spatialdl.training.parts import Parts
+from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import thumbnails
 from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
@@ -29,12 +29,12 @@ TINY = [
 ]
 
 
-def looked_at(network: str, *overrides: str) -> tuple[Parts, list[Example]]:
+def looked_at(network: str, *overrides: str) -> tuple[RunParts, list[Example]]:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [f"++model._target_={network}", *TINY, *overrides])
-    ours = Parts(config, Alone())
-    feed = ours.validation_feed
-    ours.validation.scores(ours.validation.own(map(feed.microbatches, feed.batches())))
+    ours = RunParts(config, SingleProcess())
+    loader = ours.validation_loader
+    ours.validation.scores(ours.validation.own(map(loader.microbatches, loader.batches())))
     return ours, ours.validation.examples()
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spatialdl.data.volume_geometry import Turn
+from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.training.pictures.orthogonal_slices import draw_sections, turned
 from spatialdl.training.pictures.thumbnails import COLOURS, sections
 from tests.training.pictures.whole_volumes import orthogonal_slices, planes_of
@@ -63,7 +63,7 @@ def test_a_volume_of_one_voxel_and_a_thin_one_are_drawn():
 @pytest.mark.parametrize("stored", ["SAR", "IPL", "RAS", "ASL", "PLI"])
 def test_slices_of_a_turned_volume_are_turned_slices(stored):
     volume = np.random.default_rng(0).normal(size=(5, 7, 9))  # the middle is that from both ends
-    turn = Turn.between(stored, "IPL")
+    turn = VolumeTurn.between(stored, "IPL")
     found, expected = turned(planes_of(volume), turn), planes_of(turn.seen(volume))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -75,7 +75,7 @@ def test_sections_have_the_head_above_however_the_volume_is_stored(stored):
     volume, classes = rng.normal(size=(5, 7, 9)), rng.integers(0, 3, (5, 7, 9))
     spacing = np.array([3.0, 1.0, 2.0])
     shown = orthogonal_slices(volume, spacing.tolist(), classes, side=90)
-    turn = Turn.between(stored, "IPL")
+    turn = VolumeTurn.between(stored, "IPL")
     found = [list(planes_of(turn.stored(one))) for one in (volume, classes)]
     # columns of the affine: where slices, rows and columns lead to
     ends = {"R": (0, 1), "L": (0, -1), "A": (1, 1), "P": (1, -1), "S": (2, 1), "I": (2, -1)}

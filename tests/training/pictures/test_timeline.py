@@ -7,12 +7,12 @@ import pytest
 import torch
 from matplotlib import image
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.training.pictures.timeline import Timeline, draw_step, simulated, write_trace
+from spatialdl.training.pictures.timeline import StepTimeline, draw_step, simulated, write_trace
 
 PLACEMENT = Placement(2, ((2, 1), (1, 1)), mirrored=True)
 TRAIN = make_schedule("mast", PLACEMENT, 2).train
@@ -94,7 +94,9 @@ def test_the_timeline_of_volumes_is_that_of_images_on_as_many_ranks(tmp_path):
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     placement = Placement(1, ((1, 1),))
     train = make_schedule("gpipe", placement, 1).train
-    timeline = Timeline(Alone(), torch.device("cpu"), placement, train, tmp_path / "gone")
+    timeline = StepTimeline(
+        SingleProcess(), torch.device("cpu"), placement, train, tmp_path / "gone"
+    )
     timeline.step_done(last=True)
     assert "the trace is not written: " in caplog.text
     timeline.step_done(last=True)

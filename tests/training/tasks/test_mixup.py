@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spatialdl.pipeline.placed import Microbatch
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.tasks.mixup import mixed
 
 

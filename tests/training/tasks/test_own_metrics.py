@@ -10,10 +10,10 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.comm.alone import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.best import Best
 from spatialdl.training.checks import check_config
-from spatialdl.training.parts import Parts
+from spatialdl.training.parts import RunParts
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -45,7 +45,7 @@ def test_they_are_in_tables_and_decide_on_the_end(tmp_path):
     )
     early = ("trainer.early_stopping.metric=MulticlassF1Score", "trainer.validate_every=1")
     best = ("trainer.checkpoint.best=MulticlassF1Score",)
-    fit(Trainer(config(words, *early, *best), Alone()), tmp_path)
+    fit(Trainer(config(words, *early, *best), SingleProcess()), tmp_path)
     with (tmp_path / "validation.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     assert len(rows) == 2
@@ -92,11 +92,11 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
     words = f"task.metrics=[{{_target_: {TM}.MulticlassF1Score, num_classes: 4}}]"
     said = r"MulticlassF1Score refuses predictions float64 \(24, 3\) and targets int64 \(24,\)"
     with pytest.raises(ValueError, match=said):
-        Parts(config(words), Alone())
+        RunParts(config(words), SingleProcess())
     maps = ("model=unet", "++model.depth=1", "task=segmentation")
     said = r"refuses predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
     with pytest.raises(ValueError, match=said):
-        Parts(config(*maps, words), Alone())
+        RunParts(config(*maps, words), SingleProcess())
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import nn
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.features.encoders.maps import TimmMap, TransformersMap
 from spatialdl.features.maps.components import components_of
-from spatialdl.features.maps.network import MapNetwork, Parts, grid_for
-from spatialdl.predicting.pieces import Piece
+from spatialdl.features.maps.network import MapNetwork, RegionParts, grid_for
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.training.optimization.precision import precision_of
 from tests.features.maps.networks import Convolved, encoder_of, mapped, region_of
 from tests.vision import need_timm
@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-def pieces_together(size: tuple[int, int], pieces: list[Piece]) -> torch.Tensor:
+def pieces_together(size: tuple[int, int], pieces: list[MapPiece]) -> torch.Tensor:
     found = [piece for one in WORLD.allgather(pieces) for piece in one]
     whole = found[0].values.new_full((len(found[0].values), *size), torch.nan)
     for piece in found:
@@ -79,11 +79,13 @@ def test_a_split_region_has_the_map_of_one_process(name, turned, tmp_path):
     region = region_of(path, extent)
     wanted = mapped(network, region)
     grid = grid_for(WORLD.size)[:: -1 if turned else 1]
-    split = MapNetwork(encoder_of(network), CPU, precision_of("float64", CPU), Parts(grid), WORLD)
+    split = MapNetwork(
+        encoder_of(network), CPU, precision_of("float64", CPU), RegionParts(grid), WORLD
+    )
     size, pieces = split.run(region)
     assert size == tuple(wanted.shape[1:])
     found = pieces_together(size, pieces)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     own = components_of(pieces, len(wanted), WORLD)
-    whole = [Piece((0, 0), wanted)] if WORLD.rank == 0 else []
+    whole = [MapPiece((0, 0), wanted)] if WORLD.rank == 0 else []
     torch.testing.assert_close(own.parts, components_of(whole, len(wanted), WORLD).parts)

@@ -15,13 +15,13 @@ from mpi4py import MPI
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
@@ -91,7 +91,7 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
     world = MpiCommunicator(WORLD)
     schedule = make_schedule("basic" if placement.mirrored else "gpipe", placement, 2)
     cut = ["3", "4"][: placement.stages - 1]
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         *(network(), placement, schedule, world, F.cross_entropy, (3, 12, 10)),
         PipelineOptions(cut=cut, mixed=torch.float16, device=DEVICE),
     )
@@ -199,7 +199,7 @@ def test_a_recipe_gives_the_numbers_of_one_process(
         return
     microbatches = {"pp": 1, "dp": 2, "sp+pp": 4}.get(layout.split(maxsplit=1)[0].split("=")[1], 1)
     alone = f"parallel.microbatches={microbatches}"
-    plain, plain_rows = train(tmp_path / "plain", Alone(), alone, *options)
+    plain, plain_rows = train(tmp_path / "plain", SingleProcess(), alone, *options)
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert len(rows) == 3
     for row, expected in zip(rows, plain_rows, strict=True):

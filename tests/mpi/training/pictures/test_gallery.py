@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from torch import nn
 
-from spatialdl.comm.alone import Alone
-from spatialdl.training.parts import Parts
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import thumbnails
 
 TINY = [
@@ -44,9 +44,9 @@ LAYOUTS = {
 def examples(world, *overrides: str):
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", [*TINY, *overrides])
-    parts = Parts(config, world)
-    feed = parts.validation_feed
-    parts.validation.scores(parts.validation.own(map(feed.microbatches, feed.batches())))
+    parts = RunParts(config, world)
+    loader = parts.validation_loader
+    parts.validation.scores(parts.validation.own(map(loader.microbatches, loader.batches())))
     found = parts.validation.examples()
     parts.close_feeds()
     return found
@@ -62,7 +62,7 @@ def check_equal(
     if ours is None:
         return []
     task = [word for word in overrides if not word.startswith("parallel")]
-    alone = examples(Alone(), *task, "parallel=none")
+    alone = examples(SingleProcess(), *task, "parallel=none")
     assert [(one.sample, one.title) for one in ours] == [(one.sample, one.title) for one in alone]
     for one, other in zip(ours, alone, strict=True):
         assert one.error == pytest.approx(other.error, abs=1e-9)

@@ -9,9 +9,9 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.placed import Microbatch
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.tasks.task import MultiLabel
 from tests.mpi.training.small import small
 
@@ -35,7 +35,7 @@ def test_parts_of_a_micro_batch_count_by_their_known_labels_in_float64(world: Co
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
 
     task, placement = MultiLabel(), Placement(1, ((1, 1),) * 2, batch=(1, 2))
-    pipeline = Pipeline(
+    pipeline = PipelineRuntime(
         *(drawn()[0], placement, make_schedule("gpipe", placement, 1), world, task.loss),
         (3, *SIZE),
         PipelineOptions(sample_weights=task.weights),

@@ -8,9 +8,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
-from spatialdl.training.parts import Parts
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.training.parts import RunParts
 from tests.mpi.device import device_key
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
@@ -95,13 +95,13 @@ def validated(task: str, layout: str, comm: Any) -> dict[str, Any]:
                 *(*words.split(), *layout.split()),
             ],
         )
-    parts = Parts(config, comm)
-    feed, validation = parts.validation_feed, parts.validation
-    assert feed is not None
+    parts = RunParts(config, comm)
+    loader, validation = parts.validation_loader, parts.validation
+    assert loader is not None
     assert validation is not None
     found = {}
     for _ in range(2):  # of which the second must not go on from the first
-        found = validation.scores(validation.own(map(feed.microbatches, feed.batches())))
+        found = validation.scores(validation.own(map(loader.microbatches, loader.batches())))
     parts.close_feeds()
     return found
 
@@ -113,7 +113,7 @@ def test_own_metrics_equal_one_process(layout: str, task: str) -> None:
     assert all(world.bcast(ours) == one for one in world.allgather(ours)), "all ranks get them"
     if world.rank:
         return
-    plain = validated(task, "parallel=none", Alone())
+    plain = validated(task, "parallel=none", SingleProcess())
     assert ours.keys() == plain.keys()
     assert ours["samples"] == 5
     assert len(ours) > len(TASKS[task][1])

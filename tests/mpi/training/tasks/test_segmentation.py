@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.shards import ShardDataset
@@ -101,7 +101,7 @@ def test_shards_with_masks_equal_one_process(layout, data, tmp_path, monkeypatch
     # two replicas accumulate over the same slices as one process with twice the micro-batches
     slices = 2 if "data=2" in layout or "dp" in layout else 1
     plain_layout = f"parallel=none parallel.microbatches={slices}"
-    plain, plain_rows = train(tmp_path / "plain", data, Alone(), plain_layout)
+    plain, plain_rows = train(tmp_path / "plain", data, SingleProcess(), plain_layout)
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert len(our_rows) == len(plain_rows) == 2
     for found, expected in zip(our_rows, plain_rows, strict=True):

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
-from spatialdl.comm.alone import Alone
 from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 from tests.mpi.device import device_key
@@ -112,7 +112,7 @@ def plain(tmp_path_factory):
     @cache
     def reference(slices: int, task: str, batch: int) -> dict[str, Any]:
         layout = f"parallel=none parallel.microbatches={slices}"
-        return train(tmp_path_factory.mktemp("plain"), Alone(), layout, task, batch)
+        return train(tmp_path_factory.mktemp("plain"), SingleProcess(), layout, task, batch)
 
     return reference
 

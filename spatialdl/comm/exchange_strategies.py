@@ -1,0 +1,211 @@
+"""Ways to move the pieces of a plan over MPI, and which of them is the fastest here.
+
+By one neighbourhood collective, by a message for each piece straight from and into where it lies,
+or by a message for each packed piece. Which is best depends on the MPI library and the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from spatialdl.comm.boxed import Exchange, owners_of, pieces_of
+from spatialdl.comm.communicator import Message, Messages
+from spatialdl.comm.datatypes import buffer, strided_type
+from spatialdl.comm.plan import Piece, Plan
+from spatialdl.comm.waiting import noted
+from spatialdl.parallel.layout import Box
+
+TAG = 32767
+"""Of the messages of exchanges: the largest that every MPI has."""
+
+TRIALS, IN_A_ROW = 5, 4
+"""How often each way is timed, and how many exchanges at a time: single ones are too noisy."""
+
+CLEARLY = 0.9
+"""Another way than the first is taken only if it needs less than this part of its time."""
+
+
+class Neighbours(MPI.Intracomm):
+    """Ranks of MPI, what they are called in the world, and their neighbours in a plan."""
+
+    @cached_property
+    def world_ranks(self) -> tuple[int, ...]:
+        """What they are called in the world, for messages."""
+        here, world = self.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = here.Translate_ranks(range(here.size), world)
+        here.Free()
+        world.Free()
+        return tuple(ranks)
+
+    @cached_property
+    def _graphs(self) -> dict[tuple[bytes, bool], MPI.Distgraphcomm]:
+        return {}
+
+    def graph(self, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
+        """The communicator in which a rank's neighbours are the plan's peers.
+
+        One per set of neighbours, because MPI libraries have few contexts to give away. Whether
+        one must be made follows from the whole plan, so all ranks make it together.
+        """
+        key = (plan.graph, adjoint)
+        if key not in self._graphs:
+            sends, receives = pieces_of(plan, adjoint)
+            sources, targets = [p.peer for p in receives], [p.peer for p in sends]
+            make = self.Create_dist_graph_adjacent
+            self._graphs[key] = noted("setting up", self.world_ranks, make, sources, targets)
+        return self._graphs[key]
+
+
+Way = Callable[[Neighbours, Exchange], Messages]
+
+
+def by_neighbours(comm: Neighbours, exchange: Exchange) -> Messages:
+    """One collective among the plan's peers.
+
+    In few steps: they are most of what an exchange costs more than by hand.
+    """
+    key, bases = _described(exchange)
+    outgoing, incoming = _both_sides(key)
+    request = comm.graph(exchange.plan, exchange.adjoint).Ineighbor_alltoallw(
+        _absolute(outgoing, bases), _absolute(incoming, bases)
+    )
+    return Messages([under_way(request)], keep=exchange)
+
+
+def _absolute(messages: tuple[_Message, ...], bases: list[int]) -> list[Any]:
+    """Messages as the collective takes them: from where memory begins."""
+    addresses = [bases[message.tensor] + message.offset for message in messages]
+    types = [message.datatype for message in messages]
+    return [MPI.BOTTOM, [1] * len(messages), addresses, types]
+
+
+def by_messages(comm: Neighbours, exchange: Exchange) -> Messages:
+    """A message for each piece, from and into where it lies."""
+    key, bases = _described(exchange)
+    outgoing, incoming = _both_sides(key)
+    ranks, tag = exchange.route or (range(comm.size), TAG)
+    memory = MPI.buffer.fromaddress
+    requests = [
+        under_way(start([memory(bases[tensor] + at, span), 1, kind], ranks[peer], tag), ranks[peer])
+        for start, messages in ((comm.Irecv, incoming), (comm.Isend, outgoing))
+        for tensor, at, span, kind, peer in messages
+    ]
+    return Messages(requests, keep=exchange)
+
+
+def by_packing(comm: Neighbours, exchange: Exchange) -> Messages:
+    """A message for each piece, in one piece of memory."""
+    views, packed = exchange.landing(), [view.contiguous() for view in exchange.leaving()]
+    landed = [torch.empty(view.shape, dtype=view.dtype) for view in views]
+    requests = [
+        under_way(start([buffer(room), MPI.BYTE], piece.peer, TAG), piece.peer)
+        for start, rooms, pieces in (
+            (comm.Irecv, landed, exchange.incoming),
+            (comm.Isend, packed, exchange.outgoing),
+        )
+        for room, piece in zip(rooms, pieces, strict=True)
+    ]
+    return Messages(requests, list(zip(views, landed, strict=True)), packed)
+
+
+WAYS: dict[str, Way] = {
+    "a message for each piece": by_messages,
+    "neighbourhood collective": by_neighbours,
+    "packed pieces": by_packing,
+}
+
+
+def fastest(comm: Neighbours, exchange: Exchange) -> str:
+    """The fastest way for this exchange, which is made a few times; all ranks find the same."""
+    own: list[list[float]] = [[] for _ in WAYS]
+    for trial in range(1 + TRIALS):  # in turn, so that a disturbance meets all of them
+        for number, way in enumerate(WAYS.values()):
+            started = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                way(comm, exchange).wait()
+            if trial > 0:  # the first sets up connections and datatypes
+                own[number].append(time.perf_counter() - started)
+    everybody = comm.allgather([statistics.median(times) for times in own])
+    slowest = [max(times) for times in zip(*everybody, strict=True)]
+    first, *others = zip(slowest, WAYS, strict=True)
+    best = min(others)
+    return best[1] if best[0] < CLEARLY * first[0] else first[1]
+
+
+def under_way(request: MPI.Request, peer: int | None = None) -> Message:
+    """A request of MPI, to or from a peer."""
+    return request.Wait, request.Test, peer
+
+
+class _Message(NamedTuple):
+    """Where a piece of a plan lies, relative to the tensor that holds it.
+
+    Attributes:
+        tensor: its number among those of an exchange.
+        offset, span: bytes from its first element, and how many from there.
+    """
+
+    tensor: int
+    offset: int
+    span: int
+    datatype: MPI.Datatype
+    peer: int
+
+
+def _described(exchange: Exchange) -> tuple[tuple[Any, ...], list[int]]:
+    """An exchange without its places in memory, as `_both_sides` takes it; and those places."""
+    key: list[object] = [exchange.plan, exchange.adjoint, len(exchange.sends)]
+    bases = []
+    for tensor, box in (*exchange.sends, *exchange.receives):
+        bases.append(tensor.data_ptr())
+        key += (box, tensor.shape, tensor.stride(), tensor.dtype)
+    return tuple(key), bases
+
+
+@lru_cache(maxsize=4096)
+def _both_sides(key: tuple[Any, ...]) -> tuple[tuple[_Message, ...], tuple[_Message, ...]]:
+    """What is sent and what is received, in tensors counted through.
+
+    Kept for each plan and each way tensors lie in memory: an exchange then costs no slicing.
+
+    Args:
+        key: plan, adjoint, number of tensors to be sent, then of each tensor its box, shape,
+            strides and type.
+    """
+    plan, adjoint, sent, *rest = key
+    described = [tuple(rest[i : i + 3]) for i in range(0, len(rest), 4)]
+    itemsize = rest[3].itemsize if rest else 1
+    sends, receives = pieces_of(plan, adjoint)
+    return (
+        _messages(sends, described[:sent], 0, itemsize),
+        _messages(receives, described[sent:], sent, itemsize),
+    )
+
+
+def _messages(
+    pieces: tuple[Piece, ...],
+    described: Sequence[tuple[Box, tuple[int, ...], tuple[int, ...]]],
+    first_tensor: int,
+    itemsize: int,
+) -> tuple[_Message, ...]:
+    found = []
+    inside = owners_of(pieces, tuple(box for box, _, _ in described))
+    for piece, tensor in zip(pieces, inside, strict=True):
+        box, shape, strides = described[tensor]
+        samples, *spatial = piece.box.slices_in(box)
+        starts = [samples.start, *(0,) * (len(shape) - len(box)), *(s.start for s in spatial)]
+        first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        sizes = (piece.box.shape[0], *shape[1 : -len(spatial)], *piece.box.shape[1:])
+        last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        span = 0 if 0 in sizes else last + 1  # without channels, or samples, nothing is sent
+        datatype = strided_type(sizes, strides, itemsize)
+        place = (first_tensor + tensor, first * itemsize, span * itemsize)
+        found.append(_Message(*place, datatype, piece.peer))
+    return tuple(found)

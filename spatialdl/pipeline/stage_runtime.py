@@ -1,0 +1,260 @@
+"""One stage of one copy of the network as a rank holds it: its forward, its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spatialdl.comm.across import Across
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.handover import HandoverShape
+from spatialdl.comm.mesh import Mesh, stage_mesh
+from spatialdl.parallel.layout import Layout
+from spatialdl.parallel.placement import Placement, Position
+from spatialdl.pipeline.action import Action
+from spatialdl.pipeline.handovers import Handovers
+from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, TileRegion, TileWorker
+from spatialdl.pipeline.shapes import Border, Passing, over_ranks, own_samples
+from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.pipeline.virtual_tiles import VirtualTiles
+from spatialdl.streaming.memory import Memory
+
+
+@dataclass
+class Microbatch:
+    """What a rank brings to one micro-batch of its replica.
+
+    Attributes:
+        samples: how many, on all ranks of the replica alike; 0 is left out by all of them.
+        share: of the whole batch's samples that these are; their mean loss counts so much.
+        tile: (N, C, *own), this rank's box of the images; on the first stage only.
+        target: (N,) or (N, targets), or this rank's box of masks; on the last stage only.
+        size: of the spatial dims of this image, where images differ in size, of which a micro-batch
+            then has one on a replica; of networks of one stage only.
+        place: of that image in its batch, by which random numbers are drawn.
+        images, masks: where ranks have virtual tiles, in the place of the tile, and of masks.
+    """
+
+    samples: int
+    share: float
+    tile: Tensor | None = None
+    target: Tensor | None = None
+    size: tuple[int, ...] | None = None
+    place: int = 0
+    images: TileRegion | None = None
+    masks: TileRegion | None = None
+
+
+class StageRuntime:
+    """A stage at work on this rank; the ranks of its mesh make it together.
+
+    Args:
+        module: its layers.
+        comm: all ranks of the placement.
+        handovers: over all borders of the network.
+        learns: per stage of the network whether it has anything to learn.
+        recompute: whether only its input is kept for backward, and it runs again there.
+        mixed: the type to which autocast casts, if it does.
+        memory: holds what virtual tiles need later, if ranks have any.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        position: Position,
+        comm: Communicator,
+        handovers: Handovers,
+        learns: Sequence[bool],
+        recompute: bool,
+        mixed: torch.dtype | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        self._placement = placement
+        self.module, self.position = module, position
+        self.is_first = position.stage == 0
+        self.is_last = position.stage == placement.stages - 1
+        self.mesh: Mesh = stage_mesh(placement, position, comm)
+        self._worker: TileWorker
+        if memory is None:
+            self._worker = OwnTile(module, self.mesh, recompute, mixed)
+        else:
+            self._worker = VirtualTiles(module, self.mesh, recompute, mixed, memory)
+        # a gradient passes a border if anything before it learns: so that both sides agree,
+        # it follows from the whole network
+        self._learns = {b for b in handovers.borders if any(learns[: b.giver + 1])}
+        own = handovers.at(position)
+        self._before = {b: one for b, one in own.items() if b.taker == position.stage}
+        self._after = {b: one for b, one in own.items() if b.giver == position.stage}
+        self._made: dict[int, Made] = {}
+        self._some: dict[tuple[int, ...], Communicator] = {}
+
+    @property
+    def across(self) -> Across | None:
+        """What its virtual tiles exchange with those of other ranks, if there are any."""
+        return self._worker.across if isinstance(self._worker, VirtualTiles) else None
+
+    def own(self, samples: int) -> range:
+        """Those of the samples of a micro-batch that this rank works on."""
+        return own_samples(self._placement, self.position.stage, self.position.part, samples)
+
+    def arriving(
+        self, passing: Passing, images: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[Value, HandoverShape]:
+        """All that this stage is given for a micro-batch.
+
+        Args:
+            passing: what passes the borders.
+            images: global shape (samples, channels, *spatial).
+            dtype: of the images.
+        """
+        found: dict[Value, HandoverShape] = {}
+        if self.is_first:
+            found[IMAGE] = self._entering(images, dtype)
+        for border in self._before:
+            found |= passing[border]
+        return found
+
+    def expect(self, action: Action, passing: Passing, device: torch.device) -> None:
+        """Be ready for what others give to an action; another one may run meanwhile."""
+        if action.kind == "forward":
+            for border, handover in self._before.items():
+                for shape in passing[border].values():
+                    handover.expect(self._over_ranks(shape), action.microbatch, device)
+        elif action.kind == "backward":
+            for border, handover in reversed(self._after.items()):
+                for value, shape in passing[border].items():
+                    if self._has_gradient(border, value, shape):
+                        handover.expect_back(self._over_ranks(shape), action.microbatch, device)
+
+    def forward(
+        self,
+        number: int,
+        microbatch: Microbatch,
+        passing: Passing,
+        image_size: tuple[int, ...],
+        device: torch.device,
+    ) -> Made:
+        """What this stage makes of a micro-batch; what others take is on its way to them.
+
+        Args:
+            passing: what passes the borders.
+            image_size: global sizes of the spatial dims.
+
+        Raises:
+            ValueError: if the first stage is not given its images.
+        """
+        tiles: dict[Value, Any] = {}
+        shapes: dict[Value, HandoverShape] = {}
+        if self.is_first:
+            tile = microbatch.images or microbatch.tile
+            if tile is None:
+                raise ValueError("the first stage needs the images of its micro-batches")
+            images = (microbatch.samples, tile.shape[1], *image_size)
+            tiles[IMAGE], shapes[IMAGE] = tile, self._entering(images, tile.dtype)
+        for border, handover in self._before.items():
+            for value, shape in passing[border].items():
+                tile = handover.receive(self._over_ranks(shape), number, device)
+                learns = torch.is_grad_enabled() and self._has_gradient(border, value, shape)
+                tiles[value], shapes[value] = tile.requires_grad_(learns), shape
+        own = len(self.own(microbatch.samples))
+        made = self._worker.forward(tiles, shapes, own, device)
+        for border, handover in self._after.items():
+            for value, shape in passing[border].items():
+                handover.send(made.leaving(value, shape), self._over_ranks(shape), number)
+        if torch.is_grad_enabled():
+            self._made[number] = made
+        return made
+
+    def _over_ranks(self, shape: HandoverShape) -> HandoverShape:
+        return over_ranks(shape, self._placement.stream)
+
+    def _entering(self, images: tuple[int, ...], dtype: torch.dtype) -> HandoverShape:
+        layout = Layout.even(images[0], images[2:], self.mesh.tile_grid)
+        return HandoverShape(images, dtype, layout, layout)
+
+    def _has_gradient(self, border: Border, value: Value, shape: HandoverShape) -> bool:
+        is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
+        return border in self._learns and value != IMAGE and is_number
+
+    def backward(
+        self,
+        number: int,
+        microbatch: Microbatch,
+        passing: Passing,
+        criterion: Criterion,
+        weight: float | Tensor,
+        device: torch.device,
+    ) -> Tensor | float:
+        """The backward of a micro-batch; its gradients are on their way to the stages before.
+
+        Args:
+            weight: with which the mean loss counts in the objective.
+
+        Returns:
+            The mean loss on the last stage, float64 (), which is not waited for; else 0.
+
+        Raises:
+            ValueError: if the last stage is not given its targets.
+        """
+        made = self._made.pop(number)
+        value: Tensor | float = 0.0
+        if self.is_last:
+            target: Any = microbatch.masks or microbatch.target
+            if target is None:
+                raise ValueError("the last stage needs the targets of its micro-batches")
+            own = self.own(microbatch.samples)
+            if len(own) < microbatch.samples:
+                target = target[own.start : own.stop]
+            value = made.backward_of_loss(criterion, target, weight)
+        else:
+            made.backward_of(*self._gradients_of(number, passing, device))
+        for border, handover in self._before.items():
+            for name, shape in passing[border].items():
+                if self._has_gradient(border, name, shape):
+                    handover.send_back(made.gradient(name, shape), self._over_ranks(shape), number)
+        return value
+
+    def _gradients_of(
+        self, number: int, passing: Passing, device: torch.device
+    ) -> tuple[dict[Value, Tensor], dict[Value, HandoverShape]]:
+        """Of what was handed over; what several stages were given gets one from each of them."""
+        grads: dict[Value, Tensor] = {}
+        shapes: dict[Value, HandoverShape] = {}
+        for border, handover in reversed(self._after.items()):
+            for value, shape in passing[border].items():
+                if self._has_gradient(border, value, shape):
+                    grad = handover.receive_back(self._over_ranks(shape), number, device)
+                    grads[value] = grads[value] + grad if value in grads else grad
+                    shapes[value] = shape
+        return grads, shapes
+
+    def ranks_of(self, samples: Mapping[int, int]) -> Communicator:
+        """The ranks of this stage that work on a micro-batch; at the first time all must ask.
+
+        Args:
+            samples: of some data replicas.
+        """
+        width = self.mesh.size // self.mesh.data
+        ranks = tuple(
+            replica * width + part
+            for replica, count in samples.items()
+            for part in range(width)
+            if own_samples(self._placement, self.position.stage, part, count)
+        )
+        if len(ranks) == self.mesh.size:
+            return self.mesh.comm
+        if len(samples) == 1 and len(ranks) == width:
+            return self.mesh.grid_comm
+        if ranks not in self._some:
+            self._some[ranks] = self.mesh.comm.subset(ranks)
+        return self._some[ranks]
+
+    def wait_sent(self) -> None:
+        """Wait until all that was sent has left; the end of a step."""
+        for handover in (*self._before.values(), *self._after.values()):
+            handover.wait_sent()

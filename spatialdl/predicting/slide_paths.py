@@ -1,0 +1,80 @@
+"""The slides and volumes that a command names, found before there are ranks: no PyTorch here."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import ListConfig
+
+from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, volume_name, volumes_in
+from spatialdl.data.importing.volume_files.dicom_folder import find_series
+from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.slides.reading.paths import series_at
+
+
+def slide_paths(given: Any) -> list[Path]:
+    """Files, folders and patterns as files.
+
+    Raises:
+        ValueError: one of them is not there, or matches nothing.
+    """
+    paths = _paths(given, "slides", lambda path: path.exists() or series_at(path) is not None)
+    try:
+        return find_slides(paths)
+    except ValueError as error:
+        nested = "those in folders of folders by a pattern such as 'FOLDER/**/*.svs'"
+        text = str(error).replace("folders in it are looked into with --recursive", nested)
+        raise ValueError(text) from error
+
+
+def volume_paths(given: Any) -> list[Path]:
+    """Files, OME-Zarr stores and DICOM series; of folders those that lie in them.
+
+    A series of several files is given by its folder.
+
+    Raises:
+        ValueError: one of them is not there, or no volume by its name.
+    """
+    files: dict[Path, None] = {}
+    for path in _paths(given, "volumes", Path.exists):
+        found = [path] if is_volume(path) else _inside(path)
+        if not found:
+            what = "has no files" if path.is_dir() else "is no file"
+            raise ValueError(f"volumes={path} {what} of {', '.join(SUFFIXES)} or DICOM")
+        files |= dict.fromkeys(found)
+    return list(files)
+
+
+def _inside(path: Path) -> list[Path]:
+    if path.is_dir():
+        files, dicom = volumes_in(path)
+    else:
+        files, dicom = [], find_series(path.parent, [path])
+    return files + sorted({one.path for one in dicom.series.values()})
+
+
+def volume_names(volumes: Sequence[Path]) -> dict[Path, str]:
+    """Their names without suffix; with the folders above where several have the same."""
+    return slide_names(volumes, volume_name)
+
+
+def _paths(given: Any, key: str, there: Callable[[Path], bool]) -> list[Path]:
+    """Files and folders as given, and those that match patterns."""
+    paths: list[Path] = []
+    for one in given if isinstance(given, list | ListConfig) else [given]:
+        path = Path(str(one)).expanduser()
+        found = [path] if there(path) else _matching(str(path))
+        if not found:
+            raise ValueError(f"{key}={one} matches no file or folder")
+        paths += found
+    if not paths:
+        raise ValueError(f"{key}=[] names no {key.removesuffix('s')}")
+    return paths
+
+
+def _matching(pattern: str) -> list[Path]:
+    """``**`` stands for any folders."""
+    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]

@@ -1,0 +1,162 @@
+"""How far a run is, and what is due: the same on every rank, and saved in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from signal import Signals
+from typing import Any
+
+from omegaconf import DictConfig
+
+from spatialdl.data import fields
+from spatialdl.errors import CheckpointError
+from spatialdl.text import counted
+from spatialdl.training.best import Best
+
+
+class TrainingProgress:
+    """The way of a run through its samples.
+
+    Args:
+        trainer: the configuration's.
+        steps: of the whole run.
+        batches: in an epoch.
+        smaller: whether a metric of the user's, which a key of the configuration names, is the
+            better the smaller it is; None if it is none of those.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        step: optimizer steps made.
+        epoch: whole passes over the samples made.
+        batch: batches of the next one made.
+        stopped: the signal for which the run stops after this step.
+        ended: why a callback ends the run after this step; None if none does.
+    """
+
+    def __init__(
+        self,
+        trainer: DictConfig,
+        steps: int,
+        batches: int,
+        smaller: Callable[[str | None, str], bool | None] = lambda _metric, _key: None,
+    ) -> None:
+        self._settings, self.steps, self._batches = trainer, steps, batches
+        self.step = self.epoch = self.batch = 0
+        self.stopped: Signals | None = None
+        self.ended: str | None = None
+        self._validated: int | None = None
+        best, key = trainer.checkpoint.best, "trainer.checkpoint.best"
+        self._best = Best(best, key, smaller=smaller(best, key))
+        early, key = trainer.early_stopping, "trainer.early_stopping.metric"
+        is_smaller = smaller(early.metric, key)
+        self._early = Best(early.metric, key, float(early.min_delta), is_smaller)
+
+    def step_done(self) -> None:
+        self.step += 1
+        self.batch += 1
+        if self.batch == self._batches:
+            self.epoch, self.batch = self.epoch + 1, 0
+
+    def is_over(self) -> bool:
+        asked = self.stopped is not None or self.ended is not None
+        return asked or self.step >= self.steps or self._is_stale()
+
+    def _is_stale(self) -> bool:
+        return self._early.worse >= int(self._settings.early_stopping.patience)
+
+    def stopped_early(self) -> str:
+        """Why the run ends before its last step: a callback, or a metric that gets no better."""
+        if self.stopped is not None or self.step >= self.steps:
+            return ""
+        if self.ended is not None:
+            why = f": {self.ended}" if self.ended else ""
+            return f"Stopped by a callback after step {self.step} of {self.steps}{why}."
+        if not self._is_stale():
+            return ""
+        best = "none" if self._early.value is None else f"{self._early.value:.4g}"
+        return (
+            f"Stopped early after step {self.step} of {self.steps}: {self._early.metric} has not "
+            f"got better than {best} in {counted(self._early.worse, 'validation')}."
+        )
+
+    def validation_is_due(self) -> bool:
+        if self.stopped is not None or self._validated == self.step:
+            return False
+        every, settings = self._settings.validate_every, self._settings
+        if self.step >= self.steps:
+            return True
+        if every is not None:
+            return self.step % int(every) == 0
+        return self.batch == 0 and self.epoch % int(settings.validate_every_epochs) == 0
+
+    @property
+    def validations_an_epoch(self) -> float:
+        """How many, on average."""
+        if self._settings.validate_every is not None:
+            return self._batches / int(self._settings.validate_every)
+        return 1 / int(self._settings.validate_every_epochs)
+
+    def validated(self, found: Mapping[str, Any]) -> bool:
+        """Take note of the metrics of a validation; whether they are the best so far.
+
+        Raises:
+            ValueError: if those that the configuration names are not among them.
+        """
+        self._validated = self.step
+        self._early.update(found)
+        return self._best.update(found)
+
+    def checkpoint_is_due(self) -> bool:
+        """At the end of the run too, however it ends."""
+        every = self._settings.checkpoint
+        by_steps = every.every_steps is not None and self.step % every.every_steps == 0
+        ends = self.batch == 0 and every.every_epochs is not None
+        return self.is_over() or by_steps or (ends and self.epoch % every.every_epochs == 0)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "validated": self._validated,
+            "best": self._best.state(),
+            "early_stopping": self._early.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            CheckpointError: it was something else.
+        """
+        try:
+            self.step, self.epoch, self.batch = (
+                fields.whole(state, key) for key in ("step", "epoch", "batch")
+            )
+            self._validated = state["validated"]
+            self._best.restore(fields.table(state, "best"))
+            self._early.restore(fields.table(state, "early_stopping"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not say how far its run was: {fields.missing(error)}"
+            ) from error
+
+
+def total_steps(trainer: DictConfig, batches: int) -> int:
+    """Optimizer steps of a whole run, with so many batches in an epoch.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    limits = []
+    if trainer.max_steps is not None:
+        limits.append(int(trainer.max_steps))
+    if trainer.max_epochs is not None:
+        limits.append(int(trainer.max_epochs) * batches)
+    if not limits or min(limits) < 1:
+        raise ValueError(
+            f"trainer.max_steps={trainer.max_steps} and trainer.max_epochs="
+            f"{trainer.max_epochs} leave no step to make: set one of them to at least 1"
+        )
+    return min(limits)

@@ -1,0 +1,139 @@
+"""What is printed last, and that nobody is left, when a rank raises or is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spatialdl.comm.liveness import SWITCH, Liveness, answer, leave, say_last
+from tests.comm.running import by_itself, by_mpiexec, by_torchrun, running, with_failing
+
+HOST = socket.gethostname()
+
+
+def slow(*values: object):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def test_a_rank_that_is_killed_is_named_last(tmp_path):
+    words = ["parallel=sp+pp", "parallel.microbatches=2"]
+    with running(by_itself(), tmp_path, *words) as run:
+        run.send(1, signal.SIGKILL)
+        said = run.end()
+    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} vanished without a word"
+    assert who in said.splitlines()[-1], said
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A group of processes (cgroups(7), version 1 or 2) of which the kernel kills one."""
+    is_old = Path("/sys/fs/cgroup/memory").is_dir()
+    group = Path("/sys/fs/cgroup", "memory" * is_old, f"spatialdl-{os.getpid()}")
+    try:
+        group.mkdir()
+        limit = group / ("memory.limit_in_bytes" if is_old else "memory.max")
+        limit.write_text(str(2 * 2**30))
+    except OSError:
+        pytest.skip("needs the right to limit the memory of processes")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_for_which_there_is_no_memory_is_named_last(little_memory, tmp_path):
+    inside = ["bash", "-c", f'echo $$ >{little_memory}/cgroup.procs; exec "$@"', "inside"]
+    with running([*inside, *by_itself()], tmp_path, "parallel=dp", *with_failing("eats")) as run:
+        said = run.end()
+    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} vanished without a word, "
+    assert said.splitlines()[-1] == f"{who}the kernel kills for want of memory", said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["sp", "pp", "dp"])
+@pytest.mark.parametrize("start", [by_mpiexec, by_torchrun])
+def test_launchers_name_a_rank_that_is_killed(start, layout, tmp_path):
+    with running(start(2), tmp_path, f"parallel={layout}") as run:
+        run.send(1, signal.SIGKILL)
+        said = run.end()
+    pid = run.ranks[1]
+    assert re.search(
+        rf"rank 1 with PID {pid}\b|\(exitcode: -9\) local_rank: 1 \(pid: {pid}\)", said
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (by_itself(), ["parallel=dp"]),
+        slow(by_itself(), ["parallel=sp"]),
+        slow(by_itself(), ["parallel=sp", "comm.transport=torch"]),
+        slow(by_mpiexec(2), ["parallel=sp"]),
+        slow(by_torchrun(2), ["parallel=dp"]),
+    ],
+)
+def test_the_traceback_of_a_rank_that_raises_comes_last(start, words, tmp_path):
+    with running(start, tmp_path, *words, *with_failing("raises")) as run:
+        said = run.end()
+    traceback = rf"rank 1 on {HOST}: Traceback.*?\nZeroDivisionError: this rank has had enough\n"
+    found = re.findall(traceback, said, re.DOTALL)
+    assert len(found) == 1, said
+    if start == by_itself():
+        assert said.endswith(found[0]), said
+    if start == by_torchrun(2):
+        assert "ZeroDivisionError" in said.rpartition("Root Cause")[2], said
+
+
+# --- without ranks
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    with Liveness(1) as calls:
+        for name, value in calls.environment.items():
+            monkeypatch.setenv(name, value)
+        yield calls
+
+
+def test_last_words_are_printed_once_and_when_all_is_over(calls, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    say_last("rank 0: the grid is too fine")
+    say_last("rank 0: the grid is too fine")
+    assert capsys.readouterr().err == ""
+    calls.__exit__(None, None, None)
+    calls.environment = {}
+    assert capsys.readouterr().err == "rank 0: the grid is too fine\n"
+    assert calls.vanished() is None
+
+
+def test_where_nobody_listens_last_words_are_printed_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    for place in (str(tmp_path / "gone"), "x" * 200):
+        monkeypatch.setenv(SWITCH, place)
+        answer(0)
+        leave()
+        say_last("no more")
+        assert capsys.readouterr().err == "no more\n"
+
+
+def test_long_words_lose_their_beginning(calls, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    say_last("é" * 1_000_000 + "the end")
+    calls.__exit__(None, None, None)
+    calls.environment = {}
+    assert capsys.readouterr().err.endswith("ééthe end\n")
+
+
+def test_nobody_has_vanished_where_a_rank_is_elsewhere(calls):
+    """Its end is not seen from here, and who ended first is unknown."""
+    calls._world_size = 2
+    answer(0)
+    calls.__exit__(None, None, None)
+    calls.environment = {}
+    assert calls.vanished() is None

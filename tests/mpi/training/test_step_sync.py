@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+from mpi4py import MPI
+
+from spatialdl.comm.early_signals import STOPPING
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.errors import ShardError
+from spatialdl.training import signals
+from spatialdl.training.console import run_log
+from spatialdl.training.step_sync import StepSync
+from spatialdl.training.time_split import COUNTS
+
+WORLD = MpiCommunicator(MPI.COMM_WORLD)
+RANK, SIZE = WORLD.rank, WORLD.size
+RANKS = SIZE * (SIZE - 1) / 2  # the sum of their numbers
+IS_LAST = RANK == SIZE - 1
+
+
+class Place:
+    """Where ranks meet, and what this one hears there."""
+
+    def __init__(self, damaged: int = 0) -> None:
+        self.went_on: list[tuple[float, float]] = []
+        self.times: list[tuple[list[float], int]] = []
+        self.progress = SimpleNamespace(stopped=None)
+        writer = SimpleNamespace(
+            status=lambda: (float(RANK), 100.0 * RANK),
+            go_on=lambda *sums: self.went_on.append(sums),
+        )
+        staging = SimpleNamespace(damage=lambda: damaged, refuse=self.refuse)
+        split = SimpleNamespace(
+            own=lambda: [RANK + 10.0 * part for part in range(COUNTS)],
+            note=lambda *told: self.times.append(told),
+        )
+        self.meeting = StepSync(WORLD, writer, staging, self.progress, split)
+
+    def refuse(self) -> None:
+        raise ShardError("a shard is damaged")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr(signals, "flags", lambda: [0.0] * len(STOPPING))
+
+
+def test_each_number_is_added_up_and_reaches_whom_it_is_for():
+    place = Place()
+    assert place.meeting.after_step(0.5 + RANK) == 0.5 * SIZE + RANKS
+    assert place.times == [([RANKS + 10.0 * part * SIZE for part in range(COUNTS)], SIZE)]
+    assert place.went_on == [(RANKS, 100.0 * RANKS)]
+    assert place.progress.stopped is None
+
+
+def test_between_steps_no_time_is_counted():
+    place = Place()
+    place.meeting.between()
+    assert place.times == []
+    assert place.went_on == [(RANKS, 100.0 * RANKS)]
+
+
+def test_damage_that_one_rank_has_found_ends_all():
+    place = Place(damaged=int(IS_LAST))
+    with pytest.raises(ShardError, match="a shard is damaged"):
+        place.meeting.after_step(1.0)
+    assert place.went_on == []
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_that_one_rank_has_seen_stops_all_and_stays(number, monkeypatch):
+    place = Place()
+    seen = [float(IS_LAST and one == number) for one in STOPPING]
+    monkeypatch.setattr(signals, "flags", lambda: seen)
+    place.meeting.after_step(1.0)
+    assert place.progress.stopped == signal.Signals(number)
+    monkeypatch.setattr(signals, "flags", lambda: [0.0] * len(STOPPING))
+    place.meeting.between()
+    assert place.progress.stopped == signal.Signals(number)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_warnings_that_one_rank_has_kept_are_told_by_all_together(kept, monkeypatch):
+    told = []
+    monkeypatch.setattr(run_log, "kept_warnings", lambda: kept * int(IS_LAST))
+    monkeypatch.setattr(run_log, "tell_warnings", told.append)
+    Place().meeting.after_step(1.0)
+    assert told == [WORLD] * kept

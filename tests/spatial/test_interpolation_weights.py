@@ -1,0 +1,80 @@
+"""The table of a resampling is PyTorch's own, without ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spatialdl.spatial.interpolation_weights import ResampledDim, interpolation_weights
+
+MODES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
+MODES |= {"cubic": "bicubic"}
+SIZES = [(7, 7), (7, 14), (7, 20), (14, 7), (20, 7), (20, 3), (5, 1), (1, 4), (1, 1)]
+SCALES = [1.0, 1.05, 0.97, 2.0, 2.05, 0.5, 1 / 3]
+
+
+def applied(how: ResampledDim, column: Tensor) -> Tensor:
+    taps = interpolation_weights(how, column.dtype)
+    read = column[taps.index]
+    return read[:, 0] if taps.weight is None else (read * taps.weight).sum(1)
+
+
+def interpolated(how: ResampledDim, column: Tensor) -> Tensor:
+    """By PyTorch; with columns that stay as they are."""
+    image = column.view(1, 1, -1, 1).expand(1, 1, -1, 3)
+    mode = MODES[how.mode]
+    options = {} if mode.startswith("nearest") else {"align_corners": how.align_corners}
+    if how.antialias:
+        options["antialias"] = True
+    size = (how.count, 3) if how.scale is None else None
+    factor = None if how.scale is None else (how.scale, 1.0)
+    return F.interpolate(image, size, factor, mode, **options)[0, 0, :, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_are_those_of_pytorch(mode: str, dtype: torch.dtype) -> None:
+    smooth = mode in ("linear", "cubic")
+    cases = [ResampledDim(mode, *pair) for pair in SIZES]
+    cases += [ResampledDim(mode, 10, int(10 * s), scale=s) for s in SCALES]
+    if smooth:
+        cases += [ResampledDim(mode, *pair, align_corners=True) for pair in SIZES]
+        cases += [ResampledDim(mode, *pair, antialias=True) for pair in SIZES]
+        cases += [ResampledDim(mode, 10, int(10 * s), False, True, s) for s in SCALES]
+    draw = torch.Generator().manual_seed(0)
+    for how in cases:
+        column = torch.randn(how.size, generator=draw, dtype=torch.float64).to(dtype)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(
+            applied(how, column),
+            interpolated(how, column),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, h=how: f"{h}: {m}",
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_outside_of_what_is_read_has_a_weight(mode: str) -> None:
+    for (size, count), antialias in product(SIZES, (False, mode in ("linear", "cubic"))):
+        taps = interpolation_weights(
+            ResampledDim(mode, size, count, antialias=antialias), torch.float64
+        )
+        for start, stop in [(0, count), (0, 1), (count - 1, count), (count // 2, count)]:
+            first, last = taps.reads(start, stop)
+            assert 0 <= first < last <= size or start == stop
+            assert set(taps.index[start:stop].flatten().tolist()) <= set(range(first, last))
+        assert taps.reads(1, 1) == (0, 0)
+
+
+def test_a_whole_factor_is_known() -> None:
+    def factor(*given: object, **more: object) -> int:
+        return ResampledDim("linear", *given, **more).factor
+
+    assert [factor(7, 14), factor(7, 7), factor(7, 15), factor(14, 7)] == [2, 1, 0, 0]
+    assert [factor(7, 14, scale=2.0), factor(7, 14, scale=2.05)] == [2, 0]
+    assert [factor(7, 14, align_corners=True), factor(7, 14, antialias=True)] == [0, 0]

@@ -1,0 +1,337 @@
+"""Runs that are saved and go on, in one process; other layouts are in tests/mpi/training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from safetensors import safe_open
+
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.data.writer import ShardWriter
+from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints import writing
+from spatialdl.training.checkpoints.reading import Checkpoint
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
+from tests.training.checkpoints.runs import TINY, checkpoints, losses, network, table, train
+
+EVERY_3 = "trainer.checkpoint.every_steps=3"  # in the middle of an epoch; epochs have 3 batches
+NO_BEST = "trainer.checkpoint.best=null"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run of 8 steps with checkpoints after 2, 4, 6 and 8."""
+    path = tmp_path_factory.mktemp("whole")
+    train(path, "trainer.checkpoint.every_steps=2", "trainer.checkpoint.keep=9", NO_BEST)
+    return path
+
+
+@pytest.fixture
+def run_dir(whole, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_goes_on_bit_for_bit_where_it_was_saved(whole, tmp_path):
+    path = whole / "checkpoints" / "step-00000004"
+    ours = train(tmp_path, f"ckpt_path={path}", NO_BEST)
+    assert losses(tmp_path) == losses(whole)
+    assert [int(row["step"]) for row in table(tmp_path / "metrics.csv")] == list(range(1, 9))
+    assert table(tmp_path / "validation.csv") == table(whole / "validation.csv")
+    assert ours.progress.step == 8
+    assert checkpoints(tmp_path) == [8]
+
+
+def test_a_finished_run_goes_on_to_more_steps(tmp_path):
+    train(tmp_path / "run", "trainer.max_steps=4", NO_BEST)
+    train(tmp_path / "run", "trainer.max_steps=8", "ckpt_path=latest", NO_BEST)
+    train(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert checkpoints(tmp_path / "run") == [4, 8]
+
+
+def test_a_finished_run_has_nothing_left_to_do(run_dir, whole):
+    trainer = train(run_dir, "ckpt_path=latest", NO_BEST)
+    assert trainer.progress.step == 8
+    assert losses(run_dir) == losses(whole)
+    assert table(run_dir / "validation.csv") == table(whole / "validation.csv")
+
+
+def test_a_run_that_was_killed_before_it_removed_the_others_does_so_when_it_goes_on(
+    tmp_path, monkeypatch
+):
+    """A run that had made its last step kept more than it should."""
+    often = ("trainer.checkpoint.every_steps=2", "trainer.checkpoint.keep=1", NO_BEST)
+    with monkeypatch.context() as during:
+        during.setattr(writing, "prune", lambda *_: None)
+        train(tmp_path, *often)
+    assert checkpoints(tmp_path) == [2, 4, 6, 8]
+    train(tmp_path, "ckpt_path=latest", "trainer.checkpoint.keep=3", NO_BEST)
+    assert checkpoints(tmp_path) == [2, 4, 6, 8], "a finished run with another keep"
+    train(tmp_path, *often, "ckpt_path=latest")
+    assert checkpoints(tmp_path) == [8]
+
+
+def test_latest_starts_anew_where_there_is_none(tmp_path):
+    assert train(tmp_path, "ckpt_path=latest", "trainer.max_steps=2").progress.step == 2
+    assert checkpoints(tmp_path) == [2]
+
+
+def test_a_path_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere is not there"):
+        train(tmp_path, "ckpt_path=nowhere")
+
+
+def test_checkpoints_of_an_earlier_run_are_not_lost(run_dir):
+    with pytest.raises(CheckpointError, match=r"up to step-00000008: add ckpt_path=latest"):
+        train(run_dir)
+    assert checkpoints(run_dir) == [2, 4, 6, 8]
+
+
+def test_going_on_before_the_end_leaves_the_rest_of_the_curve(run_dir, whole):
+    path = run_dir / "checkpoints" / "step-00000004"
+    train(run_dir, f"ckpt_path={path}", "trainer.max_steps=6", NO_BEST, "trainer.checkpoint.keep=3")
+    assert len(table(run_dir / "metrics.csv")) == 6
+    assert losses(run_dir) == losses(whole)[:6]
+    assert checkpoints(run_dir) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("file", ["stage-00.safetensors", "random.safetensors", "checkpoint.json"])
+def test_a_flipped_bit_is_seen_and_the_checkpoint_before_taken(file, run_dir, whole, caplog):
+    flip(run_dir / "checkpoints" / "step-00000008" / file)
+    with caplog.at_level(logging.INFO):
+        train(run_dir, "ckpt_path=latest", NO_BEST)
+    (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert f"step-00000008 is damaged: {'' if file.endswith('json') else file}" in warning
+    assert "the one before it is taken, step-00000006" in warning
+    assert "going on after step 6" in caplog.text
+    assert losses(run_dir) == losses(whole)
+
+
+def test_a_file_that_is_missing_or_cut_is_damage_too(run_dir, caplog):
+    (run_dir / "checkpoints" / "step-00000008" / "stage-00.safetensors").unlink()
+    cut = run_dir / "checkpoints" / "step-00000006" / "stage-00.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-7])
+    train(run_dir, "ckpt_path=latest", NO_BEST)
+    assert "No such file" in caplog.text
+    size = cut.stat().st_size
+    assert f"has {size} bytes instead of {size + 7}" in caplog.text
+    assert "the one before it is taken, step-00000004" in caplog.text
+
+
+def test_where_all_are_damaged_there_is_an_error(run_dir):
+    for step in (2, 4, 6, 8):
+        flip(run_dir / "checkpoints" / f"step-{step:08d}" / "stage-00.safetensors")
+    with pytest.raises(CheckpointError, match="nor is any of the 3 others whole"):
+        train(run_dir, "ckpt_path=latest")
+    one = run_dir / "checkpoints" / "step-00000006"
+    with pytest.raises(
+        CheckpointError, match=r"step-00000006 is damaged: stage-00\.safetensors is"
+    ):
+        train(run_dir, f"ckpt_path={one}")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("seed=1", "trained with seed=0, this run has seed=1"),
+        ("data.batch_size=5", "data.batch_size=4, this run has data.batch_size=5"),
+        ("data.samples=11", "data.samples=10"),
+        ("optimizer=adamw", r"optimizer\._target_=torch\.optim\.SGD"),
+        ("++model.hidden=5", r"'0\.weight' is 4x3x3x3, that of model._target_ is 5x3x3x3"),
+        ("++model._target_=spatialdl.models.resnet18", "of another network: it has no"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(override, sentence, whole, tmp_path):
+    with pytest.raises(CheckpointError, match=sentence):
+        train(tmp_path, f"ckpt_path={whole}", override)
+    assert not checkpoints(tmp_path)
+
+
+def test_what_else_is_different_is_said_and_holds(whole, tmp_path, caplog):
+    path = whole / "checkpoints" / "step-00000004"
+    with caplog.at_level(logging.INFO):
+        train(tmp_path, f"ckpt_path={path}", "optimizer.lr=0.01", "parallel.microbatches=2")
+    assert "optimizer.lr=0.01 (was 0.05)" in caplog.text
+    assert "batches are cut into 2 slices from here on" in caplog.text
+    rates = [float(row["learning_rate"]) for row in table(tmp_path / "metrics.csv")]
+    assert rates == [0.05] * 4 + [0.01] * 4
+
+
+def test_the_learning_rate_follows_a_longer_schedule(tmp_path):
+    cosine = ("scheduler=cosine", "scheduler.warmup_steps=2", NO_BEST)
+    train(tmp_path / "run", *cosine, "trainer.max_steps=4")
+    train(tmp_path / "run", *cosine, "ckpt_path=latest")
+    train(tmp_path / "whole", *cosine)
+    ours, whole = (
+        [row["learning_rate"] for row in table(tmp_path / name / "metrics.csv")]
+        for name in ("run", "whole")
+    )
+    assert ours[4:] == whole[4:]
+
+
+def test_random_generators_go_on(tmp_path):
+    """The network draws by Python's and NumPy's, too."""
+    noisy = "++model._target_=tests.training.checkpoints.runs.noisy"
+    train(
+        tmp_path / "whole", noisy, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9"
+    )
+    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    train(tmp_path / "run", noisy, f"ckpt_path={path}")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_nothing_is_pickled(whole):
+    for path in (whole / "checkpoints").glob("*/*"):
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        else:
+            with safe_open(path, "pt") as file:
+                assert list(file.keys())
+    kinds = {path.suffix for path in (whole / "checkpoints").glob("*/*")}
+    assert kinds == {".json", ".safetensors"}
+
+
+def test_what_is_in_a_checkpoint(whole):
+    content = json.loads((whole / "checkpoints/step-00000004/checkpoint.json").read_text())
+    assert (content["step"], content["epoch"], content["batch"]) == (4, 1, 1)
+    assert content["config"]["optimizer"]["lr"] == 0.05
+    assert content["optimizer"][0]["momentum"] == 0.9
+    assert set(content["versions"]) == {"spatialdl", "torch", "python"}
+    assert [row["step"] for row in content["validations"]] == [3]
+    with safe_open(whole / "checkpoints/step-00000004/stage-00.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert {"0.weight", "1.running_mean", "1.num_batches_tracked"} <= names
+    assert "optimizer/0.weight/momentum_buffer" in names
+
+
+def test_the_best_checkpoint_stays_and_is_named(tmp_path):
+    train(tmp_path, "trainer.validate_every=1", "trainer.checkpoint.keep=1")
+    rows = table(tmp_path / "validation.csv")
+    best = min(rows, key=lambda row: float(row["loss"]))
+    name = (tmp_path / "checkpoints" / "best").read_text().strip()
+    assert name == f"step-{int(best['step']):08d}"
+    assert set(checkpoints(tmp_path)) == {int(best["step"]), 8}
+    content = json.loads((tmp_path / "checkpoints" / name / "checkpoint.json").read_text())
+    assert content["best"]["value"] == float(best["loss"])
+
+
+@pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping.metric"])
+def test_a_metric_that_is_not_there_is_told_with_those_that_are(key, tmp_path):
+    with pytest.raises(ValueError, match=rf"trainer\.{key}=dice is no metric.*one of loss, accur"):
+        train(tmp_path, f"trainer.{key}=dice")
+
+
+def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    early = ("trainer.early_stopping.metric=accuracy", "trainer.early_stopping.patience=2")
+    early += ("trainer.validate_every=1", "trainer.early_stopping.min_delta=1")  # never so much
+    assert train(tmp_path, *early).progress.step == 3
+    assert len(losses(tmp_path)) == 3
+    why = "Stopped early after step 3 of 8: accuracy has not got better than"
+    assert why in caplog.text
+    assert why in (tmp_path / "report.html").read_text()
+    assert train(tmp_path, *early, "ckpt_path=latest").progress.step == 3
+    more = (*early[:1], "trainer.early_stopping.patience=4", *early[2:])
+    assert train(tmp_path, *more, "ckpt_path=latest").progress.step == 5
+
+
+def test_by_default_epochs_and_the_end_are_saved(tmp_path):
+    train(tmp_path, "trainer.checkpoint.every_epochs=1", "trainer.checkpoint.keep=9", NO_BEST)
+    assert checkpoints(tmp_path) == [3, 6, 8]
+
+
+def test_validation_every_second_epoch(tmp_path):
+    train(tmp_path, "trainer.validate_every_epochs=2", "trainer.max_steps=14")
+    assert [int(row["step"]) for row in table(tmp_path / "validation.csv")] == [6, 12, 14]
+
+
+def test_no_checkpoints_if_none_are_wanted(tmp_path):
+    train(tmp_path, EVERY_3, "trainer.checkpoint.keep=0")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_segmentation_keeps_its_lists_of_classes(tmp_path):
+    unet = ("++model._target_=spatialdl.models.unet", "++model.width=2", "++model.depth=1")
+    unet += ("task=segmentation", "data.image_size=[16,12]")
+    train(tmp_path, *unet, "trainer.max_steps=3")
+    train(tmp_path, *unet, "trainer.max_steps=6", "ckpt_path=latest")
+    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
+    assert [row["step"] for row in found] == [3, 6]
+    assert all(len(row["dice"]) == 3 for row in found)
+    assert len(table(tmp_path / "validation.csv")) == 2
+
+
+def test_a_frozen_run_begins_with_weights_and_goes_on_with_its_own(tmp_path):
+    start = {key: value + 0.5 for key, value in network().state_dict().items()}
+    torch.save(start, tmp_path / "start.pt")
+    chosen = ("trainer.freeze=[0.*,1.*]", f"weights={tmp_path / 'start.pt'}", "trainer.ema=0.5")
+    chosen += ("optimizer=adamw", "task.mixup=0.4", "trainer.checkpoint.every_steps=3", NO_BEST)
+    whole = train(tmp_path / "whole", *chosen, "trainer.checkpoint.keep=9")
+    path = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    ours = train(tmp_path / "run", *chosen, f"ckpt_path={path}")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    tables = [(tmp_path / run / "predictions.csv").read_text() for run in ("run", "whole")]
+    assert tables[0] == tables[1]
+    found, expected = ours.parts.pipeline.state_dict(), whole.parts.pipeline.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert torch.equal(found["0.weight"], start["0.weight"].double())
+    average = ours.parts.update.average.state_dict()
+    assert torch.equal(average["0.weight"], start["0.weight"].double())
+
+
+def test_a_run_with_other_layers_frozen_goes_on(tmp_path):
+    train(tmp_path, "trainer.max_steps=3", "optimizer.momentum=0.9", NO_BEST)
+    more = ("ckpt_path=latest", "trainer.freeze=[0.*,1.*]", "trainer.max_steps=6", NO_BEST)
+    before = Checkpoint(tmp_path / "checkpoints" / "step-00000003").read("0.weight")
+    ours = train(tmp_path, *more)
+    assert torch.equal(ours.parts.pipeline.state_dict()["0.weight"], before)
+    again = train(tmp_path, "ckpt_path=latest", "trainer.max_steps=8", NO_BEST)
+    assert not torch.equal(again.parts.pipeline.state_dict()["0.weight"], before)
+
+
+def test_predictions_of_a_run_that_has_nothing_left_to_do_stay(tmp_path):
+    train(tmp_path, "trainer.max_steps=2")
+    before = (tmp_path / "predictions.csv").read_text()
+    train(tmp_path, "trainer.max_steps=2", "ckpt_path=latest")
+    assert (tmp_path / "predictions.csv").read_text() == before
+
+
+def test_other_targets_are_other_data(tmp_path):
+    with ShardWriter(tmp_path / "set") as writer:
+        for number in range(6):
+            image = np.full((9, 8, 3), 40 * number, np.uint8)
+            split = "train" if number < 4 else "val"
+            writer.add(image, split=split, slide=str(number % 2))
+    for name, last in (("one.csv", 1), ("same.csv", 1), ("other.csv", 0)):
+        (tmp_path / name).write_text(f"slide,er,pr\n0,1,\n1,{last},0\n")
+    chosen = [one for one in TINY if not one.startswith(("data.v", "data.s", "data.n"))]
+    chosen += ["data=shards", f"data.path={tmp_path / 'set'}", "task=multilabel"]
+
+    def run(targets: str, *overrides: str) -> list[float]:
+        with initialize_config_module("spatialdl.conf", version_base="1.3"):
+            more = [f"data.targets={tmp_path / targets}", "trainer.max_steps=2", *overrides]
+            fit(Trainer(compose("train", [*chosen, *more]), SingleProcess()), tmp_path / "run")
+        return losses(tmp_path / "run")
+
+    before = run("one.csv", "data.workers=1", "data.batch_size=2")
+    assert run("same.csv", "ckpt_path=latest", "data.batch_size=2") == before
+    with pytest.raises(CheckpointError, match=r"was trained with the file data\.targets="):
+        run("other.csv", "ckpt_path=latest", "data.batch_size=2")
+    shutil.rmtree(tmp_path / "run")
+    assert run("one.csv", "data.batch_size=2") == before  # read without processes
