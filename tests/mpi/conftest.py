@@ -19,7 +19,7 @@ from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import start_world
 from tests.mpi.device import lacking, put_on
-from tests.mpi.equality import meshes  # noqa: F401  (fixtures for all)
+from tests.mpi.equality import grids_of_the_case, meshes  # noqa: F401  (fixtures for all)
 from tests.mpi.groups import ends_process_group, over_gloo, over_mpi4py  # noqa: F401
 
 torch.set_num_threads(1)

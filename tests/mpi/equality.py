@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import product
+from itertools import count, product
 from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -35,13 +35,42 @@ def every_mesh(dims: int = 2) -> dict[tuple[int, ...], Mesh]:
     return {grid: init_mesh(grid) for grid in grids if prod(grid) == ranks}
 
 
-def some_meshes(dims: int, name: str) -> dict[tuple[int, ...], Mesh]:
-    """Two of all grids, drawn by what is tried on them; all of them if SPATIALDL_GRIDS is "all"."""
+Grids = tuple[tuple[int, ...], ...]
+
+GRIDS: dict[tuple[int, int], tuple[Grids, ...]] = {
+    (2, 3): (((2, 1, 1), (1, 2, 1)), ((1, 2, 1), (1, 1, 2)), ((1, 1, 2), (2, 1, 1))),
+    (3, 3): (((3, 1, 1), (1, 3, 1)), ((1, 3, 1), (1, 1, 3)), ((1, 1, 3), (3, 1, 1))),
+    (4, 2): (((2, 2), (4, 1)), ((2, 2), (1, 4))),
+    (4, 3): (((2, 2, 1), (1, 1, 4)), ((1, 2, 2), (4, 1, 1)), ((2, 1, 2), (1, 4, 1))),
+}
+"""By ranks and dims: the grids of the first case of a parametrized test, of the second, and so on.
+
+Other numbers of ranks and tests without parameters take every grid; so do all tests if
+SPATIALDL_GRIDS is "all".
+"""
+
+
+class _Rows:
+    """Rows of `GRIDS`, from the number of the running test's case on."""
+
+    numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def grids_of_the_case(request: pytest.FixtureRequest) -> None:
+    """Cases of a test, and calls of `some_meshes` within one, take the rows of `GRIDS` in turn."""
+    case = getattr(request.node, "callspec", None)
+    # arguments that are parametrized together have the same number
+    _Rows.numbers = count(sum(set(case.indices.values())) if case else 0)
+
+
+def some_meshes(dims: int) -> dict[tuple[int, ...], Mesh]:
+    """Those of the next row of `GRIDS`."""
     found = every_mesh(dims)
-    if len(found) <= 2 or os.environ.get("SPATIALDL_GRIDS") == "all":
+    rows = GRIDS.get((MPI.COMM_WORLD.size, dims))
+    if rows is None or os.environ.get("SPATIALDL_GRIDS") == "all":
         return found
-    grids = random.Random(crc32(name.encode())).sample(sorted(found), 2)
-    return {grid: found[grid] for grid in grids}
+    return {grid: found[grid] for grid in rows[next(_Rows.numbers) % len(rows)]}
 
 
 def in_all_dims(sample: int, proof: int) -> pytest.MarkDecorator:
@@ -64,18 +93,12 @@ def functional(name: str, dims: int) -> Operation:
 
 
 @pytest.fixture
-def meshes(request: pytest.FixtureRequest) -> dict[tuple[int, ...], Mesh]:
-    """Of all grids; where there are squarer ones, tests with parameters take one row or one column.
-
-    Which of them, is drawn by their names: some parameters meet the one, some the other. The slow
-    tests, and all if SPATIALDL_GRIDS is "all", take both.
-    """
-    found, ranks = every_mesh(), MPI.COMM_WORLD.size
-    once = not hasattr(request.node, "callspec") or request.node.get_closest_marker("slow")
-    if once or len(found) <= 2 or os.environ.get("SPATIALDL_GRIDS") == "all":
-        return found
-    left_out = (1, ranks) if crc32(request.node.name.encode()) % 2 else (ranks, 1)
-    return {grid: mesh for grid, mesh in found.items() if grid != left_out}
+def meshes(request: pytest.FixtureRequest, grids_of_the_case: None) -> dict[tuple[int, ...], Mesh]:
+    """Every grid; for a case of a parametrized test that is not slow, those of a row of `GRIDS`."""
+    parametrized = hasattr(request.node, "callspec")
+    if not parametrized or request.node.get_closest_marker("slow"):
+        return every_mesh()
+    return some_meshes(2)
 
 
 def several_ranks(meshes: dict[tuple[int, int], Mesh]) -> list[Mesh]:
@@ -127,7 +150,7 @@ def check_in(dims: int, operation: Operation, what: str, *parameters: Tensor) ->
     """`check` on grids of signals or volumes of so many dims, of any size, with 4 channels."""
     rng = random.Random(crc32(what.encode()))
     image = parameter(rng, 2, 4, *(rng.randint(6, 9) for _ in range(dims)))
-    for mesh in some_meshes(dims, what).values():
+    for mesh in some_meshes(dims).values():
         check(operation, image, parameters, mesh, f"{what} of {tuple(image.shape)} on {mesh.grid}")
 
 

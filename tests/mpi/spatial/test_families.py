@@ -131,7 +131,7 @@ def test_half_precision_is_near_one_process_in_float64(
         pytest.skip("the CPU's kernel keeps statistics in half precision, a GPU's in float32")
     image, weight = image.to(dtype).double(), weight.to(dtype).double()  # the same numbers for both
     exact = with_gradient(family, image.clone().requires_grad_(), weight, dims)
-    for grid, mesh in some_meshes(dims, f"{name} of {dtype}").items():
+    for grid, mesh in some_meshes(dims).items():
         given = image.to(DEVICE, dtype)
         if dtype == torch.bfloat16 and dims in CHANNELS_LAST:
             given = given.contiguous(memory_format=CHANNELS_LAST[dims])
@@ -157,7 +157,7 @@ def test_autocast_gives_the_types_and_nearly_the_numbers_of_one_process(
         with torch.autocast(DEVICE.type, torch.bfloat16):
             with keyed(1, 2):
                 expected = family(image.to(given), weight, dims)
-            for grid, mesh in some_meshes(dims, f"{name} of {given}").items():
+            for grid, mesh in some_meshes(dims).items():
                 x = shard(image.to(given), mesh).detach().requires_grad_()
                 found = with_gradient(family, x, weight, dims)
                 assert found[0].dtype == expected.dtype, f"{name} of {given} on {grid}"
@@ -180,5 +180,5 @@ def test_a_second_forward_in_backward_gives_the_same(name: str, dims: int) -> No
 
     if dims in CHANNELS_LAST:
         image = image.contiguous(memory_format=CHANNELS_LAST[dims])
-    for grid, mesh in some_meshes(dims, name).items():
+    for grid, mesh in some_meshes(dims).items():
         check(twice, image, [weight], mesh, f"{name} in {dims} dims on {grid}")
