@@ -7,11 +7,12 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 import yaml
 
 from spatialdl.configuring.keys import CONF, groups, keys_of
 from tests.test_docs import PUBLIC
-from tools.site import configuration, repository
+from tools.site import commands, configuration, repository
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -63,6 +64,15 @@ def test_the_reference_has_every_key_with_its_comment():
 def test_the_reference_has_every_installed_command():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert [name for name in scripts if f"| `{name}` |" not in PAGES["configuration.md"]] == []
+    assert [name for name in scripts if f"<!-- help of {name}" not in PAGES["commands.md"]] == []
+
+
+@pytest.mark.parametrize("words", re.findall(r"<!-- help of (.*) -->", PAGES["commands.md"]))
+def test_the_reference_has_the_options_of_every_command(words):
+    text = commands.help_of(words.split())
+    assert text.startswith(f"usage: {words} [-h]")
+    assert "--help" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_files_that_pages_link_become_pages():
