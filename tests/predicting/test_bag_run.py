@@ -136,7 +136,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 
-from spatialdl.comm.single_process import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.bag_run import BagPredictor, run
 from tests.predicting.test_bag_run import config
 
@@ -152,7 +152,7 @@ def draw_or_die(self, file, *rest):
 
 
 BagPredictor._draw = draw_or_die
-run(config(*sys.argv[2:]), Path(sys.argv[1]), Alone())
+run(config(*sys.argv[2:]), Path(sys.argv[1]), SingleProcess())
 """
 
 

@@ -25,7 +25,7 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.handovers import Handovers
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.runtime import Pipeline
+from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 
 def step(placement, schedule, hook=None):
@@ -33,7 +33,7 @@ def step(placement, schedule, hook=None):
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 1))
     options = PipelineOptions(cut=["1"] if placement.stages > 1 else None, device=device)
     loss = lambda output, target: output.square().mean()
-    pipeline = Pipeline(model, placement, schedule, world, loss, (3, 8, 6), options)
+    pipeline = PipelineRuntime(model, placement, schedule, world, loss, (3, 8, 6), options)
     if hook:
         pipeline.stages[0].register_forward_hook(hook)
     height = 8 // placement.widths[0]
