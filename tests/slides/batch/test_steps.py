@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from PIL import Image
-from tests.slides.batch.test_keeping import batch as finished_batch
+from tests.slides.batch.test_resume import batch as finished_batch
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
