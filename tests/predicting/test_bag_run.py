@@ -91,19 +91,19 @@ def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
     folder, _ = trained
     write_features(tmp_path / "a.h5", np.zeros((2, WIDTH + 1)), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
-    with pytest.raises(ValueError, match=r"has 7 numbers a tile, but the network .* on 6"):
+    with pytest.raises(ValueError, match=r"has 7 features per tile, but the network .* on 6"):
         run(given, tmp_path, SingleProcess())
     slide = tmp_path / "other.tif"
     slide.touch()
     words = (f"features={folder / 'bags'}", f"slides={slide}")
-    with pytest.raises(ValueError, match="has no slide of the features: these are of s0, s1"):
+    with pytest.raises(ValueError, match="match no features: features are of s0, s1"):
         run(config(f"ckpt_path={folder / 'run'}", *words), tmp_path, SingleProcess())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("features=x parallel=sp", "bags of features are dealt out to ranks whole"),
+        ("features=x parallel=sp", "bags of features are not split"),
         ("features=x tile_size=256", "tile_size=256 is for images"),
         ("features=x shards=y", "shards=y is for images"),
     ],
@@ -136,7 +136,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 
-from spatialdl.comm.single_process import Alone
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.bag_run import BagPredictor, run
 from tests.predicting.test_bag_run import config
 
@@ -152,7 +152,7 @@ def draw_or_die(self, file, *rest):
 
 
 BagPredictor._draw = draw_or_die
-run(config(*sys.argv[2:]), Path(sys.argv[1]), Alone())
+run(config(*sys.argv[2:]), Path(sys.argv[1]), SingleProcess())
 """
 
 

@@ -161,7 +161,7 @@ def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:
 
 def test_settings_come_from_the_training_set_unless_said(folder):
     trained = find_trained(str(folder / "run"), SingleProcess())
-    with pytest.raises(ValueError, match="does not say at which resolution"):
+    with pytest.raises(ValueError, match="does not record the resolution"):
         cutting_of(command("ckpt_path=x", "slides=x"), trained)
     trained.__dict__["made_with"] = {"tile_size": 64, "mag": 20.0, "overlap": 8, "whole": None}
     found = cutting_of(command("ckpt_path=x", "slides=x"), trained)
@@ -170,7 +170,7 @@ def test_settings_come_from_the_training_set_unless_said(folder):
     assert (found.overlap, found.wanted.mpp, found.wanted.mag) == (0, 1.0, None)
     trained.__dict__["made_with"] = {"level": 0, "stain_normalise": "macenko"}
     trained.__dict__["made_with"]["stain_reference"] = True
-    with pytest.raises(ValueError, match="name that image by stain_reference"):
+    with pytest.raises(ValueError, match="give that image by stain_reference"):
         cutting_of(command("ckpt_path=x", "slides=x"), trained)
 
 

@@ -53,8 +53,8 @@ def test_turns_are_all_different(name, dims, count):
     image = np.random.default_rng(0).random((*(3, 3, 3)[:dims], 1))
     seen = {turn.pixels(image).tobytes() for turn in found}
     assert len(found) == len(seen) == count
-    assert found[0].is_nothing
-    assert not any(turn.is_nothing for turn in found[1:])
+    assert found[0].is_identity
+    assert not any(turn.is_identity for turn in found[1:])
 
 
 @pytest.mark.parametrize("size", [(7, 4), (3, 5, 6)])

@@ -79,9 +79,9 @@ def test_values_that_training_knew_are_read_in_its_type(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("value", "dtype", "said"),
     [
-        (0.5, "int16", "voxels of float32 from -.* not all values of int16"),
-        (40000, "int16", "not all values of int16"),
-        (np.nan, "float32", "1 of 210 voxels that were read are NaN or infinite"),
+        (0.5, "int16", "voxels of float32 from -.* converted exactly to int16"),
+        (40000, "int16", "cannot be converted exactly to int16"),
+        (np.nan, "float32", "1 of 210 voxels read are NaN or infinite"),
         (np.inf, "int16", "are NaN or infinite"),
     ],
 )
