@@ -67,7 +67,7 @@ def test_groups_have_the_metrics_of_their_samples() -> None:
 
 def test_a_column_of_measurements_is_no_column_of_groups() -> None:
     facts = {name: {"age": str(n)} for n, name in enumerate(FACTS)}
-    with pytest.raises(ValueError, match=r"subgroups=\[age\]: it has 60 values, more than 30"):
+    with pytest.raises(ValueError, match=r"subgroups=\[age\] has 60 values, more than 30"):
         measure(levels(), ["no", "yes"], Resampling(0), facts, ["age"])
 
 

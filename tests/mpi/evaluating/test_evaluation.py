@@ -120,5 +120,5 @@ def test_a_mistake_of_the_labels_is_raised_on_all_ranks(case):
     words = (f"ckpt_path={case / 'tiles'}", f"slides={case / 'slides' / 's0.tiff'}", "level=0")
     layout = ("parallel=sp", f"parallel.grid=[{WORLD.size},1]", device_key(WORLD))
     more = (f"labels={case / 'other.csv'}", "trust=[tests]", "min_tissue=0.3", *layout)
-    with pytest.raises(ValueError, match="has the label 'tumour', but the network knows 0, 1, 2"):
+    with pytest.raises(ValueError, match="'tumour', but the network has the classes 0, 1, 2"):
         run(command(*words, *more), case / "refused", WORLD)
