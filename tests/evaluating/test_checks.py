@@ -1,4 +1,4 @@
-"""Mistakes that are found before there are ranks."""
+"""Configuration errors reported before ranks start."""
 
 from __future__ import annotations
 

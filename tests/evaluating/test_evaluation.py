@@ -1,4 +1,4 @@
-"""Predictions in, metrics out; no network: tests/test_evaluate.py has those."""
+"""Metrics from tables of predictions, without a network; see also tests/test_evaluate.py."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_predictions_that_are_no_numbers_are_refused(tmp_path):
 
 
 def test_the_limit_of_cells_of_other_tables_stays(tmp_path: Path) -> None:
-    """Reading predictions raised it for the whole process: damaged logs were taken as whole."""
+    """Regression: reading predictions raised the limit process-wide, hiding damaged logs."""
     before = csv.field_size_limit()
     (tmp_path / "slides.csv").write_text(f"slide,predicted,probability_a\n{'s' * 200_000},a,1.0\n")
     assert len(read_predictions(tmp_path).slides[0]) == 200_000

@@ -28,7 +28,7 @@ FACTS = {f"s{n}": {"site": "ABC"[n % 3]} for n in range(COUNT)}
 
 
 def levels() -> Levels:
-    """Slides that are units of their own."""
+    """Slides, each a separate resampling unit."""
     names = [f"s{n}" for n in range(COUNT)]
     each = Level("slide", "classification", names, VALUES, TRUTH, names, [[name] for name in names])
     return Levels([each], "slide", [])
@@ -39,7 +39,7 @@ def found(how: Resampling = FEW, columns: tuple[str, ...] = ()) -> list[Measured
 
 
 def test_intervals_are_those_of_scipy() -> None:
-    """Other draws of the same distribution: 4,000 resamples agree to a few thousandths."""
+    """Independent draws: 4,000 resamples agree within a few thousandths."""
     one = next(m for m in found(Resampling(4000)) if (m.metric, m.name) == ("auroc", "yes"))
     expected = stats.bootstrap(
         (VALUES[:, 1], TRUTH),

@@ -65,7 +65,7 @@ def test_risks_of_runs_are_evaluated(tmp_path, is_trained) -> None:
 
 
 def test_patients_whose_slides_have_several_times_are_left_out(tmp_path) -> None:
-    """They counted as samples, with an event at no time."""
+    """Regression: they counted as samples, with an event at an undefined time."""
     from spatialdl.evaluating.evaluation import evaluate
 
     lines = [f"s{n},9,{n % 7},processed," for n in range(20)]

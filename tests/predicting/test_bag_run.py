@@ -158,7 +158,7 @@ run(config(*sys.argv[2:]), Path(sys.argv[1]), SingleProcess())
 
 @pytest.fixture
 def predicted(monkeypatch):
-    """Names of the slides that are predicted, not taken from records."""
+    """Names of slides that are predicted rather than loaded from records."""
     names, predict = [], BagPredictor.predict
 
     def noted(self, file):

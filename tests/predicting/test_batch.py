@@ -1,4 +1,4 @@
-"""Slides of one command in this process; as a user starts it: tests/test_predict.py."""
+"""Slides of one command in this process; see also tests/test_predict.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder, tmp_path_factory) -> Path:
-    """Where both have been predicted."""
+    """A run directory with both slides predicted."""
     path = tmp_path_factory.mktemp("done")
     predicted(folder, path)
     return path
@@ -55,7 +55,7 @@ def rows(out: Path) -> list[dict[str, str]]:
     ],
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
-    """Or a command that asks for other numbers would be answered with those of the last one."""
+    """Otherwise a command with other settings would reuse the last predictions."""
     before = rows(shutil.copytree(done, tmp_path / "out"))
     after = predicted(folder, tmp_path / "out", *other.split())
     assert after == predicted(folder, tmp_path / "anew", *other.split())

@@ -1,4 +1,4 @@
-"""What is refused before there are ranks, and what is not."""
+"""Configuration checks before ranks start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.composing import composed
 
 @pytest.fixture
 def given(tmp_path) -> str:
-    """A checkpoint, slides and shards as far as anybody looks at them here."""
+    """Stubs of a checkpoint, slides and shards."""
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "checkpoint.json").touch()
     (tmp_path / "set").mkdir()
@@ -110,5 +110,5 @@ def test_what_does_not_fit_is_refused(words, sentence, given, tmp_path):
 
 
 def test_it_needs_no_file_to_be_read(given):
-    """Slides are looked for later, when there is somebody to tell of those that are bad."""
+    """Slides are found later, so that bad ones can be reported."""
     check_config(composed("predict", f"{given} slides=nowhere.svs"))

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its training images, what is asked for, and which of them holds."""
+"""Cutting settings: recorded in the checkpoint, overridden by the command."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_tiles_are_squares_even_if_training_images_are_not():
 
 
 def test_whatever_changes_the_images_changes_the_key(tmp_path):
-    """Or predictions of other images would be taken for these."""
+    """Otherwise predictions of other images would be reused."""
     before = cutting(made_with=SAID)
     other = {
         **{"tile_size": 45, "view": (44, 44), "wanted": Wanted(0.8), "whole": True, "overlap": 5},

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its network, and may not; what it predicts is in test_running."""
+"""Building the network of a checkpoint; for predictions see test_running."""
 
 from __future__ import annotations
 

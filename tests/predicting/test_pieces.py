@@ -1,4 +1,4 @@
-"""Pieces that one process holds; those of many ranks are in tests/mpi/predicting."""
+"""Map pieces in a single process; for several ranks see tests/mpi/predicting."""
 
 from __future__ import annotations
 

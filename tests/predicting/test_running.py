@@ -1,4 +1,4 @@
-"""One network, one slide, one process; other layouts are in tests/mpi/predicting."""
+"""One network and slide in a single process; for layouts see tests/mpi/predicting."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_settings_come_from_the_training_set_unless_said(folder):
 
 
 def test_the_mean_of_what_places_give_to_a_class_is_its_logit(tmp_path):
-    """Of each of the images, which are more than are predicted at a time."""
+    """Activation of all images, which exceed one batch."""
     run = train(tmp_path / "run", *NETWORK)
     slide = write_slide(tmp_path / "a.tiff", 203, 187)
     config = command(f"ckpt_path={run}", "level=0", "activation=true", "batch_size=5")

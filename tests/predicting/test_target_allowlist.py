@@ -54,7 +54,7 @@ def test_targets_are_found_wherever_they_are():
 
 
 def test_a_checkpoint_cannot_run_a_program(tmp_path):
-    """Its configuration named what builds the network, and that was called whatever it was."""
+    """Regression: any callable named in its configuration was called."""
     run, done = train(tmp_path / "run", "model.width=4"), tmp_path / "done"
     (file,) = run.glob("checkpoints/step-*/checkpoint.json")
     content = json.loads(file.read_text())

@@ -24,7 +24,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def changed(run, tmp_path):
-    """Finds the network of a checkpoint of which some was changed, and sealed again."""
+    """Reads a checkpoint after a change of its content, with updated digests."""
     (path,) = (run / "checkpoints").glob("step-*")
     own = tmp_path / path.name
     own.mkdir()

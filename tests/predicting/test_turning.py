@@ -1,4 +1,4 @@
-"""Turned images, and what is predicted of them turned back."""
+"""Transformed images, and predictions transformed back."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_box_of_a_turned_image_is_that_box_of_it(size):
 
 
 def test_the_view_is_turned_and_not_what_is_stored():
-    """A crop of an odd number of pixels would lie elsewhere in the stored image turned."""
+    """An odd crop would be off by a pixel in the transformed stored image."""
     views = views_of(9, 8, view=(6, 5))
     whole = views.read(0, 0, (0, 6, 0, 5))
     for turn in turns("d4", 2):

@@ -22,7 +22,7 @@ SPACING = (2.5, 0.8, 0.7)
 
 
 def known(task: str = "segmentation", channels: int = 1, dtype: str = "int16") -> Trained:
-    """What a checkpoint would say of a network that was trained on volumes of 4 x 5 x 6."""
+    """Metadata of a network trained on volumes of 4 x 5 x 6."""
     data = {"image_size": [4, 5, 6], "channels": channels, "num_classes": 2}
     config = OmegaConf.create({"task": {"name": task}, "data": data})
     geometry = Geometry("SAR", (SPACING, SPACING))
