@@ -92,7 +92,7 @@ class _Given:
 
     @classmethod
     def nothing(cls, predicted: Predicted) -> _Given:
-        """No table."""
+        """An empty table, for labels from the predictions only."""
         return cls(None, predicted.whole, (), predicted.slides, {}, ())
 
     @classmethod

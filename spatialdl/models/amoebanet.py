@@ -184,7 +184,7 @@ def amoebanet_d(
         ValueError: layers or filters are not divisible as required.
     """
     if layers < 3 or layers % 3:
-        raise ValueError(f"layers={layers} must be a multiple of 3 for AmoebaNet-D")
+        raise ValueError(f"layers={layers} must be a positive multiple of 3 for AmoebaNet-D")
     if filters < 16 or filters % 16:
         raise ValueError(f"filters={filters} must be a multiple of 16")
     channels = filters // 4

@@ -49,7 +49,7 @@ class BagOutcome:
 
 
 class BagRecords:
-    """The records of a run directory; each rank accesses the records of its own bags.
+    """The records of a run directory; each rank accesses only those of its bags.
 
     Args:
         config: configuration of the command.

@@ -26,7 +26,7 @@ from spatialdl.slides.reading.reader import Slide
 log = logging.getLogger("spatialdl.predict")
 
 WHITE = 255
-LARGE = 2048  # rows or columns; smaller images are resampled at once
+LARGE = 2048  # rows or columns; images up to this size are resampled at once
 _NEIGHBOURS = 4  # distances needed to estimate the spacing of tiles
 
 

@@ -45,7 +45,7 @@ class Network:
         config: configuration of the command.
 
     Raises:
-        ValueError: the network cannot be built, or the device lacks the precision.
+        ValueError: the network cannot be built, or the device does not support the precision.
         CheckpointError: the checkpoint names code that the command does not trust.
     """
 

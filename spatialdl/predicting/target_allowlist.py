@@ -18,7 +18,7 @@ from spatialdl.data.fields import shown
 from spatialdl.errors import CheckpointError
 
 _OURS, _LAYERS, _TORCHVISION = "spatialdl.models", "torch.nn", "torchvision.models"
-_END_TO_END = "spatialdl.bags.EndToEndNetwork"  # its networks are targets of their own
+_END_TO_END = "spatialdl.bags.EndToEndNetwork"  # its networks are checked as separate targets
 _NO_BUILDERS = "torchvision.models.feature_extraction"
 
 
