@@ -150,7 +150,7 @@ def test_slides_are_evaluated_with_a_table(folder, here):
         **{"tile": 3, "slide": 3, "patient": 2},
     }
     assert told["levels"]["slide"]["samples"] == 4
-    assert "1 patient whose slides have several labels, left out by patient" in said
+    assert "1 patient with slides of different labels, left out by patient" in said
     predicted = {row["slide"]: row["predicted"] for row in rows(folder / "s" / "slides.csv")}
     right = [predicted[f"a{number}"] == str(number % 2) for number in range(4)]
     assert told["levels"]["slide"]["accuracy"]["estimate"] == pytest.approx(np.mean(right))
@@ -191,7 +191,7 @@ def test_labels_may_be_by_sample(folder, here):
     assert [int(row["sample"]) for row in tiles] == list(range(24))
     told = json.loads((folder / "samples" / "metrics.json").read_text())
     assert told["levels"]["tile"]["samples"] == 24  # one of them has no label in the data set
-    assert "slides of several patients: no metrics by slide" in told["remarks"]
+    assert "slides have several patients: no metrics by slide" in told["remarks"]
     assert told["unit"] == "patient"
     assert "slide" not in told["levels"]
 

@@ -221,8 +221,8 @@ def _check_resuming(case: Case, here: Callable[..., tuple[int, str]]) -> None:
     (case.folder / "p" / "b-tumour.tif").unlink()
     code, out = here("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
     assert code == 0
-    assert "a is done already" in out
-    assert "b is done already" not in out
+    assert "a is already predicted" in out
+    assert "b is already predicted" not in out
     assert (case.folder / "p" / "b-tumour.tif").is_file()
     after = (case.folder / "p" / "predictions.csv").read_bytes()
     assert len(after.splitlines()) == len(before.splitlines())
@@ -272,7 +272,7 @@ def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here
         code, said = here(*words)
         assert code == 1
         assert re.search(r"torn +\d+ .* \d+ tiles could not be read", said)
-        assert ("torn is done already" in said) == again
+        assert ("torn is already predicted" in said) == again
     found = [(row["slide"], row["status"]) for row in case.table("torn/slides.csv")]
     assert found == [("torn", "damaged"), ("b", "processed")]
 
@@ -298,7 +298,7 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
     shards[1].write_bytes(kept)  # what was not there is predicted now
     code, said = here(*words)
     assert code == 1
-    assert "a is done already" in said
+    assert "a is already predicted" in said
     assert "b: 1 tile could not be read: cannot read images from" in said
     assert [row["slide"] for row in case.table("damaged/predictions.csv")] == ["a", "a", "b", "b"]
 
@@ -311,20 +311,26 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
         ("ckpt_path=a.tiff slides=a.tiff", "ckpt_path=a.tiff names no checkpoint"),
         (
             "ckpt_path=run",
-            "slides=..., volumes=..., shards=... or features=... says what to predict, and none is",
+            "expected exactly one input of slides=..., volumes=..., shards=...",
         ),
         ("ckpt_path=run volumes=*.nii", "volumes=*.nii matches no file or folder"),
         ("ckpt_path=run volumes=a.tiff", "volumes=a.tiff has volumes, but the network of"),
         ("ckpt_path=run slides=*.ndpi", "slides=*.ndpi matches no file or folder"),
         ("ckpt_path=run slides=a.tiff mpp=0", "mpp=0 must be micrometres per pixel"),
-        ("ckpt_path=run slides=a.tiff overlap=32", "overlap=32 must be less than a tile, 32"),
+        ("ckpt_path=run slides=a.tiff overlap=32", "overlap=32 must be less than tile_size=32"),
         (
             "ckpt_path=run slides=a.tiff classes=[x]",
-            "classes=['x']: the network knows no x, but benign",
+            "classes=['x']: the network has no class x, only benign",
         ),
         ("ckpt_path=run slides=a.tiff parallel=auto", "parallel=auto is for training"),
-        ("ckpt_path=run slides=a.tiff activation=true maps=false", "activation=true draws maps"),
-        ("ckpt_path=run shards=tiles mpp=1", "mpp says how to cut slides, but shards are not cut"),
+        (
+            "ckpt_path=run slides=a.tiff activation=true maps=false",
+            "activation=true needs maps, but maps=false",
+        ),
+        (
+            "ckpt_path=run shards=tiles mpp=1",
+            "mpp configures how slides are cut, but shards are not",
+        ),
         ("ckpt_path=run slide=a.tiff", "slide is unknown; nearest: slides"),
         ("ckpt_path=run slides=a.tiff average=perhaps", "average=perhaps must be true or false"),
     ],
@@ -382,7 +388,7 @@ def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, her
         "new/broken.nii: it is damaged, or no NIfTI file",
         "new/flat.nii: it has shape (10, 9), expected a volume",
         "contrasts has 2 channels, the network was trained on 1",
-        "holed: 1 of 540 voxels that were read are NaN or infinite",
+        "holed: 1 of 540 voxels read are NaN or infinite",
         "thick: its voxels are 9 x 0.8 x 0.7 mm",
         "training set 2.5 x 0.805 x 0.704 mm",
     ):

@@ -1,4 +1,4 @@
-"""The worst predicted tiles, slides and images: where they lie, and what they look like."""
+"""Worst predicted tiles, slides and images, with their positions and pictures."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from spatialdl.slides.reading.reader import Slide
 
 log = logging.getLogger("spatialdl.evaluate")
 
-_SIDE = 180  # pixels of a thumbnail
-_DIGITS = 12  # errors that differ by rounding only are equal, in whatever layout
+_SIDE = 180  # longer side of a thumbnail, in pixels
+_DIGITS = 12  # errors that differ by rounding are ties, so the order is the same in all layouts
 _HEADS = ("level", "name", "x", "y", "width", "height", "label", "predicted", "error")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A sample and how wrong its prediction is.
+    """A sample and the error of its prediction.
 
     Attributes:
-        level: as of `Level`, such as "tile".
-        name: of it, of a tile that of its slide.
+        level: name of the `Level`, such as "tile".
+        name: name of the sample; for a tile that of its slide.
         place: level-0 x, y, width and height; NaN where unknown.
-        label, predicted: in words.
-        error: 1 - the probability of the true class, the mean distance to the targets, or 1 - Dice.
-        picture: JPEG in base64; empty where the pixels are not at hand.
+        label, predicted: as text.
+        error: 1 - the probability of the true class, the mean absolute error, or 1 - Dice.
+        picture: JPEG in base64; empty if the pixels are not available.
     """
 
     level: str
@@ -61,7 +61,7 @@ class Case:
 def worst_cases(
     levels: Sequence[Level], predicted: Predicted, most: int, pixels: CasePictures
 ) -> list[Case]:
-    """So many of each level, the worst first."""
+    """The `most` samples with the largest errors of each level, worst first."""
     found = []
     for level in levels:
         errors = _errors(level)
@@ -71,18 +71,20 @@ def worst_cases(
             place = np.full(4, np.nan)
             if level.rows is not None:
                 place = predicted.places[level.rows[n]]
-            label, told = _words(level, n, predicted.classes)
+            label, prediction = _words(level, n, predicted.classes)
             # a patient has several slides, and no picture
             picture = "" if level.name == "patient" else pixels.picture(level.names[n], place)
             place_ = (float(place[0]), float(place[1]), float(place[2]), float(place[3]))
             found.append(
-                Case(level.name, level.names[n], place_, label, told, float(errors[n]), picture)
+                Case(
+                    level.name, level.names[n], place_, label, prediction, float(errors[n]), picture
+                )
             )
     return found
 
 
 def save_cases(path: Path, cases: Sequence[Case]) -> None:
-    """Write the CSV, whole or not at all."""
+    """Write the cases as CSV, atomically."""
     rows = (
         (
             *(one.level, one.name),
@@ -99,7 +101,7 @@ def _errors(level: Level) -> npt.NDArray[np.float64]:
         return image_errors(level.values)
     if level.task == "classification":
         return 1 - np.take_along_axis(level.values, level.truth[:, None], 1)[:, 0]
-    if level.task == "survival":  # a risk is right or wrong beside others only
+    if level.task == "survival":  # the error of a single risk is undefined
         return np.full(len(level), np.nan)
     known = ~np.isnan(level.truth)
     apart = np.where(known, np.abs(level.values - level.truth), 0.0).sum(1)
@@ -107,7 +109,7 @@ def _errors(level: Level) -> npt.NDArray[np.float64]:
 
 
 def _words(level: Level, n: int, classes: Sequence[str]) -> tuple[str, str]:
-    """Its label and its prediction."""
+    """The label and the prediction of a sample, as text."""
     if level.task == "segmentation":
         return "", ""
     values, truth = level.values[n], level.truth[n]
@@ -123,10 +125,10 @@ def _words(level: Level, n: int, classes: Sequence[str]) -> tuple[str, str]:
 
 
 class CasePictures:
-    """Pictures of tiles and slides, if what was predicted is still there.
+    """Pictures of tiles and slides, if the predicted images still exist.
 
     Args:
-        config: of the command that predicted.
+        config: configuration of the predicting command.
     """
 
     def __init__(self, config: DictConfig | None) -> None:
@@ -153,7 +155,7 @@ class CasePictures:
                 self._samples[key] = self._samples[name]
 
     def picture(self, name: str, place: npt.NDArray[np.float64]) -> str:
-        """JPEG in base64 of a slide, or of a place on it; empty if there is none."""
+        """A slide, or a place on it, as JPEG in base64; empty if it is not available."""
         try:
             image = self._image(name, place)
         except (SlideError, ShardError, ValueError, OSError) as error:
@@ -189,7 +191,7 @@ class CasePictures:
 
 
 def config_of(folder: Path) -> DictConfig | None:
-    """How a directory of predictions was made, if it says so."""
+    """The configuration of a directory of predictions; None if it is missing."""
     try:
         found = OmegaConf.load(folder / ".hydra" / "config.yaml")
     except (OSError, ValueError, YAMLError):

@@ -1,4 +1,4 @@
-"""Mistakes in the configuration of an evaluation, found before ranks start. No PyTorch here."""
+"""Configuration checks of an evaluation before ranks start; does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from spatialdl.training.layouts import placement_of
 
 AGGREGATIONS = ("mean", "median", "max", "vote")
 SAMPLE = "sample"
-"""Column of the numbers of samples in their data set, from 0."""
+"""Column of sample indices in the data set."""
 TABLES = ("predictions", "volumes", "confusion", "slides")
-"""Names of the tables that predictions are read from."""
+"""Names of the tables of predictions."""
 
 
 def check_evaluation(config: DictConfig) -> Placement:
-    """The ranks that a configuration needs.
+    """Check the configuration, and compute the ranks that it needs.
 
     Raises:
-        ValueError: it cannot be evaluated.
+        ValueError: the configuration is invalid.
     """
     check_choices(config, {"aggregation": AGGREGATIONS})
     _check_numbers(config)
@@ -33,7 +33,7 @@ def check_evaluation(config: DictConfig) -> Placement:
         placement = check_config(config)
         if config.shards is None and config.labels is None:
             raise ValueError(
-                "slides, volumes and features have no labels of their own: give labels=FILE.csv"
+                "slides, volumes and features do not contain labels: give labels=FILE.csv"
             )
     else:
         placement = _check_predictions(config)
@@ -43,33 +43,33 @@ def check_evaluation(config: DictConfig) -> Placement:
 
 
 def read_labels(file: Path) -> SlideTable:
-    """A table of labels: a row a slide, or where its first column says so, a volume or sample.
+    """Read a table of labels: a row per slide, or per volume or sample if that is column 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not such a table.
     """
     return read_table(file, ("volume", SAMPLE))
 
 
 def _check_predictions(config: DictConfig) -> Placement:
-    """That there are predictions, and nothing else is given to predict."""
+    """Check that predictions exist, and that no input to predict is given."""
     for key in ("ckpt_path", "slides", "volumes", "features", "shards"):
         if not OmegaConf.is_missing(config, key) and config[key] is not None:
             raise ValueError(
-                f"predictions={config.predictions} and {key}={config[key]} are both given: what "
-                "was predicted is evaluated as it is, leave one of them out"
+                f"predictions={config.predictions} and {key}={config[key]} are exclusive: leave "
+                "one of them out"
             )
     folder = Path(config.predictions).expanduser()
     if not any(find_predicted(folder, name) for name in TABLES):
         raise ValueError(
-            f"predictions={config.predictions} has no predictions.csv or slides.csv: name the "
+            f"predictions={config.predictions} has no predictions.csv or slides.csv: give the "
             "directory of a run of spatialdl.predict (its hydra.run.dir)"
         )
     placement = placement_of(config.parallel)
     if placement.world_size > 1:
         raise ValueError(
-            f"parallel={config.parallel.name} predicts over {placement.world_size} ranks, but with "
-            "predictions=... nothing is predicted: leave it out"
+            f"parallel={config.parallel.name} needs {placement.world_size} ranks, but evaluating "
+            "predictions=... uses a single process: leave it out"
         )
     return placement
 
@@ -77,18 +77,18 @@ def _check_predictions(config: DictConfig) -> Placement:
 def _check_labels(config: DictConfig) -> None:
     groups = config.subgroups
     if not isinstance(groups, ListConfig):
-        raise ValueError(f"subgroups={groups} is a list of columns: write subgroups=[scanner,site]")
+        raise ValueError(f"subgroups={groups} must be a list: write subgroups=[scanner,site]")
     if config.labels is None:
         if groups:
             raise ValueError(
-                f"subgroups={list(groups)} are columns of a table of slides: give labels=FILE.csv"
+                f"subgroups={list(groups)} are columns of a table of labels: give labels=FILE.csv"
             )
         return
     table = read_labels(Path(config.labels).expanduser())
     for name in groups:
         if str(name) not in table.columns:
             raise ValueError(
-                f"subgroups={list(groups)}: {config.labels} has no column {name}, but "
+                f"subgroups={list(groups)}: {config.labels} has no column {name}, only "
                 f"{', '.join(table.columns)}"
             )
 

@@ -1,9 +1,9 @@
-"""An evaluation: predictions, labels, metrics, and what is written of them.
+"""Evaluation of predictions: metrics, pictures and a report.
 
 metrics.csv, metrics.json   every metric with its interval, by level, group and class
-cases.csv                   the worst tiles, slides and patients
+cases.csv                   the worst predicted tiles, slides and patients
 roc.png, ...                pictures
-report.html                 all of it on a page
+report.html                 all of these on one page
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _LONGEST = 32  # columns of a group's name
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
-    """Predict if need be, and evaluate; every rank of the world calls it.
+    """Predict, unless predictions are given, and evaluate; collective over `world`.
 
     Returns:
-        Whether there are predictions for all that was asked for.
+        Whether every slide was predicted.
 
     Raises:
-        ValueError: the configuration, the labels and the predictions do not fit together.
+        ValueError: the configuration, the labels and the predictions do not match.
     """
     succeeded = True
     if config.predictions is None:
@@ -65,10 +65,10 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
 
 
 def evaluate(config: DictConfig, run_dir: Path) -> None:
-    """Compare the predictions of a directory with labels, and write what comes out.
+    """Compare the predictions of a directory with labels, and write the results.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: they do not match.
     """
     folder = run_dir if config.predictions is None else Path(config.predictions).expanduser()
     predicted = read_predictions(folder)
@@ -79,17 +79,17 @@ def evaluate(config: DictConfig, run_dir: Path) -> None:
     for remark in remarks:
         log.warning("%s", remark)
     if not levels.levels:
-        raise ValueError(f"no prediction with a label is left: {'; '.join(remarks)}")
+        raise ValueError(f"no predictions with labels: {'; '.join(remarks)}")
     how = Resampling(int(config.bootstrap), float(config.confidence), int(config.seed))
     groups = [str(name) for name in config.subgroups]
     found = measure(levels, predicted.classes, how, truth.facts, groups)
     made_by = config if config.predictions is None else config_of(folder)
     cases = worst_cases(levels.levels, predicted, int(config.cases), CasePictures(made_by))
     pictures = save_pictures(run_dir, levels.levels, predicted.classes, found)
-    told = _about(config, predicted, how, remarks)
-    save_metrics(run_dir, found, levels, told)
+    summary = _summary(config, predicted, how, remarks)
+    save_metrics(run_dir, found, levels, summary)
     save_cases(run_dir / "cases.csv", cases)
-    save_evaluation(run_dir / "report.html", found, levels, cases, pictures, told)
+    save_evaluation(run_dir / "report.html", found, levels, cases, pictures, summary)
     print(table(found, levels.unit, how))
     log.info("written: %s", run_dir / "report.html")
 
@@ -98,10 +98,10 @@ def _failed(predicted: Predicted) -> list[str]:
     return [f"{name}: {why}" for name, why in predicted.failed.items()]
 
 
-def _about(
+def _summary(
     config: DictConfig, predicted: Predicted, how: Resampling, remarks: Sequence[str]
 ) -> Mapping[str, Any]:
-    """What the numbers are of."""
+    """The settings of the evaluation, as stored with its results."""
     keys = ("predictions", "slides", "volumes", "features", "shards", "split", "labels")
     given = {key: config[key] for key in keys if config[key] is not None}
     if config.predictions is None:
@@ -119,7 +119,7 @@ def _about(
 
 
 def table(found: Sequence[Measured], unit: str, how: Resampling) -> str:
-    """Lines of text: metrics of all, then of the classes, then of groups; a column a level."""
+    """Console table: metrics of all samples, of classes, of groups; a column per level."""
     levels = list(dict.fromkeys(one.level for one in found))
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in found:

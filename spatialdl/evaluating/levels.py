@@ -1,4 +1,4 @@
-"""The same predictions by tile, by slide and by patient."""
+"""Predictions aggregated by tile, slide and patient."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ AnyScores = ClassScores | LabelScores | NumberScores | PixelScores | SurvivalSco
 
 @dataclass(frozen=True)
 class Level:
-    """Samples of one kind with labels.
+    """Labelled samples of one level of aggregation.
 
     Attributes:
-        name: "tile", "slide", "patient", or what else the predictions are of.
-        names: M of them; of tiles their slides.
-        values: (M, classes); of segmentation int64 (M, classes, classes), pixels.
+        name: "tile", "slide", "patient", "image" or "volume".
+        names: M names of the samples; of tiles those of their slides.
+        values: (M, classes); for segmentation int64 (M, classes, classes), pixels.
         truth: (M,) or (M, classes).
-        units: M, what is resampled as a whole.
-        keys: of each, the rows of facts on what it is made of.
-        rows: of each its row among the predictions, if it is one of them.
+        units: M names of the resampling units.
+        keys: per sample, the keys of its members in the label table.
+        rows: per sample its row in the predictions; None if samples are aggregated.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Level:
         return len(self.names)
 
     def some(self, chosen: npt.NDArray[np.bool_]) -> Level:
-        """Those that are chosen."""
+        """The level restricted to the chosen samples."""
         kept = np.flatnonzero(chosen).tolist()
         return Level(
             self.name,
@@ -61,7 +61,7 @@ class Level:
         )
 
     def scores(self) -> AnyScores:
-        """Its metrics."""
+        """The scores of the level, according to its task."""
         unit = numbered(self.units)
         if self.task == "segmentation":
             return PixelScores(self.values, unit)
@@ -76,10 +76,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Levels:
-    """All levels that there are, the finest first.
+    """All levels with labelled samples, the finest first.
 
     Attributes:
-        unit: what is resampled.
+        unit: kind of the resampling unit.
         remarks: what was left out.
     """
 
@@ -89,7 +89,7 @@ class Levels:
 
 
 def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
-    """Put tiles together to slides, and slides to patients, of whom each slide counts alike."""
+    """Aggregate tiles to slides, and slides to patients; slides of a patient weigh the same."""
     kept, remarks = _usable(predicted)
     rows = np.flatnonzero(kept)
     if not rows.size:
@@ -110,7 +110,7 @@ def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
         unit = part
         units = [str(number) for number in range(len(slides))]
         remarks.append(
-            f"one {whole} only: {part}s are resampled, intervals hold for this {whole} alone"
+            f"only one {whole}: {part}s are resampled, so intervals hold for this {whole} only"
         )
     parts = Level(
         *(part, predicted.task, names, values[rows], truth.labels[rows], units),
@@ -119,7 +119,7 @@ def levels_of(predicted: Predicted, truth: Truth, aggregation: str) -> Levels:
     levels = [parts] if several else [replace(parts, name=whole)]
     owners = patients
     if several and _are_shared(slides, patients):
-        remarks.append(f"{whole}s of several patients: no metrics by {whole}")
+        remarks.append(f"{whole}s have several patients: no metrics by {whole}")
     elif several:
         levels.append(_grouped(parts, whole, slides, aggregation))
         of_slides = dict(zip(slides, patients, strict=True)) if patients else {}
@@ -141,7 +141,7 @@ def _are_shared(slides: Sequence[str], patients: Sequence[str]) -> bool:
 
 
 def _usable(predicted: Predicted) -> tuple[npt.NDArray[np.bool_], list[str]]:
-    """Which predictions are numbers, or have labelled pixels, and a remark on the others."""
+    """Mask of the finite predictions, or of those with labelled pixels, and a remark."""
     if predicted.pixels is not None:
         kept: npt.NDArray[np.bool_] = predicted.pixels.sum((1, 2)) > 0
         why = "without labelled pixels"
@@ -159,21 +159,21 @@ def _usable(predicted: Predicted) -> tuple[npt.NDArray[np.bool_], list[str]]:
 
 
 def numbered(names: Sequence[Hashable]) -> Ints:
-    """Numbers from 0, in the order in which the names come."""
+    """Number names from 0 in order of appearance."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
 
 
 def _known(level: Level) -> npt.NDArray[np.bool_]:
     found: npt.NDArray[np.bool_]
-    if level.task == "survival":  # a time says nothing without its event
+    if level.task == "survival":  # time and event are needed together
         return np.asarray(~np.isnan(level.truth).any(1))
     found = level.truth >= 0 if level.truth.ndim == 1 else ~np.isnan(level.truth).all(1)
     return found
 
 
 def _mixed(level: Level, known: npt.NDArray[np.bool_], parts: Level) -> list[str]:
-    """Slides and patients that have no label, though something of them has one."""
+    """Remark on slides or patients without a common label, though members have labels."""
     pairs = zip(parts.keys, _known(parts), strict=True)
     labelled = {key for keys, one in pairs if one for key in keys}
     bare = [
@@ -183,11 +183,11 @@ def _mixed(level: Level, known: npt.NDArray[np.bool_], parts: Level) -> list[str
         return []
     part = parts.name if level.name != "patient" else "slide"
     some = counted(len(bare), level.name)
-    return [f"{some} whose {part}s have several labels, left out by {level.name}"]
+    return [f"{some} with {part}s of different labels, left out by {level.name}"]
 
 
 def _grouped(level: Level, name: str, owners: Sequence[str], aggregation: str) -> Level:
-    """Samples put together by their owners."""
+    """Aggregate samples by owner."""
     number = numbered(owners)
     names = list(dict.fromkeys(owners))
     members = _members(number, len(names))
@@ -213,7 +213,7 @@ def _aggregated(level: Level, number: Ints, members: Sequence[Ints], aggregation
     if aggregation in ("median", "max"):
         chosen: Any = np.median if aggregation == "median" else np.max
         return np.stack([chosen(values[group], axis=0) for group in members])
-    if aggregation == "vote" and level.name in ("tile", "image"):  # of slides the mean share
+    if aggregation == "vote" and level.name in ("tile", "image"):  # slides: the mean of votes
         if level.task == "classification":
             values = np.eye(values.shape[1])[values.argmax(1)]
         else:
@@ -224,16 +224,16 @@ def _aggregated(level: Level, number: Ints, members: Sequence[Ints], aggregation
 
 
 def _common(labels: npt.NDArray[Any]) -> Any:
-    """The label that all have of which one is known; -1 or NaN if they differ."""
+    """The common known label; -1 or NaN if labels differ."""
     if labels.ndim == 1:
         known = np.unique(labels[labels >= 0])
         return known[0] if len(known) == 1 else np.int64(-1)
-    least, most = (choose.reduce(labels, 0) for choose in (np.fmin, np.fmax))  # without NaN
+    least, most = (choose.reduce(labels, 0) for choose in (np.fmin, np.fmax))  # ignoring NaN
     return np.where(least == most, least, np.nan)
 
 
 def group_of(level: Level, facts: Mapping[str, Mapping[str, str]], column: str) -> list[str]:
-    """The value of a column for each sample; several of a patient are "mixed"."""
+    """The value of a column for each sample; "(mixed)" if its members differ."""
     found = []
     for keys in level.keys:
         values = {facts.get(key, {}).get(column, "") for key in keys}

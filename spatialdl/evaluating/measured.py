@@ -1,4 +1,4 @@
-"""All metrics of an evaluation, by level and by group, with their intervals."""
+"""Metrics of an evaluation by level and group, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from spatialdl.evaluating.scores import PixelScores
 from spatialdl.training.console.validation_table import SHARES, told_name
 
 ALL = "all"
-"""The name of the group of all samples."""
+"""Name of the group of all samples."""
 
-_MOST_GROUPS = 30  # values of a column; more are no groups but a measure
+_MOST_GROUPS = 30  # values of a column; more suggest a continuous variable
 _SHARES = (*SHARES, "recall", "precision", "average_precision", "dice", "iou", "calibration_error")
 _OF_IMAGES = ("image_dice", "image_iou")
 _HEADS = (
@@ -33,11 +33,12 @@ class Measured:
     """A metric of a group of samples; NaN where undefined.
 
     Attributes:
-        level: as of `Level`, such as "tile".
-        group: a column of the labels, and its `value`; or "all".
-        metric: as in training, without what it is by.
-        name: of the class or target; empty for all together.
-        samples, units: how many.
+        level: name of the `Level`, such as "tile".
+        group: a column of the labels, or "all".
+        value: value of the column.
+        metric: name as in training, without the suffix `_per_class` or `_per_target`.
+        name: name of the class or target; empty for all together.
+        samples, units: number of samples and of resampling units.
     """
 
     level: str
@@ -58,7 +59,7 @@ def measure(
     facts: Mapping[str, Mapping[str, str]],
     subgroups: Sequence[str],
 ) -> list[Measured]:
-    """Of all levels, and of the values of columns.
+    """Compute the metrics of all levels, and of subgroups by the values of columns.
 
     Raises:
         ValueError: a column has too many values.
@@ -72,8 +73,8 @@ def measure(
             names = sorted(set(values))
             if len(names) > _MOST_GROUPS:
                 raise ValueError(
-                    f"subgroups=[{column}]: it has {len(names)} values, more than {_MOST_GROUPS}; "
-                    "name a column of groups, such as the scanner"
+                    f"subgroups=[{column}] has {len(names)} values, more than {_MOST_GROUPS}: "
+                    "give a categorical column, such as the scanner"
                 )
             for name in names:
                 chosen = level.some(np.array([value == name for value in values]))
@@ -101,12 +102,12 @@ def _of_level(
 
 
 def shown_name(metric: str) -> str:
-    """ "mean Dice" for "mean_dice"."""
+    """The printed name of a metric, such as "mean Dice" for "mean_dice"."""
     return told_name(metric)
 
 
 def shown_value(one: Measured) -> str:
-    """ "91.2 % [88.0, 93.9]", with "-" for what is undefined."""
+    """The printed value, such as "91.2 % [88.0, 93.9]"; "-" if undefined."""
     share = one.metric in (*_SHARES, *_OF_IMAGES)
 
     def text(value: float) -> str:
@@ -122,7 +123,7 @@ def shown_value(one: Measured) -> str:
 
 
 def save_metrics(
-    folder: Path, found: Sequence[Measured], levels: Levels, told: Mapping[str, Any]
+    folder: Path, found: Sequence[Measured], levels: Levels, summary: Mapping[str, Any]
 ) -> None:
     """Write metrics.csv and metrics.json."""
     rows = (
@@ -151,7 +152,7 @@ def save_metrics(
             place[one.metric] = cell
     for level in levels.levels:
         tree["levels"][level.name] |= _confusion(level)
-    save_json(folder / "metrics.json", {**told, "unit": levels.unit, **tree})
+    save_json(folder / "metrics.json", {**summary, "unit": levels.unit, **tree})
 
 
 def _confusion(level: Level) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of an evaluation: one file for the browser, nothing from elsewhere."""
+"""The report of an evaluation, a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def save_evaluation(
     levels: Levels,
     cases: Sequence[Case],
     pictures: Mapping[str, Path],
-    told: Mapping[str, Any],
+    summary: Mapping[str, Any],
 ) -> None:
-    """Write the page, whole or not at all.
+    """Write the page atomically.
 
     Args:
         found: all metrics.
         pictures: PNG files by title.
-        told: what the numbers are of.
+        summary: settings of the evaluation.
     """
     names = [level.name for level in levels.levels]
     plain = [one for one in found if one.group == ALL]
     save_page(
         path,
         __package__,
-        told=told,
+        summary=summary,
         unit=levels.unit,
         levels=len(names),
         facts=list(_facts(plain, names)),
@@ -52,7 +52,7 @@ def save_evaluation(
 
 
 def _facts(found: Sequence[Measured], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What a reader wants first, of the coarsest level."""
+    """Headline metrics of the coarsest level, and sample counts of all levels."""
     own = {one.metric: one for one in found if one.level == names[-1] and not one.name}
     for metric in [name for name in _HEADLINE if name in own][:_MOST_FACTS]:
         yield f"{shown_name(metric)} by {names[-1]}", shown_value(own[metric])
@@ -61,7 +61,7 @@ def _facts(found: Sequence[Measured], names: Sequence[str]) -> Iterator[tuple[st
 
 
 def _table(found: Sequence[Measured], names: Sequence[str], head: str) -> list[list[str]]:
-    """A row a metric, a column a level."""
+    """A table with a row per metric and a column per level."""
     metrics = list(dict.fromkeys(one.metric for one in found))
     cells = {(one.metric, one.level): shown_value(one) for one in found}
     rows = [[shown_name(m), *(cells.get((m, level), "") for level in names)] for m in metrics]
@@ -69,7 +69,7 @@ def _table(found: Sequence[Measured], names: Sequence[str], head: str) -> list[l
 
 
 def _by_class(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A table a level: a row a class, a column a metric."""
+    """A table per level, with a row per class and a column per metric."""
     for level in names:
         own = [one for one in found if one.level == level and one.name]
         metrics = list(dict.fromkeys(one.metric for one in own))
@@ -81,7 +81,7 @@ def _by_class(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[
 
 
 def _by_group(found: Sequence[Measured], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A table a column and level: a row a value, a column a metric."""
+    """A table per column and level, with a row per value and a column per metric."""
     columns = [column for column in dict.fromkeys(one.group for one in found) if column != ALL]
     for column in columns:
         for level in names:

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: curves, calibration, confusion, predictions against targets."""
+"""Pictures of an evaluation: curves, calibration, confusion, predictions over targets."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from spatialdl.text import fitted
 
 _COLOURS = ("#1f5fa8", "#e6550d", "#2f8f5b", "#756bb1", "#a1622d", "#d6336c", "#0b7285", "#5b6470")
 _MOST_CURVES = len(_COLOURS)
-_MOST_CLASSES = 20  # of a confusion matrix with numbers in it
+_MOST_CLASSES = 20  # classes of a readable confusion matrix
 _MOST_POINTS = 20_000
-_LONGEST = 24  # columns of a name
+_LONGEST = 24  # characters of a name
 
 
 def save_pictures(
     folder: Path, levels: Sequence[Level], classes: Sequence[str], found: Sequence[Measured]
 ) -> dict[str, Path]:
-    """Draw what there is to draw.
+    """Draw the pictures of the task.
 
     Returns:
-        By title the files.
+        Files by title.
     """
     task = levels[0].task
     wanted: dict[str, Callable[..., Any]] = {}
@@ -51,7 +51,7 @@ def save_pictures(
         if _save(path, levels, classes, found, draw):
             paths[_TITLES[name]] = path
         else:
-            path.unlink(missing_ok=True)  # of an evaluation before
+            path.unlink(missing_ok=True)  # left by an earlier evaluation
     return paths
 
 
@@ -73,11 +73,11 @@ def _save(
     found: Sequence[Measured],
     draw: Callable[..., bool],
 ) -> bool:
-    """A panel a level, of numbers a row a target; False if all of them would be empty."""
+    """Save a panel per level (regression: a row per target); False if all are empty."""
     from matplotlib.figure import Figure
 
     if draw is _draw_confusion and levels[0].task == "segmentation":
-        levels = levels[:1]  # pixels put together otherwise are the same pixels
+        levels = levels[:1]  # pixel counts are the same at all levels
     targets = classes[:_MOST_CURVES] if draw is _draw_numbers else [""]
     side = 4.4 if draw is not _draw_confusion else max(4.0, 1.8 + 0.62 * len(classes))
     inches = side * 1.08 * len(levels), side * len(targets)
@@ -158,10 +158,10 @@ def _draw_precision(
 
 
 def _rankings(level: Level, classes: Sequence[str]) -> list[tuple[str, str, Ranking, float]]:
-    """The colour and name of each class that is drawn, its ranking, and its share of samples."""
+    """Colour, name, ranking and prevalence of each class to draw."""
     numbers = range(min(len(classes), _MOST_CURVES))
     if level.task == "classification" and len(classes) == 2:
-        numbers = range(1, 2)  # the curve of the other class says the same
+        numbers = range(1, 2)  # the other class has the mirrored curve
     found = []
     for k in numbers:
         if level.task == "classification":
@@ -197,15 +197,15 @@ def _finish(panel: Any, x: str, y: str, place: str, labelled: bool, title: str =
 
 
 def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
-    """By confidence, how often what is predicted is right, and how often that is predicted."""
+    """Draw a reliability diagram, with the share of samples per bin."""
     if level.task == "classification":
         confidence = level.values.max(1)
         right = level.values.argmax(1) == level.truth
-        x, y = "confidence of the predicted class", "share that is right"
+        x, y = "confidence of the predicted class", "accuracy"
     else:
         known = ~np.isnan(level.truth)
         confidence, right = level.values[known], level.truth[known] > 0.5
-        x, y = "probability of a class", "share that has it"
+        x, y = "probability of a class", "observed frequency"
     at = np.minimum(bins_of(confidence), BINS - 1)
     counts = np.bincount(at, minlength=BINS)
     there = counts > 0
@@ -213,12 +213,12 @@ def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence
     shares = np.bincount(at, right, BINS)[there] / counts[there]
     panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
     edges = np.linspace(0, 1, BINS + 1)
-    bars = counts / counts.sum() * 0.25  # along the bottom, a quarter of the height at most
+    bars = counts / counts.sum() * 0.25  # at the bottom, at most a quarter of the height
     panel.bar(
         edges[:-1], bars, 1 / BINS, align="edge", color="#c9d6e6", label="share of samples / 4"
     )
     error = next((shown_value(o) for o in found if o.metric == "calibration_error"), None)
-    label = "shares in bins" if error is None else f"calibration error {error}"
+    label = "by bin" if error is None else f"calibration error {error}"
     panel.plot(means, shares, "o-", color=_COLOURS[0], lw=1.4, ms=4, label=label)
     _finish(panel, x, y, "best", labelled=True)
     return True
@@ -236,7 +236,7 @@ def _draw_confusion(
 
 
 def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> None:
-    """A confusion matrix (classes, classes), by true and predicted class."""
+    """Draw a confusion matrix (classes, classes), by true and predicted class."""
     shares = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
     panel.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for (row, column), count in np.ndenumerate(pairs):
@@ -251,7 +251,7 @@ def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> N
 
 
 def _distinct(classes: Sequence[str]) -> list[str]:
-    """Short names; where two would be the same, all have their numbers."""
+    """Shortened class names, numbered if two were the same."""
     names = [fitted(name, _LONGEST) for name in classes]
     if len(set(names)) == len(names):
         return names
@@ -266,7 +266,7 @@ def _short(count: float) -> str:
 
 
 def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
-    """A point an image; a line the mean, beside the interval of it."""
+    """Draw a point per image, and the mean of each class with its interval."""
     scores = level.scores()
     assert isinstance(scores, PixelScores)
     dice = scores.of_images["dice"]
@@ -289,7 +289,7 @@ def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence
 
 
 def image_errors(pixels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """(images,): 1 - the mean Dice of each."""
+    """(images,): 1 - the mean Dice of each image."""
     return 1 - from_confusion(pixels.astype(np.float64))["mean_dice"]
 
 
@@ -299,7 +299,7 @@ def image_errors(pixels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 def _draw_numbers(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured], number: int
 ) -> bool:
-    """Predictions of one target over what they should be."""
+    """Draw predictions of one target over the true values."""
     step = max(1, len(level) // _MOST_POINTS)
     truth, values = level.truth[::step, number], level.values[::step, number]
     panel.set_xlabel("target")

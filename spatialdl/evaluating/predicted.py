@@ -1,4 +1,4 @@
-"""Predictions as the tables of a directory have them, of `spatialdl.predict` or a training run."""
+"""Predictions from the tables of `spatialdl.predict` or a training run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spatialdl.evaluating.checks import SAMPLE
 from spatialdl.predicting.tables import PIXELS
 
 RISK = "risk"
-"""The column of predictions of task=survival that is compared."""
+"""Column of predictions of task=survival."""
 
 SURVIVAL = ("time", "event")
 
@@ -24,21 +24,21 @@ Columns = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions for tiles, or for images that have none.
+    """Predictions for N tiles or images.
 
     Attributes:
-        task: of the network.
+        task: task of the network.
         classes: names of the classes or targets.
-        slides: of each of N tiles, or of images that are regions of them.
-        names: of each; a tile has that of its slide.
-        samples: of each its number in the data set, as text; none if the table has none.
+        slides: N names of slides; several tiles, or images that are regions, share one.
+        names: N names; a tile has that of its slide.
+        samples: N sample indices in the data set, as text; empty if the table has none.
         places: (N, 4), level-0 x, y, width and height, NaN where unknown.
         values: (N, classes).
-        labels: N names of classes, empty where unknown; none if the table has no labels.
-        targets: (N, classes), of several targets, if the table has them.
-        pixels: int64 (images, classes, classes) by true and predicted class, of segmentation.
-        whole: what `slides` are, in a word: "slide", "volume", or "image" if samples are of none.
-        failed: of slides or images without predictions, or without some, the reason.
+        labels: N class names, empty where unknown; an empty list if the table has no labels.
+        targets: (N, classes), if the table has targets.
+        pixels: int64 (images, classes, classes) by true and predicted class, for segmentation.
+        whole: kind of `slides`: "slide", "volume", or "image" for samples without slide.
+        failed: reason by slide or image, if it has no or incomplete predictions.
     """
 
     task: str
@@ -56,13 +56,13 @@ class Predicted:
 
     @property
     def part(self) -> str:
-        """What each of N is, in a word."""
+        """Kind of the N predictions, "image" or "tile"."""
         apart = self.task == "segmentation" or list(self.names) != list(self.slides)
         return "image" if apart else "tile"
 
 
 def read_predictions(folder: Path) -> Predicted:
-    """What was predicted into a directory.
+    """Read the predictions of a directory.
 
     Raises:
         ValueError: there are no predictions, or their table is malformed.
@@ -70,7 +70,7 @@ def read_predictions(folder: Path) -> Predicted:
     masks = find_predicted(folder, PIXELS)
     if masks is not None:
         return _of_pixels(masks, _failed(folder))
-    # bags have slides only
+    # predictions of bags have only a table of slides
     for name, key in (("predictions", "slide"), ("volumes", "volume"), ("slides", "slide")):
         path = find_predicted(folder, name)
         if path is not None:
@@ -92,81 +92,81 @@ def _of_samples(path: Path, columns: Columns, key: str, failed: Mapping[str, str
     kind = "classification" if "predicted" in columns else kinds[what]
     values = np.stack([_numbers(path, columns, f"{what}{name}") for name in classes], 1)
     names = _names(columns, key)
-    there = [n for n, name in enumerate(names) if name not in failed or _has(values[n])]
+    kept = [n for n, name in enumerate(names) if name not in failed or _is_predicted(values[n])]
     places = [
         _numbers(path, columns, name) if name in columns else np.full(len(values), np.nan)
         for name in ("x", "y", "width", "height")
     ]
     targets = None
     if kind != "classification" and all(f"label_{name}" in columns for name in classes):
-        targets = np.stack([_numbers(path, columns, f"label_{name}") for name in classes], 1)[there]
+        targets = np.stack([_numbers(path, columns, f"label_{name}") for name in classes], 1)[kept]
     labels = columns.get("label", ()) if kind == "classification" else ()
     owners = _owners(columns, names)
     return Predicted(
         kind,
         classes,
-        [owners[n] for n in there],
-        [names[n] for n in there],
-        np.stack(places, 1)[there],
-        values[there],
-        [labels[n] for n in there] if labels else (),
+        [owners[n] for n in kept],
+        [names[n] for n in kept],
+        np.stack(places, 1)[kept],
+        values[kept],
+        [labels[n] for n in kept] if labels else (),
         targets,
-        samples=[cells[n] for n in there] if (cells := columns.get(SAMPLE, ())) else (),
+        samples=[cells[n] for n in kept] if (cells := columns.get(SAMPLE, ())) else (),
         whole=key if any(columns[key]) else "image",
         failed=failed,
     )
 
 
 def _names(columns: Columns, key: str) -> list[str]:
-    """Of tiles their slides; samples that are of no slide are their own."""
+    """Names of predictions: their slide's, or that of the sample if it has no slide."""
     numbers = columns.get(SAMPLE, [""] * len(columns[key]))
     pairs = zip(columns[key], numbers, strict=True)
     return [name or (f"sample {number}" if number else "") for name, number in pairs]
 
 
 def _owners(columns: Columns, names: Sequence[str]) -> list[str]:
-    """The slides of images: those they are regions of, or they themselves."""
+    """Slides of images: the slide of which they are a region, or else their own name."""
     of = columns.get("region_of", [""] * len(names))
     return [owner or name for owner, name in zip(of, names, strict=True)]
 
 
 def _of_risks(path: Path, columns: Columns, key: str, failed: Mapping[str, str]) -> Predicted:
-    """Of task=survival; a training run writes time and event before the risk."""
+    """Predictions of task=survival; training runs write time and event before the risk."""
     heads = list(columns)
     at = heads.index(RISK)
-    is_labelled = "status" not in columns and at > 2  # other tables have slide and tiles there
+    is_labelled = "status" not in columns and at > 2  # else slide and tiles precede the risk
     names = heads[at - 2 : at] if is_labelled else SURVIVAL
     risks = _numbers(path, columns, RISK)
-    there = [n for n, name in enumerate(columns[key]) if name not in failed]
+    kept = [n for n, name in enumerate(columns[key]) if name not in failed]
     targets = None
     if is_labelled:
-        targets = np.stack([_numbers(path, columns, name) for name in names], 1)[there]
-    slides = [columns[key][n] for n in there]
+        targets = np.stack([_numbers(path, columns, name) for name in names], 1)[kept]
+    slides = [columns[key][n] for n in kept]
     return Predicted(
         "survival",
         list(names),
         slides,
         slides,
-        np.full((len(there), 4), np.nan),
-        risks[there, None],
+        np.full((len(kept), 4), np.nan),
+        risks[kept, None],
         targets=targets,
         whole=key,
         failed=failed,
     )
 
 
-def _has(row: Floats) -> bool:
+def _is_predicted(row: Floats) -> bool:
     return not np.isnan(row).all()
 
 
 def _of_pixels(path: Path, failed: Mapping[str, str]) -> Predicted:
     columns = read_predicted(path)
     classes = [head.removeprefix("pixels_") for head in columns if head.startswith("pixels_")]
-    first = slice(None, None, max(1, len(classes)))  # of the rows of each image
+    first = slice(None, None, max(1, len(classes)))  # first row of each image
     names = columns.get("slide", [])[first]
     rows = [(name, label) for name in names for label in classes]
     if not classes or rows != list(zip(columns["slide"], columns.get("label", ()), strict=False)):
-        raise ValueError(f"{path} has not a row for each image and class; predict again")
+        raise ValueError(f"{path} lacks rows: expected one per image and class; predict again")
     counts = np.stack([_numbers(path, columns, f"pixels_{name}") for name in classes], 1)
     pixels = counts.reshape(len(names), len(classes), len(classes)).astype(np.int64)
     places = np.full((len(names), 4), np.nan)
@@ -191,8 +191,10 @@ def _failed(folder: Path) -> dict[str, str]:
 
 
 def _numbers(path: Path, columns: Columns, name: str) -> Floats:
-    """A column of numbers; empty cells are NaN."""
+    """A column as floats; empty cells are NaN."""
     try:
         return np.array([float(cell) if cell else np.nan for cell in columns[name]], np.float64)
     except ValueError as error:
-        raise ValueError(f"{path}: column {name} has a cell that is no number: {error}") from error
+        raise ValueError(
+            f"{path}: column {name} has a cell that is not a number: {error}"
+        ) from error

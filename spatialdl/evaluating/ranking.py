@@ -1,4 +1,4 @@
-"""Samples in the order of their scores: areas under curves of weighted samples, and the curves."""
+"""ROC and precision-recall curves, and the areas under them for weighted samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Curve(NamedTuple):
-    """Points from the highest threshold to the lowest, which is that of all samples."""
+    """Points from the highest threshold to the lowest, which includes all samples."""
 
     false_positive: Floats
     recall: Floats
@@ -19,12 +19,12 @@ class Curve(NamedTuple):
 
 
 class Ranking:
-    """Scores of one class against the others; samples of equal scores are one step.
+    """A ranking of samples by the score of one class; equal scores form one step.
 
     Args:
         scores: (N,).
-        positive: bool (N,).
-        unit: (N,), the number of the unit of each.
+        positive: bool (N,), whether a sample is of the class.
+        unit: (N,), index of each sample's unit.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Ranking:
         self._first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]][: len(order)])
 
     def areas(self, weights: Floats) -> tuple[Floats, Floats]:
-        """Under the ROC curve, and average precision, each (B,), for weights (B, units).
+        """Area under the ROC curve and average precision, (B,), for weights (B, units).
 
-        Both are NaN unless there are samples of the class and others.
+        Both are NaN unless there are positive and negative samples.
         """
         hits, misses = self._steps(weights)
         hits_until, misses_until = hits.cumsum(1), misses.cumsum(1)
@@ -52,7 +52,7 @@ class Ranking:
         return np.where(known, auroc, np.nan), np.where(known, average, np.nan)
 
     def curve(self) -> Curve | None:
-        """Of all samples, None unless there are samples of the class and others."""
+        """The curve of all samples; None unless there are positive and negative samples."""
         hits, misses = (part[0] for part in self._steps(None))
         if not hits.sum() or not misses.sum():
             return None
@@ -65,7 +65,7 @@ class Ranking:
         )
 
     def _steps(self, weights: Floats | None) -> tuple[Floats, Floats]:
-        """Weights of positive and of other samples in each step, (B, steps)."""
+        """Weights of positive and negative samples in each step, (B, steps)."""
         drawn = np.ones((1, len(self._unit))) if weights is None else weights[:, self._unit]
         if not len(self._first):
             return np.zeros((len(drawn), 1)), np.zeros((len(drawn), 1))

@@ -1,8 +1,8 @@
-"""Confidence intervals of metrics by the bootstrap over units (patients, slides or tiles).
+"""Bootstrap confidence intervals of metrics over units (patients, slides or tiles).
 
-Whole units are drawn with replacement, since tiles of a slide and slides of a patient are alike:
-the cluster bootstrap of Davison and Hinkley (1997), Bootstrap Methods and their Application,
-section 3.8. Intervals are the percentiles of what the metric comes to (section 5.3 there).
+Whole units are drawn with replacement, since tiles of a slide and slides of a patient are
+correlated: the cluster bootstrap of Davison and Hinkley (1997), Bootstrap Methods and their
+Application, section 3.8. Intervals are percentiles of the resampled metric (section 5.3 there).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 Floats = npt.NDArray[np.float64]
-_CELLS = 2**23  # weights that are held at a time
-_LEAST = 0.5  # of the resamples must have a metric, for it to have an interval
+_CELLS = 2**23  # weights in memory at a time
+_LEAST = 0.5  # share of resamples that must define a metric for it to have an interval
 
 
 class Scored(Protocol):
-    """Samples whose metrics are known for any weights of their units."""
+    """Samples whose metrics can be computed for any weights of their units."""
 
     @property
     def units(self) -> int: ...
@@ -29,24 +29,24 @@ class Scored(Protocol):
     def samples(self) -> int: ...
 
     def metrics(self, weights: Floats) -> Mapping[str, Floats]:
-        """By name float64 (B,) or (B, classes), NaN where undefined, for weights (B, units)."""
+        """Metrics by name, (B,) or (B, classes), NaN if undefined, for weights (B, units)."""
         ...
 
 
 class Interval(NamedTuple):
-    """The limits, NaN where there are none."""
+    """The limits of a confidence interval, NaN if there is none."""
 
     low: float
     high: float
 
 
 class Resampling(NamedTuple):
-    """How often, and how sure.
+    """Settings of the bootstrap.
 
     Attributes:
-        resamples: how many; 0 for no intervals.
-        confidence: share of them between the limits.
-        seed: of the draws.
+        resamples: number of resamples; 0 for no intervals.
+        confidence: share of resamples between the limits.
+        seed: seed of the draws.
     """
 
     resamples: int = 1000
@@ -55,15 +55,15 @@ class Resampling(NamedTuple):
 
 
 def point(scored: Scored) -> dict[str, Floats]:
-    """Metrics of the samples as they are, each () or (classes,)."""
+    """Point estimates of the metrics, each () or (classes,)."""
     return {name: found[0] for name, found in scored.metrics(np.ones((1, scored.units))).items()}
 
 
 def intervals(scored: Scored, how: Resampling, title: str = "") -> dict[str, list[Interval]]:
-    """Of every metric, for each class where it has several.
+    """Confidence intervals of every metric, one per class where it has several.
 
-    None of them has an interval where there are fewer than two units, and one has none where fewer
-    than half of the resamples have it.
+    Intervals are NaN with fewer than two units, or if fewer than half of the resamples define the
+    metric.
     """
     names = point(scored)
     if how.resamples == 0 or scored.units < 2:
@@ -79,7 +79,7 @@ def intervals(scored: Scored, how: Resampling, title: str = "") -> dict[str, lis
 
 
 def drawn(scored: Scored, how: Resampling) -> Iterator[Floats]:
-    """Weights (some resamples, units): how often each unit is drawn."""
+    """Iterate over weights (resamples, units): how often each unit is drawn."""
     rng = np.random.default_rng(how.seed)
     units = scored.units
     at_once = max(1, _CELLS // max(units, scored.samples))

@@ -1,6 +1,6 @@
-"""Metrics of weighted samples, for all resamples at once; NaN where they are undefined.
+"""Metrics of weighted samples, for all resamples at once; NaN where undefined.
 
-With equal weights they are those of `training.tasks.metrics`.
+With equal weights they equal those of `training.tasks.metrics`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 BINS = 15
-"""Of confidence, in calibration."""
+"""Bins of confidence for the calibration error."""
 
 
 class ClassScores:
-    """One class a sample.
+    """Scores of classification, one class per sample.
 
     Args:
         values: (N, classes), probabilities.
-        truth: (N,), classes.
-        unit: (N,), the number of the unit of each.
+        truth: (N,), class indices.
+        unit: (N,), index of each sample's unit.
     """
 
     def __init__(self, values: Floats, truth: Ints, unit: Ints) -> None:
@@ -47,7 +47,7 @@ class ClassScores:
 
     @cached_property
     def _bins(self) -> list[sparse.csr_array]:
-        """Of each unit, by bin: how many samples, sum of their confidence, how many are right."""
+        """Per unit and bin: number of samples, sum of confidence, number of correct samples."""
         confidence = self.values.max(1)
         right = self.values.argmax(1) == self.truth
         at = bins_of(confidence)
@@ -58,12 +58,12 @@ class ClassScores:
         ]
 
     def confusion(self, weights: Floats) -> Floats:
-        """(B, classes, classes), by true and predicted class."""
+        """Confusion matrices (B, classes, classes), by true and predicted class."""
         flat = (self._pairs.T @ weights.T).T
         return np.asarray(flat).reshape(len(weights), self.classes, self.classes)
 
     def metrics(self, weights: Floats) -> dict[str, Floats]:
-        """By name (B,) or (B, classes), for weights (B, units)."""
+        """Metrics by name, (B,) or (B, classes), for weights (B, units)."""
         areas = [ranking.areas(weights) for ranking in self._rankings]
         auroc = np.stack([one for one, _ in areas], 1)
         precision = np.stack([one for _, one in areas], 1)
@@ -89,12 +89,12 @@ class ClassScores:
 
 
 class LabelScores:
-    """Any number of classes a sample, present from a probability of 0.5 on.
+    """Scores of multi-label classification; a class is predicted from probability 0.5.
 
     Args:
         values: (N, classes), probabilities.
         truth: (N, classes), 0 or 1, NaN where unknown.
-        unit: (N,).
+        unit: (N,), index of each sample's unit.
     """
 
     def __init__(self, values: Floats, truth: Floats, unit: Ints) -> None:
@@ -119,17 +119,17 @@ class LabelScores:
         return found
 
     def confusion(self, weights: Floats) -> Floats:
-        """(B, classes, 2, 2): of each class, absent or present, by what was predicted."""
+        """Confusion matrices (B, classes, 2, 2), absent or present, by truth and prediction."""
         return np.asarray((self._pairs.T @ weights.T).T).reshape(-1, self.classes, 2, 2)
 
     def metrics(self, weights: Floats) -> dict[str, Floats]:
-        """By name (B,) or (B, classes), for weights (B, units)."""
+        """Metrics by name, (B,) or (B, classes), for weights (B, units)."""
         areas = [ranking.areas(weights) for ranking in self._rankings]
         auroc = np.stack([one for one, _ in areas], 1)
         precision = np.stack([one for _, one in areas], 1)
         pairs = self.confusion(weights)
-        hits, told, there = pairs[..., 1, 1], pairs[..., 1].sum(-1), pairs[..., 1, :].sum(-1)
-        f1 = divided(2 * hits, told + there)
+        hits, predicted, actual = pairs[..., 1, 1], pairs[..., 1].sum(-1), pairs[..., 1, :].sum(-1)
+        f1 = divided(2 * hits, predicted + actual)
         recalls = divided(np.stack([pairs[..., 0, 0], hits], -1), pairs.sum(-1))
         balanced = mean_over(recalls)
         right = (pairs[..., 0, 0] + hits).sum(1)
@@ -143,18 +143,18 @@ class LabelScores:
             "average_precision_per_class": precision,
             "balanced_accuracy_per_class": balanced,
             "recall_per_class": recalls[..., 1],
-            "precision_per_class": divided(hits, told),
+            "precision_per_class": divided(hits, predicted),
             "f1_per_class": f1,
         }
 
 
 class NumberScores:
-    """Numbers.
+    """Scores of regression.
 
     Args:
         values: (N, targets), predictions.
         truth: (N, targets), NaN where unknown.
-        unit: (N,).
+        unit: (N,), index of each sample's unit.
     """
 
     def __init__(self, values: Floats, truth: Floats, unit: Ints) -> None:
@@ -165,8 +165,8 @@ class NumberScores:
         error = np.where(known, values - truth, 0.0)
         count = np.maximum(known.sum(0), 1)
         middle = np.where(known, truth, 0.0).sum(0) / count
-        apart = np.where(known, truth - middle, 0.0)  # from the mean, which loses no digits
-        parts = (known.astype(np.float64), np.abs(error), error**2, apart, apart**2)
+        deviation = np.where(known, truth - middle, 0.0)  # avoids cancellation in the variance
+        parts = (known.astype(np.float64), np.abs(error), error**2, deviation, deviation**2)
         self._sums = [self._by_unit(part) for part in parts]
 
     def _by_unit(self, part: Floats) -> Floats:
@@ -175,10 +175,10 @@ class NumberScores:
         return sums
 
     def metrics(self, weights: Floats) -> dict[str, Floats]:
-        """By name (B,) or (B, targets), for weights (B, units)."""
-        count, absolute, squared, apart, varied = (weights @ sums for sums in self._sums)
+        """Metrics by name, (B,) or (B, targets), for weights (B, units)."""
+        count, absolute, squared, deviation, varied = (weights @ sums for sums in self._sums)
         mae, rmse = divided(absolute, count), np.sqrt(divided(squared, count))
-        spread = varied - divided(apart**2, count)
+        spread = varied - divided(deviation**2, count)
         varies = spread > 1e-12 * np.maximum(varied, 1e-300)
         r2 = 1 - divided(squared, np.where(varies, spread, 0.0))
         return {
@@ -188,14 +188,14 @@ class NumberScores:
 
 
 class PixelScores:
-    """A class for every pixel.
+    """Scores of segmentation.
 
-    `mean_dice` and the like are of the pixels of all images together, `image_dice` the mean over
-    images of theirs.
+    `mean_dice` and `mean_iou` are computed from the pixels of all images together, `image_dice` and
+    `image_iou` are means over images.
 
     Args:
         pairs: (images, classes, classes), pixels by true and predicted class.
-        unit: (images,).
+        unit: (images,), index of each image's unit.
     """
 
     def __init__(self, pairs: Ints, unit: Ints) -> None:
@@ -207,11 +207,11 @@ class PixelScores:
         self.of_images = from_confusion(pairs.astype(np.float64))
 
     def confusion(self, weights: Floats) -> Floats:
-        """(B, classes, classes), by true and predicted class."""
+        """Confusion matrices (B, classes, classes), by true and predicted class."""
         return (weights @ self._sums).reshape(-1, self.classes, self.classes)
 
     def metrics(self, weights: Floats) -> dict[str, Floats]:
-        """By name (B,) or (B, classes), for weights (B, units)."""
+        """Metrics by name, (B,) or (B, classes), for weights (B, units)."""
         found = from_confusion(self.confusion(weights))
         drawn = weights[:, self.unit]
         dice, iou = (_means(drawn, self.of_images[name]) for name in ("dice", "iou"))
@@ -225,40 +225,40 @@ class PixelScores:
 
 
 def from_confusion(pairs: Floats) -> dict[str, Floats]:
-    """Of matrices (B, classes, classes) by true and predicted class; Dice is F1."""
+    """Metrics of confusion matrices (B, classes, classes); Dice equals F1."""
     right = np.diagonal(pairs, axis1=1, axis2=2)
-    there, told = pairs.sum(2), pairs.sum(1)
-    dice, iou = divided(2 * right, there + told), divided(right, there + told - right)
-    recall = divided(right, there)
+    actual, predicted = pairs.sum(2), pairs.sum(1)
+    dice, iou = divided(2 * right, actual + predicted), divided(right, actual + predicted - right)
+    recall = divided(right, actual)
     return {
         "accuracy": divided(right.sum(1), pairs.sum((1, 2))),
         "balanced_accuracy": mean_over(recall),
         "mean_dice": mean_over(dice),
         "mean_iou": mean_over(iou),
-        **{"recall": recall, "precision": divided(right, told), "dice": dice, "iou": iou},
+        **{"recall": recall, "precision": divided(right, predicted), "dice": dice, "iou": iou},
     }
 
 
 def bins_of(confidence: Floats) -> Ints:
-    """The bin of each, of width 1 / `BINS`; a confidence of 1 has a bin of its own."""
+    """The bin of each sample, of width 1 / `BINS`; a confidence of 1 has a separate bin."""
     edges = np.linspace(0, 1, BINS + 1)
     return np.clip(np.searchsorted(edges, confidence, "right") - 1, 0, BINS)
 
 
 def divided(above: Floats, below: Floats) -> Floats:
-    """NaN where there is nothing to divide by."""
+    """Divide, with NaN where `below` is not positive."""
     found: Floats = np.full(np.shape(above), np.nan)
     np.divide(above, below, out=found, where=below > 0)
     return found
 
 
 def mean_over(values: Floats) -> Floats:
-    """Over the last dim, of those that are defined."""
+    """The mean over the last dim, ignoring NaN."""
     known = ~np.isnan(values)
     return divided(np.where(known, values, 0.0).sum(-1), known.sum(-1).astype(np.float64))
 
 
 def _means(weights: Floats, values: Floats) -> Floats:
-    """(B, classes) of weights (B, N) and values (N, classes), of which some are undefined."""
+    """Weighted means (B, classes) by weights (B, N) of values (N, classes), ignoring NaN."""
     known = ~np.isnan(values)
     return divided(weights @ np.where(known, values, 0.0), weights @ known.astype(np.float64))

@@ -1,4 +1,4 @@
-"""Survival of the halves of samples with a high and with a low predicted risk.
+"""Kaplan-Meier curves of the halves of samples with higher and lower predicted risk.
 
 Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations", J. Am. Stat. Assoc. 53,
 1958 (https://doi.org/10.1080/01621459.1958.10501452).
@@ -22,11 +22,11 @@ _HALVES = (("lower risk", "#1f5fa8"), ("higher risk", "#e6550d"))
 
 
 def kaplan_meier(times: Floats, events: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
-    """Times of events in order, and the share that survives each, both (E,).
+    """Sorted event times and the estimated survival after each, both (E,).
 
     Args:
-        times: (N,), of the event or of the end of watching.
-        events: (N,), whether it was an event.
+        times: (N,), times of the event or of censoring.
+        events: (N,), whether the event occurred.
     """
     found = np.unique(times[events])
     at_risk = (times[None] >= found[:, None]).sum(1)
@@ -37,7 +37,7 @@ def kaplan_meier(times: Floats, events: npt.NDArray[np.bool_]) -> tuple[Floats, 
 def draw_survival(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
 ) -> bool:
-    """A curve for each half, with a tick where watching ends; False without an event."""
+    """Draw a curve per half, with a tick at each censoring; False without an event."""
     risks, times, events = level.values[:, 0], level.truth[:, 0], level.truth[:, 1] == 1
     if not events.any():
         return False

@@ -1,4 +1,4 @@
-"""The order of risks and of times of events, of weighted samples, for all resamples at once."""
+"""Concordance index of weighted samples, for all resamples at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CELLS = 2**22  # pairs at a time
 
 
 class SurvivalScores:
-    """Risks of samples whose event, or end of watching, is known.
+    """Scores of survival predictions.
 
     Args:
         values: (N, 1), risks.
-        truth: (N, 2), the time, and 1 for an event or 0.
-        unit: (N,), the number of the unit of each.
+        truth: (N, 2), the time, and 1 for an event or 0 for censoring.
+        unit: (N,), index of each sample's unit.
     """
 
     def __init__(self, values: Floats, truth: Floats, unit: npt.NDArray[np.int64]) -> None:
@@ -29,7 +29,7 @@ class SurvivalScores:
     def metrics(self, weights: Floats) -> dict[str, Floats]:
         """Harrell's concordance index (B,), see `training.tasks.concordance`.
 
-        A pair counts as often as its samples are drawn.
+        A pair is weighted by the product of its samples' weights.
         """
         drawn = weights[:, self.unit]
         right, pairs = np.zeros(len(weights)), np.zeros(len(weights))

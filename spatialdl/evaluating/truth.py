@@ -1,4 +1,4 @@
-"""What is known of slides: their labels, patients and groups, from a CSV and from data sets."""
+"""Labels, patients and groups of slides, from a CSV and from data sets."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from spatialdl.text import counted
 
 LABEL = "label"
 Facts = Mapping[str, Mapping[str, str]]
-_NAMED = 5  # slides that a remark names
+_NAMED = 5  # names listed in a remark
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is to be predicted of each of N tiles.
+    """The ground truth of N predictions.
 
     Attributes:
         labels: int64 (N,), classes, -1 where unknown; or (N, targets), NaN where unknown.
-        keys: of each, its row of the facts: its slide, its own name or its number.
-        facts: by these what the CSV says.
-        patients: of each; empty if the CSV has no such column.
+        keys: N keys of `facts`: the slide, name or sample index of each prediction.
+        facts: rows of the CSV by key.
+        patients: N patients; empty if the CSV has no such column.
         remarks: what is missing.
     """
 
@@ -45,15 +45,15 @@ def find_truth(predicted: Predicted, file: Path | None) -> Truth:
     """Match predictions with labels.
 
     Args:
-        file: of labels, which replace those of the predictions where it has any.
+        file: table of labels, which replace those of the predictions.
 
     Raises:
-        ValueError: the file does not fit the predictions, or nobody knows any label.
+        ValueError: the file does not match the predictions, or no label is known.
     """
     given = _Given.nothing(predicted) if file is None else _Given.read(file, predicted)
     remarks = list(given.remarks)
     patients: list[str] = []
-    if PATIENT in given.columns:  # a slide without a patient is a patient of its own
+    if PATIENT in given.columns:  # a slide without patient counts as a separate patient
         pairs = zip(given.cells(PATIENT), predicted.slides, strict=True)
         patients = [patient or f"{predicted.whole} {slide}" for patient, slide in pairs]
     known = given.keys, given.facts, patients
@@ -74,13 +74,13 @@ def find_truth(predicted: Predicted, file: Path | None) -> Truth:
 
 @dataclass(frozen=True)
 class _Given:
-    """A table of labels beside predictions.
+    """A table of labels, matched with predictions.
 
     Attributes:
         file: the table, if there is one.
-        what: its rows are, in a word.
-        columns: of it.
-        keys, facts, remarks: as of `Truth`.
+        what: kind of its rows, such as "slide".
+        columns: columns of the table.
+        keys, facts, remarks: as in `Truth`.
     """
 
     file: Path | None
@@ -92,22 +92,22 @@ class _Given:
 
     @classmethod
     def nothing(cls, predicted: Predicted) -> _Given:
-        """No table."""
+        """An empty table, for labels from the predictions only."""
         return cls(None, predicted.whole, (), predicted.slides, {}, ())
 
     @classmethod
     def read(cls, file: Path, predicted: Predicted) -> _Given:
-        """The rows of a table that are of predictions.
+        """Read a table, and select the rows of the predictions.
 
         Raises:
-            ValueError: it is malformed, or its rows are of what the predictions do not name.
+            ValueError: the table is malformed, or its rows cannot be matched.
         """
         table = read_labels(file)
         if table.key == SAMPLE:
             if not predicted.samples:
                 raise ValueError(
-                    f"{file} is by {SAMPLE}, but the predictions have no column {SAMPLE}: only "
-                    "those of a data set do; name slides, or predict the data set again"
+                    f"{file} has labels by {SAMPLE}, but the predictions have no column {SAMPLE}: "
+                    "give labels by slide, or predict the data set again"
                 )
             what, keys = SAMPLE, predicted.samples
             rows = {row[SAMPLE]: row for row in table.rows}
@@ -120,23 +120,23 @@ class _Given:
             what, keys = predicted.whole, [n if n in facts else slide for n, slide in pairs]
         missing = [key for key in keys if key not in facts]
         remarks = _listed("{} of the labels without predictions", what, unknown)
-        remarks += _listed(f"{{}} without a line in {file.name}", what, missing)
+        remarks += _listed(f"{{}} without a row in {file.name}", what, missing)
         return cls(file, what, table.columns, keys, facts, remarks)
 
     def cells(self, column: str) -> list[str]:
-        """Of each prediction, empty where there is no row."""
+        """A column's cell for each prediction, empty if there is no row."""
         return [self.facts.get(key, {}).get(column, "") for key in self.keys]
 
 
 def match_slides(
     table: SlideTable, slides: Sequence[str], file: Path
 ) -> tuple[dict[str, Mapping[str, str]], list[str]]:
-    """The rows of slides by their names in the predictions, and the names of other rows.
+    """The rows of slides by their names in the predictions, and the names of unmatched rows.
 
-    A table may name a slide with its suffix and its folders.
+    A table may contain names with suffix and folders.
 
     Raises:
-        ValueError: two rows may be of the same slide.
+        ValueError: two rows match the same slide.
     """
     found: dict[str, Mapping[str, str]] = {}
     unknown, there = [], set(slides)
@@ -147,8 +147,8 @@ def match_slides(
             unknown.append(given)
         elif name in found:
             raise ValueError(
-                f"{file}: {found[name][table.key]!r} and {given!r} may both be slide {name!r} of "
-                "the predictions; keep one, or write the name as the predictions have it"
+                f"{file}: {found[name][table.key]!r} and {given!r} both match slide {name!r} of "
+                "the predictions; keep one, or use the exact name of the predictions"
             )
         else:
             found[name] = row
@@ -172,8 +172,8 @@ def _classes(predicted: Predicted, given: _Given) -> npt.NDArray[np.int64]:
     if other:
         where = f"{given.file} has" if LABEL in given.columns else "the data set has"
         raise ValueError(
-            f"{where} the label {other[0]!r}, but the network knows "
-            f"{', '.join(predicted.classes)}: name the classes alike, or leave the cell empty"
+            f"{where} the label {other[0]!r}, but the network has the classes "
+            f"{', '.join(predicted.classes)}: use the same names, or leave the cell empty"
         )
     return np.array([numbers[name] for name in names], np.int64)
 
@@ -185,7 +185,7 @@ def _targets(predicted: Predicted, given: _Given) -> npt.NDArray[np.float64]:
         return _both(predicted, predicted.targets)
     if missing:
         raise ValueError(
-            f"task={predicted.task} is compared with columns {', '.join(predicted.classes)} of "
+            f"task={predicted.task} needs the columns {', '.join(predicted.classes)} of "
             + (f"{file}, which has no {missing[0]}" if file else "a table: give labels=FILE.csv")
         )
     by_key = {
@@ -203,13 +203,13 @@ def _targets(predicted: Predicted, given: _Given) -> npt.NDArray[np.float64]:
 
 
 def _both(predicted: Predicted, targets: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Of survival, nothing where time or event is unknown."""
+    """Set targets of survival to NaN where time or event is unknown."""
     if predicted.task != "survival":
         return targets
     events = targets[np.isfinite(targets[:, 1]), 1]
     if not np.isin(events, (0, 1)).all():
         raise ValueError(
-            f"{predicted.classes[1]} must be 1 (it happened then) or 0 (not seen until then)"
+            f"{predicted.classes[1]} must be 1 (event at that time) or 0 (censored then)"
         )
     known = np.isfinite(targets).all(1, keepdims=True)
     return np.where(known, targets, np.nan)
@@ -221,7 +221,7 @@ def _number(cell: str, where: str) -> float:
     try:
         value = float(cell)
     except ValueError:
-        raise ValueError(f"{where}: {cell!r} is no number; leave unknown targets empty") from None
+        raise ValueError(f"{where}: {cell!r} is not numeric; leave unknown targets empty") from None
     if not np.isfinite(value):
         raise ValueError(f"{where}: {cell} is not finite; leave unknown targets empty")
     return value
@@ -233,7 +233,7 @@ def _no_label(predicted: Predicted, given: _Given) -> str:
     some = given.keys[0] if given.keys else "none"
     columns = LABEL if predicted.task == "classification" else ", ".join(predicted.classes)
     return (
-        f"{given.file} has a label for none of {counted(len(set(given.keys)), given.what)} that "
+        f"{given.file} has no label for any of {counted(len(set(given.keys)), given.what)} that "
         f"were predicted, such as {some!r}: it needs the columns {given.what} and {columns}"
     )
 

@@ -1,4 +1,4 @@
-"""Mistakes and errors of one rank that all ranks of the command agree on."""
+"""Errors of one rank, raised on all ranks of the command."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from spatialdl.comm.communicator import Communicator
 
 FAILED, MISUSED = 1, 2
-"""Exit codes: something cannot be read or written; the arguments or files do not fit."""
+"""Exit codes: an I/O error; invalid arguments or files."""
 
 
 class AgreedError(Exception):
-    """What went wrong on some rank, raised on all.
+    """An error of one rank, raised on all.
 
     Args:
-        text: what.
+        text: message of the error.
         code: exit code.
     """
 
@@ -26,7 +26,7 @@ class AgreedError(Exception):
 
 @contextmanager
 def agreeing(world: Communicator) -> Iterator[None]:
-    """What raises on some rank raises on all, at the end of the block; of one rank as it is."""
+    """Raise an error of any rank on all ranks at the end of the block; one rank: unchanged."""
     if world.size == 1:
         yield
         return
@@ -37,6 +37,6 @@ def agreeing(world: Communicator) -> Iterator[None]:
         problem = str(error), FAILED
     except ValueError as error:
         problem = str(error), MISUSED
-    found = [one for one in world.allgather(problem) if one is not None]
-    if found:
-        raise AgreedError(*found[0])
+    problems = [one for one in world.allgather(problem) if one is not None]
+    if problems:
+        raise AgreedError(*problems[0])

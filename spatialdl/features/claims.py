@@ -1,7 +1,7 @@
-"""Which worker takes which slide: the next free worker takes the next, the largest first.
+"""Dynamic distribution of slides: an idle worker claims the next slide, largest first.
 
-A claim is a folder that is made: one worker succeeds, also on file systems of several machines.
-No worker waits for another, and none hands out work.
+A claim is made by creating a folder, which succeeds for exactly one worker, also on shared file
+systems. No worker waits for another, and there is no coordinator.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ _PREFIX = ".claims-"
 
 
 class Claims:
-    """The slides of a run that are still to be taken; small enough to be sent to workers.
+    """The claims of a run on its slides; cheap to pickle.
 
     Args:
-        folder: that `new_claims` made.
-        count: slides.
+        folder: folder created by `new_claims`.
+        count: number of slides.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folder, self._count, self._next = folder, count, 0
 
     def take(self) -> int | None:
-        """The number of a slide that no other worker has taken; None if there is none."""
+        """Claim a slide and return its number; None if no slide is left."""
         while self._next < self._count:
             number, self._next = self._next, self._next + 1
             try:
@@ -36,16 +36,16 @@ class Claims:
         return None
 
     def taken(self) -> int:
-        """How many slides were taken by all workers."""
+        """Number of slides claimed by all workers."""
         return len(list(self._folder.iterdir()))
 
     def remove(self) -> None:
-        """Remove the folder, when all workers are done."""
+        """Remove the folder, after all workers have finished."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def new_claims(out: Path, count: int) -> Claims:
-    """Claims of a new run; those of killed ones are removed."""
+    """Create the claims of a new run, and remove those of killed runs."""
     for left in out.glob(f"{_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
     return Claims(Path(mkdtemp(prefix=_PREFIX, dir=out)), count)

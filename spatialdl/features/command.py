@@ -1,4 +1,4 @@
-"""The command that computes features of tiles, or of whole regions: `spatialdl-features`."""
+"""The command `spatialdl-features`: features of tiles, or of whole regions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from spatialdl.features.workers import (
     SlideProgress,
     check_same,
     device_for,
-    run_alone,
     run_processes,
+    run_single_process,
 )
 from spatialdl.features.working import FeatureJob, FeatureWorker
 from spatialdl.training.optimization.precision import Precision
@@ -44,21 +44,21 @@ _OK, _INTERRUPTED, _TERMINATED = 0, 130, 143
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """The process was asked to end."""
+    """The process received SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute features of slides or of a data set.
 
-    Under mpiexec, srun or torchrun all ranks call it, and share the slides, or each region.
+    Under mpiexec, srun or torchrun it is collective; ranks share the slides, or each region.
 
     Args:
         argv: arguments of the command; those of the process if None.
 
     Returns:
-        The exit code: 0 when every slide could be used, 1 when some could not (with
-        `--skip-errors` that is 0 too) or none gave a tile, 2 for a mistake in the arguments or
-        files given, 130 or 143 when it was interrupted or terminated.
+        The exit code: 0 if all slides succeeded; 1 if some failed (0 with `--skip-errors`), there
+        were no tiles, or on I/O errors; 2 for invalid arguments or files; 130 or 143 if
+        interrupted or terminated.
     """
     argv = sys.argv[1:] if argv is None else argv
     info = launched()
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _as_rank(argv, info.local_rank)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _alone(argv)
+        return _single_process(argv)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED if isinstance(error, OSError) else MISUSED
     except KeyboardInterrupt as error:
-        print("interrupted; slides that are done are kept, run the same again", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         return _TERMINATED if isinstance(error, _TerminatedError) else _INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -81,7 +81,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise _TerminatedError
 
 
-def _alone(argv: Sequence[str]) -> int:
+def _single_process(argv: Sequence[str]) -> int:
     options = parsed(argv)
     given = given_in(options)
     device = device_for(options.device, 0)
@@ -97,14 +97,14 @@ def _alone(argv: Sequence[str]) -> int:
                 digest = prepared.digest
                 outcomes = run_processes(job, options.wish, digest, options.device, options.jobs)
             else:
-                outcomes = run_alone(job, encoder, device)
+                outcomes = run_single_process(job, encoder, device)
         finally:
             job.claims.remove()
         return finish(prepared, folder, outcomes)
 
 
 def _as_rank(argv: Sequence[str], local_rank: int) -> int:
-    """One of several ranks; what goes wrong on one of them ends all."""
+    """Run as one of several ranks; an error of one rank ends all."""
     from spatialdl.comm.world import start_world
 
     install_abort_hook()
@@ -118,12 +118,12 @@ def _as_rank(argv: Sequence[str], local_rank: int) -> int:
     except AgreedError as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)
-        world.barrier()  # or a launcher ends rank 0 before it has said so
+        world.barrier()  # otherwise a launcher may kill rank 0 before it prints the error
         return error.code
 
 
 def _parsed_once(argv: Sequence[str], world: Communicator) -> tuple[argparse.Namespace | None, int]:
-    """The options, by rank 0, which alone prints help and mistakes."""
+    """Parse the options on rank 0, so that help and errors are printed once."""
     found: tuple[argparse.Namespace | None, int] = None, _OK
     if world.rank == 0:
         try:
@@ -141,7 +141,7 @@ def _ranks(options: argparse.Namespace, world: Communicator, local_rank: int) ->
     with agreeing(world):
         if options.jobs > 1:
             raise ValueError(
-                f"--jobs {options.jobs} is for one process; here {world.size} ranks share the "
+                f"--jobs {options.jobs} is for a single process, but {world.size} ranks share the "
                 "slides: leave it out"
             )
         device = device_for(options.device, local_rank)
@@ -184,7 +184,7 @@ def _first_rank(
         job = world.bcast(prepared.job(precision))
         progress = SlideProgress(len(job.source.tasks), job)
         with agreeing(world):
-            outcome = FeatureWorker(job, encoder, device, progress.told).run()
+            outcome = FeatureWorker(job, encoder, device, progress.update).run()
         progress.close()
         outcomes = world.gather(outcome) or []
         job.claims.remove()

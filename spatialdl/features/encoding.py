@@ -1,4 +1,4 @@
-"""Batches of tiles of whatever slides through an encoder, and the features back to their slides."""
+"""Batched encoding of tiles across slides, with features returned per slide."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from spatialdl.training.optimization.precision import Precision
 
 @dataclass
 class Filling:
-    """A slide whose features come in.
+    """A slide with its features so far.
 
     Attributes:
-        rows: tiles that were given to the encoder.
-        features: of its tiles, in order, float (tiles, width) each.
-        is_read: no more tiles of it will come.
-        problem: why it cannot be used, if it cannot.
+        rows: tiles passed to the encoder.
+        features: features of its tiles in order, each float (tiles, width).
+        is_read: whether all tiles were passed.
+        problem: why the slide failed, if it did.
     """
 
     bag: SlideTiles
@@ -41,23 +41,23 @@ class Filling:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of its features are there."""
+        """Whether its features are complete."""
         return self.is_read and sum(map(len, self.features)) == self.rows
 
 
 class DeviceEncoder:
-    """An encoder at work on one device.
+    """An encoder on one device.
 
-    On an accelerator a batch is computed while the features of the one before are fetched.
+    On an accelerator, computing a batch overlaps copying the features of the previous one.
 
     Args:
-        encoder: as made, on the CPU.
-        device: where it computes.
-        precision: in which numbers.
-        batch_size: tiles at a time.
+        encoder: the encoder, on the CPU.
+        device: device of the computation.
+        precision: precision of the computation.
+        batch_size: tiles per batch.
 
     Attributes:
-        seconds: that the encoder took.
+        seconds: time spent encoding.
     """
 
     def __init__(
@@ -66,54 +66,54 @@ class DeviceEncoder:
         self._network = encoder.network.to(device, precision.dtype)
         self._preprocess = Preprocess(encoder.preprocessing, precision.dtype).to(device)
         self._device, self._precision, self._batch_size = device, precision, batch_size
-        self._waiting: list[tuple[Filling, Tiles]] = []
+        self._queued: list[tuple[Filling, Tiles]] = []
         self._count = 0
-        self._underway: deque[tuple[Tensor, Any, list[tuple[Filling, int]]]] = deque()
+        self._in_flight: deque[tuple[Tensor, Any, list[tuple[Filling, int]]]] = deque()
         self._slides: deque[Filling] = deque()
-        self._of: dict[int, Filling] = {}
+        self._by_bag: dict[int, Filling] = {}
         self.seconds = 0.0
 
     def add(self, bag: SlideTiles, piece: TilePiece) -> Iterator[Filling]:
-        """Take tiles of a slide; gives slides that are done."""
+        """Add tiles of a slide; yields completed slides."""
         filling = self._filling(bag)
         filling.parts.append(piece.part)
         if len(piece.tiles) and filling.problem is None:
             filling.rows += len(piece.tiles)
-            self._waiting.append((filling, piece.tiles))
+            self._queued.append((filling, piece.tiles))
             self._count += len(piece.tiles)
         while self._count >= self._batch_size:
             self._encode(self._batch_size)
-            yield from self._done()  # written before the next batch
+            yield from self._done()  # lets the caller write them before the next batch
 
     def fail(self, bag: SlideTiles, problem: Exception) -> None:
-        """Note that a slide cannot be used."""
+        """Mark a slide as failed."""
         self._filling(bag).problem = problem
 
     def end(self, bag: SlideTiles) -> Iterator[Filling]:
-        """Note that all tiles of a slide were given."""
+        """Mark a slide as completely read; yields completed slides."""
         self._filling(bag).is_read = True
         yield from self._done()
 
     def flush(self) -> Iterator[Filling]:
-        """Encode what is left."""
+        """Encode the remaining tiles; yields completed slides."""
         while self._count:
             self._encode(min(self._count, self._batch_size))
             yield from self._done()
-        while self._underway:
+        while self._in_flight:
             self._collect()
         yield from self._done()
 
     def _filling(self, bag: SlideTiles) -> Filling:
-        found = self._of.get(id(bag))
+        found = self._by_bag.get(id(bag))
         if found is None:
-            found = self._of[id(bag)] = Filling(bag)
+            found = self._by_bag[id(bag)] = Filling(bag)
             self._slides.append(found)
         return found
 
     def _done(self) -> Iterator[Filling]:
         while self._slides and self._slides[0].is_done:
             found = self._slides.popleft()
-            del self._of[id(found.bag)]
+            del self._by_bag[id(found.bag)]
             yield found
 
     def _encode(self, count: int) -> None:
@@ -135,28 +135,28 @@ class DeviceEncoder:
             found = host.copy_(found, non_blocking=True)
             event = torch.Event(kind)
             event.record()
-        self._underway.append((found, event, owners))
-        while len(self._underway) > (kind != "cpu"):
+        self._in_flight.append((found, event, owners))
+        while len(self._in_flight) > (kind != "cpu"):
             self._collect()
         self.seconds += time.monotonic() - started
 
     def _take(self, count: int) -> tuple[Tiles, list[tuple[Filling, int]]]:
-        """The first tiles that wait, and whose they are."""
+        """Dequeue `count` tiles, and the slides that own them."""
         images, owners, left = [], [], count
         while left:
-            filling, tiles = self._waiting[0]
+            filling, tiles = self._queued[0]
             images.append(tiles[:left])
             owners.append((filling, len(images[-1])))
             if len(tiles) > left:
-                self._waiting[0] = filling, tiles[left:]
+                self._queued[0] = filling, tiles[left:]
             else:
-                self._waiting.pop(0)
+                self._queued.pop(0)
             left -= len(images[-1])
         self._count -= count
         return np.concatenate(images), owners
 
     def _collect(self) -> None:
-        found, event, owners = self._underway.popleft()
+        found, event, owners = self._in_flight.popleft()
         if event is not None:
             event.synchronize()
         features, first = found.numpy(), 0

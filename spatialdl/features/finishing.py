@@ -1,4 +1,4 @@
-"""The end of a run: tables, and what is printed."""
+"""End of a run: tables and printed summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROCESS_LIST = "process_list.csv"
 
 
 def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[WorkerResult]) -> int:
-    """Write the tables, print what became of the slides, and give the exit code."""
+    """Write the tables, print a summary, and return the exit code."""
     reports = sorted((r for one in outcomes for r in one.reports), key=lambda r: r.slide)
     together = folder.finish(reports)
     save_reports(folder.path / PROCESS_LIST, together)
@@ -30,7 +30,7 @@ def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[WorkerResult])
     before = sum(len(one.before) for one in outcomes)
     used = sum(report.written > 0 for report in reports)
     width = prepared.settings["encoder"]["width"]
-    done = f", {before} of them done before" if before else ""
+    done = f", {before} of them by an earlier run" if before else ""
     if prepared.options.whole:
         print_lines(f"maps of {width} features of {counted(used, 'slide')}{done} in {folder.path}")
     else:
@@ -45,7 +45,7 @@ def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[WorkerResult])
 
 
 def speed(outcomes: Sequence[WorkerResult]) -> str:
-    """How fast tiles were read and encoded; empty where none were."""
+    """Throughput of reading and encoding, as text; empty if no tiles were encoded."""
     tiles = sum(one.tiles for one in outcomes)
     reading, encoding, waited = (
         sum(getattr(one, name) for one in outcomes) for name in ("reading", "encoding", "waited")
@@ -54,7 +54,7 @@ def speed(outcomes: Sequence[WorkerResult]) -> str:
     if not tiles or not reading or not encoding:
         return ""
     return (
-        f"{counted(tiles, 'tile')} in {seconds:.1f} s, {tiles / seconds:,.0f}/s; an encoder alone "
-        f"{tiles / encoding:,.0f}/s, a reading thread {tiles / reading:,.0f}/s; encoders waited "
+        f"{counted(tiles, 'tile')} in {seconds:.1f} s, {tiles / seconds:,.0f}/s; per encoder "
+        f"{tiles / encoding:,.0f}/s, per reading thread {tiles / reading:,.0f}/s; encoders waited "
         f"for tiles {waited / (waited + encoding):.0%} of the time"
     )

@@ -1,4 +1,4 @@
-"""The manifest of a folder of features: encoder, how slides were cut, what became of each."""
+"""The manifest of a folder of features: encoder, cutting settings, and slide reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 4
 
 
 def encoder_settings(wish: Wish, encoder: Encoder) -> dict[str, Any]:
-    """What a manifest says of an encoder, with digests of its weights."""
+    """The manifest's entry of an encoder, with digests of its weights."""
     file = wish.weights
     return {
         "encoder": wish.name,
@@ -36,11 +36,11 @@ class Folder:
     """A folder of features.
 
     Args:
-        layout: of the folder.
-        settings: of this run: features of other settings do not go together with its own.
+        layout: folders of the run.
+        settings: settings of this run, which must be those of the existing features.
 
     Raises:
-        ValueError: it has features of other settings, or is something else.
+        ValueError: the folder has features of other settings, or other files.
     """
 
     def __init__(
@@ -48,28 +48,28 @@ class Folder:
     ) -> None:
         self.layout = layout
         self.path = path = layout.out
-        self.settings = json.loads(json.dumps(settings))  # as they are read back
+        self.settings = json.loads(json.dumps(settings))  # comparable with those read back
         if path.exists() and not path.is_dir():
-            raise ValueError(f"--out {path} is a file; name a folder")
+            raise ValueError(f"--out {path} is a file; give a folder")
         before = load_json(path / MANIFEST)
         ours = isinstance(before, dict) and before.get("kind") == KIND
         if not ours and path.is_dir() and any(path.glob("[!.]*")):
             raise ValueError(
-                f"--out {path} holds something else than features; name a new or empty folder"
+                f"--out {path} contains other files than features; give a new or empty folder"
             )
         self._before: dict[str, Any] = before if ours else {}
-        apart = different(self._before.get("settings", self.settings), self.settings)
-        if apart and not overwrite:
+        differences = different(self._before.get("settings", self.settings), self.settings)
+        if differences and not overwrite:
             raise ValueError(
-                f"--out {path} has features of other settings ({'; '.join(apart[:_SHOWN])}); name "
-                "another folder, or replace them by --overwrite"
+                f"--out {path} has features of other settings ({'; '.join(differences[:_SHOWN])}); "
+                "give another folder, or replace them by --overwrite"
             )
         self._replaced = overwrite
         if overwrite:
             self._before = {}
 
     def begin(self) -> None:
-        """Remove what a killed run has left, or all if it is to be replaced; note the settings."""
+        """Remove leftovers of killed runs (all files with overwrite); write the settings."""
         (self.path / self.layout.features).mkdir(parents=True, exist_ok=True)
         files = [
             one for kind in (*LAYOUTS, MAPS) for one in ResultFolders(self.path, kind).files_of("*")
@@ -81,10 +81,10 @@ class Folder:
         self._save(self._before.get("slides", []))
 
     def finish(self, reports: Sequence[TilingReport]) -> list[TilingReport]:
-        """Write what became of all slides, those of earlier runs included.
+        """Write the reports of all slides, including those of earlier runs.
 
         Returns:
-            Their reports.
+            The reports.
         """
         found = {report.slide: report for report in self._earlier()}
         found |= {report.slide: report for report in reports}
@@ -114,7 +114,7 @@ class Folder:
         for entry in self._before.get("slides", []):
             try:
                 reports.append(TilingReport.from_json(entry["report"]))
-            except (ValueError, KeyError, TypeError):  # of another version
+            except (ValueError, KeyError, TypeError):  # written by another version
                 continue
         return reports
 
@@ -130,7 +130,7 @@ class Folder:
 
 
 def different(before: Any, now: Any, name: str = "") -> list[str]:
-    """Settings that differ, in words: "tiling.mpp was 0.5, is 1.0"."""
+    """Settings that differ, as text: "tiling.mpp was 0.5, is 1.0"."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted({*before, *now})
         inner = [(f"{name}.{key}".lstrip("."), before.get(key), now.get(key)) for key in keys]

@@ -1,4 +1,4 @@
-"""The command on whole regions: every slide on all ranks."""
+"""Run of `--whole`: every region on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def map_regions(
     device: torch.device,
     precision: Precision,
 ) -> int:
-    """Write maps of whole regions, each on all ranks, which call it together.
+    """Write maps of whole regions; collective over `world`.
 
     Returns:
         The exit code.
@@ -68,24 +68,24 @@ def _job(
 def _parts(
     grid: tuple[int, int] | None, limit_gb: float | None, ranks: int, device: torch.device
 ) -> RegionParts:
-    """Into which parts regions are cut.
+    """The parts into which regions are split.
 
     Raises:
-        ValueError: ranks and options do not go together.
+        ValueError: options conflict with the number of ranks or the device.
     """
     if ranks > 1 and limit_gb is not None:
         raise ValueError(
-            f"--limit-gb {limit_gb:g} is of one process, and here {ranks} ranks share each region: "
-            "leave it out"
+            f"--limit-gb {limit_gb:g} is for a single process, but {ranks} ranks share each "
+            "region: leave it out"
         )
     if ranks > 1 and grid is not None and prod(grid) != ranks:
         raise ValueError(
-            f"--grid {grid[0]},{grid[1]} has {prod(grid)} parts, one a rank, and there are {ranks} "
-            "ranks: leave it out, or start as many"
+            f"--grid {grid[0]},{grid[1]} needs {prod(grid)} ranks, but there are {ranks}: leave it "
+            "out, or start as many"
         )
     if limit_gb is not None and device.type != "cpu":
         raise ValueError(
-            f"--limit-gb {limit_gb:g} is of memory beside a CPU, and the encoder is on {device}: "
-            "add --device cpu, or leave it out"
+            f"--limit-gb {limit_gb:g} limits host memory, but the encoder is on {device}: add "
+            "--device cpu, or leave it out"
         )
     return RegionParts(grid or grid_for(ranks), limit_gb)

@@ -23,7 +23,7 @@ PRECISIONS = {
     "bf16": "bf16-mixed",
     "fp16": "fp16-mixed",
 }
-"""Names of `--precision`, and of the same in training."""
+"""Values of `--precision`, and the corresponding values of `trainer.precision`."""
 
 DTYPES = ("float16", "float32")
 DEVICES = ("auto", "cpu", "cuda", "xpu")
@@ -32,28 +32,28 @@ CUTTING = (
     *("tile_size", "mpp", "mag", "level", "min_tissue", "slide_mpp", "background", "overlap"),
     *("edge", "filter", "stain_normalise", "mask_dir", "annotations", "stain_reference"),
 )
-"""Options that say how slides are cut; a data set is cut already."""
+"""Options that configure how slides are cut; not for data sets."""
 
 _OF_TILES = (
     *("tile_size", "overlap", "edge", "filter", "min_tissue", "annotations", "crop", "split"),
     *("batch_size", "readers", "jobs", "layout"),
 )
-_FILES = ("mask_dir", "annotations", "stain_reference")  # whose contents are in keys of slides
+_FILES = ("mask_dir", "annotations", "stain_reference")  # contents are part of slide keys
 _MOST_READERS = 4
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `wish`, the encoder; ends the process where one of them is wrong.
+    """Parse the options, and add `wish`, the request for an encoder; exits on invalid options.
 
     Raises:
-        ValueError: an argument of the encoder is given twice, or the layout has another dtype.
+        ValueError: an argument of the encoder is repeated, or options conflict.
     """
     options = parser().parse_args(argv)
     if options.whole:
         _check_whole(options)
     elif options.grid is not None or options.limit_gb is not None:
-        raise ValueError("--grid and --limit-gb cut whole regions: add --whole, or leave them out")
+        raise ValueError("--grid and --limit-gb need --whole: add it, or leave them out")
     options.dtype = _dtype(options.layout, options.dtype)
     arguments: dict[str, Any] = {}
     for key, value in options.encoder_args:
@@ -80,34 +80,34 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_whole(options: argparse.Namespace) -> None:
-    """Refuse options that whole regions have no use for.
+    """Check that no options of tiles are given with `--whole`.
 
     Raises:
-        ValueError: naming them.
+        ValueError: some are.
     """
-    usual = parser()
+    defaults = parser()
     clash = [
         f"--{name.replace('_', '-')}"
         for name in _OF_TILES
-        if getattr(options, name) != usual.get_default(name)
+        if getattr(options, name) != defaults.get_default(name)
     ]
     if clash:
-        raise ValueError(f"{', '.join(clash)} is of tiles, and --whole has none: leave it out")
+        raise ValueError(f"{', '.join(clash)} is for tiles, but --whole has none: leave it out")
     if options.limit_gb is not None and options.grid is None:
         raise ValueError(
-            f"--limit-gb {options.limit_gb:g} is of regions that one process cuts into parts: add "
+            f"--limit-gb {options.limit_gb:g} needs regions split by a single process: add "
             "--grid ROWS,COLS"
         )
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+    """Build the parser of the command."""
     made = argparse.ArgumentParser(
         prog="spatialdl-features",
         description="Compute features of the tiles of slides, or of a data set of tiles, with a "
         "frozen encoder.",
-        epilog="Each slide gives DIR/h5/NAME.h5 with `features` and `coords`, as TRIDENT reads "
-        "them; --layout clam makes a data folder of CLAM, and --whole a map. Under mpiexec or srun "
+        epilog="Writes DIR/h5/NAME.h5 per slide with `features` and `coords`, in the format of "
+        "TRIDENT; --layout clam writes a data folder for CLAM, --whole maps. Under mpiexec or srun "
         "the ranks share the slides, or with --whole each region.",
     )
     add = made.add_argument
@@ -118,21 +118,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="SLIDES|SET",
         help="slides, folders of slides, or patterns; or the folder of one data set of tiles",
     )
-    add("--out", required=True, type=Path, metavar="DIR", help="folder of features to make")
+    add("--out", required=True, type=Path, metavar="DIR", help="output folder")
     _add_encoder(made.add_argument_group("encoder"))
-    cutting = made.add_argument_group("tiles of slides, as spatialdl-tile cuts them")
+    cutting = made.add_argument_group("tiles of slides, cut as by spatialdl-tile")
     cutting.add_argument(
         "--tile-size",
         type=positive_int,
         metavar="N",
-        help="rows and columns of a tile (default: what the encoder takes)",
+        help="rows and columns of a tile (default: the encoder's input size)",
     )
     add_resolution(made, required=False)
     add_tissue(made)
     add_options(made)
     _add_whole(made.add_argument_group("whole regions"))
-    add("--split", metavar="NAME", help="of a data set: the split that is taken (default all)")
-    add("--recursive", action="store_true", help="look for slides in folders of folders, too")
+    add("--split", metavar="NAME", help="split of the data set (default: all samples)")
+    add("--recursive", action="store_true", help="search folders recursively")
     _add_work(made.add_argument_group("work"))
     return made
 
@@ -143,13 +143,13 @@ def _add_encoder(group: Any) -> None:
         "--encoder",
         required=True,
         metavar="NAME",
-        help="timm:NAME, torchvision:NAME, transformers:FOLDER, or package.Class of your own",
+        help="timm:NAME, torchvision:NAME, transformers:FOLDER, or your own package.Class",
     )
     add(
         "--weights",
         type=Path,
         metavar="FILE",
-        help="weights of the encoder: .safetensors, or what torch.save wrote of a state dict",
+        help="weights of the encoder: .safetensors, or a state dict written by torch.save",
     )
     add(
         "--encoder-args",
@@ -163,20 +163,20 @@ def _add_encoder(group: Any) -> None:
         "--pool",
         choices=POOLS,
         default="auto",
-        help="of transformers: pooler_output, the class token, or the mean of the patches "
+        help="output of a transformers encoder: pooler_output, class token or mean of patches "
         "(default auto: the first of these that the encoder has)",
     )
-    add("--download", action="store_true", help="fetch weights that are not on this machine")
+    add("--download", action="store_true", help="download missing weights")
     add(
         "--crop",
         action="store_true",
-        help="resize and crop as the encoder's own transform does (default: the whole tile is "
-        "resized to what the encoder takes)",
+        help="resize and crop as in the encoder's transform (default: resize the whole tile to the "
+        "input size)",
     )
-    add("--input-size", type=positive_int, metavar="N", help="rows and columns that it takes")
-    add("--mean", type=_three, metavar="R,G,B", help="of its input, in place of what it says")
-    add("--std", type=_three, metavar="R,G,B", help="of its input, in place of what it says")
-    add("--interpolation", choices=INTERPOLATIONS, help="by which tiles are resized")
+    add("--input-size", type=positive_int, metavar="N", help="rows and columns of its input")
+    add("--mean", type=_three, metavar="R,G,B", help="mean of its input (default: its own)")
+    add("--std", type=_three, metavar="R,G,B", help="std of its input (default: its own)")
+    add("--interpolation", choices=INTERPOLATIONS, help="interpolation for resizing tiles")
 
 
 def _add_whole(group: Any) -> None:
@@ -184,22 +184,22 @@ def _add_whole(group: Any) -> None:
     add(
         "--whole",
         action="store_true",
-        help="in place of a vector a tile a map of the box around the tissue of each slide, "
-        "DIR/maps/NAME.h5 and .png; ranks share each region",
+        help="compute a map of the bounding box of each slide's tissue, DIR/maps/NAME.h5 and .png, "
+        "instead of a vector per tile; ranks share each region",
     )
     add(
         "--grid",
         type=_grid,
         metavar="ROWS,COLS",
-        help="into how many parts a region is cut: one a rank (default: as square as it goes), or "
-        "in one process one after the other",
+        help="parts of a region: one per rank (default: as square as possible), or processed one "
+        "after the other by a single process",
     )
     add(
         "--limit-gb",
         type=_above_zero,
         metavar="X",
-        help="of one process with --grid: 10^9 bytes of activations in memory, others lie on a "
-        "disk (default: no limit)",
+        help="with --grid in a single process: 10^9 bytes of activations in memory, the rest is "
+        "offloaded to disk (default: no limit)",
     )
 
 
@@ -214,60 +214,65 @@ def _add_work(group: Any) -> None:
     add(
         "--dtype",
         choices=DTYPES,
-        help="of the features (default float16; float32 with --layout clam, which takes no other)",
+        help="dtype of the features (default float16; with --layout clam always float32)",
     )
     add(
         "--precision",
         choices=tuple(PRECISIONS),
         default="float32",
-        help="in which the encoder computes; bf16 and fp16 are mixed (default float32)",
+        help="precision of the encoder; bf16 and fp16 are mixed (default float32)",
     )
-    add("--device", choices=DEVICES, default="auto", help="default auto: an accelerator if any")
-    add("--batch-size", type=positive_int, default=64, metavar="N", help="tiles at a time")
+    add(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="default auto: an accelerator if any",
+    )
+    add("--batch-size", type=positive_int, default=64, metavar="N", help="tiles per batch")
     add(
         "--readers",
         type=positive_int,
         default=max(1, min(_MOST_READERS, len(os.sched_getaffinity(0)))),
         metavar="N",
-        help="threads of each process that read tiles ahead (default up to 4)",
+        help="threads per process that read tiles ahead (default: up to 4)",
     )
     add(
         "--jobs",
         type=positive_int,
         default=1,
         metavar="N",
-        help="processes on this machine, each with an encoder; they take its devices in turn",
+        help="processes on this machine, each with an encoder, over its devices in turn",
     )
-    add("--overwrite", action="store_true", help="replace features of other settings")
-    add("--skip-errors", action="store_true", help="exit with 0 although slides were skipped")
+    add("--overwrite", action="store_true", help="replace features computed with other settings")
+    add("--skip-errors", action="store_true", help="exit with 0 even if slides failed")
 
 
 def _dtype(layout: str, given: str | None) -> str:
-    usual = "float32" if layout == "clam" else "float16"
-    if layout == "clam" and given not in (None, usual):
+    default = "float32" if layout == "clam" else "float16"
+    if layout == "clam" and given not in (None, default):
         raise ValueError(
-            f"--layout clam --dtype {given}: networks of CLAM compute in float32 and do not "
-            "convert features; leave out --dtype"
+            f"--layout clam --dtype {given}: CLAM needs features of float32, as it does not "
+            "convert them; leave out --dtype"
         )
-    return given or usual
+    return given or default
 
 
 def cutting_settings(options: argparse.Namespace) -> dict[str, object]:
-    """How slides are cut; files count by being given, what is in them by the keys of slides."""
-    said = {
+    """Cutting settings of the run; contents of files are covered by the keys of slides."""
+    settings = {
         name: getattr(options, name) is not None if name in _FILES else getattr(options, name)
         for name in CUTTING
     }
-    return {**said, "tile_size": None, "whole": True} if options.whole else said
+    return {**settings, "tile_size": None, "whole": True} if options.whole else settings
 
 
 def given_cutting(options: argparse.Namespace) -> list[str]:
-    """Options on the cutting of slides that are not as they are by default."""
-    usual = parser()
+    """Options of cutting that differ from their defaults."""
+    defaults = parser()
     return [
         f"--{name.replace('_', '-')}"
         for name in CUTTING
-        if getattr(options, name) != usual.get_default(name)
+        if getattr(options, name) != defaults.get_default(name)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a run needs, found and checked before it begins."""
+"""Preparation of a run: inputs, settings and checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from spatialdl.training.run_lock import held
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can begin."""
+    """The inputs and settings of a run."""
 
     options: argparse.Namespace
     source: TileSource
@@ -52,12 +52,12 @@ class Prepared:
 
     @property
     def layout(self) -> ResultFolders:
-        """Of the folder of the run."""
+        """Folders of the run."""
         options = self.options
         return ResultFolders(options.out.resolve(), MAPS if options.whole else options.layout)
 
     def job(self, precision: Precision) -> FeatureJob:
-        """What workers on tiles have in common, in a folder that is there."""
+        """The job of workers on tiles; the folder of the run must exist."""
         options, layout = self.options, self.layout
         return FeatureJob(
             self.source,
@@ -85,37 +85,37 @@ def given_in(options: argparse.Namespace) -> list[Path] | Path:
     """The slides, or the folder of a data set.
 
     Raises:
-        ValueError: there is nothing, or options do not suit it.
+        ValueError: nothing is found, or options conflict with it.
     """
     paths = [found for one in options.slides for found in _matching(one)]
     sets = [path for path in paths if (path / MANIFEST).is_file()]
     if sets:
         if len(paths) > 1:
             raise ValueError(
-                f"{sets[0]} is a data set, which is given alone: name it, or slides, not both"
+                f"{sets[0]} is a data set and must be the only input: give it or slides, not both"
             )
         if options.whole:
-            raise ValueError(f"--whole is of slides, and {sets[0]} is a data set: name the slides")
+            raise ValueError(f"--whole needs slides, but {sets[0]} is a data set: give the slides")
         if clash := given_cutting(options):
             raise ValueError(
-                f"{', '.join(clash)} says how to cut slides, but {sets[0]} is a data set of tiles: "
+                f"{', '.join(clash)} is for cutting slides, but {sets[0]} is a data set of tiles: "
                 "leave it out"
             )
         return sets[0]
     if options.split is not None:
-        raise ValueError(f"--split {options.split} is of a data set, slides have none")
+        raise ValueError(f"--split {options.split} is for data sets only: leave it out")
     if options.mpp is None and options.mag is None and options.level is None:
-        raise ValueError("say how fine tiles of slides are: --mpp X, --mag X or --level N")
+        raise ValueError("the resolution of tiles is missing: add --mpp X, --mag X or --level N")
     return find_slides(paths, recursive=options.recursive)
 
 
 def _matching(path: Path) -> list[Path]:
-    """A path, or those that match it as a pattern, in which ** stands for any folders."""
+    """A path, or the matches of a pattern; ** matches any number of folders."""
     path = path.expanduser()
     if path.exists() or series_at(path) is not None:
         return [path]
     found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
-    return found or [path]  # what is wrong with it is told by who opens it
+    return found or [path]  # find_slides reports what is wrong with it
 
 
 def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Encoder) -> Prepared:
@@ -124,7 +124,7 @@ def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enco
         "precision": options.precision,
         "dtype": options.dtype,
     }
-    if options.layout != LAYOUTS[0]:  # older folders do not say so
+    if options.layout != LAYOUTS[0]:  # older manifests do not record it
         settings["layout"] = options.layout
     source: TileSource
     if isinstance(given, Path):
@@ -145,7 +145,7 @@ def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Enco
 
 @contextmanager
 def opened_folder(prepared: Prepared) -> Iterator[Folder]:
-    """The folder of the run, to which no other run writes meanwhile."""
+    """Open and lock the folder of the run."""
     overwrite = prepared.options.overwrite
     folder = Folder(prepared.layout, prepared.settings, overwrite=overwrite)
     holding = held(folder.path)

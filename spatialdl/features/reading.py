@@ -1,6 +1,6 @@
-"""Tiles read ahead by threads, while an encoder is at earlier ones; their order stays.
+"""Prefetch of tiles by threads, in order, while the encoder computes.
 
-Decoders and resampling let other threads run meanwhile, so that processes are not needed.
+Decoders and resampling release the GIL, so threads suffice.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from queue import Full, Queue
 from spatialdl.features.sources import SlideTiles, TilePiece
 from spatialdl.slides.batch.report import TilingReport
 
-_LOOK_S = 0.1  # after which a waiting thread looks whether it is to end
+_POLL_S = 0.1  # interval at which a waiting thread checks whether to stop
 
 Opened = SlideTiles | TilingReport
-"""A slide to be read, or what became of one of which nothing is."""
+"""A slide to read, or the report of a slide without tiles to read."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A piece of a slide, or why it could not be read; without either the slide is over."""
+    """A piece of a slide, or the error of reading it; neither marks the end of the slide."""
 
     bag: SlideTiles
     piece: TilePiece | None = None
@@ -30,7 +30,7 @@ class Read:
 
 
 class ReadAhead:
-    """Reads slide after slide.
+    """A reader that prefetches slide after slide.
 
     ::
 
@@ -38,8 +38,8 @@ class ReadAhead:
             for one in reading:  # a `TilingReport`, or a `Read`
 
     Args:
-        opened: gives the next slide, and None at the end; called in a thread of its own.
-        threads: that read.
+        opened: returns the next slide, None at the end; called in a separate thread.
+        threads: number of reading threads.
     """
 
     def __init__(self, opened: Callable[[], Opened | None], threads: int) -> None:
@@ -47,24 +47,24 @@ class ReadAhead:
         self._queue: Queue[
             TilingReport | tuple[SlideTiles, Future[TilePiece] | None] | Exception | None
         ] = Queue(2 * threads + 2)
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(threads, "reading")
         self._thread = threading.Thread(target=self._plan, name="planning", daemon=True)
 
     def __enter__(self) -> ReadAhead:
-        """Start."""
+        """Start the threads."""
         self._thread.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """End the threads, whatever they are at."""
-        self._over.set()
+        """Stop the threads; pending reads are cancelled."""
+        self._stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[TilingReport | Read]:
-        """What was read, in order."""
+        """Yield results in order."""
         while (one := self._queue.get()) is not None:
             if isinstance(one, Exception):
                 raise one
@@ -82,7 +82,7 @@ class ReadAhead:
 
     def _plan(self) -> None:
         try:
-            while not self._over.is_set() and (found := self._opened()) is not None:
+            while not self._stopped.is_set() and (found := self._opened()) is not None:
                 if isinstance(found, TilingReport):
                     self._put(found)
                     continue
@@ -90,23 +90,23 @@ class ReadAhead:
                     self._put_read(found, first, last)
                 self._put((found, None))
             self._put(None)
-        except Exception as error:  # raised where the pieces are taken
+        except Exception as error:  # re-raised in the consumer
             self._put(error)
 
     def _put_read(self, bag: SlideTiles, first: int, last: int) -> None:
-        if not self._over.is_set():
+        if not self._stopped.is_set():
             try:
                 self._put((bag, self._pool.submit(bag.read, first, last)))
-            except RuntimeError:  # it was shut down in that moment
-                if not self._over.is_set():
+            except RuntimeError:  # the pool was shut down concurrently
+                if not self._stopped.is_set():
                     raise
 
     def _put(
         self, one: TilingReport | tuple[SlideTiles, Future[TilePiece] | None] | Exception | None
     ) -> None:
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             try:
-                self._queue.put(one, timeout=_LOOK_S)
+                self._queue.put(one, timeout=_POLL_S)
             except Full:
                 continue
             return

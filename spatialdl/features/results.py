@@ -1,8 +1,8 @@
-"""Files of a slide in a folder of features, and the key by which a run resumes. ::
+"""Output files of a slide, with the key by which a run resumes. ::
 
 h5/NAME.h5           features, coords
 h5_files/NAME.h5     the same in the layout of CLAM
-pt_files/NAME.pt     its features alone, as a tensor: what the training script of CLAM loads
+pt_files/NAME.pt     only the features, as a tensor, for the training script of CLAM
 maps/NAME.h5, .png   features of a whole region, see `features.maps`
 """
 
@@ -33,11 +33,11 @@ _KEY, _REPORT = "key", "report"
 
 @dataclass(frozen=True)
 class ResultFolders:
-    """Where the files of slides lie.
+    """Paths of output files.
 
     Attributes:
-        out: the folder of the run.
-        kind: one of `LAYOUTS`, of features of tiles, or `MAPS`, of whole regions.
+        out: folder of the run.
+        kind: one of `LAYOUTS` for features of tiles, or `MAPS` for whole regions.
     """
 
     out: Path
@@ -50,7 +50,7 @@ class ResultFolders:
 
     @property
     def tensors(self) -> str | None:
-        """Folder of features as tensors, if there are any."""
+        """Folder of features as tensors, if the layout has one."""
         return "pt_files" if self.kind == "clam" else None
 
     def features_of(self, name: str) -> Path:
@@ -58,11 +58,11 @@ class ResultFolders:
         return self.out / self.features / f"{name}.h5"
 
     def tensor_of(self, name: str) -> Path | None:
-        """The file of its features as a tensor."""
+        """The file of a slide's features as a tensor."""
         return None if self.tensors is None else self.out / self.tensors / f"{name}.pt"
 
     def picture_of(self, name: str) -> Path:
-        """The picture of its map, where there are maps."""
+        """The picture of a slide's map."""
         return self.out / MAPS / f"{name}.png"
 
     def files_of(self, name: str) -> list[Path]:
@@ -74,14 +74,14 @@ class ResultFolders:
 
 @dataclass(frozen=True)
 class Before:
-    """A slide that has features already: the key of what they were made from, and its report."""
+    """Existing features of a slide: the key of their inputs, and the slide's report."""
 
     key: str
     report: TilingReport
 
 
 def load_before(layout: ResultFolders, name: str) -> Before | None:
-    """What an earlier run has made of a slide; None if a file is missing or damaged."""
+    """Load an earlier run's result of a slide; None if a file is missing or damaged."""
     if not all(path.is_file() for path in layout.files_of(name)):
         return None
     try:
@@ -94,10 +94,10 @@ def load_before(layout: ResultFolders, name: str) -> Before | None:
 
 
 def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
-    """Refuse to write over the features of another slide of that name.
+    """Check that existing features are not of another slide with the same name.
 
     Raises:
-        SlideError: the ones that are there are of a slide from elsewhere.
+        SlideError: they are.
     """
     if before is None or before.key == key or before.report.file == file:
         return
@@ -107,50 +107,50 @@ def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
     )
 
 
-def known_again(key: str, report: TilingReport) -> dict[str, str]:
-    """The attributes of features that `load_before` reads."""
+def resume_attributes(key: str, report: TilingReport) -> dict[str, str]:
+    """Attributes of features by which `load_before` recognises them."""
     return {_KEY: key, _REPORT: json.dumps({**report.to_json(), "seconds": 0.0})}
 
 
 def save_slide(
     layout: ResultFolders, filling: Filling, dtype: np.dtype[Any], about: Mapping[str, object]
 ) -> TilingReport:
-    """Write the features of a slide, if there are any, and say what became of it.
+    """Write the features of a slide, if there are any, and return its report.
 
     Args:
-        layout: of the folder of the run.
-        filling: all of its features.
-        dtype: in which they are stored.
+        layout: folders of the run.
+        filling: the slide with all of its features.
+        dtype: dtype of the stored features.
         about: attributes of the features, such as the encoder's name.
 
     Raises:
         SlideError: features are not finite.
-        OSError: they cannot be written.
+        OSError: the files cannot be written.
     """
     bag, report = filling.bag, filling.bag.report
     sum_up(report, filling.parts)
     if not report.written:
         for path in layout.files_of(bag.name):
-            path.unlink(missing_ok=True)  # of what the slide was before
+            path.unlink(missing_ok=True)  # left by an earlier version of the slide
         return report
     features = np.concatenate(filling.features)
-    with np.errstate(over="ignore"):  # found below
+    with np.errstate(over="ignore"):  # overflow is reported below
         stored = features.astype(dtype)
     bad = int((~np.isfinite(stored)).any(1).sum())
     if bad:
         large = np.isfinite(features).all()
-        remedy = "take --dtype float32" if large else "take --precision float32 or bf16"
+        remedy = "use --dtype float32" if large else "use --precision float32 or bf16"
         raise SlideError(
             f"slide {bag.report.file}: {bad} of {len(stored)} tiles have features that are not "
             f"finite{f' in {dtype}' if large else ''}; {remedy}"
         )
     coords = np.array([(x, y) for part in filling.parts for x, y, _ in part.taken], np.int64)
-    said = {**about, **known_again(bag.key, report)}
+    tags = {**about, **resume_attributes(bag.key, report)}
     tensor = layout.tensor_of(bag.name)
-    if tensor is not None:  # first: the key, by which a slide is done, is in the other file
+    if tensor is not None:  # first, as the other file's key marks the slide as complete
         _save_tensor(tensor, stored)
     path = layout.features_of(bag.name)
-    write_features(path, stored, coords.reshape(-1, 2), bag.attributes, said)
+    write_features(path, stored, coords.reshape(-1, 2), bag.attributes, tags)
     return report
 
 

@@ -1,4 +1,4 @@
-"""The tiles of slides and of data sets, slide by slide, in pieces that threads read."""
+"""Tiles of slides and data sets, slide by slide, in pieces read by threads."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.wanted import Wanted
 
-_MOST_TILES, _MOST_BYTES = 32, 8 * 2**20  # of a piece
+_MOST_TILES, _MOST_BYTES = 32, 8 * 2**20  # limits of a piece
 
 Tiles = npt.NDArray[np.uint8]
 
 
 @dataclass
 class TilePiece:
-    """Some tiles of a slide that were read.
+    """A piece of a slide's tiles.
 
     Attributes:
         tiles: uint8 (tiles, rows, cols, 3).
-        part: where they lie, and what became of the others.
+        part: positions of the tiles, and why other tiles of the piece were left out.
     """
 
     tiles: Tiles
@@ -54,10 +54,10 @@ class SlideTiles(ABC):
     """The tiles of one slide.
 
     Attributes:
-        name: of the slide.
-        key: a digest of what its features depend on.
-        report: what is known of it so far.
-        attributes: of its coordinates.
+        name: name of the slide.
+        key: digest of the inputs of its features.
+        report: its report so far.
+        attributes: attributes of its coordinates.
         side: rows and columns of a tile.
     """
 
@@ -70,18 +70,18 @@ class SlideTiles(ABC):
     @property
     @abstractmethod
     def count(self) -> int:
-        """Tiles to be read."""
+        """Number of tiles to read."""
 
     @abstractmethod
     def read(self, first: int, last: int) -> TilePiece:
-        """Tiles from `first` up to `last`; threads may read at the same time."""
+        """Read tiles `first` up to `last` (exclusive); thread-safe."""
 
     @abstractmethod
     def close(self) -> None:
         """Close files."""
 
     def pieces(self) -> list[tuple[int, int]]:
-        """In which pieces it is read."""
+        """First and last tile of each piece."""
         step = max(1, min(_MOST_TILES, _MOST_BYTES // (3 * self.side**2)))
         return [(k, min(k + step, self.count)) for k in range(0, self.count, step)]
 
@@ -91,17 +91,17 @@ class SlideTiles(ABC):
 
 
 class TileSource(ABC):
-    """All slides of a run; small enough to be sent to other processes.
+    """All slides of a run; cheap to pickle.
 
     Attributes:
-        tasks: the slides, the largest first.
+        tasks: the slides, largest first.
     """
 
     tasks: Sequence[Task]
 
     @abstractmethod
     def key(self, task: Task) -> str:
-        """A digest of what the features of a slide depend on.
+        """Digest of the inputs of a slide's features.
 
         Raises:
             SlideError, ShardError, OSError: the slide cannot be read.
@@ -109,20 +109,20 @@ class TileSource(ABC):
 
     @abstractmethod
     def open(self, task: Task, key: str) -> SlideTiles:
-        """Choose the tiles of a slide.
+        """Select the tiles of a slide.
 
         Raises:
-            SlideError, ShardError, OSError: it cannot be used.
+            SlideError, ShardError, OSError: the slide is unusable.
         """
 
 
 @dataclass
 class SlideSource(TileSource):
-    """Slides, cut as `spatialdl-tile` cuts them.
+    """Slides, cut as by `spatialdl-tile`.
 
     Attributes:
-        options: as `spatialdl-tile` has them.
-        settings: what features depend on besides the slides.
+        options: options of `spatialdl-tile`.
+        settings: settings on which features depend.
     """
 
     tasks: Sequence[Task]
@@ -202,7 +202,7 @@ class _SlideTiles(SlideTiles):
         return self._stacked(images, part)
 
     def _slide(self) -> Slide:
-        """One that no other thread reads."""
+        """An open slide that no other thread uses."""
         try:
             return self.idle.get_nowait()
         except Empty:
@@ -215,12 +215,12 @@ class _SlideTiles(SlideTiles):
 
 @dataclass
 class ShardSource(TileSource):
-    """The tiles of a data set, by slides.
+    """The tiles of a data set, grouped by slide.
 
     Attributes:
-        folder: of the data set.
-        split: the one that is taken, None takes all.
-        settings: what features depend on besides the tiles.
+        folder: folder of the data set.
+        split: split to use; None for all samples.
+        settings: settings on which features depend.
     """
 
     folder: Path
@@ -246,7 +246,7 @@ class ShardSource(TileSource):
     @property
     def _size(self) -> tuple[int, int]:
         size = self._dataset.manifest.tile_size
-        assert size is not None  # of tiles, which the manifest was checked for
+        assert size is not None  # data sets of tiles have one
         return size
 
     def key(self, task: Task) -> str:
@@ -254,8 +254,8 @@ class ShardSource(TileSource):
         where = [
             (shards[one.shard].sha256, one.index, one.x, one.y) for one in self._samples(task.name)
         ]
-        said = json.dumps([task.name, where, self.settings], sort_keys=True, default=str)
-        return hashlib.sha256(said.encode()).hexdigest()
+        text = json.dumps([task.name, where, self.settings], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def open(self, task: Task, key: str) -> SlideTiles:
         found = self._inputs[task.name]
@@ -273,7 +273,7 @@ class ShardSource(TileSource):
         return [one for one in found if isinstance(one, TileSample)]
 
     def numbers(self, name: str) -> Sequence[int]:
-        """The samples of a slide."""
+        """Sample indices of a slide."""
         found: Sequence[int] = self._inputs[name].source.numbers  # type: ignore[attr-defined]
         return found
 
@@ -321,20 +321,20 @@ class _ShardTiles(SlideTiles):
 
 
 def _check(dataset: ShardDataset) -> None:
-    """Refuse data sets that encoders do not take.
+    """Check that encoders support a data set.
 
     Raises:
-        ValueError: naming what it has.
+        ValueError: its samples are not square RGB tiles of uint8.
     """
     if dataset.kind != "tiles":
         raise ValueError(
-            f"data set {dataset.path} has {dataset.kind}, features are of tiles: cut slides by "
-            "spatialdl-tile --tile-size N, or name the slides"
+            f"data set {dataset.path} has {dataset.kind}, but features need tiles: cut slides by "
+            "spatialdl-tile --tile-size N, or give the slides"
         )
     if dataset.channels != 3 or dataset.dtype != np.uint8:
         raise ValueError(
-            f"data set {dataset.path} has {dataset.channels} channels of {dataset.dtype}, encoders "
-            "take 3 of uint8"
+            f"data set {dataset.path} has {dataset.channels} channels of {dataset.dtype}, but "
+            "encoders take 3 of uint8"
         )
     rows, cols = dataset.manifest.tile_size or (0, 0)
     if rows != cols:
@@ -342,15 +342,15 @@ def _check(dataset: ShardDataset) -> None:
 
 
 def _set_attributes(found: Input, made_with: Mapping[str, Any], side: int) -> dict[str, object]:
-    """What is known of where tiles of a data set were cut."""
-    said: dict[str, object] = {"patch_size": side, "name": found.name}
+    """Attributes of the coordinates of a data set's tiles."""
+    attributes: dict[str, object] = {"patch_size": side, "name": found.name}
     if found.span is not None:
-        said["patch_size_level0"] = round(found.span[0])
+        attributes["patch_size_level0"] = round(found.span[0])
     for key, name, kinds in (
         ("overlap", "overlap", int),
         ("level", "patch_level", int),
         ("mag", "target_magnification", (int, float)),
     ):
         if isinstance(made_with.get(key), kinds):
-            said[name] = made_with[key]
-    return said
+            attributes[name] = made_with[key]
+    return attributes

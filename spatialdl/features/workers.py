@@ -1,4 +1,4 @@
-"""Workers of a run: this process, or processes of this machine; devices are taken in turn."""
+"""Workers of a run: this process, or several on this machine, over its devices in turn."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.sharing import DIED
 from spatialdl.text import counted
 
-_LOOK_S = 0.5  # after which the parent looks whether its processes live
+_POLL_S = 0.5  # interval at which the parent checks that its processes are alive
 
 
 class SlideProgress:
-    """A bar of slides, with the tiles so far.
+    """A progress bar of slides, with the number of tiles.
 
     Args:
-        slides: of the run.
-        job: where several workers are at it and only this one is heard of; it counts slides that
-            were taken by all.
+        slides: number of slides of the run.
+        job: the job, if only this one of several workers reports; slides are then counted by the
+            claims of all workers.
     """
 
     def __init__(self, slides: int, job: FeatureJob | None = None) -> None:
@@ -39,8 +39,8 @@ class SlideProgress:
         )
         self._tiles, self._job = 0, job
 
-    def told(self, report: TilingReport | None, tiles: int) -> None:
-        """Take note of what `FeatureWorker` tells."""
+    def update(self, report: TilingReport | None, tiles: int) -> None:
+        """Advance the bar; the callback of `FeatureWorker`."""
         self._tiles += tiles
         if self._bar.disable:
             return
@@ -51,25 +51,25 @@ class SlideProgress:
         self._bar.update(done)
 
     def close(self) -> None:
-        """Remove it."""
+        """Erase the bar."""
         self._bar.close()
 
 
 def device_for(name: str, number: int) -> torch.device:
-    """The device of a worker: devices of a machine are taken in turn.
+    """The device of a worker, round-robin over the devices of a machine.
 
     Args:
-        name: `--device`.
-        number: of the worker on its machine.
+        name: value of `--device`.
+        number: index of the worker on its machine.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device is not available.
     """
     if name == "cpu":
         return torch.device("cpu")
     found = current_device()
     if name not in ("auto", found.type):
-        raise ValueError(f"--device {name}: PyTorch sees no {name} here; take cpu or auto")
+        raise ValueError(f"--device {name}: PyTorch sees no {name} here; use cpu or auto")
     if found.type == "cpu":
         return found
     device = torch.device(found.type, number % torch.accelerator.device_count())
@@ -77,11 +77,13 @@ def device_for(name: str, number: int) -> torch.device:
     return device
 
 
-def run_alone(job: FeatureJob, encoder: Encoder, device: torch.device) -> list[WorkerResult]:
-    """Do all of it in this process."""
+def run_single_process(
+    job: FeatureJob, encoder: Encoder, device: torch.device
+) -> list[WorkerResult]:
+    """Run the job in this process."""
     progress = SlideProgress(len(job.source.tasks))
     try:
-        return [FeatureWorker(job, encoder, device, progress.told).run()]
+        return [FeatureWorker(job, encoder, device, progress.update).run()]
     finally:
         progress.close()
 
@@ -89,16 +91,16 @@ def run_alone(job: FeatureJob, encoder: Encoder, device: torch.device) -> list[W
 def run_processes(
     job: FeatureJob, wish: Wish, digest: str, device: str, count: int
 ) -> list[WorkerResult]:
-    """Share it among processes; slides of one that dies are reported as failed.
+    """Run the job in several processes; slides of a process that dies are reported as failed.
 
     Args:
-        wish: by which each makes its encoder.
-        digest: of its weights, which all must have.
-        device: `--device`.
-        count: processes.
+        wish: request from which each process makes its encoder.
+        digest: digest of the weights, which must be the same in all processes.
+        device: value of `--device`.
+        count: number of processes.
 
     Raises:
-        ValueError, OSError: a process cannot work.
+        ValueError, OSError: a process failed.
     """
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
@@ -129,10 +131,10 @@ def _collected(
     dead = False
     while len(outcomes) < len(processes):
         try:
-            number, kind, value = queue.get(timeout=_LOOK_S)
+            number, kind, value = queue.get(timeout=_POLL_S)
         except Empty:
             alive = [process.is_alive() for process in processes]
-            if dead:  # and nothing of it is on its way any more
+            if dead:  # and the queue has been empty since
                 for number, lives in enumerate(alive):
                     if not lives:
                         outcomes.setdefault(number, WorkerResult())
@@ -144,9 +146,9 @@ def _collected(
             outcomes[number] = value
         elif kind == "report":
             reports.append(value)
-            progress.told(value, 0)
+            progress.update(value, 0)
         else:
-            progress.told(None, value)
+            progress.update(None, value)
     known = {report.slide for report in reports}
     lost = [
         TilingReport(task.name, file=str(task.path), failed=True, note=f"slide {task.path}: {DIED}")
@@ -159,32 +161,32 @@ def _collected(
 def _in_process(
     job: FeatureJob, wish: Wish, digest: str, device: str, number: int, count: int, queue: Any
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its processes
     end_with_launcher()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // count))
 
-    def told(report: TilingReport | None, tiles: int) -> None:
+    def report_progress(report: TilingReport | None, tiles: int) -> None:
         queue.put((number, "tiles", tiles) if report is None else (number, "report", report))
 
     try:
         encoder = make_encoder(wish)
         check_same(encoder, digest)
-        outcome = FeatureWorker(job, encoder, device_for(device, number), told).run()
-        outcome.reports = []  # which were told
+        outcome = FeatureWorker(job, encoder, device_for(device, number), report_progress).run()
+        outcome.reports = []  # sent one by one
         queue.put((number, "done", outcome))
     except (ValueError, OSError) as error:
         queue.put((number, "error", error))
 
 
 def check_same(encoder: Encoder, digest: str) -> None:
-    """Refuse an encoder with other weights than the first worker's.
+    """Check that an encoder has the same weights as the first worker's.
 
     Raises:
         ValueError: they differ.
     """
     if encoder.digest() != digest:
         raise ValueError(
-            "the encoder has other weights each time it is made: give --weights FILE, or have its "
-            "class load them"
+            "the encoder's weights differ between processes: give --weights FILE, or load them in "
+            "its class"
         )

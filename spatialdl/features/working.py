@@ -1,4 +1,4 @@
-"""One worker of a run: takes slides, reads them ahead, encodes their tiles, writes their files."""
+"""Feature worker: claims slides, reads ahead, encodes tiles, writes files."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from spatialdl.training.optimization.precision import Precision
 
 @dataclass(frozen=True)
 class FeatureJob:
-    """What all workers of a run have in common.
+    """Settings shared by all workers of a run.
 
     Attributes:
         source: the slides.
-        claims: which of them are taken.
-        layout: of the folder of the run.
+        claims: claims of workers on slides.
+        layout: folders of the run.
         about: attributes of the features.
-        dtype: in which they are stored.
-        precision: in which numbers the encoder computes.
-        batch_size: tiles at a time.
-        readers: threads that read.
+        dtype: dtype of the stored features.
+        precision: precision of the encoder.
+        batch_size: tiles per batch.
+        readers: number of reading threads.
     """
 
     source: TileSource
@@ -51,16 +51,16 @@ class FeatureJob:
 
 @dataclass
 class WorkerResult:
-    """What a worker did.
+    """The results of a worker.
 
     Attributes:
-        reports: of its slides.
-        before: names of those that were done before.
-        tiles: that were encoded.
-        seconds: it took.
-        waited: seconds that the encoder had nothing to do.
-        encoding: seconds that it had.
-        reading: seconds of all reading threads together.
+        reports: reports of its slides.
+        before: names of slides completed by an earlier run.
+        tiles: number of encoded tiles.
+        seconds: total time.
+        waited: seconds the encoder waited for tiles.
+        encoding: seconds the encoder was busy.
+        reading: seconds of reading, summed over threads.
     """
 
     reports: list[TilingReport] = field(default_factory=list)
@@ -73,13 +73,13 @@ class WorkerResult:
 
 
 class FeatureWorker:
-    """Does a share of a run.
+    """A worker that computes features of slides.
 
     Args:
         job: the run.
-        encoder: as made.
-        device: where it computes.
-        told: called with each report, and with the tiles encoded since the call before.
+        encoder: the encoder, on the CPU.
+        device: device of the encoder.
+        progress: called with each report, and with the number of tiles since the last call.
     """
 
     def __init__(
@@ -87,24 +87,24 @@ class FeatureWorker:
         job: FeatureJob,
         encoder: Encoder,
         device: torch.device,
-        told: Callable[[TilingReport | None, int], None],
+        progress: Callable[[TilingReport | None, int], None],
     ) -> None:
-        self._job, self._told = job, told
+        self._job, self._progress = job, progress
         self._encoding = DeviceEncoder(encoder, device, job.precision, job.batch_size)
         self._outcome = WorkerResult()
-        self._before: list[str] = []  # of the thread that opens slides
+        self._before: list[str] = []  # written by the thread that opens slides
 
     def run(self) -> WorkerResult:
-        """Take slides until there are none.
+        """Process slides until none is left.
 
         Raises:
-            ValueError: there is too little memory for a batch.
-            OSError: nothing can be written.
+            ValueError: the device runs out of memory.
+            OSError: the output cannot be written.
         """
         started, outcome = time.monotonic(), self._outcome
         try:
             with ReadAhead(self._next, self._job.readers) as reading:
-                self._go(reading)
+                self._process(reading)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"a batch of {self._job.batch_size} tiles does not fit into the device's memory: "
@@ -114,12 +114,12 @@ class FeatureWorker:
         outcome.before, outcome.encoding = self._before, self._encoding.seconds
         return outcome
 
-    def _go(self, reading: ReadAhead) -> None:
+    def _process(self, reading: ReadAhead) -> None:
         encoding, stream = self._encoding, iter(reading)
         while True:
-            asked = time.monotonic()
+            started = time.monotonic()
             one = next(stream, None)
-            self._outcome.waited += time.monotonic() - asked
+            self._outcome.waited += time.monotonic() - started
             if one is None:
                 break
             if isinstance(one, TilingReport):
@@ -147,21 +147,21 @@ class FeatureWorker:
             return save_slide(job.layout, filling, np.dtype(job.dtype), job.about)
         except OSError as error:
             if filling.problem is None:
-                raise  # nothing can be written, which other slides will not mend
+                raise  # writing would fail for the next slides as well
             return failed(bag.report, error)
         except Exception as error:
             return failed(bag.report, error)
 
     def _report(self, report: TilingReport) -> None:
         self._outcome.reports.append(report)
-        self._told(report, 0)
+        self._progress(report, 0)
 
     def _count(self, tiles: int) -> None:
         self._outcome.tiles += tiles
-        self._told(None, tiles)
+        self._progress(None, tiles)
 
     def _next(self) -> Opened | None:
-        """The next slide, in a thread of its own."""
+        """Open the next slide; called in the planning thread."""
         number = self._job.claims.take()
         if number is None:
             return None
@@ -183,7 +183,7 @@ class FeatureWorker:
 
 
 def failed(report: TilingReport, error: Exception) -> TilingReport:
-    """The report of a slide that cannot be used; of unforeseen errors the traceback is printed."""
+    """The report of a failed slide; prints the traceback of unexpected errors."""
     report.failed, report.written = True, 0
     if isinstance(error, SlideError | ShardError):
         report.note = str(error).replace(", or a column mpp of the labels", "")

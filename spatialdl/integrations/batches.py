@@ -1,4 +1,4 @@
-"""Which tensors of a user's batch are images, and splitting them."""
+"""Detection and splitting of images in a user's batch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import SpatialTensor
 
 Split = Callable[[Any, Mesh], Any] | Collection[str | int] | str | int | None
-"""A function of a batch and the mesh, the keys of what is split, or None to recognise it."""
+"""A function of batch and mesh, the keys of images and masks, or None for detection."""
 
 
 def split_batch(batch: Any, mesh: Mesh, how: Split = None) -> Any:
-    """A batch whose images are split over the grid of a mesh; every rank of it must call it.
+    """Split the images of a batch over the grid of a mesh; collective over the mesh.
 
     Args:
         batch: tensors in tuples, lists, dicts and named tuples; the same on all ranks of a grid.
         mesh: the ranks.
-        how: a function that is called with batch and mesh and returns the batch with split images;
-            or the keys of the images in a dict, or their places in a tuple or list. None splits
-            each floating tensor (N, C, *spatial) (without one, those of integers), and each tensor
-            (N, C, *spatial) or (N, *spatial) whose spatial dims have the size of such an image: its
-            mask. Everything else stays whole on every rank.
+        how: a function of batch and mesh that returns the batch with split images; or the keys of
+            the images in a dict, or their indices in a tuple or list. None splits each floating
+            tensor (N, C, *spatial) (without any, those of integers), and each mask: a tensor
+            (N, C, *spatial) or (N, *spatial) with the spatial size of such an image. Everything
+            else stays whole on every rank.
 
     Raises:
-        ValueError: if there is no image, or a key of `how` is missing.
+        ValueError: there is no image, or a key of `how` is missing.
     """
     if callable(how):
         return how(batch, mesh)
@@ -43,7 +43,7 @@ def split_batch(batch: Any, mesh: Mesh, how: Split = None) -> Any:
         raise ValueError(
             f"found no image in a batch of {type(batch).__name__} with "
             f"{', '.join(shapes) or 'no tensors'}: an image to be split over a grid of "
-            f"{mesh.grid} is {image_shape(len(mesh.grid))}; name the images with split=, by keys "
+            f"{mesh.grid} is {image_shape(len(mesh.grid))}; select the images with split=, by keys "
             "or by a function of batch and mesh"
         )
     return tree_map_only(
@@ -52,7 +52,7 @@ def split_batch(batch: Any, mesh: Mesh, how: Split = None) -> Any:
 
 
 def _image_sizes(tensors: list[Tensor], dims: int) -> set[tuple[int, ...]]:
-    """Spatial sizes of the images of a batch: of floating ones, else of integers."""
+    """Spatial sizes of the images of a batch: floating tensors, or else integer tensors."""
     images = [x for x in tensors if x.dim() == dims + 2 and not isinstance(x, SpatialTensor)]
     floating = [x for x in images if x.is_floating_point()]
     return {tuple(x.shape[-dims:]) for x in floating or images}
@@ -66,17 +66,17 @@ def _is_split(x: Tensor, sizes: set[tuple[int, ...]], mesh: Mesh) -> bool:
 
 def _by_keys(batch: Any, mesh: Mesh, keys: Collection[str | int]) -> Any:
     if isinstance(batch, Mapping):
-        there: Collection[Any] = batch.keys()
+        known: Collection[Any] = batch.keys()
     elif isinstance(batch, tuple | list):
-        there = range(len(batch))
+        known = range(len(batch))
     else:
         raise ValueError(
-            f"split={keys!r} names images by key, but a batch is a {type(batch).__name__}: give a "
-            "function of batch and mesh"
+            f"split={keys!r} selects images by key, but a batch is a {type(batch).__name__}: give "
+            "a function of batch and mesh"
         )
-    missing = [key for key in keys if key not in there]
+    missing = [key for key in keys if key not in known]
     if missing:
-        raise ValueError(f"split= names {missing}, but a batch has {list(there)}")
+        raise ValueError(f"split= has keys {missing}, but a batch has {list(known)}")
     if isinstance(batch, Mapping):
         new = dict(batch)
         new.update({key: _split_all(batch[key], mesh) for key in keys})
@@ -87,5 +87,5 @@ def _by_keys(batch: Any, mesh: Mesh, keys: Collection[str | int]) -> Any:
 
 
 def _split_all(value: Any, mesh: Mesh) -> Any:
-    """All tensors of what a key names: an image, or several in a list."""
+    """Split all tensors under a key: an image, or several in a list."""
     return tree_map_only(Tensor, lambda x: shard(x, mesh), value)

@@ -63,29 +63,29 @@ def _is_integer(values: Tensor) -> bool:
 
 
 class SpatialStrategy(ParallelStrategy):
-    """Trains a LightningModule on images split over ranks, with the numbers of one process.
+    """Train a LightningModule on images split over ranks, with the results of a single process.
 
-    The ranks are those of ``mpiexec -n N python script.py``, ``srun`` or ``torchrun``. Every rank
-    of a grid loads the same whole images, keeps its part of them, and has whole labels. Gradients
-    are averaged once for each step of an optimizer, before they are clipped. Checkpoints hold whole
-    weights under the module's own names, and load in any other layout and in Lightning without this
-    strategy. BatchNorm has the statistics of all images of a step.
+    Start the ranks by ``mpiexec -n N python script.py``, ``srun`` or ``torchrun``. Every rank of a
+    grid loads the same whole images, keeps its part of them, and has whole labels. Gradients are
+    averaged once per optimizer step, before clipping. Checkpoints contain whole weights under the
+    module's names, and load in any other layout and in Lightning without this strategy. BatchNorm
+    uses the statistics of all images of a step.
 
     ``trainer.strategy.mesh`` is the mesh.
 
     Args:
-        grid: into how many parts each spatial dim is split: (rows, columns) for images.
-        data: replicas, each with other samples; Lightning distributes the samples over them.
-        split: what of a batch is split, if it is not to be recognised: the keys of images and masks
-            in a dict, their places in a tuple, or a function of batch and mesh that returns the
-            batch; see `spatialdl.integrations.batches.split_batch`. Or override `split`.
-        timeout: seconds after which a rank that waits for others ends all; None waits for ever.
-        checkpoint_io: as for other strategies of Lightning.
-        precision_plugin: as for other strategies of Lightning.
+        grid: number of parts along each spatial dim: (rows, columns) for images.
+        data: number of replicas; Lightning distributes the samples over them.
+        split: images and masks of a batch, instead of detecting them: keys of a dict, indices of a
+            tuple, or a function of batch and mesh that returns the split batch; see
+            `spatialdl.integrations.batches.split_batch`. Alternatively override `split`.
+        timeout: seconds after which a rank that waits for a peer aborts the run; None disables it.
+        checkpoint_io: as in other strategies of Lightning.
+        precision_plugin: as in other strategies of Lightning.
 
     Raises:
-        ValueError: from ``Trainer(...)``, if the ranks are not ``data * prod(grid)``, or its other
-            arguments ask for something else.
+        ValueError: from ``Trainer(...)``, if the number of ranks is not ``data * prod(grid)``, or
+            other arguments of it are not supported.
     """
 
     strategy_name = "spatial"
@@ -115,25 +115,25 @@ class SpatialStrategy(ParallelStrategy):
         self._root_device = torch.device("cpu")
         self._averaging: Averaging | None = None
         self._metrics: list[tuple[Metric, Any]] = []
-        self.num_nodes = 1  # the Trainer sets it
-        # or each rank prints what the Trainer has to say
+        self.num_nodes = 1  # set by the Trainer
+        # otherwise each rank prints the Trainer's messages
         rank_zero_only.rank = self._ranks.global_rank()  # type: ignore[attr-defined]
 
     # --- ranks
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks as a mesh, from ``Trainer(...)`` on.
+        """The mesh of ranks, available after ``Trainer(...)``.
 
         Raises:
-            RuntimeError: before.
+            RuntimeError: the Trainer has not set it up yet.
         """
         if self._mesh is None:
             raise RuntimeError("the mesh is set up by Trainer(strategy=SpatialStrategy(...))")
         return self._mesh
 
     def set_world_ranks(self) -> None:
-        """Set the mesh up; the Trainer calls it when it has chosen the devices."""
+        """Set up the mesh; called by the Trainer after it has chosen the devices."""
         if self._mesh is not None:
             return
         self._check_trainer()
@@ -146,27 +146,27 @@ class SpatialStrategy(ParallelStrategy):
         check_devices(given, self.num_nodes, world.size, self._ranks.launcher)
         self._mesh = mesh = init_mesh(**self._arguments)
         self._lane = lane_of(mesh.comm)
-        self._ranks.meet(world)
+        self._ranks.find_nodes(world)
         if mesh.data > 1:
             same_part = [replica * mesh.parts + mesh.part for replica in range(mesh.data)]
             self._replicas = mesh.comm.subset(same_part)
 
     def _check_trainer(self) -> None:
-        """Refuse what else the Trainer was given.
+        """Check the other arguments of the Trainer.
 
         Raises:
-            ValueError: if it cannot be.
+            ValueError: one of them is not supported.
         """
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True replaces BatchNorm by layers that cannot be split: leave it "
-                "out, BatchNorm has the statistics of all images of a step with SpatialStrategy"
+                "out, SpatialStrategy computes BatchNorm over all images of a step"
             )
         kinds = [kind.__name__ for kind in type(self.precision_plugin).__mro__]
         if not _REPLACE_LAYERS.isdisjoint(kinds):
             raise ValueError(
-                f"SpatialStrategy cannot use {kinds[0]}, which replaces layers or weights: take "
-                "precision=32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
+                f"SpatialStrategy does not support {kinds[0]}, which replaces layers or weights: "
+                "use precision=32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
             )
 
     def _configure_launcher(self) -> None:
@@ -174,28 +174,28 @@ class SpatialStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's."""
+        """The device of this rank."""
         return self._root_device
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks have different samples; the Trainer asks for samplers and for `log`."""
+        """Whether ranks have different samples, for the Trainer's samplers and `log`."""
         return bool(self._arguments["data"] > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a grid have the same samples."""
+        """Arguments of the sampler: all ranks of a grid get the same samples."""
         return {"num_replicas": self.mesh.data, "rank": self.mesh.replica}
 
     def setup_environment(self) -> None:
-        """At the start of fit, validate, test and predict."""
+        """Set up at the start of fit, validate, test and predict."""
         super().setup_environment()
         agree_on_random_numbers(self.mesh, self.root_device)
 
     # --- batches
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by replica, where ``seed_everything(workers=True)`` asks for seeds."""
+        """Seed workers by replica, if ``seed_everything(workers=True)`` is set."""
         wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
         if wanted and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.mesh.replica)
@@ -204,11 +204,11 @@ class SpatialStrategy(ParallelStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Move a batch to the device, through the hooks of the module, and split it."""
+        """Move a batch to the device by the hooks of the module, and split it."""
         return self.split(super().batch_to_device(batch, device, dataloader_idx))
 
     def split(self, batch: Any) -> Any:
-        """A batch with split images; override it for batches of your own.
+        """Split the images of a batch; override it for custom batches.
 
         Args:
             batch: on the device, after the hooks of the module; the same on all ranks of a grid.
@@ -223,7 +223,7 @@ class SpatialStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        """Give all ranks the weights of rank 0, and follow the backwards of the module."""
+        """Broadcast the weights of rank 0, and set up gradient averaging."""
         broadcast_state(model, self.mesh.comm)
         network = replace(self.mesh.replicated(model), lane=self._lane)
         self._averaging = Averaging(network, self.mesh.agreement)
@@ -231,18 +231,18 @@ class SpatialStrategy(ParallelStrategy):
         return model
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """Run the module's training step."""
         self._follow()
         with self._statistics():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward; gradients are averaged when it returns, unless they accumulate."""
+        """Run backward; it averages gradients, unless they accumulate."""
         with self._statistics():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _follow(self) -> None:
-        """See all backwards of this step, also of parameters that it will unfreeze."""
+        """Follow gradients of this step, also of parameters that it unfreezes."""
         if self._averaging is None or self.model is None:
             return
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
@@ -254,14 +254,14 @@ class SpatialStrategy(ParallelStrategy):
             parameter.requires_grad_(False)
 
     def _statistics(self) -> AbstractContextManager[object]:
-        """BatchNorm sees the images of all replicas."""
+        """Context in which BatchNorm uses the images of all replicas."""
         return (
             BatchNormOver(self.mesh.comm, self.mesh.parts) if self.mesh.data > 1 else nullcontext()
         )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around batches whose gradients accumulate: the last one's backward averages the sum."""
+        """Accumulate gradients without averaging; the backward after the block averages the sum."""
         averaging = self._averaging
         if averaging is None:
             yield
@@ -273,7 +273,7 @@ class SpatialStrategy(ParallelStrategy):
             averaging.accumulates = False
 
     def _share_metrics(self, model: nn.Module) -> None:
-        """Let torchmetrics of the module be computed of the samples of all replicas."""
+        """Synchronise torchmetrics of the module over replicas."""
         if self.mesh.data == 1:
             return
         comm = self._replicas
@@ -287,7 +287,7 @@ class SpatialStrategy(ParallelStrategy):
                 module.dist_sync_fn, module.distributed_available_fn = gathered, lambda: True
 
     def teardown(self) -> None:
-        """Let the module go, and its metrics."""
+        """Release the module and its metrics."""
         if self._averaging is not None:
             self._averaging.close()
             self._averaging = None
@@ -299,7 +299,7 @@ class SpatialStrategy(ParallelStrategy):
     # --- between ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over replicas, as ``self.log(..., sync_dist=True)`` does; others come as they are.
+        """Reduce over replicas, as ``self.log(..., sync_dist=True)``; non-tensors are unchanged.
 
         Args:
             tensor: the same on all ranks of a grid.
@@ -309,7 +309,7 @@ class SpatialStrategy(ParallelStrategy):
         name = str(getattr(reduce_op, "name", reduce_op or "mean")).lower()
         name = "mean" if name == "avg" else name
         if name not in _REDUCTIONS:
-            raise ValueError(f"cannot reduce by {reduce_op}: take one of {', '.join(_REDUCTIONS)}")
+            raise ValueError(f"cannot reduce by {reduce_op}: use one of {', '.join(_REDUCTIONS)}")
         if not isinstance(tensor, Tensor):
             return tensor
         _check_shared(tensor, group)
@@ -318,10 +318,10 @@ class SpatialStrategy(ParallelStrategy):
         return _REDUCTIONS[name](gather_over_ranks(self._replicas, tensor, "reduce"))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all replicas, (replicas, ...); of one replica, the tensor itself.
+        """Gather the tensors of all replicas, (replicas, ...); with one replica, the tensor itself.
 
         Args:
-            tensor: the same on all ranks of a grid, of one shape on all replicas.
+            tensor: the same on all ranks of a grid, with the same shape on all replicas.
             group: must be None.
             sync_grads: whether it is differentiable.
         """
@@ -337,11 +337,11 @@ class SpatialStrategy(ParallelStrategy):
             all_ranks().barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank, on all."""
+        """Broadcast an object of rank `src`."""
         return obj if self._processes.failed else all_ranks().bcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks have decided so, or any."""
+        """Whether the decision is true on all ranks, or on any."""
         if self._processes.failed:
             return decision
         decisions = all_ranks().allgather(bool(decision))
@@ -349,11 +349,11 @@ class SpatialStrategy(ParallelStrategy):
 
 
 def _check_shared(tensor: Tensor, group: Any) -> None:
-    """Refuse what cannot be reduced over replicas.
+    """Check that a tensor can be reduced over replicas.
 
     Raises:
-        ValueError: for a group.
-        UnsupportedSpatialOp: for a split image.
+        ValueError: a group is given.
+        UnsupportedSpatialOp: the tensor is a split image.
     """
     if group is not None and getattr(group, "WORLD", group) is not None:
         raise ValueError(
@@ -363,6 +363,6 @@ def _check_shared(tensor: Tensor, group: Any) -> None:
         raise refusal(
             "a reduction over data replicas",
             [tensor],
-            "reduce it to a number first, or take to_local() for this rank's tile, full_tensor() "
+            "reduce it to a scalar first, or use to_local() for this rank's tile, full_tensor() "
             "for the whole",
         )

@@ -1,4 +1,4 @@
-"""Lightning on ranks that mpiexec, srun or torchrun started."""
+"""Lightning on ranks started by mpiexec, srun or torchrun."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spatialdl.comm.mesh import Mesh
 
 
 def lightning_module(name: str) -> Any:
-    """A module of Lightning: ``pytorch.strategies`` is ``lightning.pytorch.strategies``.
+    """Import a module of Lightning: ``pytorch.strategies`` is ``lightning.pytorch.strategies``.
 
-    Of the package ``pytorch_lightning``, if that is what the program has imported, or all that is
+    It is taken from ``pytorch_lightning`` if the program has imported that, or only that is
     installed.
 
     Raises:
-        ImportError: if there is neither.
+        ImportError: neither package is installed.
     """
     packages = ("lightning.pytorch", "pytorch_lightning")
     here = [package for package in packages if package in sys.modules]
@@ -53,14 +53,14 @@ else:
 
 
 class StartedRanks(ClusterEnvironment):
-    """Ranks as their launcher, and then MPI, numbers them; nothing is started, no port opened."""
+    """Cluster environment of ranks numbered by their launcher, and then by MPI."""
 
     def __init__(self) -> None:
         self._info = launched() or LaunchInfo(0, 1, 0, "no launcher")
         self._local_rank, self._node_rank = self._info.local_rank, 0
 
-    def meet(self, world: Communicator) -> None:
-        """Find out which ranks are on one machine; all of them must call it."""
+    def find_nodes(self, world: Communicator) -> None:
+        """Find the ranks on each machine; collective over `world`."""
         nodes = world.nodes()
         own = nodes[world.rank]
         self._local_rank = nodes[: world.rank].count(own)
@@ -68,22 +68,22 @@ class StartedRanks(ClusterEnvironment):
 
     @property
     def launcher(self) -> str:
-        """What started this process, for messages."""
+        """Name of the launcher, for messages."""
         return self._info.launcher
 
     @property
     def creates_processes_externally(self) -> bool:
-        """So Lightning starts none."""
+        """True, so Lightning starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Of torchrun; nothing else meets at an address."""
+        """Address set by torchrun; unused with other launchers."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """As `main_address`."""
+        """Port set by torchrun; unused with other launchers."""
         return int(os.environ.get("MASTER_PORT", "0"))
 
     @staticmethod
@@ -92,34 +92,34 @@ class StartedRanks(ClusterEnvironment):
         return launched() is not None
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self._info.size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher determines the size."""
 
     def global_rank(self) -> int:
-        """This process, from 0."""
+        """Rank of this process."""
         return self._info.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher determines the rank."""
 
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """Rank of this process on its machine."""
         return self._local_rank
 
     def node_rank(self) -> int:
-        """The number of its machine."""
+        """Index of the machine."""
         return self._node_rank
 
 
 class StartedProcesses(_Launcher):
-    """Runs `fit` and its like in this process, and notes that an error has ended it.
+    """Launcher that runs the Trainer's function in this process, and records failure.
 
     Attributes:
-        failed: whether other ranks may do something else from now on: to wait for them, as
-            callbacks would to save a last checkpoint, could last for ever.
+        failed: whether the function raised. Ranks may then have diverged, so communication, such as
+            for a last checkpoint in callbacks, could deadlock.
     """
 
     failed = False
@@ -132,7 +132,7 @@ class StartedProcesses(_Launcher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
     ) -> Any:
-        """Run it."""
+        """Run the function in this process."""
         self.failed = False
         try:
             return function(*args, **kw)
@@ -141,59 +141,59 @@ class StartedProcesses(_Launcher):
             raise
 
     def kill(self, signum: Any) -> None:
-        """Nothing: the launcher signals every rank."""
+        """Do nothing: the launcher signals every rank."""
 
 
 def device_for(local_rank: int, given: list[torch.device]) -> torch.device:
-    """The device of a rank, current from now on; called before MPI starts, which looks for it.
+    """Choose the device of a rank and make it current; call before MPI starts, which uses it.
 
     Args:
-        local_rank: of the launcher.
-        given: what Lightning made of ``accelerator=`` and ``devices=``.
+        local_rank: rank on the machine, from the launcher.
+        given: Lightning's devices of ``accelerator=`` and ``devices=``.
 
     Raises:
-        ValueError: if there are several devices, and none for this rank.
+        ValueError: there are several devices, but fewer than ranks on the machine.
     """
     if given[0].type == "cpu" or given[0].type != current_device().type:
         return given[0]
     visible = torch.accelerator.device_count()
     places = [device.index or 0 for device in given]
-    if len(places) == 1 and places[0] == 0:  # a device for each process, as launchers count
+    if len(places) == 1 and places[0] == 0:  # one device per process, as launchers count
         places = list(range(visible))
     if local_rank >= len(places) > 1:
         raise ValueError(
             f"rank {local_rank} of this machine has no device: Lightning has {len(places)} "
-            f"({', '.join(map(str, places))}) there: start at most as many ranks on a machine"
+            f"({', '.join(map(str, places))}): start at most as many ranks per machine"
         )
     take_device(places[local_rank % len(places)])
     return current_device()
 
 
 def check_devices(given: list[torch.device], nodes: int, size: int, launcher: str) -> None:
-    """Compare ``devices=`` and ``num_nodes=`` with the ranks that there are.
+    """Check ``devices=`` and ``num_nodes=`` against the number of ranks.
 
-    ``devices=1`` and all devices of a machine may be what ``devices="auto"`` has found, and say
-    nothing.
+    ``devices=1`` and all devices of a machine are ignored, as they may stem from
+    ``devices="auto"``.
 
     Raises:
-        ValueError: if they ask for another number.
+        ValueError: the numbers differ.
     """
     count = len(given)
     is_auto = count == 1 or (given[0].type != "cpu" and count == torch.accelerator.device_count())
     if size % nodes if is_auto else count * nodes != size:
         devices = "" if is_auto else f"devices={count}, "
-        asked = f"a multiple of {nodes}" if is_auto else f"{count} x {nodes} = {count * nodes}"
+        expected = f"a multiple of {nodes}" if is_auto else f"{count} x {nodes} = {count * nodes}"
         raise ValueError(
-            f"Trainer({devices}num_nodes={nodes}) asks for {asked} processes, but {launcher} "
-            f"started {size}: leave devices and num_nodes out, ranks are those of mpiexec -n or "
-            "srun -n"
+            f"Trainer({devices}num_nodes={nodes}) needs {expected} processes, but {launcher} "
+            f"started {size}: leave devices and num_nodes out, the number of ranks is that of "
+            "mpiexec -n or srun -n"
         )
 
 
 def agree_on_random_numbers(mesh: Mesh, device: torch.device) -> None:
-    """Give all ranks of a replica the random generators of its first one; all must call it.
+    """Broadcast random states within each replica; collective over the mesh.
 
-    They shuffle, augment and drop alike from then on, whether or not the program has set a seed.
+    All ranks of a replica then shuffle, augment and drop out identically, with or without a seed.
     """
     module = None if device.type == "cpu" else torch.get_device_module(device)
     own = (

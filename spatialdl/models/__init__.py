@@ -1,4 +1,4 @@
-"""Vision networks in plain PyTorch: nothing in here knows that an image can be split."""
+"""Vision networks in plain PyTorch, without code for split images."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""AmoebaNet-D, a network found by evolution, as a chain of cells.
+"""AmoebaNet-D, a network found by evolutionary search, as a chain of cells.
 
 Real, Aggarwal, Huang, Le: "Regularized Evolution for Image Classifier Architecture Search", AAAI
-2019 (https://arxiv.org/abs/1802.01548), in the form of TensorFlow's reference code, which GPipe
-(Huang et al. 2019, table 1, whose numbers of parameters it has), torchgpipe and MPI4DL train. In
-the paper's figure the normal cell gathers other states.
+2019 (https://arxiv.org/abs/1802.01548), as in TensorFlow's reference code, which is also used by
+GPipe (Huang et al. 2019, table 1; the numbers of parameters are the same), torchgpipe and MPI4DL.
+In the paper's figure the normal cell concatenates other states.
 
-Each cell takes what the two cells before it made, and gives a tuple: what it made, and what the
-cell before made. Images of any size will do: windows at the rim of an odd one are not left out.
+Each cell takes the outputs of the two previous cells, and returns a tuple: its output and that of
+the previous cell. Images may have any size: pooling of odd sizes rounds up.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Pair = tuple[Tensor, Tensor]
-"""What a cell made, and what the cell before it made."""
+"""The output of a cell, and that of the cell before it."""
 
 
 def _conv(
     in_channels: int, out_channels: int, rows: int, cols: int, stride: tuple[int, int] = (1, 1)
 ) -> list[nn.Module]:
-    """ReLU, convolution, BatchNorm; the ReLU comes first, so it must not change its input."""
+    """ReLU, convolution, BatchNorm; the ReLU is not in place, as its input is used elsewhere."""
     padding = (rows // 2, cols // 2)
     conv = nn.Conv2d(in_channels, out_channels, (rows, cols), stride, padding, bias=False)
     return [nn.ReLU(), conv, nn.BatchNorm2d(out_channels)]
 
 
 class FactorizedReduce(nn.Module):
-    """Half the resolution by two convolutions, of the even and of the odd pixels."""
+    """Halve the resolution by two convolutions, of the even and of the odd pixels."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FactorizedReduce(nn.Module):
         return y
 
 
-def _nothing(channels: int, stride: int) -> nn.Module:
+def _identity(channels: int, stride: int) -> nn.Module:
     return nn.Identity() if stride == 1 else FactorizedReduce(channels, channels)
 
 
@@ -88,35 +88,35 @@ def _avg_pool_3x3(channels: int, stride: int) -> nn.Module:
 
 
 Operation = Callable[[int, int], nn.Module]
-"""Makes a module for so many channels and a stride."""
+"""Builds a module for a number of channels and a stride."""
 
-# two operations and the states that they take make the next state, as their sum
+# each line: two operations with the indices of their input states; their sum is the next state
 NORMAL: list[tuple[int, Operation]] = [
     *((1, _conv_1x1), (1, _max_pool_3x3)),
-    *((1, _nothing), (0, _conv_1x7_7x1)),
+    *((1, _identity), (0, _conv_1x7_7x1)),
     *((0, _conv_1x1), (0, _conv_1x7_7x1)),
-    *((2, _max_pool_3x3), (2, _nothing)),
+    *((2, _max_pool_3x3), (2, _identity)),
     *((1, _avg_pool_3x3), (5, _conv_1x1)),
 ]
 REDUCTION: list[tuple[int, Operation]] = [
     *((0, _max_pool_2x2), (0, _max_pool_3x3)),
-    *((2, _nothing), (1, _conv_3x3)),
+    *((2, _identity), (1, _conv_3x3)),
     *((2, _conv_1x7_7x1), (2, _max_pool_3x3)),
-    *((3, _nothing), (1, _max_pool_2x2)),
+    *((3, _identity), (1, _max_pool_2x2)),
     *((2, _avg_pool_3x3), (3, _conv_1x1)),
 ]
 NORMAL_GATHERS, REDUCTION_GATHERS = (0, 3, 4, 6), (4, 5, 6)
 
 
 class Cell(nn.Module):
-    """Five sums of two operations each, on what the two cells before made.
+    """Five sums of two operations each, on the outputs of the two previous cells.
 
     Args:
-        channels_before: of what the cell before the last made.
-        channels_last: of what the last cell made.
-        channels: of every state within the cell.
-        reduces: whether it halves the resolution.
-        last_reduced: whether the last cell did, so that what came before it is twice as large.
+        channels_before: channels of the output of the second-last cell.
+        channels_last: channels of the output of the last cell.
+        channels: channels of every state within the cell.
+        reduces: whether the cell halves the resolution.
+        last_reduced: whether the last cell did, so that the output before it is twice as large.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Cell(nn.Module):
         genotype = REDUCTION if reduces else NORMAL
         self._gathers = REDUCTION_GATHERS if reduces else NORMAL_GATHERS
         self._takes = [state for state, _ in genotype]
-        # only the states that come from outside have the resolution from before
+        # only the input states still have the full resolution
         self.operations = nn.ModuleList(
             operation(channels, 2 if reduces and state < 2 else 1) for state, operation in genotype
         )
@@ -153,7 +153,7 @@ class Cell(nn.Module):
 
 
 class Head(nn.Module):
-    """Classes from what the last cell made."""
+    """Global mean and linear layer on the output of the last cell."""
 
     def __init__(self, in_channels: int, num_classes: int) -> None:
         super().__init__()
@@ -169,10 +169,10 @@ def amoebanet_d(
 ) -> nn.Sequential:
     """AmoebaNet-D (Real et al., 2019) with random weights.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes).
 
     A stem of a convolution and two reduction cells, three groups of cells with reduction cells
-    between them, a linear layer; the resolution becomes 1/32 in all.
+    between them, a linear layer; the total stride is 32.
 
     Args:
         num_classes: outputs.
@@ -181,10 +181,10 @@ def amoebanet_d(
         filters: channels of the states in the first group; a multiple of 16.
 
     Raises:
-        ValueError: if layers or filters cannot be shared out so.
+        ValueError: layers or filters are not divisible as required.
     """
     if layers < 3 or layers % 3:
-        raise ValueError(f"AmoebaNet-D has layers in three equal groups, got layers={layers}")
+        raise ValueError(f"layers={layers} must be a positive multiple of 3 for AmoebaNet-D")
     if filters < 16 or filters % 16:
         raise ValueError(f"filters={filters} must be a multiple of 16")
     channels = filters // 4
@@ -203,7 +203,7 @@ def amoebanet_d(
 
 
 def _cells(repeats: int) -> Iterator[tuple[str, bool]]:
-    """Names of all cells, and whether they reduce."""
+    """Iterate over names of cells, and whether they halve the resolution."""
     yield from (("stem_reduction1", True), ("stem_reduction2", True))
     for group in (1, 2, 3):
         yield from [(f"reduction{group - 1}", True)] if group > 1 else []

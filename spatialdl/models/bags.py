@@ -1,10 +1,10 @@
-"""Networks that classify a slide by the features of its tiles: a bag, a signal (N, D, tiles).
+"""Multiple instance learning: classification of slides by the features of their tiles.
 
-D is the width of a tile's features, and tiles are the positions of the signal. All tiles of a slide
-are one bag with one label: multiple instance learning.
+A bag is a signal (N, D, tiles): all tiles of a slide, with one label. D is the width of the
+features.
 
-``attention`` of each network gives what its tiles count, (N, 1, tiles), or for each class, (N,
-num_classes, tiles): a heat map of the slide.
+``attention`` of each network returns the weights of tiles, (N, 1, tiles), or per class, (N,
+num_classes, tiles), for a heat map of the slide.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from spatialdl.models.vit import TransformerBlock
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse sizes below 1.
+    """Check that sizes are at least 1.
 
     Raises:
-        ValueError: naming them.
+        ValueError: a size is smaller.
     """
     wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
     if wrong:
@@ -29,10 +29,10 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_bag(x: Tensor, in_channels: int) -> None:
-    """Refuse what is no bag of features.
+    """Check the shape of a bag of features.
 
     Raises:
-        ValueError: naming the shape.
+        ValueError: it is not (N, in_channels, tiles).
     """
     if x.dim() != 3 or x.shape[1] != in_channels or x.shape[2] < 1:
         raise ValueError(
@@ -42,7 +42,7 @@ def check_bag(x: Tensor, in_channels: int) -> None:
 
 
 class Embedding(nn.Module):
-    """Tiles (N, in_channels, tiles) as (N, tiles, width): a linear layer, ReLU, dropout."""
+    """Embedding of tiles (N, in_channels, tiles) to (N, tiles, width): linear, ReLU, dropout."""
 
     def __init__(self, in_channels: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -56,16 +56,16 @@ class Embedding(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """What each tile counts, before the softmax over tiles.
+    """Gated attention scores of tiles, before the softmax over tiles.
 
     Ilse et al., "Attention-based Deep Multiple Instance Learning", ICML 2018
     (https://arxiv.org/abs/1802.04712), equation 9.
 
     Args:
-        width: of the tiles (N, tiles, width).
-        hidden: of tanh and of its gate.
-        maps: attention maps, ``forward`` gives (N, tiles, maps).
-        dropout: behind both.
+        width: width of the tiles (N, tiles, width).
+        hidden: width of the tanh branch and of its gate.
+        maps: attention maps, ``forward`` returns (N, tiles, maps).
+        dropout: dropout of the gated product.
     """
 
     def __init__(self, width: int, hidden: int, maps: int, dropout: float) -> None:
@@ -80,14 +80,14 @@ class GatedAttention(nn.Module):
 
 
 class BagPooling(nn.Module):
-    """The mean or the largest of all tiles, channel by channel, then a linear layer.
+    """Mean or max pooling over tiles, then a linear layer.
 
     Args:
         num_classes: outputs of the last layer.
         in_channels: width of the features.
-        width: of the tiles behind their embedding.
+        width: width of the embedded tiles.
         pool: "mean" or "max".
-        dropout: behind the embedding.
+        dropout: dropout after the embedding.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class BagPooling(nn.Module):
         return self.head(bag)  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor) -> Tensor:
-        """(N, num_classes, tiles): what the head gives for each tile alone."""
+        """(N, num_classes, tiles): output of the head for each tile."""
         return self.head(self.embed(x)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class AttentionMIL(nn.Module):
-    """Tiles added up by gated attention, then a linear layer.
+    """Gated attention pooling over tiles, then a linear layer.
 
     Ilse et al., "Attention-based Deep Multiple Instance Learning", ICML 2018
     (https://arxiv.org/abs/1802.04712), equations 8 and 9.
@@ -125,9 +125,9 @@ class AttentionMIL(nn.Module):
     Args:
         num_classes: outputs of the last layer.
         in_channels: width of the features.
-        width: of the tiles behind their embedding.
-        hidden: of the attention.
-        dropout: behind the embedding and in the attention.
+        width: width of the embedded tiles.
+        hidden: hidden width of the attention.
+        dropout: dropout after the embedding and in the attention.
     """
 
     def __init__(
@@ -152,23 +152,23 @@ class AttentionMIL(nn.Module):
         return self.head(bag)  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor) -> Tensor:
-        """(N, 1, tiles): the weights of the tiles, which add up to 1."""
+        """(N, 1, tiles): weights of the tiles, with sum 1."""
         return self.attend(self.embed(x)).softmax(1).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class BagTransformer(nn.Module):
-    """Self-attention among all tiles and a class token, which the head classifies.
+    """Self-attention over all tiles and a class token, which the head classifies.
 
     Blocks are those of `models.vit`. Positions of tiles are not used.
 
     Args:
         num_classes: outputs of the last layer.
         in_channels: width of the features.
-        width: of a token, a multiple of `heads`.
-        depth: blocks.
-        heads: of attention in each block.
-        mlp_ratio: channels in the middle of an MLP, as a multiple of `width`.
-        dropout: behind the embedding and the linear layers of a block.
+        width: width of a token, a multiple of `heads`.
+        depth: number of blocks.
+        heads: attention heads per block.
+        mlp_ratio: hidden channels of an MLP, as a multiple of `width`.
+        dropout: dropout after the embedding and the linear layers of a block.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class BagTransformer(nn.Module):
         return torch.cat([self.cls_token.expand(len(x), -1, -1), tiles], 1)
 
     def attention(self, x: Tensor) -> Tensor:
-        """(N, 1, tiles): what the class token takes of each tile in the last block, over heads."""
+        """(N, 1, tiles): attention of the class token in the last block, mean over heads."""
         tokens = self.blocks[:-1](self._tokens(x))
         last: Any = self.blocks[-1]
         heads, tokens = last.attn.heads, last.norm1(tokens)

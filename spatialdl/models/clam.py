@@ -1,9 +1,9 @@
-"""CLAM: attention over the tiles of a slide, taught by its own most and least attended tiles.
+"""CLAM: attention over the tiles of a slide, with clustering losses of selected tiles.
 
 Lu et al., "Data-efficient and weakly supervised computational pathology on whole-slide images",
 Nature Biomedical Engineering 2021 (https://doi.org/10.1038/s41551-020-00682-w): one attention
-branch for all classes, or one a class; the tiles with the most and the least attention get labels
-of their own, from that of the slide.
+branch for all classes, or one per class; the tiles with the most and the least attention get
+pseudo-labels from the slide's label.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from spatialdl.models.bags import Embedding, GatedAttention, check_sizes
 
 
 class CLAM(nn.Module):
-    """CLAM with a single branch or one a class.
+    """CLAM with a single branch or one per class.
 
-    In training ``forward`` gives (N, 3 * num_classes): the logits, then for each class the loss of
-    its instances if the slide is of this class, then if it is of another one. In evaluation it
-    gives (N, num_classes), the logits. `BagClassification` of the tasks adds up the loss.
+    In training, ``forward`` returns (N, 3 * num_classes): the logits, then per class the instance
+    loss if the slide is of this class, then if it is of another one. In evaluation it returns
+    (N, num_classes), the logits. The task `BagClassification` combines the losses.
 
     Args:
-        num_classes: of slides.
+        num_classes: classes of slides.
         in_channels: width of the features.
-        width: of the tiles behind their embedding.
-        hidden: of the attention.
+        width: width of the embedded tiles.
+        hidden: hidden width of the attention.
         branches: "single" or "multi".
-        instances: tiles with the most attention, and as many with the least, that get labels; at
-            most half of a bag.
-        instance_weight: what their loss counts beside that of the slide. CLAM's 0.3 beside 0.7.
-        exclusive: whether the most attended tiles of a class must not look like another one, as
-            where classes are subtypes.
-        dropout: behind the embedding and in the attention.
+        instances: number of tiles with the most, and of those with the least attention, that get
+            pseudo-labels; at most half of a bag.
+        instance_weight: weight of the instance loss; the slide's has 1. The default is CLAM's 0.3
+            to 0.7.
+        exclusive: whether the most attended tiles of one class are negatives of the others, for
+            classes that are subtypes.
+        dropout: dropout after the embedding and in the attention.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class CLAM(nn.Module):
         maps = num_classes if branches == "multi" else 1
         self.embed = Embedding(in_channels, width, dropout)
         self.attend = GatedAttention(width, hidden, maps, dropout)
-        # a row of the weight is the classifier of a class, of its own bag where there are several
+        # each row of the weight classifies one class, with "multi" from that class's bag
         self.head = nn.Linear(width, num_classes)
         self.instance_head = nn.Linear(width, 2 * num_classes)
 
@@ -76,12 +77,12 @@ class CLAM(nn.Module):
         return torch.cat([logits, *self._instance_losses(tiles, scores)], 1)
 
     def _instance_losses(self, tiles: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, num_classes) each, of slides of a class, and of slides of others."""
+        """Losses (N, num_classes), for slides of the class and for slides of other classes."""
         count = min(self.instances, max(1, tiles.shape[1] // 2))
         with torch.no_grad():
             most = (scores >= _kth(scores, count)).to(tiles.dtype)
             least = (-scores >= _kth(-scores, count)).to(tiles.dtype)
-        # the logit of two-class cross entropy is a difference
+        # two-class cross entropy depends on the difference of logits only
         margin = self.instance_head(tiles).unflatten(2, (self.num_classes, 2))
         margin = margin[..., 1] - margin[..., 0]
         positive, negative = F.softplus(-margin), F.softplus(margin)
@@ -91,14 +92,14 @@ class CLAM(nn.Module):
         return self.instance_weight * inside, self.instance_weight * outside
 
     def attention(self, x: Tensor) -> Tensor:
-        """(N, 1 or num_classes, tiles): the weights of the tiles, which add up to 1."""
+        """(N, 1 or num_classes, tiles): weights of the tiles, with sum 1."""
         return self.attend(self.embed(x)).softmax(1).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 def _kth(scores: Tensor, count: int) -> Tensor:
-    """(N, 1, maps): the value of this rank among the different ones of (N, tiles, maps).
+    """(N, 1, maps): the `count`-th largest distinct value over tiles of (N, tiles, maps).
 
-    The largest are taken away one after the other, which can be done on a split bag.
+    The largest are masked one after the other, which also works on a split bag.
     """
     for _ in range(count - 1):
         scores = torch.where(scores >= scores.amax(1, keepdim=True), -torch.inf, scores)
@@ -106,7 +107,7 @@ def _kth(scores: Tensor, count: int) -> Tensor:
 
 
 def _mean(losses: Tensor, chosen: Tensor) -> Tensor:
-    """(N, classes): the mean over the tiles that are chosen, by a map a class or one for all."""
+    """(N, classes): mean over chosen tiles (N, tiles, classes or 1)."""
     return (losses * chosen).sum(1) / chosen.sum(1)
 
 

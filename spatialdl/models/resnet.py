@@ -1,13 +1,12 @@
 """Residual networks for ImageNet, as chains.
 
 He, Zhang, Ren, Sun: "Deep Residual Learning for Image Recognition", CVPR 2016
-(https://arxiv.org/abs/1512.03385). As everywhere today, the stride of a bottleneck sits in its
-3x3 convolution ("version 1.5").
+(https://arxiv.org/abs/1512.03385). The stride of a bottleneck is in its 3x3 convolution
+("version 1.5").
 
-The names in the state dict are torchvision's, so its weights load. The network itself is a chain
-of named children without a ``forward`` of its own, so it can be cut before any child or block.
-The activation of the stem is not in place for that reason: where a cut falls before it, its input
-is a leaf that wants a gradient.
+The names in the state dict are torchvision's, so its weights load. The network is a chain of named
+children without a custom ``forward``, so it can be cut before any child or block. Therefore the
+activation of the stem is not in place: after a cut, its input is a leaf that requires grad.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
+    """Residual block of two 3x3 convolutions."""
 
     expansion = 1
 
@@ -40,7 +39,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 ones that narrow and widen, and a shortcut."""
+    """Residual block of a 3x3 convolution between two 1x1 convolutions."""
 
     expansion = 4
 
@@ -65,7 +64,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Sequential):
-    """The chain conv1, bn1, relu, maxpool, layer1 ... layer4, avgpool, flatten, fc.
+    """A chain: conv1, bn1, relu, maxpool, layer1 ... layer4, avgpool, flatten, fc.
 
     A slice of it (``network[:5]``) is again a chain, with the same names.
     """
@@ -74,7 +73,7 @@ class ResNet(nn.Sequential):
 def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> ResNet:
     """ResNet-18 (He et al., 2016): 11.7 million parameters at 1000 classes.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes).
 
     Args:
         num_classes: outputs of the last layer.
@@ -87,7 +86,7 @@ def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> 
 def resnet50(num_classes: int = 1000, in_channels: int = 3, width: int = 64) -> ResNet:
     """ResNet-50 (He et al., 2016): 25.6 million parameters at 1000 classes.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes).
 
     Args:
         num_classes: outputs of the last layer.
@@ -127,7 +126,7 @@ def _resnet(
 
 
 def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """The shortcut's convolution, where the block changes the size or the channels."""
+    """The shortcut's convolution, if the block changes the size or the channels."""
     if stride == 1 and in_channels == out_channels:
         return None
     return nn.Sequential(

@@ -1,15 +1,15 @@
-"""Pre-activation residual networks for small images, as chains; ResNet-110 v2 is GEMS' network.
+"""Pre-activation residual networks for small images, as chains, such as ResNet-110 v2.
 
 He, Zhang, Ren, Sun: "Identity Mappings in Deep Residual Networks", ECCV 2016
-(https://arxiv.org/abs/1603.05027), in the shape of Keras' CIFAR example, which is what the papers
-on training large images train:
+(https://arxiv.org/abs/1603.05027), in the form of Keras' CIFAR example, which is used by papers on
+training with large images:
 
 - Jain et al.: "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for Distributed DNN
   Training", SC 2020;
 - Jain et al.: "Hy-Fi: Hybrid Five-Dimensional Parallel DNN Training on High-Performance GPU
   Clusters", ISC 2022.
 
-Convolutions have no bias: a BatchNorm follows every one of them, at the latest after the sum.
+Convolutions have no bias, as each is followed by a BatchNorm, at the latest after the sum.
 
     depth = 9 n + 2: a stem, three stages of n blocks of three convolutions, a linear layer
 
@@ -27,15 +27,15 @@ from torch import Tensor, nn
 
 
 class PreActivationBottleneck(nn.Module):
-    """BatchNorm, ReLU and convolution, three times (1x1, 3x3, 1x1), beside a shortcut.
+    """Residual block of BatchNorm, ReLU and convolution, three times (1x1, 3x3, 1x1).
 
     Args:
         in_channels: channels of the input.
         width: channels within the block.
         out_channels: channels of the output.
-        stride: of the first convolution and of the shortcut.
-        activate: whether BatchNorm and ReLU come before the first convolution, too. The very
-            first block leaves them out, because the stem ends with them.
+        stride: stride of the first convolution and of the shortcut.
+        activate: whether BatchNorm and ReLU precede the first convolution. The very first block
+            omits them, as the stem ends with them.
         project: whether the shortcut is a 1x1 convolution (the first block of every stage).
     """
 
@@ -71,7 +71,7 @@ class PreActivationBottleneck(nn.Module):
 
 
 class ResNetV2(nn.Sequential):
-    """The chain conv1, bn1, relu1, layer1 ... layer3, bn2, relu2, avgpool, flatten, fc.
+    """A chain: conv1, bn1, relu1, layer1 ... layer3, bn2, relu2, avgpool, flatten, fc.
 
     A slice of it (``network[:4]``) is again a chain, with the same names.
     """
@@ -80,7 +80,7 @@ class ResNetV2(nn.Sequential):
 def resnet110_v2(num_classes: int = 10, in_channels: int = 3, width: int = 16) -> ResNetV2:
     """ResNet-110 v2 (He et al., 2016), the network of the GEMS papers.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes).
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes).
 
     Args:
         num_classes: outputs of the last layer.
@@ -94,19 +94,19 @@ def resnet_v2(depth: int, num_classes: int = 10, in_channels: int = 3, width: in
     """A pre-activation residual network with ``depth`` layers, for images of any size.
 
     Args:
-        depth: layers with weights, shortcuts aside: 9 n + 2 for n blocks a stage.
+        depth: layers with weights, without shortcuts: 9 n + 2 for n blocks per stage.
         num_classes: outputs of the last layer.
         in_channels: channels of the image.
         width: channels of the stem.
 
     Raises:
-        ValueError: if no n gives the depth.
+        ValueError: the depth is not 9 n + 2.
     """
     blocks, rest = divmod(depth - 2, 9)
     if rest or blocks < 1:
         raise ValueError(
             f"a ResNet v2 has 9 n + 2 layers, n blocks in each of its three stages, "
-            f"but depth is {depth}: take {9 * max(blocks, 1) + 2} or {9 * max(blocks, 1) + 11}"
+            f"but depth is {depth}: use {9 * max(blocks, 1) + 2} or {9 * max(blocks, 1) + 11}"
         )
     children: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(in_channels, width, 3, padding=1, bias=False),

@@ -1,4 +1,4 @@
-"""A small encoder of tiles, whose features of a tile depend on that tile alone."""
+"""A small encoder of tiles, without interaction between tiles of a batch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _GROUPS = 4
 def tile_encoder(
     in_channels: int = 3, num_classes: int = 64, widths: Sequence[int] = (16, 32)
 ) -> nn.Sequential:
-    """Tiles (n, C, h, w) to features (n, D): convolutions, then the largest value of each map.
+    """Encoder of tiles (n, C, h, w) to features (n, D): convolutions, then global max pooling.
 
-    GroupNorm (Wu and He, "Group Normalization", ECCV 2018, https://arxiv.org/abs/1803.08494) takes
-    statistics of one tile at a time, so that it trains in slices as it does on all tiles at once.
-    The largest value, unlike the mean, finds a small thing in a tile.
+    GroupNorm (Wu and He, "Group Normalization", ECCV 2018, https://arxiv.org/abs/1803.08494) uses
+    statistics of single tiles, so training on slices of a bag equals training on all tiles at once.
+    The maximum, unlike the mean, detects a small object in a tile.
 
     Args:
         in_channels: channels of a tile.
-        num_classes: D, a multiple of 4; encoders are networks whose outputs are features.
-        widths: channels of the layers before the last, multiples of 4; each halves the sides.
+        num_classes: D, a multiple of 4; named as in other networks.
+        widths: channels of the layers before the last, multiples of 4; each has stride 2.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a value is out of range.
     """
     check_sizes(in_channels=in_channels, num_classes=num_classes)
     wrong = [n for n in (*widths, num_classes) if n < 1 or n % _GROUPS]

@@ -1,11 +1,11 @@
-"""TransMIL: a transformer over the tiles of a slide, of cost linear in them.
+"""TransMIL: a transformer over the tiles of a slide, with linear cost.
 
 Shao et al., "TransMIL: Transformer based Correlated Multiple Instance Learning for Whole Slide
 Image Classification", NeurIPS 2021 (https://arxiv.org/abs/2106.00908). Its attention is that of
 Xiong et al., "Nystromformer", AAAI 2021 (https://arxiv.org/abs/2102.03902).
 
-Tiles are laid out as a square in the order in which they come, so that a bag cannot be split:
-split bags are refused, replicas are not.
+Tiles are arranged in a square in their order in the bag, so a bag cannot be split over ranks; data
+replicas work.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spatialdl.models.bags import Embedding, check_sizes
 
 
 class NystromAttention(nn.Module):
-    """Self-attention by way of some means of queries and keys, over tokens (N, tokens, width).
+    """Nystrom approximation of self-attention over tokens (N, tokens, width).
 
     Args:
-        width: of a token, a multiple of `heads`.
-        heads: of attention.
-        landmarks: means, each of as many neighbouring tokens.
-        iterations: by which their matrix is inverted.
-        kernel: of the convolution of values along the tokens that is added.
+        width: width of a token, a multiple of `heads`.
+        heads: attention heads.
+        landmarks: means of queries and keys, each over equally many neighbouring tokens.
+        iterations: iterations of the pseudo-inverse of their matrix.
+        kernel: kernel size of the convolution of values along tokens that is added.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class NystromAttention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2)[:, -tokens:])  # type: ignore[no-any-return]
 
     def first_row(self, x: Tensor) -> Tensor:
-        """(N, tokens): what the first token takes of each, the mean over the heads."""
+        """(N, tokens): attention of the first token, mean over heads."""
         tokens = x.shape[1]
         near, inverse, far, _ = self._factors(x)
         return (near[:, :, -tokens].unsqueeze(2) @ inverse @ far)[:, :, 0, -tokens:].mean(1)
 
     def _factors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Three matrices whose product is the attention, and the values.
+        """Three factors of the attention matrix, and the values.
 
-        Zeros are put before the tokens, so that all means are of equally many.
+        Tokens are padded with leading zeros, so that all means are over equally many.
         """
         each = math.ceil(x.shape[1] / self.landmarks)
         x = F.pad(x, (0, 0, each * self.landmarks - x.shape[1], 0))
@@ -69,7 +69,7 @@ class NystromAttention(nn.Module):
 
 
 def _inverse(matrix: Tensor, iterations: int) -> Tensor:
-    """The Moore-Penrose inverse by iteration: Xiong et al. 2021, equation 11."""
+    """Iterative Moore-Penrose inverse: Xiong et al. 2021, equation 11."""
     columns, rows = matrix.abs().sum(-2), matrix.abs().sum(-1)
     found = matrix.transpose(-1, -2) / (columns.max() * rows.max())
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -80,15 +80,15 @@ def _inverse(matrix: Tensor, iterations: int) -> Tensor:
 
 
 class TransMIL(nn.Module):
-    """TransMIL: two layers of attention, and between them convolutions of the square of tiles.
+    """TransMIL: two attention layers, with convolutions over the square of tiles between them.
 
     Args:
         num_classes: outputs of the last layer.
         in_channels: width of the features.
-        width: of a token, a multiple of `heads`.
-        heads: of attention.
-        landmarks: of attention; null for half of `width`.
-        dropout: behind the embedding and the attention.
+        width: width of a token, a multiple of `heads`.
+        heads: attention heads.
+        landmarks: landmarks of the attention; None for half of `width`.
+        dropout: dropout after the embedding and the attention.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class TransMIL(nn.Module):
         return self.head(self.norm(x[:, 0]))  # type: ignore[no-any-return]
 
     def _first_layer(self, x: Tensor) -> Tensor:
-        """The class token, then the tiles, of which the first ones again fill the square."""
+        """Class token and tiles after the first layer; the first tiles are repeated to a square."""
         tiles = self.embed(x)
         side = math.ceil(tiles.shape[1] ** 0.5)
-        while tiles.shape[1] < side * side:  # once, but for very small bags
+        while tiles.shape[1] < side * side:  # more than once only for very small bags
             tiles = torch.cat([tiles, tiles[:, : side * side - tiles.shape[1]]], 1)
         x = torch.cat([self.cls_token.expand(len(tiles), -1, -1), tiles], 1)
         x = x + self.drop(self.attn1(self.norm1(x)))
@@ -135,7 +135,7 @@ class TransMIL(nn.Module):
         return torch.cat([x[:, :1], square.flatten(2).transpose(1, 2)], 1)
 
     def attention(self, x: Tensor) -> Tensor:
-        """(N, 1, tiles): what the class token takes of each tile in the last layer."""
+        """(N, 1, tiles): attention of the class token in the last layer."""
         row = self.attn2.first_row(self.norm2(self._first_layer(x)))
         return row[:, None, 1 : 1 + x.shape[2]]
 

@@ -1,12 +1,12 @@
-"""U-Net: a class for every pixel, in images (H, W) or volumes (D, H, W).
+"""U-Net: segmentation of images (H, W) or volumes (D, H, W).
 
 Ronneberger, Fischer, Brox: "U-Net: Convolutional Networks for Biomedical Image Segmentation",
-MICCAI 2015 (https://arxiv.org/abs/1505.04597); in volumes Çiçek et al., "3D U-Net", MICCAI 2016
-(https://arxiv.org/abs/1606.06650), with channels that double as in the former. As is usual today,
-BatchNorm follows every convolution of width 3, and these pad, so the output has the image's size.
+MICCAI 2015 (https://arxiv.org/abs/1505.04597); for volumes Çiçek et al., "3D U-Net", MICCAI 2016
+(https://arxiv.org/abs/1606.06650), with channels doubling as in the former. Unlike in the papers,
+every 3-wide convolution is padded and followed by BatchNorm, so the output has the image's size.
 
-Images may have any size: where a size is odd, pooling rounds up, and the upsampled map is cropped
-by a plane, row or column before it meets its skip.
+Images may have any size: pooling rounds odd sizes up, and the upsampled map is cropped by a plane,
+row or column before it is concatenated with its skip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UPSAMPLE = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
 class DoubleConvolution(nn.Module):
-    """Twice a convolution of width 3, BatchNorm and ReLU."""
+    """Two blocks of a 3-wide convolution, BatchNorm and ReLU."""
 
     def __init__(self, in_channels: int, out_channels: int, dims: int = 2) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class DoubleConvolution(nn.Module):
 class UNet(nn.Module):
     """U-Net: 31 million parameters at width 64 and depth 4, as in the paper.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes, H, W); with ``dims=3``,
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes, H, W); with ``dims=3``,
     (N, in_channels, D, H, W) and (N, num_classes, D, H, W).
 
     Args:
@@ -53,7 +53,7 @@ class UNet(nn.Module):
         dims: 2 for images, 3 for volumes.
 
     Raises:
-        ValueError: if one of the first four is smaller than 1, or `dims` is another number.
+        ValueError: one of the first four is smaller than 1, or `dims` is not 2 or 3.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class UNet(nn.Module):
                 f"depth={depth}"
             )
         if depth > _MOST_HALVINGS:
-            raise ValueError(f"depth={depth}: no image can be halved so often")
+            raise ValueError(f"depth={depth} must be at most {_MOST_HALVINGS}")
         widths = [width * 2**level for level in range(depth + 1)]
         self.encoder = nn.ModuleList(
             DoubleConvolution(*channels, dims)
@@ -103,7 +103,7 @@ class UNet(nn.Module):
 def unet(num_classes: int = 2, in_channels: int = 3, width: int = 64, depth: int = 4) -> UNet:
     """A U-Net (Ronneberger et al., 2015), see `UNet`.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes, H, W).
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes, H, W).
 
     Args:
         num_classes: channels of the output.
@@ -120,7 +120,7 @@ def unet(num_classes: int = 2, in_channels: int = 3, width: int = 64, depth: int
 def unet3d(num_classes: int = 2, in_channels: int = 1, width: int = 32, depth: int = 3) -> UNet:
     """A U-Net for volumes (Çiçek et al., 2016), see `UNet`.
 
-    ``forward`` takes (N, in_channels, D, H, W) and gives (N, num_classes, D, H, W).
+    ``forward`` takes (N, in_channels, D, H, W) and returns (N, num_classes, D, H, W).
 
     Args:
         num_classes: channels of the output.
@@ -135,7 +135,7 @@ def unet3d(num_classes: int = 2, in_channels: int = 1, width: int = 32, depth: i
 
 
 def _cropped(x: Tensor, like: Tensor) -> Tensor:
-    """`x` without the last plane, row or column that `like` does not have."""
+    """Crop `x` to the spatial size of `like`."""
     pairs = zip(reversed(like.shape[2:]), reversed(x.shape[2:]), strict=True)
     more = [wanted - there for wanted, there in pairs]
     return F.pad(x, [n for side in more for n in (0, side)]) if any(more) else x

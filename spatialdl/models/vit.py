@@ -1,13 +1,13 @@
-"""Vision Transformer: a class for an image (H, W), a volume (D, H, W) or a signal (L).
+"""Vision Transformer: classification of images (H, W), volumes (D, H, W) or signals (L).
 
 Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021 (https://arxiv.org/abs/2010.11929),
 with norms before attention and MLP. Register tokens are those of Darcet et al., "Vision
-Transformers Need Registers", ICLR 2024 (https://arxiv.org/abs/2309.16588). Positions are embedded
-by sines and cosines, as in Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022
+Transformers Need Registers", ICLR 2024 (https://arxiv.org/abs/2309.16588). Position embeddings are
+sines and cosines, as in Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022
 (https://arxiv.org/abs/2205.01580): they have no weights, so one network takes images of any size
-that the patch divides.
+divisible by the patch.
 
-Parameters have timm's names (``blocks.0.attn.qkv.weight``), of which there is no ``pos_embed``.
+Parameters have timm's names (``blocks.0.attn.qkv.weight``), without ``pos_embed``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 _CONVOLUTION = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _SLOWEST = 10_000.0
-"""The longest wave of the position embedding is 2 pi times as many tokens."""
+"""Longest wavelength of the position embedding, divided by 2 pi, in tokens."""
 
 
 class PatchEmbedding(nn.Module):
-    """Patches of an image as tokens, with their positions added.
+    """Patch embedding with position embedding.
 
-    ``forward`` takes (N, in_channels, *size) and gives (N, tokens, width), tokens row by row.
+    ``forward`` takes (N, in_channels, *size) and returns (N, tokens, width), in row-major order.
 
     Args:
         in_channels: channels of the image.
@@ -45,26 +45,26 @@ class PatchEmbedding(nn.Module):
             size = " x ".join(str(n) for n in x.shape[2:])
             raise ValueError(
                 f"patches of {self.patch} do not divide an image of {size}: crop or pad images to "
-                f"multiples of {self.patch}, or take another patch"
+                f"multiples of {self.patch}, or use another patch"
             )
         x = self.proj(x)
-        for dim in range(self.dims):  # one after the other, so that no table is as large as x
+        for dim in range(self.dims):  # dim by dim, so that no table is as large as x
             x = x + self.positions(dim, x.shape[2 + dim], x.device).to(self.proj.weight.dtype)
         return x.flatten(2).transpose(1, 2)
 
     def positions(self, dim: int, size: int, device: torch.device) -> Tensor:
-        """The embedding of positions along one spatial dim: sines, then cosines.
+        """The position embedding along one spatial dim: sines, then cosines.
 
-        The last spatial dim has the first ``width / dims`` channels, and so on; others are 0.
+        The last spatial dim uses the first ``width / dims`` channels, and so on; the rest are 0.
 
         Args:
             dim: 0 is the first spatial dim.
             size: tokens along it.
-            device: where it is computed.
+            device: device of the result.
 
         Returns:
-            (width, 1, ..., size, ..., 1), to be added to (N, width, *tokens): float64 in a network
-            of float64, else float32.
+            (width, 1, ..., size, ..., 1), broadcastable to (N, width, *tokens): float64 in a
+            network of float64, else float32.
         """
         waves = self.width // (2 * self.dims)
         dtype = torch.promote_types(self.proj.weight.dtype, torch.float32)
@@ -77,7 +77,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with several heads over tokens (N, tokens, width)."""
+    """Multi-head self-attention over tokens (N, tokens, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and an MLP, each after its norm and beside a shortcut."""
+    """Pre-norm transformer block: attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, mlp_ratio: float, dropout: float) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class TransformerBlock(nn.Module):
 class VisionTransformer(nn.Module):
     """Vision Transformer; ViT-S/16 by default, 22 million parameters at 1000 classes.
 
-    ``forward`` takes (N, in_channels, H, W) and gives (N, num_classes). With ``dims=3`` it takes
+    ``forward`` takes (N, in_channels, H, W) and returns (N, num_classes). With ``dims=3`` it takes
     (N, in_channels, D, H, W), with ``dims=1`` (N, in_channels, L). The patch must divide each size.
 
     Args:
@@ -131,18 +131,17 @@ class VisionTransformer(nn.Module):
         in_channels: channels of the image.
         patch: pixels of a patch along each spatial dim.
         width: channels of a token.
-        depth: blocks.
-        heads: of attention in each block.
-        mlp_ratio: channels in the middle of an MLP, as a multiple of `width`.
-        pool: what the head classifies: "class", a token beside those of the image, or "mean", the
-            mean of the tokens of the image.
-        registers: further tokens beside those of the image, of which the head sees none.
-        dropout: probability behind the positions and behind each linear layer of a block, queries,
-            keys and values excepted.
+        depth: number of blocks.
+        heads: attention heads per block.
+        mlp_ratio: hidden channels of an MLP, as a multiple of `width`.
+        pool: input of the head: "class", the class token, or "mean", the mean of the patch tokens.
+        registers: number of register tokens, which the head ignores.
+        dropout: dropout after the position embedding and after each linear layer of a block except
+            those of queries, keys and values.
         dims: spatial dims of the image, 1 to 3.
 
     Raises:
-        ValueError: for a network that cannot be built, or an image that the patch does not divide.
+        ValueError: an argument is invalid, or the patch does not divide an image.
     """
 
     def __init__(
@@ -176,9 +175,9 @@ class VisionTransformer(nn.Module):
                 f"cosines of {dims} coordinates)"
             )
         if mlp_ratio * width < 1:
-            raise ValueError(f"mlp_ratio={mlp_ratio} leaves no channel in the middle of an MLP")
+            raise ValueError(f"mlp_ratio={mlp_ratio} leaves no hidden channel in an MLP")
         self.pool = pool
-        self.beside = (pool == "class") + registers  # tokens that belong to no patch
+        self.prefix_tokens = (pool == "class") + registers  # class token and registers
         self.patch_embed = PatchEmbedding(in_channels, width, patch, dims)
         if pool == "class":
             self.cls_token = nn.Parameter(torch.empty(1, 1, width))
@@ -195,16 +194,16 @@ class VisionTransformer(nn.Module):
             nn.init.trunc_normal_(token, std=0.02)
 
     def _tokens(self) -> list[Tensor]:
-        """Class token and registers (1, count, width), as far as there are any."""
+        """Class token and registers (1, count, width), if any."""
         found = (getattr(self, name, None) for name in ("cls_token", "reg_token"))
         return [one for one in found if one is not None]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patch_embed(x)
-        if self.beside:
+        if self.prefix_tokens:
             x = torch.cat([*(one.expand(len(x), -1, -1) for one in self._tokens()), x], 1)
         x = self.norm(self.blocks(self.pos_drop(x)))
-        x = x[:, 0] if self.pool == "class" else x[:, self.beside :].mean(1)
+        x = x[:, 0] if self.pool == "class" else x[:, self.prefix_tokens :].mean(1)
         return self.head(x)  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
-"""A small network that sees far: each place of its last map depends on 1,279 pixels across.
+"""A small network with a receptive field of 1,279 pixels before global pooling.
 
-Residual networks for ImageNet see some hundred pixels before they average over the image, and an
-average does not know where things stood. Here maps become small soon, and convolutions go on at a
-stride of 128 pixels, so what lies 1,000 pixels apart is seen together.
+Residual networks for ImageNet see a few hundred pixels before they average over the image, which
+loses positions. Here maps become small early, and convolutions at a stride of 128 pixels relate
+places 1,000 pixels apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What tiles count for the prediction of their slide: heat maps, written.
+"""Attention heat maps of slides predicted as bags of tiles.
 
-NAME-attention.png   the slide, and over it the attention, as the share of tiles that have less
-NAME-attention.tif   1 + 254 x that share over the whole slide; 0 where there is no tile
-NAME.geojson         a box a tile, with its attention, for QuPath
+NAME-attention.png   the slide, and the attention over it, as the share of tiles with less
+NAME-attention.tif   1 + 254 x that share over the whole slide; 0 outside tiles
+NAME.geojson         a box per tile, with its attention, for QuPath
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from spatialdl.slides.finding.tissue import find_tissue
 from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
-_ROWS = 2 * TILE  # of a band
+_ROWS = 2 * TILE  # rows of a band
 _STRONG = 0.9
-"""Share of tiles with less attention from which on a tile is marked."""
+"""Least share of tiles with less attention for a tile to be marked."""
 _MARK = [220, 40, 40]
 
 
 @dataclass(frozen=True)
 class BagPlaces:
-    """Where the tiles of a bag lie.
+    """The positions of a bag's tiles.
 
     Attributes:
         places: int64 (tiles, 2), level-0 x and y.
-        span: level-0 pixels of a tile's side.
+        span: side of a tile, in level-0 pixels.
         extent: level-0 rows and columns of the slide.
     """
 
@@ -49,20 +49,20 @@ class BagPlaces:
 
     @classmethod
     def of(cls, file: PlacedBag, size: tuple[int, int] | None) -> BagPlaces:
-        """Those of a feature file.
+        """Read the positions of a feature file.
 
         Args:
-            size: level-0 rows and columns of the slide, if it is there.
+            size: level-0 rows and columns of the slide, if it is available.
 
         Raises:
-            ValueError: it has no positions, or they do not say how large tiles are.
+            ValueError: the file has no positions, or the size of its tiles is unknown.
         """
         places = file.coords()
         span = tile_span(file.attributes, places)
         if span is None:
             raise ValueError(
-                f"{file.path} does not say how large its tiles are (patch_size_level0, or "
-                "patch_size and downsample): their heat map cannot be drawn"
+                f"{file.path} does not record the size of its tiles (patch_size_level0, or "
+                "patch_size and downsample): no heat map can be drawn"
             )
         if size is None:
             rows, cols = (_whole(file.attributes, f"level0_{side}") for side in ("height", "width"))
@@ -72,14 +72,14 @@ class BagPlaces:
 
 
 def tile_span(attributes: Mapping[str, Any], places: npt.NDArray[np.int64]) -> float | None:
-    """Level-0 pixels of a tile's side; None where nothing tells.
+    """The side of a tile in level-0 pixels; None if unknown.
 
-    TRIDENT has `patch_size_level0`, CLAM the side and the downsampling of a level; of tiles side by
-    side the smallest distance tells.
+    TRIDENT records `patch_size_level0`, CLAM the side and the downsampling of a level. Otherwise it
+    is the smallest distance of neighbours.
     """
-    given = _whole(attributes, "patch_size_level0")
-    if given:
-        return float(given)
+    level0_side = _whole(attributes, "patch_size_level0")
+    if level0_side:
+        return float(level0_side)
     side, down = _whole(attributes, "patch_size"), attributes.get("downsample")
     if side and down is not None and attributes.get("patch_level", 0) != 0:
         return float(side * np.ravel(down)[0])
@@ -98,7 +98,7 @@ def _whole(attributes: Mapping[str, Any], name: str) -> int | None:
 
 
 def shares_below(attention: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """(tiles,): the share of the other tiles that have less attention, ties in the middle."""
+    """(tiles,): share of the other tiles with less attention; ties count half."""
     if len(attention) == 1:
         return np.ones(1)
     ranks = rankdata(attention, method="average") - 1
@@ -117,8 +117,8 @@ def save_bag_maps(
 
     Args:
         attention: (tiles,), of any range.
-        slide: open, if it is there; drawn under the map.
-        what: the title of the map, such as the class it is of.
+        slide: the open slide, drawn under the map; None if it is not available.
+        what: title of the map, such as "attention for CLASS".
 
     Returns:
         Names of the files.
@@ -127,16 +127,16 @@ def save_bag_maps(
     span = places.span, places.span
     found = TileMap(places.places, span, places.extent, shares[:, None, None, None])
     overview = Overview(found.size)
-    said = {"what": "share of tiles with less attention", "value_at_1": 0.0, "value_at_255": 1.0}
+    tags = {"what": "share of tiles with less attention", "value_at_1": 0.0, "value_at_255": 1.0}
     mpp = None if slide is None else slide.known_mpp
     write_pyramid(
         folder / f"{stem}-attention.tif",
-        (as_bytes(band, (0.0, 1.0)) for band in overview.seen(found.bands(0, _ROWS))),
+        (as_bytes(band, (0.0, 1.0)) for band in overview.accumulate(found.bands(0, _ROWS))),
         found.size,
         None if mpp is None else mpp * found.scale,
         grey=True,
         empty=True,
-        description=json.dumps({**said, "not_examined": 0}),
+        description=json.dumps({**tags, "not_examined": 0}),
     )
     save_overlay(
         folder / f"{stem}-attention.png",
@@ -160,7 +160,7 @@ def _thumbnail(slide: Slide) -> Thumbnail:
 def _features(
     places: BagPlaces, attention: npt.NDArray[np.float64], shares: npt.NDArray[np.float64]
 ) -> Iterator[dict[str, Any]]:
-    """Boxes of tiles; those with the most attention are marked."""
+    """GeoJSON boxes of tiles; tiles with the most attention are classified as such."""
     rows, cols = places.extent
     for (x, y), value, share in zip(places.places.tolist(), attention, shares, strict=True):
         right, bottom = min(x + places.span, cols), min(y + places.span, rows)

@@ -1,6 +1,6 @@
-"""Predictions of bags on disk, by which a run that is started again resumes. ::
+"""Predictions of bags on disk, from which a restarted run resumes. ::
 
-records/NAME.json       what came out of a slide, and the key of what it was made of
+records/NAME.json       the prediction of a slide, and the key of its inputs
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from spatialdl.predicting.records import FOLDER, key_of
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.batch.finding_slides import storable
 
-_VERSION = 1  # of what is recorded; records of others are made again
-_ASKED = ("average", "maps", "precision")
-"""Keys of the command on which the prediction of a slide, or its files, depend."""
+_VERSION = 1  # of the record format; records of another version are replaced
+_SETTINGS = ("average", "maps", "precision")
+"""Keys of the command on which the prediction of a slide, or its files, depends."""
 
 
 @dataclass(frozen=True)
 class BagOutcome:
-    """What came out of a slide.
+    """The result of a slide.
 
     Attributes:
-        values: float64 (columns,), probabilities or values; None where it failed.
+        values: float64 (columns,), probabilities or values; None if it failed.
         remark: why there is no heat map.
-        problem: why it failed.
-        files: of its heat map, in the run directory.
+        problem: why the slide failed.
+        files: files of its heat map, in the run directory.
         done_before: whether an earlier run predicted it.
     """
 
@@ -49,22 +49,22 @@ class BagOutcome:
 
 
 class BagRecords:
-    """Those of a run directory; each rank reads and writes the records of its own bags.
+    """The records of a run directory; each rank accesses only those of its bags.
 
     Args:
-        config: of the command.
+        config: configuration of the command.
     """
 
     def __init__(self, run_dir: Path, trained: Trained, config: DictConfig) -> None:
         self._run_dir, self._again = run_dir, bool(config.overwrite)
-        asked = {name: config[name] for name in _ASKED}
-        self._settings = [_VERSION, trained.digest, asked]
+        settings = {name: config[name] for name in _SETTINGS}
+        self._settings = [_VERSION, trained.digest, settings]
 
     def key(self, file: PlacedBag, slide: Path | None) -> str | None:
-        """A digest of all that the prediction of a bag depends on; None if a file is missing.
+        """A digest of all inputs of a bag's prediction; None if a file is missing.
 
         Args:
-            slide: over which its heat map is drawn.
+            slide: the slide under its heat map.
         """
         path = file.path / MANIFEST if file.path.is_dir() else file.path
         try:
@@ -74,7 +74,7 @@ class BagRecords:
             return None  # reported where it is opened
 
     def load(self, name: str, key: str | None) -> BagOutcome | None:
-        """The prediction of a slide, if it was made of the same and all of its files are there."""
+        """The recorded result of a slide, if its inputs are the same and all files exist."""
         if self._again or key is None:
             return None
         found = load_json(self._path(name))
@@ -91,16 +91,18 @@ class BagRecords:
         return BagOutcome(name, tiles, values, remark, files=files, done_before=True)
 
     def save(self, outcome: BagOutcome, key: str | None) -> None:
-        """Write the prediction of a slide, when all of its files are there; failed ones are not.
+        """Write the record of a slide, after its files; failed slides are not recorded.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the record cannot be written.
         """
         if outcome.values is None or key is None:
             return
         (self._run_dir / FOLDER).mkdir(exist_ok=True)
-        said = {name: asdict(outcome)[name] for name in ("tiles", "remark", "files")}
-        save_json(self._path(outcome.name), {**said, "key": key, "values": outcome.values.tolist()})
+        entries = {name: asdict(outcome)[name] for name in ("tiles", "remark", "files")}
+        save_json(
+            self._path(outcome.name), {**entries, "key": key, "values": outcome.values.tolist()}
+        )
 
     def _path(self, name: str) -> Path:
         return self._run_dir / FOLDER / f"{storable(name)}.json"
@@ -109,5 +111,5 @@ class BagRecords:
 def _values(found: dict[str, Any]) -> npt.NDArray[np.float64]:
     values = np.asarray(found["values"])
     if values.dtype != np.float64 or values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError("values are no finite numbers")
+        raise ValueError("values are not finite float64 numbers")
     return values

@@ -1,4 +1,4 @@
-"""Slides as bags of features: predicted, their attention drawn, or reported as failed."""
+"""Prediction of slides as bags of features, with attention heat maps."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ log = logging.getLogger("spatialdl.predict")
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
-    """Predict all bags, which are dealt out to the ranks; every rank of the world calls it.
+    """Predict all bags, distributed over the ranks; collective over `world`.
 
-    Bags that an earlier run predicted in this directory keep their predictions.
+    Bags that an earlier run predicted in this directory are not predicted again.
 
     Returns:
-        Whether there are predictions for all of them.
+        Whether every bag was predicted.
 
     Raises:
-        ValueError: the configuration does not fit the checkpoint or the features.
+        ValueError: the configuration does not match the checkpoint or the features.
     """
     check.enable(bool(config.comm.check))
     run_dir = world.bcast(run_dir)
     trained = find_trained(str(config.ckpt_path), world)
     if not trained.takes_bags:
         raise ValueError(
-            f"features={config.features} are for networks of data=bags, but the one of "
-            f"{trained.path} was trained on data={trained.config.data.name}: give it images"
+            f"features={config.features} needs a network trained on data=bags, but the one of "
+            f"{trained.path} was trained on data={trained.config.data.name}: give images instead"
         )
     files = _bags(trained, config)
     if files[0].width != trained.channels:
         raise ValueError(
-            f"{files[0].path} has {files[0].width} numbers a tile, but the network of "
-            f"{trained.path} was trained on {trained.channels}: take features of the same encoder, "
+            f"{files[0].path} has {files[0].width} features per tile, but the network of "
+            f"{trained.path} was trained on {trained.channels}: use features of the same encoder, "
             "or tiles of the same size"
         )
     slides = slides_of(config, files)
     predictor = BagPredictor(trained, config, run_dir, slides)
     records = BagRecords(run_dir, trained, config)
     own = files[world.rank :: world.size]
-    found = []
+    results = []
     progress = bar("bags", "predicted", len(own), "slide") if world.rank == 0 else nullcontext()
     with progress as shown:
         for file in own:
@@ -78,35 +78,35 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
             outcome = records.load(file.slide, key)
             if outcome is None:
                 outcome = predictor.predict(file)
-                if slide is None or not outcome.remark:  # a slide may be readable next time
+                if slide is None or not outcome.remark:  # the slide may be readable next time
                     records.save(outcome, key)
-            found.append(outcome)
+            results.append(outcome)
             if shown is not None:
                 shown.update()
-    everybody = world.gather(found)
+    gathered = world.gather(results)
     succeeded = True
-    if everybody is not None:
-        outcomes = sorted((one for rank in everybody for one in rank), key=lambda one: one.name)
-        _tell(outcomes, trained, run_dir, str(config.table))
+    if gathered is not None:
+        outcomes = sorted((one for rank in gathered for one in rank), key=lambda one: one.name)
+        _report_outcomes(outcomes, trained, run_dir, str(config.table))
         succeeded = not any(one.problem for one in outcomes)
     return bool(world.bcast(succeeded))
 
 
 def _bags(trained: Trained, config: DictConfig) -> Sequence[PlacedBag]:
-    """Features of tiles; or their pixels, for a network that has learned with its encoder."""
+    """Bags of features; or of pixels, for a network trained end to end with its encoder."""
     paths = feature_paths(config.features)
     if trained.config.data.get("tile") is None:
         return list_features(paths)
     if len(paths) > 1 or not paths[0].is_dir():
         raise ValueError(
             f"features={config.features}: the network of {trained.path} takes tiles: give the "
-            "folder of a data set, as spatialdl-tile writes it"
+            "folder of a data set written by spatialdl-tile"
         )
     return open_tile_bags(paths[0], key="features")[0]
 
 
 def slides_of(config: DictConfig, files: Sequence[PlacedBag]) -> dict[str, Path]:
-    """The slides that were given, by the names of features.
+    """Paths of the slides of `slides=` that have features, by name.
 
     Raises:
         ValueError: none of them has features.
@@ -118,18 +118,18 @@ def slides_of(config: DictConfig, files: Sequence[PlacedBag]) -> dict[str, Path]
     found = {name: path for name, path in paths.items() if name in known}
     if not found:
         raise ValueError(
-            f"slides={config.slides} has no slide of the features: these are of "
+            f"slides={config.slides} match no features: features are of "
             f"{', '.join(sorted(known)[:3])}, slides are {', '.join(sorted(paths)[:3])}"
         )
     return found
 
 
 class BagPredictor:
-    """The network of a checkpoint on this rank, for one bag after the other.
+    """Predictor of bags on this rank.
 
     Args:
-        config: of the command.
-        slides: by name, to draw heat maps over.
+        config: configuration of the command.
+        slides: paths by name, drawn under the heat maps.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class BagPredictor:
     ) -> None:
         self._trained, self._run_dir, self._slides = trained, run_dir, slides
         self._draws = bool(config.maps)
-        alone = config.copy()
-        alone.parallel.data = 1
-        network = Network(trained, alone, SingleProcess())
+        single = config.copy()
+        single.parallel.data = 1
+        network = Network(trained, single, SingleProcess())
         self._precision = network.precision
         pipeline = network.pipeline(trained.image_size)
         self._device = pipeline.device
@@ -150,7 +150,7 @@ class BagPredictor:
             self._draws = False
 
     def predict(self, file: PlacedBag) -> BagOutcome:
-        """Predict a slide, and draw its heat map."""
+        """Predict a slide and draw its heat map."""
         if not file.tiles:
             return BagOutcome(file.slide, 0, problem="it has no tiles")
         try:
@@ -160,7 +160,7 @@ class BagPredictor:
             return BagOutcome(file.slide, file.tiles, problem=str(error))
         values, attention = self._run(features)
         if not np.isfinite(values).all():
-            return BagOutcome(file.slide, file.tiles, problem="the network gives NaN or Inf")
+            return BagOutcome(file.slide, file.tiles, problem="the network returns NaN or Inf")
         remark, files = "", []
         if self._draws:
             try:
@@ -180,16 +180,16 @@ class BagPredictor:
             if self._draws:
                 attention = attention_of(self._model)(bag)[0]
         values = values_of(output.double().cpu(), self._trained.task)[0]
-        found = None if attention is None else attention.double().cpu().numpy()
-        return values.numpy(), found
+        maps = None if attention is None else attention.double().cpu().numpy()
+        return values.numpy(), maps
 
     def _draw(
         self, file: PlacedBag, values: npt.NDArray[Any], attention: npt.NDArray[Any] | None
     ) -> list[str]:
         assert attention is not None
         number, what = 0, "attention"
-        if len(attention) > 1:  # a map a class, or an interval of time
-            if self._trained.task == "survival":  # the interval in which an event is likeliest
+        if len(attention) > 1:  # a map per class or time interval
+            if self._trained.task == "survival":  # the interval with the likeliest event
                 number = int((-np.diff(values[1:], prepend=1.0)).argmax())
                 what = f"attention for interval {number + 1}"
             else:
@@ -205,13 +205,13 @@ class BagPredictor:
 
 
 def attention_of(model: nn.Module) -> Any:
-    """The method that gives (N, maps, tiles); None if there is none."""
-    found = getattr(model, "attention", None)
-    return found if callable(found) and not isinstance(found, nn.Module) else None
+    """The method `attention` of a network, which returns (N, maps, tiles); None if it has none."""
+    method = getattr(model, "attention", None)
+    return method if callable(method) and not isinstance(method, nn.Module) else None
 
 
 def values_of(output: Tensor, task: str) -> Tensor:
-    """Probabilities or values (N, columns) of what a network gives."""
+    """Probabilities or values (N, columns) of a network's output."""
     if task == "classification":
         return output.softmax(1)
     if task == "multilabel":
@@ -221,8 +221,10 @@ def values_of(output: Tensor, task: str) -> Tensor:
     return output if output.dim() > 1 else output.unsqueeze(1)
 
 
-def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind: str) -> None:
-    """The table of slides, as a file and on the console."""
+def _report_outcomes(
+    outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind: str
+) -> None:
+    """Write the table of slides, and print it."""
     good = [one for one in outcomes if one.values is not None]
     values = np.stack([one.values for one in good]) if good else np.empty((0, 0))  # type: ignore[misc]
     columns = {}
@@ -232,18 +234,18 @@ def _tell(outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind:
     elif good:
         columns = predicted_columns(values, trained.classes, trained.task)
     place = {one.name: number for number, one in enumerate(good)}
-    told: Columns = {
+    rows: Columns = {
         "slide": [one.name for one in outcomes],
         "tiles": [one.tiles for one in outcomes],
     }
     for head, cells in columns.items():
-        told[head] = [cells[place[one.name]] if one.name in place else None for one in outcomes]
-    told["status"] = ["failed" if one.problem else "processed" for one in outcomes]
-    told["reason"] = [one.problem or one.remark for one in outcomes]
-    path = save_columns(run_dir, "slides", told, kind)
+        rows[head] = [cells[place[one.name]] if one.name in place else None for one in outcomes]
+    rows["status"] = ["failed" if one.problem else "processed" for one in outcomes]
+    rows["reason"] = [one.problem or one.remark for one in outcomes]
+    path = save_columns(run_dir, "slides", rows, kind)
     print(table([_report(one, trained) for one in outcomes]))
     if before := sum(one.done_before for one in outcomes):
-        log.info("%s done already; overwrite=true predicts again", counted(before, "slide"))
+        log.info("%s already predicted; overwrite=true predicts again", counted(before, "slide"))
     maps = counted(sum(bool(one.files) for one in outcomes), "heat map")
     log.info("written: %s, %s in %s", path, maps, run_dir)
 

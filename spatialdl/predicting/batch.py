@@ -1,4 +1,4 @@
-"""All slides of a command, one after the other: predicted, written, or reported as failed."""
+"""Prediction of all slides of a command, one after the other."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ log = logging.getLogger("spatialdl.predict")
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
-    """Predict all slides, or bags of their features; every rank of the world calls it.
+    """Predict all slides, or bags of their features; collective over `world`.
 
     Returns:
-        Whether there are predictions for all of them.
+        Whether every slide was predicted.
 
     Raises:
-        ValueError: if the configuration does not fit the checkpoint or the data.
+        ValueError: the configuration does not match the checkpoint or the data.
     """
     if config.features is not None:
         from spatialdl.predicting.bag_run import run as run_bags
@@ -62,8 +62,13 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
 
 
 @dataclass(frozen=True)
-class _Todo:
-    """A slide, how its images are found on rank 0, and what they are made of."""
+class _Job:
+    """A slide to predict.
+
+    Attributes:
+        key: digest of its inputs, see `records.key_of`.
+        find: opens its images; called on the first rank of a team.
+    """
 
     name: str
     key: str
@@ -72,12 +77,12 @@ class _Todo:
 
 @dataclass(frozen=True)
 class _Team:
-    """Ranks that predict slides of their own.
+    """A group of ranks that predicts one slide at a time.
 
     Attributes:
-        number: of this one among `count`.
-        ranks: of it.
-        config: of the command, for these ranks.
+        number: index of the team, below `count`.
+        ranks: communicator of the team.
+        config: configuration of the command for these ranks.
     """
 
     number: int
@@ -93,27 +98,27 @@ class _Batch:
         if trained.takes_bags:
             raise ValueError(
                 f"the network of {trained.path} was trained on features of tiles (data=bags): give "
-                "features=DIR, which the same encoder has made of these slides"
+                "features=DIR, computed from these slides by the same encoder"
             )
-        _check_drawn(config, trained)
+        _check_maps(config, trained)
         self._shown = _shown(config, trained)
-        todo, whole = self._todo()
-        team = _replica(config, trained, world) if whole else _Team(0, 1, world, config)
+        jobs, single_images = self._jobs()
+        team = _replica(config, trained, world) if single_images else _Team(0, 1, world, config)
         self._rounds = [
-            todo[first : first + team.count] for first in range(0, len(todo), team.count)
+            jobs[first : first + team.count] for first in range(0, len(jobs), team.count)
         ]
-        self._team, self._own = team, team.ranks
+        self._team, self._ranks = team, team.ranks
         self._runner = Runner(trained, team.config, team.ranks)
 
     def run(self) -> bool:
-        """Teams meet after each slide: none waits for another longer than that takes."""
+        """Teams synchronise after each slide, so no team waits longer than one slide takes."""
         trained = self._trained
         log.info("the network of %s, step %d, task=%s", trained.path, trained.step, trained.task)
         reports: list[SlideReport] = []
         records: list[PredictionRecord] = []
-        for todo in self._rounds:
-            for report, record in self._round(todo):
-                _tell(report, volume=trained.takes_volumes)
+        for jobs in self._rounds:
+            for report, record in self._round(jobs):
+                _log_report(report, volume=trained.takes_volumes)
                 reports.append(report)
                 records += [] if record is None else [record]
         if self._world.rank == 0:
@@ -126,17 +131,17 @@ class _Batch:
             log.info("written: %s", ", ".join(map(str, paths)))
         return bool(self._world.bcast(not any(report.failed for report in reports)))
 
-    def _round(self, todo: Sequence[_Todo]) -> list[tuple[SlideReport, PredictionRecord | None]]:
-        """What came out of a slide of each team, on rank 0."""
-        found = [(self._team.number, self._one(one)) for one in todo[self._team.number :][:1]]
-        everybody = self._world.gather(found if self._own.rank == 0 else []) or []
-        pairs = sorted(chain.from_iterable(everybody), key=itemgetter(0))
-        return [told for _, told in pairs]
+    def _round(self, jobs: Sequence[_Job]) -> list[tuple[SlideReport, PredictionRecord | None]]:
+        """The results of one slide of each team, on rank 0."""
+        results = [(self._team.number, self._one(one)) for one in jobs[self._team.number :][:1]]
+        gathered = self._world.gather(results if self._ranks.rank == 0 else []) or []
+        pairs = sorted(chain.from_iterable(gathered), key=itemgetter(0))
+        return [result for _, result in pairs]
 
-    # --- what there is to do
+    # --- slides of the command
 
-    def _todo(self) -> tuple[list[_Todo], bool]:
-        """All slides, and whether each is one image."""
+    def _jobs(self) -> tuple[list[_Job], bool]:
+        """All slides, and whether any of them is a single image."""
         config, trained = self._config, self._trained
         if config.shards is not None:
             return self._of_shards(Path(config.shards).expanduser())
@@ -144,31 +149,31 @@ class _Batch:
             _check_dims(trained, volumes=True, given=f"volumes={config.volumes}")
             volumes = volume_names(volume_paths(config.volumes)).items()
             return [
-                _Todo(name, self._key(None, path), partial(volume_input, path, name, trained))
+                _Job(name, self._key(None, path), partial(volume_input, path, name, trained))
                 for path, name in volumes
             ], True
         _check_dims(trained, volumes=False, given=f"slides={config.slides}")
         cutting = cutting_of(config, trained)
         slides = slide_names(slide_paths(config.slides)).items()
         return [
-            _Todo(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
+            _Job(name, self._key(cutting, path), partial(slide_input, path, name, cutting))
             for path, name in slides
         ], cutting.whole
 
-    def _of_shards(self, folder: Path) -> tuple[list[_Todo], bool]:
+    def _of_shards(self, folder: Path) -> tuple[list[_Job], bool]:
         trained = self._trained
         dataset = ShardDataset(folder, self._config.split, whole=False)
         key = self._key(None, folder / "manifest.json")
         _check_dims(trained, volumes=dataset.kind == "volumes", given=f"shards={folder}")
         if dataset.kind == "volumes":
             return [
-                _Todo(name, key, partial(shard_volume_input, dataset, number, name, trained))
+                _Job(name, key, partial(shard_volume_input, dataset, number, name, trained))
                 for number, name in named_samples(dataset)
             ], True
         maps = trained.task == "segmentation"
         found = shard_inputs(dataset, trained.image_size, maps=maps)
-        whole = any(one.whole for one in found)
-        return [_Todo(one.name, key, partial(_known, one)) for one in found], whole
+        single_images = any(one.whole for one in found)
+        return [_Job(one.name, key, partial(_known, one)) for one in found], single_images
 
     def _key(self, cutting: BatchCutting | None, path: Path) -> str:
         config = self._config
@@ -183,57 +188,57 @@ class _Batch:
             "geojson",
             "spatialdata",
         )
-        asked = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
+        settings = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
         try:
             how = None if cutting is None else cutting.key()
-            return key_of([self._trained.digest, asked, how], path)
+            return key_of([self._trained.digest, settings, how], path)
         except OSError as error:
-            return f"{path}: {error.strerror}"  # told when it is opened
+            return f"{path}: {error.strerror}"  # reported when it is opened
 
     # --- one slide
 
-    def _one(self, todo: _Todo) -> tuple[SlideReport, PredictionRecord | None]:
-        """What came out of a slide, on the first of the ranks that predict it."""
+    def _one(self, job: _Job) -> tuple[SlideReport, PredictionRecord | None]:
+        """The result of a slide, on the first rank of its team."""
         record = problem = given = None
-        if self._own.rank == 0:
+        if self._ranks.rank == 0:
             if not self._config.overwrite:
-                record = PredictionRecord.load(self._run_dir, todo.name, todo.key)
+                record = PredictionRecord.load(self._run_dir, job.name, job.key)
             if record is None:
                 try:
-                    given = todo.find()
+                    given = job.find()
                 except (SlideError, OSError) as error:
                     problem = _in_keys(str(error))
-        done, problem, given = self._own.bcast((record is not None, problem, given))
+        done, problem, given = self._ranks.bcast((record is not None, problem, given))
         if done:
-            log.info("%s is done already; overwrite=true predicts it again", todo.name)
+            log.info("%s is already predicted; overwrite=true predicts it again", job.name)
         elif given is not None:
             try:
-                record = self._predicted(given, todo.key)
+                record = self._predicted(given, job.key)
             except SlideError as error:  # the same on all ranks
                 problem = str(error)
             finally:
                 if isinstance(given.source, SlideImages):
                     given.source.close()
         if problem is not None or record is None:
-            return SlideReport(todo.name, problem=problem or "", failed=True), None
+            return SlideReport(job.name, problem=problem or "", failed=True), None
         return _report(record, self._trained, "" if given is None else given.remark), record
 
     def _predicted(self, given: Input, key: str) -> PredictionRecord | None:
-        """What is known of a slide in the end, on rank 0."""
-        if given.remark and self._own.rank == 0:
+        """The record of a slide, on the first rank of its team."""
+        if given.remark and self._ranks.rank == 0:
             log.warning("%s: %s", given.name, given.remark)
         outcome = self._runner.run(given)
         classes = len(self._trained.classes)
-        confusion = confusion_of(self._own, given, outcome.pieces, classes)
+        confusion = confusion_of(self._ranks, given, outcome.pieces, classes)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
             maps: VolumeMaps | Maps
             if isinstance(given.source, VolumeImages):
-                maps = VolumeMaps(self._run_dir, given, self._trained, self._shown, self._own)
+                maps = VolumeMaps(self._run_dir, given, self._trained, self._shown, self._ranks)
             else:
                 ending = GEOJSON[self._config.geojson]
                 maps = Maps(
-                    *(self._run_dir, given, self._trained, self._shown, self._own),
+                    *(self._run_dir, given, self._trained, self._shown, self._ranks),
                     geojson=ending,
                     store=self._config.spatialdata,
                 )
@@ -250,7 +255,7 @@ class _Batch:
 
 
 def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team:
-    """Whole images are predicted one at a time, so each data replica takes some of its own."""
+    """Whole images are predicted one at a time, so each data replica predicts other slides."""
     placement = placement_of(config.parallel, len(trained.image_size))
     if placement.data == 1:
         return _Team(0, 1, world, config)
@@ -261,7 +266,7 @@ def _replica(config: DictConfig, trained: Trained, world: Communicator) -> _Team
     return _Team(number, placement.data, world.subset(placement.replica_ranks(number)), config)
 
 
-def _tell(report: SlideReport, *, volume: bool) -> None:
+def _log_report(report: SlideReport, *, volume: bool) -> None:
     if report.problem:
         log.warning("%s", report.problem)
         return
@@ -270,7 +275,7 @@ def _tell(report: SlideReport, *, volume: bool) -> None:
 
 
 def _in_keys(text: str) -> str:
-    """An error of the tiling command, with the keys of this one in place of its options."""
+    """Replace options of the tiling command in its error message by keys of this command."""
     text = text.replace(", or a column mpp of the labels", "").replace("--edge pad", "edge=pad")
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda m: m[1].replace("-", "_") + "=...", text)
 
@@ -280,10 +285,10 @@ def _known(given: Input) -> Input:
 
 
 def _check_dims(trained: Trained, *, volumes: bool, given: str) -> None:
-    """Refuse images of other dims than the network takes.
+    """Check that the images have the dims that the network takes.
 
     Raises:
-        ValueError: naming both.
+        ValueError: they do not.
     """
     if volumes == trained.takes_volumes:
         return
@@ -295,15 +300,15 @@ def _check_dims(trained: Trained, *, volumes: bool, given: str) -> None:
     )
 
 
-def _check_drawn(config: DictConfig, trained: Trained) -> None:
-    """Refuse pictures that there are none of.
+def _check_maps(config: DictConfig, trained: Trained) -> None:
+    """Check that the requested maps exist for the task.
 
     Raises:
-        ValueError: if they are asked for.
+        ValueError: they do not.
     """
     if config.activation and trained.task not in ("classification", "multilabel"):
         raise ValueError(
-            "activation=true shows what places give to a class of the image, but the network of "
+            "activation=true needs task=classification or multilabel, but the network of "
             f"{trained.path} was trained with task={trained.task}: leave it out"
         )
     if config.spatialdata and trained.task == "regression":
@@ -312,21 +317,21 @@ def _check_drawn(config: DictConfig, trained: Trained) -> None:
             f"{trained.path} was trained with task=regression, which has none: leave it out"
         )
     if config.maps and trained.task == "regression":
-        log.info("numbers are told in tables only, task=regression has no maps")
+        log.info("task=regression has no maps: predictions are written to tables only")
 
 
 def _shown(config: DictConfig, trained: Trained) -> list[int]:
-    """The classes of which maps are drawn.
+    """Indices of the classes whose maps are drawn.
 
     Raises:
-        ValueError: there is no such class.
+        ValueError: the network has no such class.
     """
     if config.classes is None:
         return list(range(len(trained.classes)))
     for name in config.classes:
         if str(name) not in trained.classes:
             raise ValueError(
-                f"classes={list(config.classes)}: the network knows no {name}, but "
+                f"classes={list(config.classes)}: the network has no class {name}, only "
                 f"{', '.join(trained.classes)}"
             )
     return [trained.classes.index(str(name)) for name in config.classes]

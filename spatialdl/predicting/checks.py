@@ -1,4 +1,4 @@
-"""What would fail on all ranks, found before they start. No PyTorch here."""
+"""Configuration checks that run before ranks start; does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from spatialdl.training.layouts import AUTO, placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
 GEOJSON = {"plain": ".geojson", "gzip": ".geojson.gz"}
-"""Endings of the files of tiles and regions."""
+"""File endings of tiles and regions."""
 CUTTING = (
     *("tile_size", "mpp", "level", "overlap", "min_tissue", "slide_mpp", "whole"),
     *("edge", "stain_reference"),
 )
-"""Keys that say how slides are cut."""
+"""Keys that configure how slides are cut."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": (None, *PRECISIONS),
     "table": TABLES,
@@ -51,14 +51,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_config(config: DictConfig) -> Placement:
-    """Which ranks this configuration needs, after a look at what would fail on all of them.
+    """Check the configuration, and compute the ranks that it needs.
 
     Raises:
-        ValueError: if something would.
+        ValueError: the configuration is invalid.
     """
     check_complete(config)
     if str(config.ckpt_path) == LATEST:
-        raise ValueError("ckpt_path=latest of which run? name its directory")
+        raise ValueError("ckpt_path=latest needs a run: give the run's directory")
     candidates(str(config.ckpt_path), Path())
     check_choices(config, CHOICES)
     check_device(config.device)
@@ -68,38 +68,38 @@ def check_config(config: DictConfig) -> Placement:
     _check_input(config)
     _check_numbers(config)
     if config.parallel.name == "auto":
-        raise ValueError("parallel=auto is for training: name the layout, such as parallel=dp")
+        raise ValueError("parallel=auto is for training: give a layout, such as parallel=dp")
     if config.parallel.shard_state:
         raise ValueError("parallel.shard_state=true is for training: leave it out")
     if config.parallel.stream == AUTO:
         raise ValueError(
-            "parallel.stream=auto is for training: name the virtual tiles, such as "
+            "parallel.stream=auto is for training: give the virtual tiles, such as "
             "parallel.stream=[4,4]"
         )
     dims = 1 if config.features is not None else None if config.volumes is None else 3
     placement = placement_of(config.parallel, dims)
     if config.features is not None and placement.world_size > placement.data:
         raise ValueError(
-            f"parallel={config.parallel.name} divides networks or images, but bags of features "
-            "are dealt out to ranks whole: take parallel=none or parallel=dp"
+            f"parallel={config.parallel.name} splits networks or images, but bags of features "
+            "are not split: use parallel=none or parallel=dp"
         )
     schedule = schedule_of(config.parallel, placement)
     least = schedule.microbatches * placement.data * placement.most_batch_parts
-    alone = config.whole or config.volumes is not None or config.features is not None
-    if config.batch_size < least and not alone:
+    one_at_a_time = config.whole or config.volumes is not None or config.features is not None
+    if config.batch_size < least and not one_at_a_time:
         raise ValueError(
             f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
-            f"parallel.microbatches={schedule.microbatches} need at least {least} at a time"
+            f"parallel.microbatches={schedule.microbatches} need at least batch_size={least}"
         )
     if config.spatialdata:
         _check_store(config)
     _check_virtual_tiles(config, placement)
     if config.activation and not config.maps:
-        raise ValueError("activation=true draws maps, and maps=false none: leave one of them out")
+        raise ValueError("activation=true needs maps, but maps=false is set: leave one of them out")
     if config.activation and config.tta is not None:
         raise ValueError(
-            f"activation=true draws what places give to a class of one image, and tta={config.tta} "
-            "takes the mean of several: leave one of them out"
+            f"activation=true explains the prediction of one image, but tta={config.tta} "
+            "averages several: leave one of them out"
         )
     check_values(config)
     return placement
@@ -108,13 +108,13 @@ def check_config(config: DictConfig) -> Placement:
 def _check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
     if placement.stream and config.activation:
         raise ValueError(
-            "activation=true needs maps of whole images, and with virtual tiles, parallel.stream="
-            f"{config.parallel.stream}, nobody has them: leave one of them out"
+            "activation=true is not supported with virtual tiles, parallel.stream="
+            f"{config.parallel.stream}: leave one of them out"
         )
     if placement.stream and config.features is not None:
         raise ValueError(
-            f"parallel.stream={config.parallel.stream} cuts images, and features={config.features} "
-            "has none: leave it out"
+            f"parallel.stream={config.parallel.stream} splits images, but features="
+            f"{config.features} has none: leave it out"
         )
     given = {
         "memory_limit_gb": config.memory_limit_gb,
@@ -123,25 +123,27 @@ def _check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
     for key, value in given.items():
         if value is not None and not placement.stream:
             raise ValueError(
-                f"{key}={value} is of no use without virtual tiles: set parallel.stream, such as "
+                f"{key}={value} has no effect without virtual tiles: set parallel.stream, such as "
                 "parallel.stream=[4,4], or leave it out"
             )
 
 
 def _check_store(config: DictConfig) -> None:
     if not config.maps:
-        raise ValueError("spatialdata=true stores maps, and maps=false has none: leave one out")
+        raise ValueError(
+            "spatialdata=true needs maps, but maps=false is set: leave one of them out"
+        )
     for key in ("volumes", "features"):
         if config[key] is not None:
             raise ValueError(
-                f"spatialdata=true stores maps of slides, and {key}={config[key]} is given: leave "
+                f"spatialdata=true stores maps of slides, but {key}={config[key]} is given: leave "
                 "it out"
             )
     need_spatialdata()
 
 
 def names_own_network(ckpt_path: str) -> bool:
-    """Whether a checkpoint says that its network is the user's own; False if it is damaged."""
+    """Whether a checkpoint's network is user code; False if the checkpoint is damaged."""
     try:
         content = json.loads((candidates(ckpt_path, Path())[0] / CONTENT).read_text("utf-8"))
         return is_own_network(content["config"]["model"]["_target_"])
@@ -155,32 +157,32 @@ def _check_input(config: DictConfig) -> None:
         return
     given = [key for key in ("slides", "volumes", "shards") if config[key] is not None]
     if len(given) != 1:
-        what = f"{' and '.join(given)} are" if given else "none is"
+        what = " and ".join(given) if given else "none"
         raise ValueError(
-            "slides=..., volumes=..., shards=... or features=... says what to predict, and "
-            f"{what} given"
+            "expected exactly one input of slides=..., volumes=..., shards=... and features=..., "
+            f"got {what}"
         )
     if given == ["shards"] and not Path(config.shards).expanduser().is_dir():
-        raise ValueError(f"shards={config.shards} is no folder")
+        raise ValueError(f"shards={config.shards} is not a folder")
     if given != ["slides"]:
         for key in CUTTING:
             if config[key] is not None:
                 raise ValueError(
-                    f"{key} says how to cut slides, but {given[0]} are not cut: leave it out"
+                    f"{key} configures how slides are cut, but {given[0]} are not cut: leave it out"
                 )
     if given != ["shards"] and config.split is not None:
         raise ValueError(
-            f"split={config.split} is of shards=..., {given[0]} have none: leave it out"
+            f"split={config.split} selects from shards=..., {given[0]} have none: leave it out"
         )
 
 
 def _check_bags(config: DictConfig) -> None:
-    """Slides may stand beside features: they are what heat maps are drawn over."""
+    """Check `features=`; `slides=` may be given as well, to draw heat maps over them."""
     for key in ("volumes", "shards", "split", *CUTTING, "activation"):
         if config[key] not in (None, False):
             raise ValueError(
-                f"{key}={config[key]} is for images, and features=... are of tiles that were cut "
-                "before: leave it out"
+                f"{key}={config[key]} is for images, but features=... are already computed: "
+                "leave it out"
             )
 
 
@@ -197,14 +199,14 @@ def _check_numbers(config: DictConfig) -> None:
             low, high = PLAUSIBLE_MPP
             raise ValueError(f"{key}={value} must be micrometres per pixel, {low} to {high}")
     if config.mpp is not None and config.level is not None:
-        raise ValueError(f"mpp={config.mpp} and level={config.level} both say how fine: leave one")
+        raise ValueError(f"mpp={config.mpp} and level={config.level} are exclusive: leave one out")
     part = config.min_tissue
     if part is not None and not (_is_number(part) and 0 <= part <= 1):
         raise ValueError(f"min_tissue={part} must lie between 0 and 1")
     if not isinstance(config.trust, ListConfig):
-        raise ValueError(f"trust={config.trust} is a list of names: write trust=[package.Class]")
+        raise ValueError(f"trust={config.trust} must be a list: write trust=[package.Class]")
     if config.classes is not None and not isinstance(config.classes, ListConfig):
-        raise ValueError(f"classes={config.classes} is a list of names: write classes=[...]")
+        raise ValueError(f"classes={config.classes} must be a list: write classes=[...]")
 
 
 def _is_number(value: object) -> bool:

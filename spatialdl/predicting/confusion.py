@@ -1,4 +1,4 @@
-"""Pixels of an image by true and predicted class, counted where they are predicted."""
+"""Confusion counts of pixels, computed on the ranks that hold the prediction."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ Counts = npt.NDArray[np.int64]
 def confusion_of(
     world: Communicator, given: Input, pieces: Sequence[MapPiece], classes: int
 ) -> Counts | None:
-    """int64 (classes, classes) by true and predicted class; None where there is no mask.
+    """Count pixels, int64 (classes, classes), by true and predicted class.
 
-    Pixels without a label count nowhere. Masks that cannot be read, or have a class that is
-    unknown, are reported, and there are no counts. All ranks must ask, and get the same.
+    Collective; all ranks get the sum. Unlabelled pixels are ignored. A mask that is unreadable or
+    has an unknown class is logged.
 
     Args:
-        pieces: this rank's parts of the map of probabilities.
+        pieces: this rank's pieces of the probability map.
+
+    Returns:
+        The counts; None without a valid mask.
     """
     if given.read_mask is None:
         return None
@@ -43,9 +46,9 @@ def confusion_of(
     first = next(filter(None, world.allgather(problem)), "")
     if first:
         if world.rank == 0:
-            log.warning("%s: pixels are not compared with its mask: %s", given.name, first)
+            log.warning("%s: no confusion counts from its mask: %s", given.name, first)
         return None
-    # counts below 2**53 are exact
+    # float64 is exact for counts below 2**53
     total: torch.Tensor = world.all_reduce(torch.from_numpy(own).double())
     return np.asarray(total.numpy().round(), np.int64)
 
@@ -59,7 +62,7 @@ def _counted(given: Input, piece: MapPiece, classes: int) -> Counts:
     truth = mask[known].astype(np.int64)
     if truth.size and int(truth.max()) >= classes:
         raise ValueError(
-            f"the mask has a pixel of class {int(truth.max())}, but the network knows {classes} "
+            f"the mask has a pixel of class {int(truth.max())}, but the network has {classes} "
             "classes"
         )
     predicted = piece.values.argmax(0).numpy()[known]

@@ -1,4 +1,4 @@
-"""How slides are cut: as the training set was, and what is asked for otherwise."""
+"""How slides are cut: as the training set was, unless the command overrides it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 from spatialdl.slides.reading.wanted import Wanted
 
 _SIDE_OF_WHOLE = 512
-"""Of the tiles by which the tissue of a whole region is found."""
+"""Side of the tiles used to find the tissue of a whole region."""
 
 
 @dataclass(frozen=True)
 class BatchCutting:
-    """Of all slides of a batch.
+    """Cutting settings of all slides of a batch.
 
     Attributes:
         tile_size: rows and columns of a tile.
-        view: rows and columns that the network sees, in the middle of a tile.
+        view: rows and columns of the network's input, the centre of a tile.
         wanted: resolution of the images.
         whole: whether a slide's tissue is one image.
-        edge: what tiles there are at the edges of a slide, see `slides.cutting.tiling`.
-        filters: names and limits of those that drop tiles, see `slides.cutting.filters`.
-        slide_mpp: micrometres per level-0 pixel in place of what slides say.
+        edge: treatment of tiles at a slide's edges, see `slides.cutting.tiling`.
+        filters: names and limits of the filters that drop tiles, see `slides.cutting.filters`.
+        slide_mpp: micrometres per level-0 pixel, overrides the slides' metadata.
     """
 
     tile_size: int
@@ -53,7 +53,7 @@ class BatchCutting:
     slide_mpp: float | None = None
 
     def options(self) -> Namespace:
-        """The same as options of the tiling command."""
+        """These settings as options of the tiling command."""
         reference = None if self.stain_reference is None else Path(self.stain_reference)
         return Namespace(
             tile_size=self.tile_size,
@@ -69,10 +69,10 @@ class BatchCutting:
         )
 
     def key(self) -> dict[str, Any]:
-        """What decides on the images of a slide.
+        """All settings that determine a slide's images, for the key of its record.
 
         Raises:
-            OSError: the stain reference is not there.
+            OSError: the stain reference does not exist.
         """
         found = asdict(self)
         if self.stain_reference is not None:
@@ -81,38 +81,38 @@ class BatchCutting:
 
 
 def cutting_of(config: DictConfig, trained: Trained) -> BatchCutting:
-    """How slides are cut for a network.
+    """Choose how slides are cut for a network.
 
     Raises:
-        ValueError: if nobody says at which resolution, or the settings do not fit.
+        ValueError: the resolution is unknown, or the settings conflict.
     """
-    before = trained.made_with
-    _check(before)
+    recorded = trained.made_with
+    _check(recorded)
     whole = config.whole
     if whole is None:
         whole = trained.task == "segmentation" or trained.kind == "regions"
     if trained.task == "segmentation" and not whole:
         raise ValueError(
-            "whole=false cuts tiles, but the checkpoint's network tells a class for every pixel, "
-            "which has no seams on the whole tissue: leave it out"
+            "whole=false cuts tiles, but the checkpoint's network predicts a class per pixel, "
+            "which has seams between tiles: leave it out"
         )
     tile_size = _tile_size(config, trained, whole)
     as_trained = config.tile_size is None and not whole
     found = BatchCutting(
         tile_size,
         trained.image_size if as_trained else (tile_size, tile_size),
-        _resolution(config, before),
+        _resolution(config, recorded),
         whole,
-        overlap=int(_either(config.overlap, before.get("overlap"), 0)),
-        edge="drop" if whole else _edge(_either(config.edge, before.get("edge"), "drop")),
-        min_tissue=float(_either(config.min_tissue, before.get("min_tissue"), 0.5)),
-        background=str(before.get("background", "auto")),
-        filters={} if whole else before.get("filter"),
-        stain_normalise=before.get("stain_normalise"),
+        overlap=int(_either(config.overlap, recorded.get("overlap"), 0)),
+        edge="drop" if whole else _edge(_either(config.edge, recorded.get("edge"), "drop")),
+        min_tissue=float(_either(config.min_tissue, recorded.get("min_tissue"), 0.5)),
+        background=str(recorded.get("background", "auto")),
+        filters={} if whole else recorded.get("filter"),
+        stain_normalise=recorded.get("stain_normalise"),
         stain_reference=config.stain_reference,
-        slide_mpp=_either(config.slide_mpp, before.get("slide_mpp"), None),
+        slide_mpp=_either(config.slide_mpp, recorded.get("slide_mpp"), None),
     )
-    _check_fits(found, config, before)
+    _check_fits(found, config, recorded)
     return found
 
 
@@ -123,29 +123,29 @@ def _edge(value: object) -> Edge:
     raise ValueError(f"edge={value} must be one of {', '.join(EDGES)}")
 
 
-def _check_fits(found: BatchCutting, config: DictConfig, before: Mapping[str, Any]) -> None:
+def _check_fits(found: BatchCutting, config: DictConfig, recorded: Mapping[str, Any]) -> None:
     if not 0 <= found.overlap < found.tile_size:
-        raise ValueError(f"overlap={found.overlap} must be less than a tile, {found.tile_size}")
-    if before.get("stain_reference") and config.stain_reference is None:
+        raise ValueError(f"overlap={found.overlap} must be less than tile_size={found.tile_size}")
+    if recorded.get("stain_reference") and config.stain_reference is None:
         raise ValueError(
-            "the training set was brought to the stains of an image of its own: name that image "
+            "the training set's stains were normalised to a reference image: give that image "
             "by stain_reference=..."
         )
     if config.stain_reference is not None and not found.stain_normalise:
         raise ValueError(
             f"stain_reference={config.stain_reference} is given, but the stains of the training "
-            "set were left as they are: leave it out"
+            "set were not normalised: leave it out"
         )
 
 
-def _check(before: Mapping[str, Any]) -> None:
-    """Whether what is said of the training images can be: anybody may have written it."""
-    for key, can_be in _CAN_BE.items():
-        value = before.get(key)
-        if value is not None and not can_be(value):
+def _check(recorded: Mapping[str, Any]) -> None:
+    """Validate the settings recorded in the checkpoint, which is untrusted."""
+    for key, is_valid in _VALID.items():
+        value = recorded.get(key)
+        if value is not None and not is_valid(value):
             raise ValueError(
-                f"the checkpoint says {key}={shown(value)} of its training images, which cannot "
-                "be: name a checkpoint of spatialdl.train"
+                f"the checkpoint has an invalid {key}={shown(value)} of its training images: give "
+                "a checkpoint of spatialdl.train"
             )
 
 
@@ -157,7 +157,7 @@ def _number(value: Any, least: float, most: float) -> bool:
     return type(value) in (int, float) and least <= value <= most
 
 
-_CAN_BE: Mapping[str, Callable[[Any], bool]] = {
+_VALID: Mapping[str, Callable[[Any], bool]] = {
     "tile_size": lambda value: _whole(value, 1),
     "overlap": lambda value: _whole(value, 0),
     "level": lambda value: _whole(value, 0),
@@ -184,22 +184,22 @@ def _tile_size(config: DictConfig, trained: Trained, whole: bool) -> int:
     rows, cols = trained.image_size
     if rows != cols:
         raise ValueError(
-            f"the network was trained on images of {rows}x{cols}, tiles are squares: add "
+            f"the network was trained on images of {rows}x{cols}, but tiles are square: add "
             "tile_size=..."
         )
     return rows
 
 
-def _resolution(config: DictConfig, before: Mapping[str, Any]) -> Wanted:
+def _resolution(config: DictConfig, recorded: Mapping[str, Any]) -> Wanted:
     if config.mpp is not None or config.level is not None:
         return Wanted(config.mpp, None, config.level)
-    said = Wanted(before.get("mpp"), before.get("mag"), before.get("level"))
-    if said == Wanted():
+    known = Wanted(recorded.get("mpp"), recorded.get("mag"), recorded.get("level"))
+    if known == Wanted():
         raise ValueError(
-            "the checkpoint does not say at which resolution its training images were cut: add "
+            "the checkpoint does not record the resolution of its training images: add "
             "mpp=... (micrometres per pixel), or level=0"
         )
-    return said
+    return known
 
 
 def _either(*choices: Any) -> Any:

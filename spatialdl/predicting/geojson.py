@@ -1,6 +1,4 @@
-"""Predictions as GeoJSON that QuPath reads: tiles, or the regions of classes in a map.
-
-Of activation there are the regions in which it is strong.
+"""Predictions as GeoJSON for QuPath: tiles, regions by class, regions of strong activation.
 
 Coordinates are level-0 pixels. Properties are those of QuPath since 0.4: ``objectType``,
 ``classification`` with a name and a colour, and ``measurements`` by name.
@@ -28,10 +26,10 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def save_geojson(path: Path, features: Iterable[Mapping[str, Any]]) -> None:
-    """Write a feature collection, whole or not at all; one feature is in memory at a time.
+    """Write a feature collection atomically, with one feature in memory at a time.
 
     Args:
-        path: of the file, compressed where it ends with `.gz`.
+        path: path of the file, compressed if it ends in `.gz`.
     """
     with replacing(path) as file, _compressed(file, path) as out:
         out.write(b'{"type": "FeatureCollection", "features": [')
@@ -44,7 +42,7 @@ def save_geojson(path: Path, features: Iterable[Mapping[str, Any]]) -> None:
 def _compressed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
     if path.suffix != ".gz":
         return nullcontext(file)
-    return gzip.GzipFile(path.stem, "wb", fileobj=file, mtime=0)  # the same bytes every time
+    return gzip.GzipFile(path.stem, "wb", fileobj=file, mtime=0)  # reproducible bytes
 
 
 def tile_features(
@@ -56,11 +54,11 @@ def tile_features(
     *,
     one_class: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A box a tile, with the probability of every class.
+    """A box per tile, with the probability of every class.
 
     Args:
-        extent: level-0 rows and columns of the slide, beyond which nothing is drawn.
-        one_class: whether a tile is of the class with the largest; else of all above a half.
+        extent: level-0 rows and columns of the slide, to which boxes are clipped.
+        one_class: classify a tile by its most probable class; otherwise by all classes above 0.5.
     """
     height, width = span
     for (x, y), row in zip(places.tolist(), values, strict=True):
@@ -78,9 +76,9 @@ def region_features(
     """Regions in which one class is the most probable, with its mean probability.
 
     Args:
-        means: (classes, rows, columns), NaN where there is nothing.
+        means: (classes, rows, columns), NaN where nothing was predicted.
         scale: level-0 pixels per pixel.
-        shown: the classes whose regions are wanted.
+        shown: indices of the classes to include.
     """
     known = np.isfinite(means).all(0)
     best = np.where(known, np.where(known, means, 0).argmax(0), -1)
@@ -91,10 +89,10 @@ def region_features(
 def active_features(
     means: Mapping[int, npt.NDArray[np.float64]], scale: float, classes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Regions in which the activation of a class is above half of the most, with its mean.
+    """Regions in which the activation of a class exceeds half of the maximum, with its mean.
 
     Args:
-        means: of each class that is shown, (rows, columns), NaN where there is nothing.
+        means: (rows, columns) by shown class, NaN where nothing was predicted.
         scale: level-0 pixels per pixel.
     """
     known = {number: np.nan_to_num(one, nan=0.0) for number, one in means.items()}
@@ -105,15 +103,15 @@ def active_features(
 
 
 def _regions(
-    there: npt.NDArray[np.bool_],
+    inside: npt.NDArray[np.bool_],
     values: npt.NDArray[np.float64],
     scale: float,
     classes: Sequence[str],
     number: int,
     what: str,
 ) -> Iterator[dict[str, Any]]:
-    """Connected regions of a class, each with the mean of its values."""
-    pieces, _ = ndimage.label(there)
+    """Connected regions of a class, each with its mean value."""
+    pieces, _ = ndimage.label(inside)
     for piece, place in enumerate(ndimage.find_objects(pieces), 1):
         mask = pieces[place] == piece
         if mask.sum() < _SPECK:
@@ -127,8 +125,8 @@ def _regions(
 def _rings(
     mask: npt.NDArray[np.bool_], row: int, col: int, scale: float
 ) -> list[list[tuple[float, float]]]:
-    """The outline of a region, then those of its holes, as rings of (x, y)."""
-    # a border of nothing closes all contours; pixels are squares around their centres
+    """The outline of a region, then of its holes, as rings of (x, y)."""
+    # padding closes all contours; pixels are squares around their centres
     contours = find_contours(np.pad(mask, 1).astype(np.float64), 0.5)  # type: ignore[no-untyped-call]
     lines = [approximate_polygon(line, 0.5) for line in contours]  # type: ignore[no-untyped-call]
     lines = [line for line in lines if len(line) > 3]
@@ -151,12 +149,12 @@ def _feature(
 ) -> dict[str, Any]:
     properties: dict[str, Any] = {"objectType": kind, "measurements": dict(measured)}
     if chosen:
-        name = ": ".join(classes[number] for number in chosen)  # QuPath's word for several
+        name = ": ".join(classes[number] for number in chosen)  # QuPath's derived classes
         properties["classification"] = {"name": name, "color": colour_of(chosen[0])}
     return {"type": "Feature", "geometry": geometry, "properties": properties}
 
 
 def colour_of(number: int) -> list[int]:
-    """Red, green and blue of a class, 0 to 255; neighbours in number are far apart in hue."""
+    """RGB colour of a class, 0 to 255; consecutive classes differ clearly in hue."""
     parts = colorsys.hsv_to_rgb((0.6 + number * _GOLDEN) % 1, 0.75, 0.9)
     return [round(255 * part) for part in parts]

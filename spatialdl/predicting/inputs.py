@@ -1,4 +1,4 @@
-"""Slides and data sets as images that a network takes, one slide after the other."""
+"""Network inputs from slides and data sets, one slide after the other."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from spatialdl.slides.reading.reader import Slide
 log = logging.getLogger("spatialdl.predict")
 
 WHITE = 255
-LARGE = 2048  # rows or columns; images up to so many are resampled at once
-_NEIGHBOURS = 4  # rows and columns of tiles that tell how far neighbours are apart
+LARGE = 2048  # rows or columns; images up to this size are resampled at once
+_NEIGHBOURS = 4  # distances needed to estimate the spacing of tiles
 
 
 @dataclass(frozen=True)
 class Input:
-    """A slide or a volume: its images, and where they lie.
+    """The images of a slide or a volume, and their positions.
 
     Attributes:
-        name: of the slide.
+        name: name of the slide.
         source: the images.
-        size: (rows, columns) that the network sees, in the middle of each; of volumes with slices.
-        places: level-0 (x, y) of their top-left corners.
-        span: level-0 (rows, columns) of each; None where nobody knows.
-        extent: level-0 (rows, columns) of the slide; None where nobody knows.
+        size: ([slices,] rows, columns) of the network's input, the centre of each image.
+        places: level-0 (x, y) of the top-left corners of the images.
+        span: level-0 (rows, columns) of an image; None if unknown.
+        extent: level-0 (rows, columns) of the slide; None if unknown.
         mpp: micrometres per level-0 pixel, if known.
-        slide: the file, if there is one.
-        whole: whether its one image is all that there is of the slide.
-        remark: why its prediction may be wrong.
-        labels: names of the true class of each, empty where nobody knows; none of slides.
-        region_of: the slide that its one image is a region of, where others are, too.
-        samples: numbers of the images in their data set.
-        read_mask: a box of the mask of its one image, as the network sees it.
+        slide: the slide's file, if there is one.
+        whole: whether a single image covers the slide.
+        remark: why the prediction may be wrong.
+        labels: true class names of the images, empty where unknown; none for slides.
+        region_of: the slide of which the single image is one of several regions.
+        samples: indices of the images in their data set.
+        read_mask: reads a box of the single image's mask, as the network sees it.
     """
 
     name: str
@@ -68,24 +68,25 @@ class Input:
 
     @property
     def scale(self) -> float:
-        """Level-0 pixels per pixel of its images, whose span is known."""
+        """Level-0 pixels per pixel of the images; `span` must be known."""
         assert self.span is not None
         return float(self.span[0] / self.size[0])
 
 
 @dataclass
 class SlideImages:
-    """Equal images cut out of a slide, read box by box; a data set as `RankLoader` takes it.
+    """Images of equal size cut from a slide; an `ImageSource` for `RankLoader`.
 
     Attributes:
         path: the slide.
-        mpp: of its level 0, in place of what it says.
+        mpp: micrometres per level-0 pixel, overrides the slide's metadata.
         places: level-0 (x, y) of the images.
         size: rows and columns of each.
         scale: level-0 pixels per pixel.
-        background: colour of what lies beyond the slide.
-        choosing, own: bring the stains to those of a reference, if there are any.
-        unreadable: images of which something could not be read in this process; it is white.
+        background: colour beyond the slide's edges.
+        choosing, own: stain normalisation and the slide's own colours, if there is a reference.
+        unreadable: error by image, where part of it was unreadable in this process; that part is
+            white.
     """
 
     path: Path
@@ -103,7 +104,7 @@ class SlideImages:
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(np.uint8)
-        self.labels = np.zeros(len(self.places), np.int64)  # which nobody knows
+        self.labels = np.zeros(len(self.places), np.int64)  # unknown
 
     def __len__(self) -> int:
         return len(self.places)
@@ -112,7 +113,7 @@ class SlideImages:
         return self.size
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
-        """A box of an image, uint8 (rows, columns, 3); what cannot be read is noted, and white."""
+        """Read a box, uint8 (rows, columns, 3); unreadable images are recorded and white."""
         row0, row1, col0, col1 = box or (0, self.size[0], 0, self.size[1])
         if row0 == row1 or col0 == col1:
             return np.empty((row1 - row0, col1 - col0, 3), np.uint8)
@@ -127,13 +128,13 @@ class SlideImages:
         return self.choosing.finished(image, self.own)
 
     def _box(self, x: int, y: int, box: Box) -> Pixels:
-        """The same pixels however an image is divided: blocks of it are resampled as a whole."""
+        """Resample whole blocks, so that pixels do not depend on how an image is split."""
         slide, size = self._slide, self.size
         row0, row1, col0, col1 = box
         if slide.is_exact(self.scale, size):
             return slide.read_box(x, y, size, self.scale, (row0, row1, col0, col1))
         side = max(size) if max(size) <= LARGE else LARGE // 2
-        found = np.empty((row1 - row0, col1 - col0, 3), np.uint8)
+        image = np.empty((row1 - row0, col1 - col0, 3), np.uint8)
         for top in range(row0 // side * side, row1, side):
             for left in range(col0 // side * side, col1, side):
                 block = (top, min(top + side, size[0]), left, min(left + side, size[1]))
@@ -141,8 +142,8 @@ class SlideImages:
                 rows = max(top, row0), min(block[1], row1)
                 cols = max(left, col0), min(block[3], col1)
                 part = pixels[rows[0] - top : rows[1] - top, cols[0] - left : cols[1] - left]
-                found[rows[0] - row0 : rows[1] - row0, cols[0] - col0 : cols[1] - col0] = part
-        return found
+                image[rows[0] - row0 : rows[1] - row0, cols[0] - col0 : cols[1] - col0] = part
+        return image
 
     def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
         raise ValueError("slides have no masks")
@@ -154,7 +155,7 @@ class SlideImages:
         return slide
 
     def close(self) -> None:
-        """Close the slide; it is opened again when needed."""
+        """Close the slide; the next read opens it again."""
         opened = self.__dict__.pop("_slide", None)
         if opened is not None:
             opened.close()
@@ -164,10 +165,10 @@ class SlideImages:
 
 
 def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
-    """Choose the images of a slide.
+    """Select the images of a slide.
 
     Raises:
-        SlideError: it cannot be used, or there is no tissue.
+        SlideError: the slide is unusable or has no tissue.
     """
     choosing = Choosing(cutting.options(), [])
     with Slide(path, cutting.slide_mpp) as slide:
@@ -212,7 +213,7 @@ def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
 def _places(
     slide: Slide, plan: TilePlan, cutting: BatchCutting, choosing: Choosing
 ) -> list[tuple[int, int]]:
-    """Level-0 (x, y) of the tiles that are taken; those that cannot be read are reported later."""
+    """Level-0 (x, y) of the selected tiles; unreadable tiles are reported later."""
     places, problem = [], ""
     readable = False
     for tile in cut_tiles(slide, plan, read=bool(cutting.filters)):
@@ -222,16 +223,17 @@ def _places(
         problem, readable = tile.problem or problem, readable or not tile.problem
     if not readable:
         why = plan.reason or problem or "filters"
-        raise SlideError(f"slide {slide.path} gives no tiles: {why}")
+        raise SlideError(f"slide {slide.path} has no tiles: {why}")
     return places
 
 
 @dataclass
 class Some:
-    """Some samples of a data set.
+    """A subset of the samples of a data set.
 
     Attributes:
-        unreadable: those of which something could not be read in this process; it is white.
+        unreadable: error by sample, where part of it was unreadable in this process; that part is
+            white.
     """
 
     dataset: ShardDataset
@@ -240,7 +242,7 @@ class Some:
     unreadable: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.labels = np.zeros(len(self.numbers), np.int64)  # whatever they are
+        self.labels = np.zeros(len(self.numbers), np.int64)  # not used
 
     @property
     def channels(self) -> int:
@@ -275,11 +277,11 @@ class Some:
 
 
 def shard_inputs(dataset: ShardDataset, size: Size, *, maps: bool) -> list[Input]:
-    """The samples of a data set of images slide by slide.
+    """Group the samples of a data set of images by slide.
 
     Args:
-        size: of the images that a network has seen: those of tiles are cut or padded to it.
-        maps: whether a class is told for each pixel, so that regions are taken as they are.
+        size: image size of training, to which tiles are cropped or padded.
+        maps: whether the network predicts a class per pixel; regions keep their size then.
     """
     if maps or dataset.kind == "regions":
         return [_region_input(dataset, number, name) for number, name in named_samples(dataset)]
@@ -288,14 +290,14 @@ def shard_inputs(dataset: ShardDataset, size: Size, *, maps: bool) -> list[Input
 
 
 def named_samples(dataset: ShardDataset) -> Iterator[tuple[int, str]]:
-    """The samples of a data set, each with a name of its own: that of its slide, and a number."""
+    """Index and unique name of each sample: its slide's name, numbered if there are several."""
     for name, numbers in _slides(dataset).items():
         for place, number in enumerate(numbers, 1):
             yield number, name if len(numbers) == 1 else f"{name}_{place}"
 
 
 def _slides(dataset: ShardDataset) -> dict[str, list[int]]:
-    """Samples by slide; those without a slide are one of the data set's name."""
+    """Sample indices by slide; samples without a slide are grouped under the data set's name."""
     slides: dict[str, list[int]] = {}
     for number in range(len(dataset)):
         slides.setdefault(dataset.sample(number).slide or dataset.path.name, []).append(number)
@@ -303,7 +305,7 @@ def _slides(dataset: ShardDataset) -> dict[str, list[int]]:
 
 
 def _region_input(dataset: ShardDataset, number: int, name: str) -> Input:
-    """A region is a slide of its own, of which it is level 0."""
+    """Treat a region as a slide whose level 0 it is."""
     sample, (rows, cols) = dataset.sample(number), dataset.image_size(number)
     mpp = dataset.mpp if isinstance(sample, TileSample) else sample.mpp
     size, span = (rows, cols), (float(rows), float(cols))
@@ -343,34 +345,34 @@ def _tiles_input(dataset: ShardDataset, numbers: Sequence[int], name: str, size:
 
 
 def region_of(dataset: ShardDataset, number: int, name: str) -> str:
-    """The slide of a sample, if the sample is called otherwise."""
+    """The slide of a sample; empty if the sample has the same name."""
     slide = dataset.sample(number).slide or ""
     return "" if slide == name else slide
 
 
 def label_names(dataset: ShardDataset, numbers: Sequence[int]) -> list[str]:
-    """Names of the classes of samples, empty where they have none; nothing if none has any."""
-    names = [*dataset.classes, ""]  # the number of no label is -1
-    found = [names[int(dataset.labels[number])] for number in numbers]
-    return found if any(found) else []
+    """Class names of samples, empty where unlabelled; an empty list if all are."""
+    names = [*dataset.classes, ""]  # unlabelled is -1
+    labels = [names[int(dataset.labels[number])] for number in numbers]
+    return labels if any(labels) else []
 
 
 def _span(
     places: Sequence[tuple[int, int]], size: tuple[int, int], overlap: object, *, moved: bool
 ) -> tuple[float, float] | None:
-    """Level-0 pixels of a tile, by the distance of neighbours; None where few have any.
+    """Estimate the level-0 span of a tile from distances; None if there are too few.
 
     Args:
-        moved: the last row and column may have been moved back into the slide.
+        moved: whether the last row and column may have been shifted back into the slide.
     """
-    if not isinstance(overlap, int) or not 0 <= overlap < size[0]:  # anybody may have written it
+    if not isinstance(overlap, int) or not 0 <= overlap < size[0]:  # untrusted metadata
         overlap = 0
     steps = [np.diff(np.unique([place[axis] for place in places])) for axis in (0, 1)]
-    found = np.concatenate([step[:-1] if moved else step for step in steps])
-    if len(found) < _NEIGHBOURS or size[0] != size[1]:
+    distances = np.concatenate([step[:-1] if moved else step for step in steps])
+    if len(distances) < _NEIGHBOURS or size[0] != size[1]:
         return None
-    nearest = found[found <= found.min() + 1]  # places are rounded
-    if 2 * len(nearest) < len(found):
+    nearest = distances[distances <= distances.min() + 1]  # places are rounded
+    if 2 * len(nearest) < len(distances):
         return None
     span = float(nearest.mean()) * size[0] / (size[0] - overlap)
     return span, span

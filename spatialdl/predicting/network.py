@@ -1,4 +1,4 @@
-"""The network of a checkpoint on the ranks of a layout, for images of any size."""
+"""A checkpoint's network on the ranks of a layout, for images of any size."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 
 _MORE, _FEWEST = 4, 2**20
-"""Times the elements of a checkpoint, and beyond, that building its network may take."""
+"""Limit of parameters built: `_MORE` times the checkpoint's elements, plus `_FEWEST`."""
 
 
 class Network:
-    """A trained network; all ranks make it and call it together.
+    """A trained network; construction and calls are collective.
 
     Args:
-        config: of the command.
+        config: configuration of the command.
 
     Raises:
-        ValueError: the network cannot be built, or the device not do what is asked.
+        ValueError: the network cannot be built, or the device does not support the precision.
         CheckpointError: the checkpoint names code that the command does not trust.
     """
 
@@ -66,11 +66,11 @@ class Network:
         self._pipeline: PipelineRuntime | None = None
 
     def pipeline(self, size: Size) -> PipelineRuntime:
-        """This rank's part of it, for images of (H, W) or (D, H, W), with its weights.
+        """This rank's stages with weights, for images of (H, W) or (D, H, W).
 
         Raises:
-            ValueError: the network does not take such images.
-            CheckpointError: it is not the one of the checkpoint.
+            ValueError: the network does not take images of this size.
+            CheckpointError: its weights do not match the checkpoint.
         """
         check_image(size, self.placement)
         found = self._pipeline
@@ -78,10 +78,10 @@ class Network:
             self._check_takes(next(iter(found.stages.values())), size)
             found.image_size = (self._trained.channels, *size)
         elif found is None or found.image_size[1:] != size:
-            self._pipeline = found = self._made(size)
+            self._pipeline = found = self._build(size)
         return found
 
-    def _made(self, size: Size) -> PipelineRuntime:
+    def _build(self, size: Size) -> PipelineRuntime:
         parallel, trained = self._config.parallel, self._trained
         with Checkpoint(trained.path) as source:
             model = built(trained, source).to(self.precision.dtype)
@@ -111,7 +111,7 @@ class Network:
         return pipeline
 
     def _memory(self) -> Memory | None:
-        """What virtual tiles keep."""
+        """The memory of virtual tiles; None without them."""
         if not self.placement.stream:
             return None
         limit, folder = self._config.memory_limit_gb, self._config.parallel.stream_to
@@ -119,7 +119,7 @@ class Network:
 
     @torch.no_grad()
     def _check_takes(self, model: nn.Module, size: Size) -> None:
-        """Run it without memory on an image of another size than it was trained with."""
+        """Run the network on the meta device if the size differs from that of training."""
         trained = self._trained
         if size == trained.image_size:
             return
@@ -127,30 +127,30 @@ class Network:
         try:
             with torch.device("meta"):
                 dry(torch.empty(1, trained.channels, *size, dtype=dtype, device="meta"))
-        except NotImplementedError:  # an operation without a shape of its own, which may well run
+        except NotImplementedError:  # an operation without a meta kernel may still run
             return
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            said, known = str(error).partition("\n")[0], trained.image_size
-            remedy = "give such volumes" if trained.takes_volumes else f"take tile_size={known[0]}"
+            reason, known = str(error).partition("\n")[0], trained.image_size
+            remedy = "give such volumes" if trained.takes_volumes else f"set tile_size={known[0]}"
             raise ValueError(
-                f"{type(model).__name__} does not take images of {by(size)} ({said}); it was "
+                f"{type(model).__name__} does not take images of {by(size)} ({reason}); it was "
                 f"trained on {by(known)}: {remedy}"
             ) from error
 
 
 def check_own_network(config: DictConfig) -> None:
-    """Build a network of the user's own once before ranks start, where its errors are seen.
+    """Build a user's network once before ranks start, so that errors are reported once.
 
     Args:
-        config: of the command.
+        config: configuration of the command.
 
     Raises:
-        ValueError: it cannot be built.
-        CheckpointError: the command does not trust its code, or its weights are others.
+        ValueError: the network cannot be built.
+        CheckpointError: its code is not trusted, or its weights do not match the checkpoint.
     """
     try:
         trained = trained_in(candidates(str(config.ckpt_path), Path())[0])
-    except CheckpointError:  # damaged: ranks may take the one before it
+    except CheckpointError:  # damaged: ranks may fall back to an earlier checkpoint
         return
     if is_own_network(str(trained.config.model["_target_"])):
         check_trust(trained, config)
@@ -159,19 +159,19 @@ def check_own_network(config: DictConfig) -> None:
 
 
 def check_trust(trained: Trained, config: DictConfig) -> None:
-    """Refuse a network of code that the command does not trust.
+    """Check that the command trusts the code of a network.
 
     Raises:
-        CheckpointError: naming the code.
+        CheckpointError: it does not.
     """
     check_targets(OmegaConf.to_container(trained.config.model), list(config.trust))
 
 
 def built(trained: Trained, source: Checkpoint) -> nn.Module:
-    """The network of an open checkpoint, without its weights.
+    """Build the network of an open checkpoint, without its weights.
 
     Raises:
-        ValueError: it cannot be built, or is far larger than the checkpoint.
+        ValueError: the network cannot be built, or is far larger than the checkpoint.
     """
     with no_more_weights(_FEWEST + _MORE * source.elements()):
         return instantiate(trained.config)
@@ -179,24 +179,24 @@ def built(trained: Trained, source: Checkpoint) -> nn.Module:
 
 @contextmanager
 def no_more_weights(most: int) -> Iterator[None]:
-    """Refuse a network that grows too large, before its weights take memory.
+    """Limit the parameters of networks built in this context.
 
-    What a checkpoint says of its network may be anything, and a layer of a million channels takes
-    more memory, or time, than there is.
+    A checkpoint's configuration is untrusted: a layer of a million channels exhausts memory or
+    time.
 
     Args:
-        most: elements of its parameters, also of those that are replaced while it is built.
+        most: elements of parameters, those replaced during construction included.
 
     Raises:
-        ValueError: there are more.
+        ValueError: the network has more.
     """
-    found = 0
+    total = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal found
-        found += 0 if parameter is None else parameter.numel()
-        if found > most:
-            raise ValueError(f"it has more than {most:,} weights, the checkpoint has far fewer")
+        nonlocal total
+        total += 0 if parameter is None else parameter.numel()
+        if total > most:
+            raise ValueError(f"the network has over {most:,} weights, the checkpoint far fewer")
 
     hook = register_module_parameter_registration_hook(count)
     try:
@@ -206,4 +206,4 @@ def no_more_weights(most: int) -> Iterator[None]:
 
 
 def _no_loss(output: Tensor, target: Tensor) -> Tensor:
-    raise AssertionError("nothing is learned here")
+    raise AssertionError("inference has no loss")

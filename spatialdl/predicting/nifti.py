@@ -1,7 +1,7 @@
-"""Volumes that lie in pieces on the ranks, written as NIfTI files.
+"""Distributed volumes, written as NIfTI files.
 
-Uncompressed, every rank writes its own box into the file. Compressed, rank 0 takes band after band
-of slices from all ranks; it never holds more than one of them.
+Without compression, every rank writes its own box into the file. With compression, rank 0 gathers
+one band of slices at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
 from spatialdl.data.saving import unfinished
 from spatialdl.predicting.pieces import MapPiece, PiecedMap
 
-_BAND = 2**22  # voxels that rank 0 takes at a time; at least a slice
-_LEVEL = 1  # of gzip, as nibabel has it: more takes far longer for little
-_MOST_OF_NIFTI_1 = 2**15 - 1  # voxels along a dim
+_BAND = 2**22  # voxels that rank 0 gathers at a time; at least a slice
+_LEVEL = 1  # gzip level, as in nibabel: higher ones take far longer for little gain
+_MOST_OF_NIFTI_1 = 2**15 - 1  # voxels along a dim, as sizes are int16
 _GEOMETRY = (
     *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
     *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"),
@@ -33,12 +33,12 @@ _GEOMETRY = (
 
 
 def nifti_header(stored: StoredVolume, source: Path | None, dtype: np.dtype[Any]) -> bytes:
-    """The header of a volume that lies in the patient as a stored one.
+    """A NIfTI header with the geometry of a stored volume.
 
     Args:
         stored: the volume.
-        source: its file, if there is one; a NIfTI header says exactly where its voxels lie.
-        dtype: of the voxels to be written.
+        source: its file, if there is one; the geometry of a NIfTI file is copied exactly.
+        dtype: dtype of the voxels to write.
     """
     import nibabel
 
@@ -75,19 +75,17 @@ def save_nifti(
     pieces: Sequence[MapPiece],
     dtype: np.dtype[Any],
 ) -> None:
-    """Write a volume; all ranks call it together. The file appears whole or not at all.
-
-    Where there is no piece it is 0.
+    """Write a volume atomically; collective over `world`. Voxels outside pieces are 0.
 
     Args:
-        path: compressed if its name ends in .gz; else on a file system that all ranks have.
+        path: compressed if it ends in .gz; otherwise on a file system shared by all ranks.
         header: on rank 0, see `nifti_header`.
         size: (slices, rows, columns).
-        pieces: of this rank, of one class.
-        dtype: of the voxels, to which they are rounded.
+        pieces: pieces of this rank, of one class.
+        dtype: dtype of the voxels, to which values are cast.
 
     Raises:
-        OSError: some rank cannot write.
+        OSError: a rank cannot write.
     """
     with unfinished(path) if world.rank == 0 else nullcontext() as temporary:
         if path.name.endswith(".gz"):
@@ -103,9 +101,9 @@ def save_nifti(
             with place.open("r+b") as file:
                 for piece in pieces:
                     _write_box(file.fileno(), offset, size, piece, dtype)
-                os.fsync(file.fileno())  # or another machine may not have it when it is renamed
+                os.fsync(file.fileno())  # data must reach the file system before the rename
         except OSError as error:
-            problem = f"{path} cannot be written by rank {world.rank}: {error}"
+            problem = f"rank {world.rank} cannot write {path}: {error}"
         problems = [one for one in world.allgather(problem) if one]
         if problems:
             raise OSError(problems[0])
@@ -135,7 +133,7 @@ def _write_bands(
 
 
 def _write_box(file: int, offset: int, size: Size, piece: MapPiece, dtype: np.dtype[Any]) -> None:
-    """Voxels that follow one another in the file are written at once."""
+    """Write a box; voxels contiguous in the file are written at once."""
     box = piece.values[0].numpy().astype(dtype, copy=False)
     run = 3 if box.shape[1:] == tuple(size[1:]) else 2 if box.shape[2] == size[2] else 1
     for outer in np.ndindex(*box.shape[: 3 - run]):

@@ -1,4 +1,4 @@
-"""A picture of a slide with maps over it."""
+"""A picture of a slide with maps drawn over it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 8
-"""So many classes are drawn, the first ones."""
+"""Number of classes drawn at most."""
 _PANEL_INCHES, _MOST_INCHES = 4.6, 7.0
 
 
@@ -34,15 +34,15 @@ def save_overlay(
     what: str,
     limits: tuple[float, float],
 ) -> None:
-    """Draw the slide alone, then one panel a class.
+    """Draw the slide, then one panel per class.
 
     Args:
-        maps: (rows, columns) by the names of the classes, NaN where there is nothing.
+        maps: (rows, columns) by class name, NaN where nothing was predicted.
         scale: level-0 pixels per pixel of the maps.
         extent: level-0 rows and columns of the slide.
-        thumbnail: of it, if there is a slide.
-        what: the maps tell.
-        limits: values that have the first and the last colour.
+        thumbnail: thumbnail of the slide, if it is available.
+        what: label of the colour bar, the maps' quantity.
+        limits: values of the first and the last colour.
     """
     drawn = dict(list(maps.items())[:MOST])
     panels = len(drawn) + (thumbnail is not None)
@@ -50,7 +50,7 @@ def save_overlay(
     place = grey = None
     if thumbnail is not None:
         height, width = (thumbnail.scale * length for length in thumbnail.missing.shape)
-        place = (0, width, height, 0)  # its last pixels may end beyond the slide
+        place = (0, width, height, 0)  # the last pixels may end beyond the slide
         grey = faint(thumbnail.image)
         axes[0].imshow(thumbnail.image, extent=place)
         axes[0].set_title("slide", fontsize=10)
@@ -82,10 +82,10 @@ def save_overlay(
 
 
 def _panels(panels: int, steepness: float) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, and perhaps empty ones, without axes.
+    """A figure of at least `panels` panels without axes.
 
     Args:
-        steepness: rows of a slide over its columns.
+        steepness: rows of the slide divided by its columns.
     """
     from matplotlib.figure import Figure
 

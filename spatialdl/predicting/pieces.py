@@ -1,4 +1,4 @@
-"""A map that lies in pieces on the ranks, put together band by band; nobody ever holds it whole."""
+"""Maps in pieces on the ranks, assembled band by band; no rank holds a full map."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ Part = tuple[tuple[int, ...], Floats]
 
 @dataclass(frozen=True)
 class MapPiece:
-    """A part of a map: its first slice, row and column, and values (classes, *spatial).
+    """A piece of a map: its first slice, row and column, and values (classes, *spatial).
 
     Attributes:
-        file: where the values are, if that is not in memory.
+        file: memory map that backs the values; None if they are in memory.
     """
 
     start: tuple[int, ...]
     values: Tensor
     file: mmap.mmap | None = None
 
-    def let_go(self) -> None:
-        """What was read of a file need not stay in memory."""
+    def release(self) -> None:
+        """Advise the kernel to drop the file's pages from memory."""
         if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.file.madvise(mmap.MADV_DONTNEED)
 
 
-def kept_in(folder: Path, piece: MapPiece) -> MapPiece:
-    """The same in a file without a name, which is read where it is needed."""
+def to_file(folder: Path, piece: MapPiece) -> MapPiece:
+    """Move a piece to an anonymous, memory-mapped file."""
     values = piece.values
     with tempfile.TemporaryFile(dir=folder, prefix="spatialdl-map-") as file:
         dtype = values.numpy().dtype
-        kept = np.memmap(file, dtype, "w+", shape=tuple(values.shape))
-    kept[...] = values.numpy()
-    kept.flush()
-    stored = MapPiece(piece.start, torch.from_numpy(kept), kept._mmap)  # type: ignore[attr-defined]
-    stored.let_go()
+        mapped = np.memmap(file, dtype, "w+", shape=tuple(values.shape))
+    mapped[...] = values.numpy()
+    mapped.flush()
+    stored = MapPiece(piece.start, torch.from_numpy(mapped), mapped._mmap)  # type: ignore[attr-defined]
+    stored.release()
     return stored
 
 
 def own_pieces(local: Tensor, one: Evaluated) -> list[MapPiece]:
-    """What this rank holds of the map of one image, that no other holds before it.
+    """This rank's pieces of the map of one image; replicas are counted once.
 
     Args:
-        local: (1, classes, *spatial), its values.
-        one: where they lie.
+        local: (1, classes, *spatial), values on this rank.
+        one: the evaluated micro-batch, which has their layout.
     """
     start = (0,) * (local.dim() - 2)
     if isinstance(one.output, SpatialTensor):
@@ -72,7 +72,7 @@ def own_pieces(local: Tensor, one: Evaluated) -> list[MapPiece]:
 
 
 def joined(pieces: Sequence[MapPiece]) -> list[MapPiece]:
-    """The same as one piece, of pieces that make up a box."""
+    """Merge pieces that tile a box into one piece."""
     if len(pieces) < 2:
         return list(pieces)
     starts = [one.start for one in pieces]
@@ -89,15 +89,16 @@ def joined(pieces: Sequence[MapPiece]) -> list[MapPiece]:
 
 
 class PiecedMap:
-    """The map of a region; all ranks make it and go through its bands together.
+    """A map distributed over ranks; construction and iteration are collective.
 
     Attributes:
-        size: of its spatial dims; bands lie along the first.
+        size: of the spatial dims; bands are along the first.
 
     Args:
-        pieces: of this rank.
-        offset: where the region begins in the map.
-        empty: the value where there is none.
+        pieces: pieces of this rank.
+        region: size of the region that pieces cover.
+        offset: origin of the region in the map.
+        empty: value outside the region.
     """
 
     def __init__(
@@ -114,46 +115,46 @@ class PiecedMap:
         self._empty = empty
 
     def bands(self, column: int, rows: int) -> Iterator[Floats]:
-        """The map of a class, some rows (slices) at a time, from first to last, on rank 0.
+        """Iterate over the map of a class, `rows` rows (slices) at a time, on rank 0.
 
-        Others go through it as well, and get bands without a column.
+        The other ranks must iterate as well, and get empty bands.
         """
         yield from self._bands(column, rows, (), np.float64)
 
     def blocks(self, columns: int, rows: int, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
-        """As `bands`, of all columns: (columns, rows, ...), of a type."""
+        """Iterate as `bands`, with all columns: (columns, rows, ...), in `dtype`."""
         yield from self._bands(slice(None), rows, (columns,), dtype)
 
     def _bands(
-        self, column: int | slice, rows: int, before: tuple[int, ...], dtype: npt.DTypeLike
+        self, column: int | slice, rows: int, leading: tuple[int, ...], dtype: npt.DTypeLike
     ) -> Iterator[npt.NDArray[Any]]:
-        """Bands whose dims are those before the map's, and the map's."""
+        """Iterate over bands of shape (*leading, rows, ...)."""
         top, *inset = self._offset
         for first in range(0, self.size[0], rows):
             last = min(first + rows, self.size[0])
-            everybody: list[list[Part]] | None = [] if self._world.rank == 0 else None
+            gathered: list[list[Part]] | None = [] if self._world.rank == 0 else None
             if first < top + self._region[0] and top < last:  # the same on all ranks
                 parts = (_cut(piece, column, first - top, last - top) for piece in self._pieces)
-                everybody = self._world.gather([part for one in parts for part in one])
-            if everybody is None:
-                yield np.empty((*before, last - first, *(0 for _ in inset)), dtype)
+                gathered = self._world.gather([part for one in parts for part in one])
+            if gathered is None:
+                yield np.empty((*leading, last - first, *(0 for _ in inset)), dtype)
                 continue
-            band = np.full((*before, last - first, *self.size[1:]), self._empty, dtype)
-            for start, values in (part for one in everybody for part in one):
+            band = np.full((*leading, last - first, *self.size[1:]), self._empty, dtype)
+            for start, values in (part for one in gathered for part in one):
                 at = (start[0] + top - first, *map(sum, zip(start[1:], inset, strict=True)))
-                extents = values.shape[len(before) :]
+                extents = values.shape[len(leading) :]
                 ends = map(sum, zip(at, extents, strict=True))
                 place: tuple[Any, ...] = (..., *map(slice, at, ends))
                 under = band[place]
-                place = (..., *map(slice, under.shape[len(before) :]))
-                under[...] = values[place]  # cut at the map's end
+                place = (..., *map(slice, under.shape[len(leading) :]))
+                under[...] = values[place]  # clipped at the map's end
             for piece in self._pieces:
-                piece.let_go()
+                piece.release()
             yield band
 
 
 def _cut(piece: MapPiece, column: int | slice, first: int, last: int) -> Iterator[Part]:
-    """Those rows of a piece that lie in a band of the region."""
+    """The rows of a piece within a band of the region."""
     row = piece.start[0]
     begin, end = max(first, row), min(last, row + piece.values.shape[1])
     if begin < end:

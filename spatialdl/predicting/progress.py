@@ -1,4 +1,4 @@
-"""How far the work on one large image is: bars of what is read, run and drawn, on rank 0."""
+"""Progress bars for one large image: reading, inference and maps, on rank 0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spatialdl.data.format import VOLUME_CHUNK
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, extents, whole_box
 from spatialdl.training.console.progress import has_terminal
 
-BAND = 1024  # rows that are read at a time
+BAND = 1024  # rows per read
 
 
 def bar(name: str, what: str, total: int, unit: str) -> tqdm[Any]:
-    """A bar that leaves nothing behind; none where there is no terminal."""
+    """A progress bar that is erased when closed; disabled without a terminal."""
     return tqdm(
         total=total,
         desc=f"{name}, {what}",
@@ -35,7 +35,7 @@ def bar(name: str, what: str, total: int, unit: str) -> tqdm[Any]:
 
 @dataclass
 class ReadInBands:
-    """The images of a source, some rows at a time, as a bar tells; the pixels are the same."""
+    """An image source that reads band by band and advances a bar; pixels are unchanged."""
 
     source: ImageSource
     name: str
@@ -80,11 +80,11 @@ class ReadInBands:
 
 
 @contextmanager
-def layers_told(name: str, stages: Sequence[nn.Module]) -> Iterator[None]:
-    """While this is open, a bar follows the layers that this rank runs."""
+def layer_progress(name: str, stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Show a progress bar of the layers that this rank executes."""
     layers = [one for stage in stages for one in stage.modules() if not list(one.children())]
     with bar(name, "network", len(layers), "layer") as done:
-        hooks = [one.register_forward_hook(lambda *_: _one_more(done)) for one in layers]
+        hooks = [one.register_forward_hook(lambda *_: _advance(done)) for one in layers]
         try:
             yield
         finally:
@@ -92,6 +92,6 @@ def layers_told(name: str, stages: Sequence[nn.Module]) -> Iterator[None]:
                 hook.remove()
 
 
-def _one_more(done: tqdm[Any]) -> None:
-    if done.n < done.total:  # a layer may run more than once
+def _advance(done: tqdm[Any]) -> None:
+    if done.n < done.total:  # a layer may be called more than once
         done.update()

@@ -1,4 +1,4 @@
-"""What is known of slides that are done, so that a run that is started again goes on."""
+"""Records of predicted slides, from which a restarted run resumes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.reading.paths import slide_files
 
 FOLDER = "records"
-"""Its name in a run directory."""
+"""Folder of records in a run directory."""
 
-_VERSION = 3  # of what is recorded; records of others are made again
+_VERSION = 3  # of the record format; records of another version are replaced
 _PLACE, _VALUE = np.dtype(np.int64), np.dtype(np.float64)
-# what NumPy and zipfile raise at a damaged file, or one that is made to look large or encrypted
+# raised by NumPy and zipfile for damaged files, and for forged sizes or encryption
 _UNREADABLE = (
     *(OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError),
     *(BadZipFile, LZMAError, zlib.error),
@@ -37,16 +37,16 @@ class PredictionRecord:
     """The predictions for a slide.
 
     Attributes:
-        key: what they were made of, see `key_of`.
+        key: digest of the inputs, see `key_of`.
         places: int64 (N, 2), level-0 x and y of its tiles.
-        span: level-0 rows and columns of each, if known.
+        span: level-0 rows and columns of a tile, if known.
         values: float64 (N, classes).
-        left_out: tiles that could not be read.
-        files: of its maps, in the run directory.
-        labels: names of the true class of each, empty where nobody knows; none if nobody ever does.
+        left_out: number of unreadable tiles.
+        files: files of its maps, in the run directory.
+        labels: true class names of the tiles, empty where unknown; an empty list if all are.
         confusion: int64 (classes, classes), pixels by true and predicted class, if there is a mask.
         region_of: the slide of which it is a region.
-        samples: numbers of its tiles in the data set, if they are of one.
+        samples: indices of its tiles in their data set, if they are from one.
     """
 
     name: str
@@ -62,9 +62,9 @@ class PredictionRecord:
     samples: Sequence[int] = ()
 
     def save(self, run_dir: Path) -> None:
-        """Write it, when all of its files are there."""
+        """Write the record, after all of its files."""
         (run_dir / FOLDER).mkdir(exist_ok=True)
-        told = {
+        entries = {
             "name": self.name,
             "key": self.key,
             "span": self.span,
@@ -78,20 +78,20 @@ class PredictionRecord:
         if self.confusion is not None:
             arrays["confusion"] = self.confusion
         with replacing(_path(run_dir, self.name)) as out:
-            np.savez(out, told=json.dumps(told), **arrays)
+            np.savez(out, told=json.dumps(entries), **arrays)
 
     @classmethod
     def load(cls, run_dir: Path, name: str, key: str) -> PredictionRecord | None:
-        """That of a slide, if it was made of the same, and all of its files are there."""
+        """The record of a slide, if its inputs are the same and all files exist."""
         try:
             with np.load(_path(run_dir, name)) as found:
-                told = fields.table({"told": fields.parse(str(found["told"]))}, "told")
+                entries = fields.table({"told": fields.parse(str(found["told"]))}, "told")
                 places, values = found["places"], found["values"]
                 samples, confusion = found["samples"], found.get("confusion")
-            files, left_out = fields.texts(told, "files"), fields.whole(told, "left_out")
-            labels, region_of = fields.texts(told, "labels"), fields.text(told, "region_of")
-            span = None if told["span"] is None else _span(told["span"])
-            same = fields.text(told, "key") == key
+            files, left_out = fields.texts(entries, "files"), fields.whole(entries, "left_out")
+            labels, region_of = fields.texts(entries, "labels"), fields.text(entries, "region_of")
+            span = None if entries["span"] is None else _span(entries["span"])
+            same = fields.text(entries, "key") == key
             whole = all((run_dir / file).is_file() for file in files)
         except _UNREADABLE:
             return None
@@ -111,21 +111,21 @@ class PredictionRecord:
 
 
 def key_of(settings: Any, path: Path | None) -> str:
-    """A digest of settings, and of the files of a slide as far as lengths and times tell."""
+    """A digest of settings and of a slide's files by path, length and modification time."""
     state = None
     if path is not None:
         files = [(file, file.stat()) for file in slide_files(path)]
         state = [v for file, at in files for v in (str(file.resolve()), at.st_size, at.st_mtime_ns)]
-    told = json.dumps([_VERSION, settings, state], default=str)
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = json.dumps([_VERSION, settings, state], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _are_counts(found: npt.NDArray[Any] | None, classes: int) -> bool:
     return found is None or (found.dtype == _PLACE and found.shape == (classes, classes))
 
 
-def _span(told: Any) -> tuple[float, float]:
-    rows, cols = ({"span": side} for side in told)
+def _span(value: Any) -> tuple[float, float]:
+    rows, cols = ({"span": side} for side in value)
     return fields.positive(rows, "span"), fields.positive(cols, "span")
 
 

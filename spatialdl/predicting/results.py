@@ -1,14 +1,13 @@
-"""The maps of a slide, written: pyramidal TIFFs, pictures, GeoJSON.
+"""Writer of a slide's maps: pyramidal TIFFs, pictures, GeoJSON.
 
 NAME-CLASS.tif              1 + 254 x the probability of a class over the whole slide; 0 where
                             nothing was predicted
 NAME-heatmap.png            the slide, and the probabilities over it
-NAME.geojson[.gz]           tiles, or where which class is the most probable, and where activation
-                            is strong, for QuPath
-NAME-CLASS-activation.tif   the same of what each place gives to a class; 255 is the most of the
-                            slide
-NAME-activation.png
-NAME.zarr                   maps and polygons as a SpatialData store, if wanted
+NAME.geojson[.gz]           for QuPath: tiles, or regions by their most probable class, and
+                            regions of strong activation
+NAME-CLASS-activation.tif   contribution of each place to a class; 255 is the slide's maximum
+NAME-activation.png         the slide, and the activation over it
+NAME.zarr                   maps and polygons as a SpatialData store, optional
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ from spatialdl.slides.reading.reader import Slide, Thumbnail
 log = logging.getLogger("spatialdl.predict")
 
 Bands = Iterator[npt.NDArray[Any]]
-_ROWS = 2 * TILE  # of a band
+_ROWS = 2 * TILE  # rows of a band
 PICTURE = 1600
-"""Pixels of the longer side of a slide's picture."""
+"""Longer side of a slide's thumbnail, in pixels."""
 LONGEST = 1600
-"""Pixels of its longer side, at most."""
+"""Longer side of an overview map at most, in pixels."""
 
 
 class ClassMap(Protocol):
-    """A map of each class over a slide; its bands are on rank 0, all ranks go through them."""
+    """A map per class over a slide; iterating bands is collective, rank 0 gets the values."""
 
     @property
     def size(self) -> tuple[int, int]: ...
@@ -69,12 +68,12 @@ class ClassMap(Protocol):
 
 
 class Maps:
-    """Writes the maps of one slide; all ranks make it and call it together.
+    """Writer of the maps of one slide; construction and calls are collective.
 
     Args:
-        shown: the classes that are wanted.
-        geojson: ending of the file of tiles or regions, `.geojson.gz` for a compressed one.
-        store: whether to write a SpatialData store, too.
+        shown: indices of the classes to write.
+        geojson: file ending of tiles or regions, `.geojson` or `.geojson.gz` (compressed).
+        store: whether to write a SpatialData store as well.
     """
 
     def __init__(
@@ -94,17 +93,14 @@ class Maps:
         self._thumbnail: Thumbnail | None = None
 
     def save(self, outcome: SlideOutput) -> list[str]:
-        """Write all that there is to write.
+        """Write all maps of the slide.
 
         Returns:
-            The names of the files, on rank 0.
+            Names of the files, on rank 0.
         """
         given, rank = self._given, self._world.rank
         if given.span is None or given.extent is None:
-            text = (
-                "%s: nobody says how large its tiles are on the slide, so there are no maps of it"
-            )
-            log.info(text, given.name)
+            log.info("%s: no maps written, as the level-0 size of its tiles is unknown", given.name)
             return []
         if rank == 0 and given.slide is not None:
             self._thumbnail = _thumbnail(given)
@@ -140,24 +136,24 @@ class Maps:
     def _save_activation(
         self, places: npt.NDArray[np.int64], values: npt.NDArray[Any]
     ) -> Iterator[dict[str, Any]]:
-        """The pyramids and the picture.
+        """Write pyramids and picture of the activation.
 
         Returns:
-            What GeoJSON tells of it.
+            The regions of strong activation, as GeoJSON features.
         """
         given = self._given
         assert given.span is not None
         assert given.extent is not None
-        # the network sees the middle of a tile, or a tile and what lies around it
+        # the network's input is the tile's centre, or the tile with padding
         shares = np.divide(given.size, given.source.image_size(0))
         height, width = np.asarray(given.span) * shares
         inset = np.rint((np.asarray(given.span) - (height, width)) / 2).astype(np.int64)
-        seen = float(height), float(width)
-        found = TileMap(places + inset[::-1], seen, given.extent, values)
+        view = float(height), float(width)
+        found = TileMap(places + inset[::-1], view, given.extent, values)
         most = float(values[:, list(self._shown)].max())
         limits = (0.0, most if most > 0 else 1.0)
         means = self._tiffs(found, found.scale, limits, "-activation", "activation")
-        label = "activation: what a place gives to the logit"
+        label = "activation: contribution to the logit"
         scale = _scale(found, found.scale)
         self._picture("activation", means, scale, label, limits)
         return active_features(means, scale, self._trained.classes)
@@ -165,7 +161,7 @@ class Maps:
     # --- maps
 
     def _save_map(self, outcome: SlideOutput) -> None:
-        """All ranks go through the bands of all classes."""
+        """Write the maps of a segmentation; all ranks iterate over the bands of all classes."""
         given = self._given
         assert given.extent is not None
         scale = given.scale
@@ -176,29 +172,29 @@ class Maps:
         found = PiecedMap(self._world, whole, outcome.pieces, given.size, offset)
         classes = self._trained.classes
         with self._bar(len(classes) * ceil(whole[0] / _ROWS)) as done:
-            told = _Told(found, done)
-            means = self._tiffs(told, scale, (0.0, 1.0), "", "probability")
-            others = [k for k in range(len(classes)) if k not in means]
-            for number in others:  # which class is the most probable is told among all
-                means[number] = self._passed(told, number)
+            counted = _CountedMap(found, done)
+            means = self._tiffs(counted, scale, (0.0, 1.0), "", "probability")
+            hidden = [k for k in range(len(classes)) if k not in means]
+            for number in hidden:  # the most probable class is found among all classes
+                means[number] = self._overview(counted, number)
         if self._world.rank != 0:
             return
-        self._picture("heatmap", means, _scale(told, scale), "probability", (0.0, 1.0))
+        self._picture("heatmap", means, _scale(counted, scale), "probability", (0.0, 1.0))
         stack = np.stack([means[k] for k in range(len(means))])
-        features = [*region_features(stack, _scale(told, scale), classes, self._shown)]
+        features = [*region_features(stack, _scale(counted, scale), classes, self._shown)]
         save_geojson(self._named(self._geojson), features)
         if self._store:
-            self._save_store(means, _scale(told, scale), "regions", features)
+            self._save_store(means, _scale(counted, scale), "regions", features)
 
     def _bar(self, bands: int) -> AbstractContextManager[Any]:
         if self._world.rank != 0:
             return nullcontext()
         return bar(self._given.name, "maps", bands, "band")  # type: ignore[no-any-return]
 
-    def _passed(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
+    def _overview(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
         overview = Overview(found.size)
         bands = found.bands(number, _ROWS)
-        for _ in overview.seen(bands) if self._world.rank == 0 else bands:
+        for _ in overview.accumulate(bands) if self._world.rank == 0 else bands:
             pass
         return overview.means
 
@@ -213,8 +209,8 @@ class Maps:
     ) -> None:
         given, classes = self._given, self._trained.classes
         store = self._named(".zarr")
-        self._files[-1] += "/zarr.json"  # a file, by which a store is known to be there
-        all_of_one = self._trained.task in ONE_CLASS and len(means) == len(classes)
+        self._files[-1] += "/zarr.json"  # resumed runs check for files, not folders
+        complete = self._trained.task in ONE_CLASS and len(means) == len(classes)
         log.info("%s: writing %s", given.name, store.name)
         save_spatial_data(
             store,
@@ -226,14 +222,14 @@ class Maps:
                 scale,
                 kind,
                 features,
-                classes if all_of_one else (),
+                classes if complete else (),
             ),
         )
 
     def _tiffs(
         self, found: ClassMap, scale: float, limits: tuple[float, float], ending: str, what: str
     ) -> dict[int, npt.NDArray[Any]]:
-        """A pyramid for every class that is shown; their small maps, on rank 0."""
+        """Write a pyramid per shown class; returns their overviews, valid on rank 0."""
         mpp = None if self._given.mpp is None else self._given.mpp * scale
         means: dict[int, npt.NDArray[Any]] = {}
         for number in self._shown:
@@ -245,15 +241,15 @@ class Maps:
                 means[number] = overview.means
                 continue
             name = self._trained.classes[number]
-            said = {"class": name, "what": what, "value_at_1": limits[0], "value_at_255": limits[1]}
+            tags = {"class": name, "what": what, "value_at_1": limits[0], "value_at_255": limits[1]}
             write_pyramid(
                 self._named(f"-{class_files(self._trained.classes)[number]}{ending}.tif"),
-                (as_bytes(band, limits) for band in overview.seen(bands)),
+                (as_bytes(band, limits) for band in overview.accumulate(bands)),
                 found.size,
                 mpp,
                 grey=True,
                 empty=True,
-                description=json.dumps({**said, "not_examined": 0}),
+                description=json.dumps({**tags, "not_examined": 0}),
             )
             means[number] = overview.means
         return means
@@ -280,15 +276,15 @@ class Maps:
         )
 
     def _named(self, ending: str) -> Path:
-        # a data set may call its slides whatever it likes
+        # slide names of a data set may not be valid file names
         name = f"{storable(self._given.name)}{ending}"
         self._files.append(name)
         return self._run_dir / name
 
 
 @dataclass
-class _Told:
-    """A map whose bands a bar counts."""
+class _CountedMap:
+    """A map that advances a progress bar band by band."""
 
     given: PiecedMap
     bar: tqdm[Any] | None
@@ -306,7 +302,7 @@ class _Told:
 
 
 def class_files(classes: Sequence[str]) -> list[str]:
-    """Classes as parts of file names, each another one, whatever they are called."""
+    """Unique, file-system-safe parts of file names for the classes."""
     names = [re.sub(r"[^\w.+-]", "_", name)[:40] for name in classes]
     if len({name.casefold() for name in names}) == len(names):
         return names
@@ -314,19 +310,19 @@ def class_files(classes: Sequence[str]) -> list[str]:
 
 
 def _scale(found: ClassMap, scale: float) -> float:
-    """Level-0 pixels per pixel of the small maps."""
+    """Level-0 pixels per pixel of the overview."""
     return scale * Overview(found.size).factor
 
 
 def as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:
-    """1 to 255 between the limits; 0 where there is nothing."""
+    """Scale values within the limits to 1...255; NaN becomes 0."""
     shares = (np.nan_to_num(band, nan=limits[0]) - limits[0]) / (limits[1] - limits[0])
     levels = 1 + np.rint(254 * shares.clip(0, 1))
     return np.asarray(np.where(np.isnan(band), 0, levels), np.uint8)
 
 
 def _thumbnail(given: Input) -> Thumbnail:
-    """A picture of the slide, stretched if it is dark."""
+    """A thumbnail of the slide, contrast-stretched if it is dark."""
     assert given.slide is not None
     source: Any = given.source
     with Slide(given.slide, source.mpp) as slide:
@@ -336,13 +332,13 @@ def _thumbnail(given: Input) -> Thumbnail:
 
 
 class Overview:
-    """The small map of one class.
+    """A downsampled map of one class, accumulated band by band.
 
     Args:
-        size: rows and columns of the whole map.
+        size: rows and columns of the full map.
 
     Attributes:
-        factor: pixels of the map per pixel, along one dim.
+        factor: downsampling factor along each dim.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:
@@ -350,8 +346,8 @@ class Overview:
         shape = ceil(size[0] / self.factor), ceil(size[1] / self.factor)
         self._sums, self._counts, self._row = np.zeros(shape), np.zeros(shape), 0
 
-    def seen(self, bands: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
-        """The same bands, from the top of the map to its bottom."""
+    def accumulate(self, bands: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
+        """Accumulate and pass through the bands, from top to bottom."""
         for band in bands:
             known = np.isfinite(band)
             at = (self._row + np.arange(len(band))) // self.factor
@@ -363,6 +359,6 @@ class Overview:
 
     @property
     def means(self) -> npt.NDArray[np.float64]:
-        """(rows, columns), NaN where the map has no value."""
+        """The overview (rows, columns), NaN where the map has no value."""
         with np.errstate(invalid="ignore"):
             return self._sums / self._counts

@@ -1,7 +1,4 @@
-"""The network at work on a slide, in whatever layout, and its predictions gathered.
-
-So are class activation maps, of all images together.
-"""
+"""Inference on a slide in any layout, and collection of predictions and activation maps."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from spatialdl.parallel.layout import by
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
-from spatialdl.predicting.pieces import MapPiece, joined, kept_in, own_pieces
-from spatialdl.predicting.progress import ReadInBands, bar, layers_told
+from spatialdl.predicting.pieces import MapPiece, joined, own_pieces, to_file
+from spatialdl.predicting.progress import ReadInBands, bar, layer_progress
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.turning import MapTurn, TurnMean, turned_views, turns
 from spatialdl.training.pictures.activation import NEEDED, Activations
@@ -47,16 +44,16 @@ TASKS: Mapping[str, type[Any]] = {
 
 @dataclass
 class SlideOutput:
-    """What the network says of a slide.
+    """The predictions for a slide.
 
     Attributes:
-        values: float64 (N, columns), probabilities or values of its images, on rank 0 only; of a
-            map its mean.
-        kept: which images were predicted, the others could not be read; on rank 0 only.
-        problem: why one of the others could not.
-        pieces: this rank's parts of the probability map, where there is one for pixels.
-        activation: float32 (images, classes, rows, columns), of all images, on rank 0 only, if
-            asked for; see `predicting.activation`.
+        values: float64 (N, columns), probabilities or values of the images, or the mean of a
+            segmentation map; on rank 0 only.
+        kept: indices of the images that were readable, and so predicted; on rank 0 only.
+        problem: the read error of one of the other images.
+        pieces: this rank's pieces of a segmentation's probability map.
+        activation: float32 (images, classes, rows, columns) of all images, on rank 0 only, if
+            enabled by `activation=true`.
     """
 
     values: Tensor | None = None
@@ -67,10 +64,10 @@ class SlideOutput:
 
 
 class Runner:
-    """Predicts slide after slide; all ranks make it and call it together.
+    """Predictor of one slide after another; construction and calls are collective.
 
     Args:
-        config: of the command.
+        config: configuration of the command.
     """
 
     def __init__(self, trained: Trained, config: DictConfig, world: Communicator) -> None:
@@ -82,8 +79,8 @@ class Runner:
         """Predict all images of a slide.
 
         Raises:
-            SlideError: none of them can be read, or the network does not take them.
-            ValueError: it does not do what is asked of it.
+            SlideError: no image is readable, or the network does not take images of this size.
+            ValueError: the network's channels or outputs do not match the data or the task.
         """
         if given.source.channels != self._trained.channels:
             raise ValueError(
@@ -109,7 +106,7 @@ class Runner:
         return outcome
 
     def _turned(self, given: Input, views: Views, turn: MapTurn) -> SlideOutput:
-        """What is predicted of all images of a slide, turned."""
+        """Predict all images of a slide under one test-time transform."""
         size = turn.size(given.size)
         try:
             pipeline = self._network.pipeline(size)
@@ -117,9 +114,9 @@ class Runner:
             raise
         except ValueError as error:  # the same on all ranks
             raise SlideError(f"{given.name}: {error}") from error
-        told, name = given.whole and self._world.rank == 0, self._name(given, turn)
-        if told:
-            log.info("%s: an image of %s is read and predicted", name, " x ".join(map(str, size)))
+        reports, name = given.whole and self._world.rank == 0, self._name(given, turn)
+        if reports:
+            log.info("%s: predicting an image of %s", name, " x ".join(map(str, size)))
         loader = RankLoader(
             OmegaConf.create({"workers": 0, "prefetch": 2}),
             turned_views(views, turn),
@@ -130,7 +127,7 @@ class Runner:
             dtype=self._network.precision.dtype,
         )
         stages = list(pipeline.stages.values())
-        with closing(loader), layers_told(name, stages) if told else nullcontext():
+        with closing(loader), layer_progress(name, stages) if reports else nullcontext():
             microbatches = self._microbatches(loader, given, name)
             if self._trained.task == "segmentation":
                 return self._map(pipeline, loader, microbatches, size, turn)
@@ -150,29 +147,29 @@ class Runner:
         task: SampleTask = TASKS[self._trained.task]()
         own: list[tuple[range, Tensor]] = []
         columns = len(self._trained.classes)
-        watch = ActivationMaps(pipeline) if self._config.activation else None
+        recorder = ActivationMaps(pipeline) if self._config.activation else None
         for one in evaluated(pipeline, loader, microbatches):
-            if watch is not None:
-                watch.note(one)
+            if recorder is not None:
+                recorder.record(one)
             if one.output.dim() > 2 or one.output.numel() != len(one.samples) * columns:
                 raise ValueError(
-                    f"the network gives {list(one.output.shape)} for {len(one.samples)} images, "
-                    f"the checkpoint's task={self._trained.task} has {columns} columns"
+                    f"the network returns {list(one.output.shape)} for {len(one.samples)} images, "
+                    f"but task={self._trained.task} of the checkpoint has {columns} columns"
                 )
             if one.counts:
                 own.append((one.samples, one.output.double().cpu().view(-1, columns)))
-        activation = watch.gathered(self._world, images) if watch is not None else None
-        everybody = self._world.gather(own)
-        if everybody is None:
+        activation = recorder.gathered(self._world, images) if recorder is not None else None
+        gathered = self._world.gather(own)
+        if gathered is None:
             return SlideOutput()
-        found = torch.empty(images, columns, dtype=torch.float64)
+        outputs = torch.empty(images, columns, dtype=torch.float64)
         missing = set(range(images))
-        for samples, output in (piece for one_rank in everybody for piece in one_rank):
-            found[samples.start : samples.stop] = output
+        for samples, output in (piece for one_rank in gathered for piece in one_rank):
+            outputs[samples.start : samples.stop] = output
             missing -= set(samples)
         if missing:
             raise RuntimeError(f"{len(missing)} images have no output: this is a bug")
-        return SlideOutput(task.predictions(found), activation=activation)
+        return SlideOutput(task.predictions(outputs), activation=activation)
 
     def _map(
         self,
@@ -182,7 +179,7 @@ class Runner:
         size: Size,
         turn: MapTurn,
     ) -> SlideOutput:
-        """One image, of which each rank keeps its part of the map, turned back."""
+        """Predict one image; each rank keeps its piece of the map, transformed back."""
         columns = len(self._trained.classes)
         own: list[MapPiece] = []
         sums = torch.zeros(columns, dtype=torch.float64)
@@ -192,7 +189,7 @@ class Runner:
             self._check_map(one.output, size, columns)
             for piece in own_pieces(own_pixels(one.output).softmax(1), one):
                 sums += piece.values.double().flatten(1).sum(1)
-                own.append(piece if store is None else kept_in(store, piece))
+                own.append(piece if store is None else to_file(store, piece))
         means = self._world.all_reduce(sums) / prod(size)
         own = [turn.piece_before(piece, size) for piece in own]
         return SlideOutput(means[None] if self._world.rank == 0 else None, pieces=own)
@@ -200,23 +197,23 @@ class Runner:
     def _check_map(self, output: Tensor, size: Size, columns: int) -> None:
         if tuple(output.shape) != (1, columns, *size):
             raise ValueError(
-                f"the network gives {list(output.shape)} for an image of {by(size)}, but a class "
-                f"for every pixel is {[1, columns, *size]}"
+                f"the network returns {list(output.shape)} for an image of {by(size)}, but "
+                f"task=segmentation needs {[1, columns, *size]}"
             )
 
     def _microbatches(self, loader: RankLoader, given: Input, name: str) -> Iterator[Any]:
-        told = self._world.rank == 0 and not given.whole
-        with bar(name, "tiles", len(loader), "batch") if told else nullcontext() as done:
+        reports = self._world.rank == 0 and not given.whole
+        with bar(name, "tiles", len(loader), "batch") if reports else nullcontext() as done:
             for batch in loader.batches():
                 yield loader.microbatches(batch)
                 if done is not None:
                     done.update()
 
     def _kept(self, given: Input) -> tuple[list[int], str]:
-        """The images of which every rank could read its part, and why not of the first other.
+        """Images readable on all ranks, and the read error of the first unreadable one.
 
         Raises:
-            SlideError: there are none.
+            SlideError: no image is readable.
         """
         own: Mapping[int, str] = getattr(given.source, "unreadable", {})
         bad = {
@@ -230,7 +227,7 @@ class Runner:
 
 
 class _Part(NamedTuple):
-    """Of one box of some images, and the size of the whole maps."""
+    """The activation of one box of some images; `size` is that of the full maps."""
 
     samples: range
     size: tuple[int, ...]
@@ -239,37 +236,37 @@ class _Part(NamedTuple):
 
 
 class ActivationMaps:
-    """Notes them while the network predicts; all ranks make it together."""
+    """Recorder of class activation maps during inference; construction is collective."""
 
     def __init__(self, pipeline: PipelineRuntime) -> None:
-        self._watch = Activations(pipeline, all_classes=True)
+        self._activations = Activations(pipeline, all_classes=True)
         self._parts: list[_Part] = []
 
-    def note(self, one: Evaluated) -> None:
-        """Keep what was seen of the images that have been evaluated, in the same order.
+    def record(self, one: Evaluated) -> None:
+        """Store the activation of the images just evaluated, in the same order.
 
         Raises:
-            ValueError: the network does not end with a mean over all places and a linear layer.
+            ValueError: the network does not end with a global mean and a linear layer.
         """
-        seen = self._watch.take(one.output)
-        if seen is None:
+        activation = self._activations.take(one.output)
+        if activation is None:
             raise ValueError(
-                f"activation=true needs {NEEDED}, and {self._watch.refusal}: leave it out"
+                f"activation=true needs {NEEDED}, and {self._activations.refusal}: leave it out"
             )
-        if one.has_tile if seen.is_split else one.counts:
-            values = seen.values.float().cpu().numpy()
-            self._parts.append(_Part(one.samples, seen.size, seen.start, values))
+        if one.has_tile if activation.is_split else one.counts:
+            values = activation.values.float().cpu().numpy()
+            self._parts.append(_Part(one.samples, activation.size, activation.start, values))
 
     def gathered(self, world: Communicator, images: int) -> npt.NDArray[np.float32] | None:
-        """float32 (images, classes, *spatial) on rank 0; all ranks must ask, at the end."""
-        self._watch.close()
-        everybody = world.gather(self._parts)
-        if everybody is None:
+        """Gather float32 (images, classes, *spatial) on rank 0; collective, ends recording."""
+        self._activations.close()
+        gathered = world.gather(self._parts)
+        if gathered is None:
             return None
-        parts = [part for one in everybody for part in one]
-        found = np.zeros((images, parts[0].values.shape[1], *parts[0].size), np.float32)
+        parts = [part for one in gathered for part in one]
+        maps = np.zeros((images, parts[0].values.shape[1], *parts[0].size), np.float32)
         for part in parts:
             extents = zip(part.start, part.values.shape[2:], strict=True)
             place = [slice(first, first + many) for first, many in extents]
-            found[part.samples.start : part.samples.stop, :, *place] = part.values
-        return found
+            maps[part.samples.start : part.samples.stop, :, *place] = part.values
+        return maps

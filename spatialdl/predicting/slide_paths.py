@@ -1,4 +1,4 @@
-"""The slides and volumes that a command names, found before there are ranks: no PyTorch here."""
+"""Paths of a command's slides and volumes, found before ranks start, without PyTorch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spatialdl.slides.reading.paths import series_at
 
 
 def slide_paths(given: Any) -> list[Path]:
-    """Files, folders and patterns as files.
+    """Expand files, folders and patterns to the slides they contain.
 
     Raises:
-        ValueError: one of them is not there, or matches nothing.
+        ValueError: one of them does not exist, or matches nothing.
     """
     paths = _paths(given, "slides", lambda path: path.exists() or series_at(path) is not None)
     try:
@@ -31,18 +31,18 @@ def slide_paths(given: Any) -> list[Path]:
 
 
 def volume_paths(given: Any) -> list[Path]:
-    """Files, OME-Zarr stores and DICOM series; of folders those that lie in them.
+    """Expand files, folders and patterns to volumes: files, OME-Zarr stores, DICOM series.
 
-    A series of several files is given by its folder.
+    A series of several files is represented by its folder.
 
     Raises:
-        ValueError: one of them is not there, or no volume by its name.
+        ValueError: one of them does not exist, or its name is not that of a volume.
     """
     files: dict[Path, None] = {}
     for path in _paths(given, "volumes", Path.exists):
         found = [path] if is_volume(path) else _inside(path)
         if not found:
-            what = "has no files" if path.is_dir() else "is no file"
+            what = "contains no files" if path.is_dir() else "is not a file"
             raise ValueError(f"volumes={path} {what} of {', '.join(SUFFIXES)} or DICOM")
         files |= dict.fromkeys(found)
     return list(files)
@@ -57,16 +57,16 @@ def _inside(path: Path) -> list[Path]:
 
 
 def volume_names(volumes: Sequence[Path]) -> dict[Path, str]:
-    """Their names without suffix; with the folders above where several have the same."""
+    """Names without suffix; with parent folders where several are the same."""
     return slide_names(volumes, volume_name)
 
 
-def _paths(given: Any, key: str, there: Callable[[Path], bool]) -> list[Path]:
-    """Files and folders as given, and those that match patterns."""
+def _paths(given: Any, key: str, exists: Callable[[Path], bool]) -> list[Path]:
+    """Existing files and folders as given, and those that match patterns."""
     paths: list[Path] = []
     for one in given if isinstance(given, list | ListConfig) else [given]:
         path = Path(str(one)).expanduser()
-        found = [path] if there(path) else _matching(str(path))
+        found = [path] if exists(path) else _matching(str(path))
         if not found:
             raise ValueError(f"{key}={one} matches no file or folder")
         paths += found
@@ -76,5 +76,5 @@ def _paths(given: Any, key: str, there: Callable[[Path], bool]) -> list[Path]:
 
 
 def _matching(pattern: str) -> list[Path]:
-    """``**`` stands for any folders."""
+    """Paths that match a pattern; ``**`` matches any number of folders."""
     return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]

@@ -1,13 +1,14 @@
 """The maps, polygons and predictions of a slide as one SpatialData store, NAME.zarr.
 
 images/slide          a picture of the slide
-images/probability    the small map of every class that is shown, NaN where nothing was predicted
-labels/classes        1 + the most probable class, 0 where there is none; of tasks with one class
+images/probability    the overview map of each shown class, NaN where nothing was predicted
+labels/classes        1 + the most probable class, 0 where there is none; only if places have one
+                      class
 shapes/tiles          or shapes/regions: the polygons of NAME.geojson
 tables/predictions    their classes and probabilities
 
-Each element has two coordinate systems: ``global``, level-0 pixels of the slide, and ``microns``,
-where the slide says its resolution.
+Each element has the coordinate systems ``global``, level-0 pixels of the slide, and, if the
+slide's resolution is known, ``microns``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TABLE = "predictions"
 
 
 def need_spatialdata() -> None:
-    """Find the library, without importing it: that takes many seconds.
+    """Check that spatialdata is installed, without the slow import.
 
     Raises:
         ValueError: it is not installed.
@@ -46,18 +47,17 @@ def need_spatialdata() -> None:
 
 @dataclass(frozen=True)
 class SlideMaps:
-    """What a store holds of a slide.
+    """The contents of a store, for one slide.
 
     Attributes:
-        name: of the slide.
+        name: name of the slide.
         mpp: micrometres per level-0 pixel, if known.
-        thumbnail: of the slide, if there is one.
-        maps: (rows, columns) of the classes that are shown, by their names; NaN where there is
-            nothing.
+        thumbnail: thumbnail of the slide, if it is available.
+        maps: (rows, columns) by name of the shown class, NaN where nothing was predicted.
         scale: level-0 pixels per pixel of the maps.
-        kind: of the polygons, "tiles" or "regions".
+        kind: kind of the polygons, "tiles" or "regions".
         features: the polygons, as in GeoJSON.
-        classes: all of them, if a place has one class; of the maps all are there then.
+        classes: all class names, if a place has one class and all maps are present; else empty.
     """
 
     name: str
@@ -71,10 +71,10 @@ class SlideMaps:
 
 
 def save_spatial_data(path: Path, given: SlideMaps) -> None:
-    """Write a store, whole or not at all; one that is there is replaced.
+    """Write a store atomically, replacing an existing one.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the store cannot be written.
     """
     from spatialdata import SpatialData
 
@@ -99,8 +99,8 @@ def save_spatial_data(path: Path, given: SlideMaps) -> None:
         raise
 
 
-def _placed(scale: float, mpp: float | None) -> dict[str, Any]:
-    """Where an element lies whose pixels span `scale` level-0 pixels."""
+def _transformations(scale: float, mpp: float | None) -> dict[str, Any]:
+    """Transformations of an element whose pixels span `scale` level-0 pixels."""
     from spatialdata.transformations import Scale
 
     scales = {PIXELS: scale} | ({} if mpp is None else {MICRONS: scale * mpp})
@@ -114,7 +114,7 @@ def _picture(thumbnail: Thumbnail, mpp: float | None) -> Any:
         np.ascontiguousarray(thumbnail.image.transpose(2, 0, 1)),
         dims=("c", "y", "x"),
         c_coords=["r", "g", "b"],
-        transformations=_placed(thumbnail.scale, mpp),
+        transformations=_transformations(thumbnail.scale, mpp),
     )
 
 
@@ -125,7 +125,7 @@ def _probability(given: SlideMaps) -> Any:
         np.stack([*given.maps.values()]).astype(np.float32),
         dims=("c", "y", "x"),
         c_coords=[*given.maps],
-        transformations=_placed(given.scale, given.mpp),
+        transformations=_transformations(given.scale, given.mpp),
     )
 
 
@@ -135,17 +135,19 @@ def _class_map(given: SlideMaps) -> Any:
     maps = np.stack([given.maps[name] for name in given.classes])
     known = np.isfinite(maps).all(0)
     best = np.where(known, 1 + np.where(known, maps, 0).argmax(0), 0)
-    placed = _placed(given.scale, given.mpp)
-    return Labels2DModel.parse(best.astype(np.int32), dims=("y", "x"), transformations=placed)
+    transformations = _transformations(given.scale, given.mpp)
+    return Labels2DModel.parse(
+        best.astype(np.int32), dims=("y", "x"), transformations=transformations
+    )
 
 
 def _shapes(given: SlideMaps) -> Any:
     from geopandas import GeoDataFrame
     from spatialdata.models import ShapesModel
 
-    bare = [{**one, "properties": {"class": _class_of(one)}} for one in given.features]
+    features = [{**one, "properties": {"class": _class_of(one)}} for one in given.features]
     return ShapesModel.parse(
-        GeoDataFrame.from_features(bare), transformations=_placed(1.0, given.mpp)
+        GeoDataFrame.from_features(features), transformations=_transformations(1.0, given.mpp)
     )
 
 

@@ -1,7 +1,4 @@
-"""Tables of predictions: a row a tile, and a row a slide or volume, as CSV or Parquet.
-
-And the slides or volumes of a batch as a table on the console.
-"""
+"""Tables of predictions per tile and per slide or volume: CSV, Parquet, console."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from spatialdl.training.tasks.aggregation import to_slides
 Columns = dict[str, Sequence[Any]]
 
 PIXELS = "confusion"
-"""Name of the table of pixels by true and predicted class."""
+"""Name of the table of pixels by true and predicted class (confusion counts)."""
 
 _OF_SLIDES = ("slide", "tiles", "vote")
 _LONGEST_NAME, _LONGEST_REMARK = 40, 100
@@ -38,13 +35,13 @@ def save_tables(
     *,
     volumes: bool = False,
 ) -> list[Path]:
-    """Write predictions.KIND and slides.KIND, or volumes.KIND, each whole or not at all.
+    """Write predictions.KIND and slides.KIND, or volumes.KIND, each atomically.
 
-    Where there are masks, confusion.KIND as well.
+    With masks, confusion.KIND is written as well.
 
     Args:
-        records: of slides that were predicted.
-        reports: of all slides, in order.
+        records: records of the predicted slides.
+        reports: reports of all slides, in order.
         kind: "csv" or "parquet".
         volumes: whether they are volumes, which have no tiles.
     """
@@ -56,7 +53,7 @@ def save_tables(
         tables = {"volumes": {"volume": whole["slide"]} | rest}
     if pixels["slide"]:
         tables[PIXELS] = pixels
-    else:  # of a command before, of other images
+    else:  # left by an earlier command with other images
         (folder / f"{PIXELS}.{kind}").unlink(missing_ok=True)
     paths = []
     for name, columns in tables.items():
@@ -65,7 +62,7 @@ def save_tables(
 
 
 def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
-    """Write NAME.KIND, whole or not at all.
+    """Write NAME.KIND atomically.
 
     Args:
         kind: "csv" or "parquet".
@@ -80,7 +77,7 @@ def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
 
 
 def tile_columns(records: Sequence[PredictionRecord], classes: Sequence[str], task: str) -> Columns:
-    """Of all tiles: where they lie, in level-0 pixels of their slide, and what was predicted."""
+    """Columns of all tiles: position in level-0 pixels of their slide, and predictions."""
     found: Columns = {"slide": [], "x": [], "y": [], "width": [], "height": []}
     for record in records:
         count = len(record.values)
@@ -100,7 +97,7 @@ def tile_columns(records: Sequence[PredictionRecord], classes: Sequence[str], ta
 
 
 def pixel_columns(records: Sequence[PredictionRecord], classes: Sequence[str]) -> Columns:
-    """Of all images with masks: pixels of each true class, by the class that was predicted."""
+    """Columns of all images with masks: pixels of each true class by predicted class."""
     counted = [one for one in records if one.confusion is not None]
     rows = [
         (one.name, label, *row)
@@ -119,9 +116,9 @@ def slide_columns(
     classes: Sequence[str],
     task: str,
 ) -> Columns:
-    """Of all slides in the order of their reports: tiles, class of most of them, means, status.
+    """Columns of all slides in order of reports: tiles, majority vote, means, status, reason.
 
-    A slide that failed has no tiles, empty cells, and the reason.
+    A failed slide has 0 tiles and empty cells.
     """
     found = _predicted_columns(records, classes, task)
     rows = dict(zip(found["slide"], zip(*found.values(), strict=True), strict=True))
@@ -154,7 +151,7 @@ def _predicted_columns(
 
 
 def _of_data_set(records: Sequence[PredictionRecord]) -> Columns:
-    """Of tiles of data sets their numbers, and of regions their slides."""
+    """Columns of tiles of data sets: their sample index; of regions: their slide."""
     found: Columns = {}
     if any(one.region_of for one in records):
         found["region_of"] = [one.region_of for one in records for _ in one.values]
@@ -168,17 +165,17 @@ def _labels(record: PredictionRecord) -> Sequence[str]:
 
 
 def _common(record: PredictionRecord) -> str:
-    """The label that all of its tiles have."""
+    """The label common to all tiles; empty if they differ."""
     found = set(_labels(record))
     return found.pop() if len(found) == 1 else ""
 
 
 ONE_CLASS = ("classification", "segmentation")
-"""Tasks with one class for everything."""
+"""Tasks with one class per sample or pixel."""
 
 
 def predicted_columns(values: Any, classes: Sequence[str], task: str) -> Columns:
-    """Of (N, columns) probabilities or values: the class with the largest, and all of them."""
+    """Columns of (N, columns) probabilities or values: most probable class, and all values."""
     found: Columns = {}
     if task in ONE_CLASS:
         found["predicted"] = [classes[number] for number in values.argmax(1).tolist()]
@@ -193,12 +190,12 @@ def _stacked(records: Sequence[PredictionRecord], columns: int) -> Any:
 def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
     arrow = need_pyarrow()
     with replacing(path) as out:
-        told = {_text(name): list(map(_text, values)) for name, values in columns.items()}
-        arrow.parquet.write_table(arrow.table(told), out)
+        data = {_text(name): list(map(_text, values)) for name, values in columns.items()}
+        arrow.parquet.write_table(arrow.table(data), out)
 
 
 def _text(value: Any) -> Any:
-    """As in a CSV: anybody may have written the names, which may be no Unicode."""
+    """Escape surrogates as in the CSV: names may not be valid Unicode."""
     if not isinstance(value, str):
         return value
     return value.encode(errors="backslashreplace").decode()
@@ -206,7 +203,7 @@ def _text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SlideReport:
-    """What came out of a slide; `problem` says why nothing did, `failed` if the command fails."""
+    """The result of a slide: `problem` is why it has none, `failed` fails the command."""
 
     name: str
     tiles: int = 0
@@ -218,12 +215,12 @@ class SlideReport:
 
     @property
     def status(self) -> str:
-        """ "processed", "damaged" where some tiles could not be read, or "failed"."""
+        """ "processed", "damaged" if some tiles were unreadable, or "failed"."""
         return "failed" if self.problem else "damaged" if self.failed else "processed"
 
 
 def table(reports: Sequence[SlideReport], *, volumes: bool = False) -> str:
-    """A row a slide: tiles, the class with the largest mean probability, and that.
+    """Console table, a row per slide: tiles, class of the largest mean probability, that mean.
 
     Args:
         volumes: whether they are volumes, which have no tiles.

@@ -1,8 +1,8 @@
-"""Which code a checkpoint may name.
+"""Allowlist of the code that a checkpoint's configuration may call.
 
-A checkpoint is data, but its configuration names what builds its network (``model._target_``), and
-any function of Python can be named so, ``os.system`` as well. Names of networks that do nothing but
-build are called; any other only if the user says so by ``trust``.
+A checkpoint is data, but its configuration names the callable that builds the network
+(``model._target_``), which may be any Python function, such as ``os.system``. Callables known to
+only build a network are called; others need ``trust``.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from spatialdl.data.fields import shown
 from spatialdl.errors import CheckpointError
 
 _OURS, _LAYERS, _TORCHVISION = "spatialdl.models", "torch.nn", "torchvision.models"
-_END_TO_END = "spatialdl.bags.EndToEndNetwork"  # of networks that are looked at by themselves
+_END_TO_END = "spatialdl.bags.EndToEndNetwork"  # its networks are checked as separate targets
 _NO_BUILDERS = "torchvision.models.feature_extraction"
 
 
 def check_targets(model: Any, trusted: Sequence[str]) -> None:
-    """Refuse a network that names code which nobody trusts.
+    """Check that a network's configuration only names trusted code.
 
     Args:
-        model: the configuration of a network, as plain dicts and lists.
-        trusted: names of functions, classes or packages that are called all the same.
+        model: configuration of a network, as plain dicts and lists.
+        trusted: names of additionally trusted functions, classes or packages.
 
     Raises:
-        CheckpointError: naming it, and what to say if it is all right.
+        CheckpointError: a target is not trusted.
     """
     for target in _targets(model):
         if not any(f"{target}.".startswith(f"{one}.") for one in trusted) and not builds(target):
             raise CheckpointError(
-                f"the checkpoint says that {shown(target)} builds its network, which may be any "
-                f"program: if you know it, and who made the checkpoint, add trust=[{target}]"
+                f"the checkpoint's network is built by {shown(target)}, which may run any code: "
+                f"if you trust it and the checkpoint's source, add trust=[{target}]"
             )
 
 
@@ -52,15 +52,15 @@ def _targets(settings: Any) -> Iterator[str]:
             yield from _targets(value)
     elif isinstance(settings, str) and "${" in settings:
         raise CheckpointError(
-            f"the checkpoint has {shown(settings)} in its configuration, where there should be "
-            "values only: it was not written by spatialdl.train"
+            f"the checkpoint's configuration contains {shown(settings)}, but only plain values are "
+            "allowed: it was not written by spatialdl.train"
         )
 
 
 def builds(target: str) -> bool:
-    """Whether a name is that of a network, or a layer, whose making does nothing else.
+    """Whether a target only builds a network or layer.
 
-    Modules are imported if they are ours, PyTorch's or torchvision's, and no others.
+    Only modules of spatialdl, PyTorch and torchvision are imported.
     """
     if target == _END_TO_END:
         return True
@@ -74,18 +74,18 @@ def builds(target: str) -> bool:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError):
         return False
-    # what a module imports can be named as its own: spatialdl.models.resnet.torch
+    # a module's imports are its attributes as well: spatialdl.models.resnet.torch
     home = str(getattr(found, "__module__", ""))
     if not f"{home}.".startswith(f"{package}.") or home == _NO_BUILDERS:
         return False
     if inspect.isclass(found):
         return issubclass(found, nn.Module)
-    return package != _LAYERS and inspect.isfunction(found) and _gives_network(found)
+    return package != _LAYERS and inspect.isfunction(found) and _returns_network(found)
 
 
-def _gives_network(function: Any) -> bool:
+def _returns_network(function: Any) -> bool:
     try:
         given = get_type_hints(function).get("return")
-    except Exception:  # what annotations may raise is anything
+    except Exception:  # evaluating annotations may raise anything
         return False
     return inspect.isclass(given) and issubclass(given, nn.Module)

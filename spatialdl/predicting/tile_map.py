@@ -1,4 +1,4 @@
-"""The map of a slide that is told tile by tile; rank 0 has all of them."""
+"""The map of a slide predicted tile by tile, on rank 0."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 _LEAST = 8
-"""Pixels of a map along the side of a tile, so that overlaps can be told."""
+"""Least pixels of a map along a tile's side, to resolve overlaps."""
 
 
 class TileMap:
-    """Values of tiles at their places; where tiles overlap, their mean.
+    """A map of tile values at their positions; the mean where tiles overlap.
 
     Args:
         places: (N, 2), level-0 x and y of the tiles.
         span: level-0 rows and columns of a tile.
         extent: level-0 rows and columns of the slide.
-        values: (N, classes, rows, columns), each of which fills its part of a tile.
+        values: (N, classes, rows, columns), a grid of values over each tile.
 
     Attributes:
         scale: level-0 pixels per pixel of the map.
@@ -41,13 +41,13 @@ class TileMap:
         self._cols = self._edges(places[:, 0], span[1])
 
     def _edges(self, starts: npt.NDArray[Any], span: float) -> npt.NDArray[np.int64]:
-        """(N, 2): the first pixel of each tile, and the one behind the last."""
+        """(N, 2): first pixel of each tile, and one past its last."""
         first = np.rint(starts / self.scale)
         last = np.maximum(np.rint((starts + span) / self.scale), first + 1)
         return np.stack([first, last], 1).astype(np.int64)
 
     def bands(self, column: int, rows: int) -> Iterator[npt.NDArray[np.float64]]:
-        """The map of a class, some rows at a time, from top to bottom; NaN where there is none."""
+        """Iterate over the map of a class, `rows` rows at a time; NaN outside tiles."""
         for first in range(0, self.size[0], rows):
             last = min(first + rows, self.size[0])
             sums = np.zeros((last - first, self.size[1]))
@@ -61,7 +61,7 @@ class TileMap:
                 yield sums / counts
 
     def _part(self, number: int, column: int, first: int, last: int) -> tuple[Any, Any]:
-        """Where a tile lies in a band, and its values there."""
+        """The slice of a tile within a band, and its values there."""
         (top, bottom), (left, right) = self._rows[number], self._cols[number]
         values = self._values[number, column]
         row0, row1 = max(first, top), min(last, bottom)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its network: how it is built, what it tells, on what it was trained."""
+"""Metadata of a checkpoint's network: its configuration, classes and training data."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from spatialdl.training.checkpoints.folder import CONTENT, candidates
 from spatialdl.training.checkpoints.reading import Checkpoint, first_whole, sha256
 
 BAGS = "bags"
-"""Value of `data=` of networks that take features of tiles."""
+"""`data=` of networks that take features of tiles."""
 
-_MOST = 2**20  # channels or classes
+_MOST = 2**20  # of channels or classes
 _UNREADABLE = (KeyError, TypeError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A network that was trained.
+    """A trained network's metadata.
 
     Attributes:
-        path: its checkpoint.
-        step: after which it was written.
-        digest: of all that is in it.
-        config: of the run.
-        classes: names of the classes or targets, one for each output.
-        kind: "tiles", "regions" or "volumes", where it was trained on shards.
-        made_with: how these were cut from slides.
-        dtype: of the pixels that it was trained on; None if unknown.
-        geometry: of the volumes that it was trained on.
+        path: the checkpoint.
+        step: training step of the checkpoint.
+        digest: digest of the checkpoint's contents.
+        config: configuration of the training run.
+        classes: names of the classes or targets, one per output.
+        kind: "tiles", "regions" or "volumes", if it was trained on shards.
+        made_with: settings with which the training images were cut from slides.
+        dtype: dtype of the training pixels; None if unknown.
+        geometry: geometry of the training volumes.
     """
 
     path: Path
@@ -60,17 +60,17 @@ class Trained:
 
     @property
     def image_size(self) -> tuple[int, ...]:
-        """(H, W) of the images that it has seen, (D, H, W) of volumes."""
+        """Size of the training images, (H, W), or (D, H, W) of volumes."""
         return tuple(map(int, self.config.data.image_size))
 
     @property
     def takes_volumes(self) -> bool:
-        """Whether it has seen volumes."""
+        """Whether it was trained on volumes."""
         return len(self.image_size) == 3
 
     @property
     def takes_bags(self) -> bool:
-        """Whether it has seen slides as bags of features."""
+        """Whether it was trained on slides as bags of features."""
         return bool(self.config.data.name == BAGS)
 
     @property
@@ -79,76 +79,76 @@ class Trained:
 
     @property
     def background(self) -> float | None:
-        """What lies beyond an image; None is white."""
+        """Padding value beyond an image's edges; None is white."""
         value = self.config.data.background
         return None if value is None else float(value)
 
     @property
     def normalisation(self) -> Normalisation:
-        """Of its input; checkpoints that do not record it have the default."""
+        """Normalisation of its input; the default if the checkpoint does not record it."""
         return Normalisation.from_config(self.config.data)
 
     def check_pixels(self, name: str, dtype: np.dtype[Any]) -> None:
-        """Check that a scale that was given for the pixels of training holds for these.
+        """Check that a `data.scale` set in training is valid for pixels of `dtype`.
 
         Raises:
-            ValueError: they are of another type.
+            ValueError: the pixels have another dtype than those of training.
         """
         known, scale = self.dtype, self.normalisation.scale
         if scale is None or known is None or dtype == known or dtype.kind == known.kind == "f":
             return
         raise ValueError(
-            f"{name} has pixels of {dtype}, the network was trained on {known} with data.scale="
+            f"{name} has pixels of {dtype}, but the network was trained on {known} with data.scale="
             f"{scale:g}: give images of {known}, or train again with data.scale=null, which "
-            "scales each type by its largest value"
+            "scales each dtype by its largest value"
         )
 
 
 def find_trained(ckpt_path: str, world: Communicator) -> Trained:
-    """The network of a checkpoint that is not damaged; all ranks must ask.
+    """Read the metadata of the first undamaged checkpoint; collective over `world`.
 
     Raises:
-        CheckpointError: if there is none, or it does not say how the network is built.
+        CheckpointError: there is none, or it does not record how the network is built.
     """
     return trained_in(first_whole(candidates(ckpt_path, Path()), world))
 
 
 def trained_in(path: Path) -> Trained:
-    """The network of a checkpoint, of which the tensors are not looked at.
+    """Read the metadata of a checkpoint, without its tensors.
 
     Raises:
-        CheckpointError: if it does not say how the network is built.
+        CheckpointError: it does not record how the network is built.
     """
     with Checkpoint(path) as checkpoint:
         content = checkpoint.content
-    digest = sha256(path / CONTENT)  # which has those of its other files
+    digest = sha256(path / CONTENT)  # which contains the digests of the other files
     try:
         config = OmegaConf.create(fields.table(content, "config"))
         _check_types(config)
         step, classes = fields.whole(content, "step"), int(config.data.num_classes)
-        told = content.get("data") or _of_manifest(config)
-        fields.table({"data": told}, "data")
-        names = fields.texts({"classes": told.get("classes") or []}, "classes")[:classes]
-        made_with = fields.table({"made_with": told.get("made_with") or {}}, "made_with")
-        dtype = _dtype(told.get("input") or {})
+        recorded = content.get("data") or _of_manifest(config)
+        fields.table({"data": recorded}, "data")
+        names = fields.texts({"classes": recorded.get("classes") or []}, "classes")[:classes]
+        made_with = fields.table({"made_with": recorded.get("made_with") or {}}, "made_with")
+        dtype = _dtype(recorded.get("input") or {})
         geometry = Geometry()
-        if told.get("geometry") is not None:
-            geometry = Geometry.parsed(fields.table(told, "geometry"))
+        if recorded.get("geometry") is not None:
+            geometry = Geometry.parsed(fields.table(recorded, "geometry"))
     except (*_UNREADABLE, OmegaConfBaseException) as error:
         raise CheckpointError(
-            f"{path} does not say how its network is built ({fields.missing(error)}): name a "
+            f"{path} does not record how its network is built ({fields.missing(error)}): give a "
             "checkpoint of spatialdl.train"
         ) from error
     names = [*names, *map(str, range(len(names), classes))]
-    named, kind = tuple(names), told.get("kind")
+    named, kind = tuple(names), recorded.get("kind")
     return Trained(path, step, digest, config, named, kind, made_with, dtype, geometry)
 
 
 def _dtype(recorded: Mapping[str, Any]) -> np.dtype[Any] | None:
-    """Of the pixels of training, which older checkpoints do not record.
+    """Dtype of the training pixels; None for older checkpoints, which do not record it.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: the recorded dtype is invalid.
     """
     name = fields.table({"input": recorded}, "input").get("dtype")
     if name is None:
@@ -160,10 +160,10 @@ def _dtype(recorded: Mapping[str, Any]) -> np.dtype[Any] | None:
 
 
 def _check_types(config: DictConfig) -> None:
-    """Whether what is read of the configuration of a run is there, and what it should be.
+    """Validate the parts of a run's configuration that are read.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not.
+        ValueError, KeyError, TypeError: a value is missing or invalid.
     """
     data, trainer = (dict(config[group]) for group in ("data", "trainer"))
     for group, key in (("task", "name"), ("model", "_target_"), ("data", "name")):
@@ -186,7 +186,7 @@ def _check_types(config: DictConfig) -> None:
 
 
 def _of_manifest(config: DictConfig) -> dict[str, Any]:
-    """Of checkpoints that do not say it themselves, if the data set is still there."""
+    """Metadata from the data set's manifest, if it still exists; for older checkpoints."""
     path = config.data.get("path")
     if path is None or config.data.get("targets") is not None:
         return {}

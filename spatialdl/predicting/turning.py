@@ -1,4 +1,4 @@
-"""Test-time augmentation: images mirrored and turned, and their predictions turned back."""
+"""Test-time augmentation: mirrored and transposed images, predictions transformed back."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from spatialdl.predicting.pieces import MapPiece
 
 @dataclass(frozen=True)
 class MapTurn:
-    """Rows and columns swapped or not, then some dims mirrored.
+    """A symmetry of images: optionally swap rows and columns, then mirror some dims.
 
     Attributes:
-        mirrored: of each spatial dim whether it is.
-        swapped: whether the last two dims are.
+        mirrored: whether each spatial dim is mirrored.
+        swapped: whether the last two dims are swapped.
     """
 
     mirrored: tuple[bool, ...]
     swapped: bool = False
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether an image stays as it is."""
+    def is_identity(self) -> bool:
+        """Whether images are unchanged."""
         return not (self.swapped or any(self.mirrored))
 
     def size(self, size: Sequence[int]) -> Size:
-        """The size of a turned image of a size."""
+        """The size of the transformed image."""
         return self._in_order(size)
 
     def pixels(self, image: Pixels) -> Pixels:
-        """An image ([slices,] rows, columns, channels), turned."""
+        """Transform an image ([slices,] rows, columns, channels)."""
         dims = len(self.mirrored)
         if self.swapped:
             image = image.swapaxes(dims - 2, dims - 1)
         return np.flip(image, tuple(dim for dim in range(dims) if self.mirrored[dim]))
 
     def box_before(self, box: image_source.Box, size: Sequence[int]) -> image_source.Box:
-        """The box of the image that a box of the turned image of `size` shows."""
+        """Map a box of the transformed image of `size` to the original image."""
         found = [
             (length - stop, length - start) if mirrored else (start, stop)
             for (start, stop), length, mirrored in zip(pairs(box), size, self.mirrored, strict=True)
@@ -59,7 +59,7 @@ class MapTurn:
         return tuple(number for pair in self._in_order(found) for number in pair)
 
     def piece_before(self, piece: MapPiece, size: Sequence[int]) -> MapPiece:
-        """A part of the map of the turned image of `size` as part of the image's map."""
+        """Map a piece of the transformed image's map of `size` back to the original image."""
         if not any(self.mirrored) and not self.swapped:
             return piece
         values, start = piece.values, []
@@ -79,10 +79,10 @@ class MapTurn:
 
 
 def turns(name: str | None, dims: int) -> list[MapTurn]:
-    """The turns of a value of `tta`, those that change the size last.
+    """The symmetries of a value of `tta`; those that change the size come last.
 
     Args:
-        name: None, the image as it is; "flips", mirrored along each dim or not; "d4", all eight
+        name: None, the identity; "flips", all combinations of mirrored dims; "d4", all eight
             symmetries of rows and columns.
         dims: spatial dims of the images.
     """
@@ -99,7 +99,7 @@ def turns(name: str | None, dims: int) -> list[MapTurn]:
 
 
 class TurnedSource:
-    """The views of a data set as images that are turned; an `ImageSource`."""
+    """An `ImageSource` of the transformed views of a data set."""
 
     has_masks = False
 
@@ -118,27 +118,27 @@ class TurnedSource:
         return self._size
 
     def read(self, sample: int, box: image_source.Box | None = None) -> Pixels:
-        """A box of a turned image."""
+        """Read a box of a transformed image."""
         wanted = self._turn.box_before(whole_box(self._size) if box is None else box, self._size)
         return np.ascontiguousarray(self._turn.pixels(self._views.read(0, sample, wanted)))
 
     def read_mask(self, sample: int, box: image_source.Box | None = None) -> npt.NDArray[np.uint8]:
-        raise ValueError("turned images have no masks")
+        raise ValueError("transformed images have no masks")
 
 
 def turned_views(views: Views, turn: MapTurn) -> Views:
-    """The same images, turned."""
-    if turn.is_nothing:
+    """The transformed images."""
+    if turn.is_identity:
         return views
     source = TurnedSource(views, turn)
     return Views(source, turn.size(views.size), views.background, white=views.white)
 
 
 class TurnMean:
-    """The mean of what is predicted of turned images; all ranks of `world` call it together.
+    """The mean of predictions over transforms; calls are collective over `world`.
 
-    Parts of maps are brought to the boxes that ranks have of the first, unturned image, so that no
-    rank holds more than its part of the mean and of one other map.
+    Map pieces are redistributed to the boxes that ranks have of the first, untransformed image, so
+    a rank holds at most its piece of the mean and of one other map.
     """
 
     def __init__(self, world: Communicator) -> None:
@@ -148,11 +148,11 @@ class TurnMean:
         self._boxes: tuple[Box, ...] = ()
 
     def add(self, values: Tensor | None, pieces: Sequence[MapPiece], dims: int) -> None:
-        """Add what was predicted of one turn.
+        """Add the predictions of one transform.
 
         Args:
-            values: (N, columns); None where this rank has none.
-            pieces: this rank's part of the map of the image, turned back: one or none.
+            values: (N, columns); None if this rank has none.
+            pieces: this rank's piece of the map, transformed back: one or none.
             dims: spatial dims of the image.
         """
         self._count += 1
@@ -160,7 +160,7 @@ class TurnMean:
             self._values = values if self._values is None else self._values + values
         known = self._world.allgather([(one.values.shape, one.start) for one in pieces])
         columns = next((shape[0] for one in known for shape, _ in one), None)
-        if columns is None:  # no maps
+        if columns is None:  # the task has no maps
             return
         boxes = tuple(_box(one, dims) for one in known)
         tile = torch.empty(1, columns, *(0,) * dims, dtype=torch.float64)
@@ -173,11 +173,11 @@ class TurnMean:
         self._map += move(self._world, plan, tile, name="turned map")
 
     def values(self) -> Tensor | None:
-        """(N, columns); None where this rank has none."""
+        """The mean (N, columns); None if this rank has none."""
         return None if self._values is None else self._values / self._count
 
     def pieces(self, dtype: torch.dtype) -> list[MapPiece]:
-        """This rank's part of the mean of the maps."""
+        """This rank's piece of the mean map."""
         box = self._boxes[self._world.rank] if self._boxes else None
         if self._map is None or box is None or box.is_empty:
             return []

@@ -1,4 +1,4 @@
-"""Volumes as images that a network takes, as those of its training set were."""
+"""Volumes as network inputs, in the geometry of the training set."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from spatialdl.text import counted
 
 @dataclass
 class VolumeImages:
-    """One volume, in the orientation of the training set; a data set for `RankLoader`.
+    """One volume in the orientation of the training set; an `ImageSource` for `RankLoader`.
 
     Attributes:
-        name: of it, in messages.
-        stored: the volume.
-        turn: from there to what is read.
-        dtype: of the voxels that are read; integers have exactly the values that are stored.
-        unreadable: why something could not be read in this process; it is 0.
+        name: name of the volume, for messages.
+        stored: the volume as stored.
+        turn: transform from the stored orientation to that of the training set.
+        dtype: dtype of the voxels read; conversion to integers is exact.
+        unreadable: read errors in this process by sample; unreadable voxels are 0.
     """
 
     name: str
@@ -43,7 +43,7 @@ class VolumeImages:
     unreadable: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.labels = np.zeros(1, np.int64)  # which nobody knows
+        self.labels = np.zeros(1, np.int64)  # unknown
         self.channels = self.stored.channels
 
     def __len__(self) -> int:
@@ -53,38 +53,38 @@ class VolumeImages:
         return self.turn.seen_size(self.stored.size)
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
-        """A box (slices, rows, columns, channels); what cannot be read is noted, and 0."""
+        """Read a box (slices, rows, columns, channels); errors are recorded, and voxels are 0."""
         size = self.image_size(sample)
         box = whole_box(size) if box is None else box
         try:
             found = self.stored.read(self.turn.stored_box(box, size))
             return self.turn.seen(_exactly(found, self.dtype))
-        except Exception as error:  # what decoders raise of damaged files is anything
-            self.unreadable[sample] = f"{self.name}: {_said(error)}"
+        except Exception as error:  # decoders may raise anything for damaged files
+            self.unreadable[sample] = f"{self.name}: {_message(error)}"
             return np.zeros((*extents(box), self.channels), self.dtype)
 
     def read_mask(self, sample: int, box: Box | None = None) -> Pixels:
-        raise ValueError("volumes that are predicted have no masks")
+        raise ValueError("volumes to predict have no masks")
 
 
 def volume_input(path: Path, name: str, trained: Trained) -> Input:
-    """A file as a network takes it.
+    """The network input of a volume file.
 
     Raises:
-        SlideError: it cannot be opened, or does not fit the network.
+        SlideError: the file cannot be opened, or does not match the network.
     """
     try:
         found = open_volume(path)
-    except Exception as error:  # what decoders raise of damaged files is anything
-        raise SlideError(f"{path}: {_said(error)}") from error
+    except Exception as error:  # decoders may raise anything for damaged files
+        raise SlideError(f"{path}: {_message(error)}") from error
     return _input(found, name, trained, path)
 
 
 def shard_volume_input(dataset: ShardDataset, number: int, name: str, trained: Trained) -> Input:
-    """A sample of a data set as a network takes it.
+    """The network input of a sample of a data set.
 
     Raises:
-        SlideError: it does not fit the network.
+        SlideError: the sample does not match the network.
     """
     found = _input(shard_volume(dataset, number), name, trained, None)
     mask = None
@@ -100,13 +100,13 @@ def shard_volume_input(dataset: ShardDataset, number: int, name: str, trained: T
 
 
 def _seen_mask(dataset: ShardDataset, number: int, source: VolumeImages, box: Box) -> Pixels:
-    """A box of a mask, turned as the volume is."""
+    """Read a box of a mask, in the orientation of the training set."""
     stored = source.turn.stored_box(box, source.image_size(0))
     return source.turn.seen(dataset.read_mask(number, stored))
 
 
 def shard_volume(dataset: ShardDataset, number: int) -> StoredVolume:
-    """A sample of a data set of volumes."""
+    """A sample of a data set of volumes as a stored volume."""
     sample = dataset.sample(number)
     assert isinstance(sample, VolumeSample)
     affine = None if sample.affine is None else np.array(sample.affine)
@@ -115,7 +115,7 @@ def shard_volume(dataset: ShardDataset, number: int) -> StoredVolume:
 
 
 def _input(stored: StoredVolume, name: str, trained: Trained, path: Path | None) -> Input:
-    """Segmentation takes volumes whole; other tasks see what training has seen, cut or padded."""
+    """Inputs of segmentation are whole volumes; other tasks crop or pad to the training size."""
     if stored.channels != trained.channels:
         raise SlideError(
             f"{name} has {stored.channels} channels, the network was trained on {trained.channels}"
@@ -132,32 +132,32 @@ def _input(stored: StoredVolume, name: str, trained: Trained, path: Path | None)
     return Input(name, source, size, [(0, 0)], span, None, None, path, whole=True, remark=remark)
 
 
-def _said(error: Exception) -> str:
-    said = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return said or type(error).__name__
+def _message(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return text or type(error).__name__
 
 
 def _exactly(voxels: Pixels, dtype: np.dtype[Any]) -> Pixels:
-    """Voxels in another type, if it has their values; floats are rounded to other floats.
+    """Convert voxels to `dtype` without loss; floats are rounded to other floats.
 
     Raises:
-        ValueError: it has not, or some are no finite numbers.
+        ValueError: the conversion is lossy, or values are not finite.
     """
     if voxels.dtype.kind == "f":
         bad = int(np.size(voxels) - np.isfinite(voxels).sum())
         if bad:
             many = counted(voxels.size, "voxel")
             raise ValueError(
-                f"{bad} of {many} that were read are NaN or infinite: replace them, by "
-                "numpy.nan_to_num, say"
+                f"{bad} of {many} read are NaN or infinite: replace them, for example by "
+                "numpy.nan_to_num"
             )
     with np.errstate(invalid="ignore", over="ignore"):
         found = voxels.astype(dtype, copy=False)
     rounded = voxels.dtype.kind == dtype.kind == "f" and np.isfinite(found).all()
     if not (rounded or np.array_equal(found, voxels)):
         raise ValueError(
-            f"it has voxels of {voxels.dtype} from {voxels.min():g} to {voxels.max():g}, which are "
-            f"not all values of {dtype}, on which the network was trained: bring it to the units "
-            "of the training set"
+            f"voxels of {voxels.dtype} from {voxels.min():g} to {voxels.max():g} cannot be "
+            f"converted exactly to {dtype}, on which the network was trained: convert the volume "
+            "to the units of the training set"
         )
     return found

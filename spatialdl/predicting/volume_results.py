@@ -1,16 +1,16 @@
-"""The maps of a volume, written as NIfTI files that lie in the patient as the volume does.
+"""The maps of a volume, written as NIfTI files with the volume's geometry.
 
-NAME-classes.nii   the class of every voxel that is the most probable
+NAME-classes.nii   the most probable class of every voxel
 NAME-CLASS.nii     the probability of a class
-NAME-slices.png    three orthogonal slices through the middle, and the classes over them
+NAME-slices.png    three orthogonal slices through the centre, and the classes over them
 
-Of a network that tells a class for a volume, if that is asked for:
+Of a network that predicts a class per volume, with activation=true:
 
-NAME-CLASS-activation.nii   what each place gives to the logit of a class; 0 beyond what the
-                            network has seen
-NAME-activation.png         the slices, and over them what gives to the most probable class
+NAME-CLASS-activation.nii   contribution of each place to the logit of a class; 0 outside the
+                            network's input
+NAME-activation.png         the slices, and the activation of the most probable class over them
 
-They are compressed, NAME-classes.nii.gz, where the volume is.
+Files are compressed, NAME-classes.nii.gz, if the volume is.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from spatialdl.training.pictures.thumbnails import (
 
 Array = npt.NDArray[Any]
 
-_LEGEND = 12  # classes that it names at most
+_LEGEND = 12  # classes in a legend at most
 
 
 class VolumeMaps:
-    """Writes the maps of one volume; all ranks make it and call it together.
+    """Writer of the maps of one volume; construction and calls are collective.
 
     Args:
-        shown: the classes whose probabilities are wanted.
+        shown: indices of the classes whose probabilities are written.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class VolumeMaps:
         self._files: list[str] = []
 
     def save(self, outcome: SlideOutput) -> list[str]:
-        """Write all that there is to write.
+        """Write all maps of the volume.
 
         Returns:
-            The names of the files.
+            Names of the files.
         """
         if self._trained.task == "segmentation":
             self._save_map(outcome)
@@ -101,9 +101,9 @@ class VolumeMaps:
         self._save_classes(classes)
 
     def _save_activation(self, values: Array, probabilities: Tensor) -> None:
-        """On rank 0, which has the values (classes, *spatial); of a class at a time.
+        """Write activation maps from `values` (classes, *spatial), on rank 0, class by class.
 
-        The network may have seen the middle of the volume, or more than there is.
+        The network's input may be a crop of the volume's centre, or the volume with padding.
         """
         turn, seen, view = self._source.turn, self._source.image_size(0), self._given.size
         under = window_of(Draw(), seen, view).source_box(whole_box(view))
@@ -119,7 +119,7 @@ class VolumeMaps:
         self._save_picture("activation", title, (), heat=heat)
 
     def _as_stored(self, piece: MapPiece) -> MapPiece:
-        """A piece in the dims of the file."""
+        """A piece in the orientation of the file."""
         turn = self._source.turn
         if turn == VolumeTurn():
             return piece
@@ -140,18 +140,18 @@ class VolumeMaps:
         save_nifti(self._run_dir / name, world, header, stored.size, pieces, dtype)
 
     def _named(self, ending: str) -> str:
-        # a data set may call its volumes whatever it likes
+        # volume names of a data set may not be valid file names
         self._files.append(f"{storable(self._given.name)}{ending}")
         return self._files[-1]
 
     def _save_classes(self, pieces: Sequence[MapPiece]) -> None:
         size = self._source.stored.size
         own = [mask_patches(one.values[0], _box(one), size) for one in pieces]
-        everybody = self._world.gather(own)
-        if everybody is not None:
-            found = joined_sections([part for one in everybody for part in one], size)
+        gathered = self._world.gather(own)
+        if gathered is not None:
+            sections = joined_sections([part for one in gathered for part in one], size)
             title, names = self._given.name, self._trained.classes
-            self._save_picture("slices", title, names, classes=found)
+            self._save_picture("slices", title, names, classes=sections)
 
     def _save_picture(
         self,
@@ -170,7 +170,7 @@ class VolumeMaps:
 
 
 def _spread(values: Array, box: Box, size: Size) -> MapPiece:
-    """A map of what lies under a box, for each voxel of it that is in a volume of `size`."""
+    """Upsample a coarse map over a box to the voxels of it inside a volume of `size`."""
     start, at = [], []
     for (first, stop), n, places in zip(pairs(box), size, values.shape, strict=True):
         inside = np.arange(max(first, 0), min(stop, n))
@@ -180,7 +180,7 @@ def _spread(values: Array, box: Box, size: Size) -> MapPiece:
 
 
 def _means(values: Array, box: Box, size: Size) -> list[Array]:
-    """Thumbnails of the sections of a volume of `size` that is 0 beyond a box."""
+    """Thumbnails of the sections of a volume of `size` that is 0 outside a box."""
     patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, size)
     return [one[..., 0] for one in mean_sections([patches], size)]
 
@@ -191,7 +191,7 @@ def _box(piece: MapPiece) -> Box:
 
 
 def _save_figure(path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str]) -> None:
-    """The slices, beside or below them the same with classes, and the colours of these."""
+    """Draw the slices without and with overlay side by side, and a legend of classes."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

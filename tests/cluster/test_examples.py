@@ -222,7 +222,7 @@ def test_predicting_goes_on_after_its_time_limit(slides, tmp_path):
         job.until(lambda: job.told("Restarts") == "1")
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
-    assert "is done already" in job.said()
+    assert "is already predicted" in job.said()
     assert_predicted_as_by_one_process(tmp_path, slides=25)
 
 

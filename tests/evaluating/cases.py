@@ -1,4 +1,4 @@
-"""Tables of predictions as `spatialdl.predict` writes them."""
+"""Tables of predictions in the format of `spatialdl.predict`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_rows(path: Path, head: Sequence[str], rows: Sequence[Sequence[Any]]) -
 
 
 def drawn(tiles: int = 120, slides: int = 12, seed: int = 0) -> tuple[list[str], Any, Any]:
-    """Slides of tiles, their probabilities with ties, and the classes of their slides."""
+    """Slides with tiles, tile probabilities with ties, and the classes of slides."""
     rng = np.random.default_rng(seed)
     of_slides = np.arange(slides) % 3
     number = rng.permutation(np.arange(tiles) % slides)

@@ -1,4 +1,4 @@
-"""Mistakes that are found before there are ranks."""
+"""Configuration errors reported before ranks start."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("slides=a.svs", "features have no labels of their own: give labels=FILE.csv"),
-        ("features=f", "features have no labels of their own: give labels=FILE.csv"),
-        ("predictions=P slides=a.svs", "predictions=.* and slides=a.svs are both given"),
-        ("predictions=P ckpt_path=run", "are both given"),
-        ("predictions=P/..", "slides.csv: name the directory of a run"),
-        ("predictions=P parallel=sp", "predicts over 2 ranks, but with predictions="),
+        ("slides=a.svs", "features do not contain labels: give labels=FILE.csv"),
+        ("features=f", "features do not contain labels: give labels=FILE.csv"),
+        ("predictions=P slides=a.svs", "predictions=.* and slides=a.svs are exclusive"),
+        ("predictions=P ckpt_path=run", "are exclusive"),
+        ("predictions=P/..", "slides.csv: give the directory of a run"),
+        ("predictions=P parallel=sp", "parallel=sp needs 2 ranks, but evaluating"),
         ("predictions=P bootstrap=-1", "bootstrap=-1 must be a whole number of at least 0"),
         ("predictions=P confidence=95", "confidence=95 must lie between 0 and 1"),
         ("predictions=P aggregation=sum", "aggregation=sum"),
-        ("predictions=P subgroups=[site]", "are columns of a table of slides: give labels="),
-        ("predictions=P subgroups=site", "is a list of columns"),
-        ("predictions=P labels=L subgroups=[scanner]", "has no column scanner, but slide, label"),
+        ("predictions=P subgroups=[site]", "are columns of a table of labels: give labels="),
+        ("predictions=P subgroups=site", "must be a list"),
+        ("predictions=P labels=L subgroups=[scanner]", "has no column scanner, only slide, label"),
         ("predictions=P labels=nowhere.csv", "cannot read nowhere.csv"),
     ],
 )

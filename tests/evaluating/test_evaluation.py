@@ -1,4 +1,4 @@
-"""Predictions in, metrics out; no network: tests/test_evaluate.py has those."""
+"""Metrics from tables of predictions, without a network; see also tests/test_evaluate.py."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_labels_of_the_data_set_are_in_the_predictions(tmp_path):
     assert number(found, "tile", "all", "", "accuracy", "") == pytest.approx(accuracy)
     remarks = json.loads((tmp_path / "out" / "metrics.json").read_text())["remarks"]
     assert any("without a label, left out" in one for one in remarks)
-    assert "1 slide whose tiles have several labels, left out by slide" in remarks
+    assert "1 slide with tiles of different labels, left out by slide" in remarks
     assert found["slide", "all", "", "accuracy", ""]["samples"] == "11"
 
 
@@ -122,7 +122,7 @@ def test_what_is_missing_is_reported(tmp_path):
     evaluated(tmp_path, labels(tmp_path, rows))
     remarks = json.loads((tmp_path / "out" / "metrics.json").read_text())["remarks"]
     assert "1 slide of the labels without predictions: gone.tif" in remarks
-    assert "1 slide without a line in labels.csv: s11" in remarks
+    assert "1 slide without a row in labels.csv: s11" in remarks
     assert any(
         re.match(r"2 slides without a label, left out: s(0, s11|11, s0)", r) for r in remarks
     )
@@ -185,10 +185,13 @@ def test_numbers_and_labels_of_several_targets(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([("s0", "cancer")], "has the label 'cancer', but the network knows benign, in situ"),
-        ([("x/s0", "tumour"), ("y/s0", "tumour")], "may both be slide 's0'"),
-        ([("t", "tumour")], "has a label for none of 12 slides that were predicted"),
-        ([("s0", "")], "has a label for none of 12 slides"),
+        (
+            [("s0", "cancer")],
+            "the label 'cancer', but the network has the classes benign, in situ",
+        ),
+        ([("x/s0", "tumour"), ("y/s0", "tumour")], "both match slide 's0'"),
+        ([("t", "tumour")], "has no label for any of 12 slides that were predicted"),
+        ([("s0", "")], "has no label for any of 12 slides"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(rows, said, tmp_path):
@@ -202,12 +205,12 @@ def test_labels_that_do_not_fit_are_refused(rows, said, tmp_path):
 def test_predictions_that_are_no_numbers_are_refused(tmp_path):
     slides, values, truth = drawn()
     write_predictions(tmp_path / "p", slides, values * np.nan, truth)
-    with pytest.raises(ValueError, match="no prediction with a label is left: 120 predictions of"):
+    with pytest.raises(ValueError, match="no predictions with labels: 120 predictions of"):
         evaluated(tmp_path)
 
 
 def test_the_limit_of_cells_of_other_tables_stays(tmp_path: Path) -> None:
-    """Reading predictions raised it for the whole process: damaged logs were taken as whole."""
+    """Regression: reading predictions raised the limit process-wide, hiding damaged logs."""
     before = csv.field_size_limit()
     (tmp_path / "slides.csv").write_text(f"slide,predicted,probability_a\n{'s' * 200_000},a,1.0\n")
     assert len(read_predictions(tmp_path).slides[0]) == 200_000

@@ -1,4 +1,4 @@
-"""Tiles, slides and patients of the same predictions."""
+"""Aggregation of predictions by tile, slide and patient."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ FACTS = {f"s{n}": {"site": "ABC"[n % 3]} for n in range(COUNT)}
 
 
 def levels() -> Levels:
-    """Slides that are units of their own."""
+    """Slides, each a separate resampling unit."""
     names = [f"s{n}" for n in range(COUNT)]
     each = Level("slide", "classification", names, VALUES, TRUTH, names, [[name] for name in names])
     return Levels([each], "slide", [])
@@ -39,7 +39,7 @@ def found(how: Resampling = FEW, columns: tuple[str, ...] = ()) -> list[Measured
 
 
 def test_intervals_are_those_of_scipy() -> None:
-    """Other draws of the same distribution: 4,000 resamples agree to a few thousandths."""
+    """Independent draws: 4,000 resamples agree within a few thousandths."""
     one = next(m for m in found(Resampling(4000)) if (m.metric, m.name) == ("auroc", "yes"))
     expected = stats.bootstrap(
         (VALUES[:, 1], TRUTH),
@@ -67,7 +67,7 @@ def test_groups_have_the_metrics_of_their_samples() -> None:
 
 def test_a_column_of_measurements_is_no_column_of_groups() -> None:
     facts = {name: {"age": str(n)} for n, name in enumerate(FACTS)}
-    with pytest.raises(ValueError, match=r"subgroups=\[age\]: it has 60 values, more than 30"):
+    with pytest.raises(ValueError, match=r"subgroups=\[age\] has 60 values, more than 30"):
         measure(levels(), ["no", "yes"], Resampling(0), facts, ["age"])
 
 

@@ -51,7 +51,7 @@ def test_the_page_has_metrics_classes_groups_pictures_and_cases(tmp_path: Path) 
     heads = re.findall(r"<h[23]>(.*?)</h[23]>", text)
     assert heads == [
         *("Metrics", "Classes", "By slide", "ROC curves", "Subgroups", "site, by slide"),
-        *("Worst slides", "What was evaluated"),
+        *("Worst slides", "Evaluated data"),
     ]
     assert "<tr><td>X</td><td>6</td><td>100.0 % [100.0, 100.0]</td>" in flat
     assert "90 % intervals, percentiles of 9 resamples by slide, seed 3" in text

@@ -1,4 +1,4 @@
-"""Tables of predictions come back as what they are of."""
+"""Tables of predictions are read with the right task and kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Areas and curves beside scikit-learn, with ties and with weights."""
+"""Areas and curves compared with scikit-learn, with ties and with weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spatialdl.evaluating.ranking import Ranking
 
 
 def drawn(count: int = 200) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores with many ties, whether they are of the class, and units."""
+    """Scores with many ties, labels, and units."""
     rng = np.random.default_rng(4)
     positive = rng.random(count) < 0.3
     return (rng.normal(size=count) + positive).round(1), positive, rng.integers(0, 25, count)

@@ -1,4 +1,4 @@
-"""Intervals of metrics by the bootstrap over units."""
+"""Bootstrap intervals of metrics over units."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_intervals_are_near_those_of_scipy():
 
 
 def test_units_are_drawn_as_a_whole():
-    """Ten copies of each sample in one unit say no more than the sample."""
+    """Ten copies of each sample in one unit leave the interval unchanged."""
     scores = numbers(30)
     at = np.repeat(np.arange(30), 10)
     copies = NumberScores(scores.values[at], scores.truth[at], at)

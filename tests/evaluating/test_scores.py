@@ -1,4 +1,4 @@
-"""Metrics are those of scikit-learn, torchmetrics and training, on the same predictions."""
+"""Metrics equal those of scikit-learn, torchmetrics and training."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from spatialdl.evaluating.survival_curves import draw_survival, kaplan_meier
 
 
 def test_the_treated_of_the_remission_data_survive_as_published() -> None:
-    """6-mercaptopurine: Freireich et al., Blood 21, 1963; worked out step by step by hand."""
+    """6-mercaptopurine: Freireich et al., Blood 21, 1963; computed by hand."""
     weeks = [
         "6",
         "6",

@@ -65,7 +65,7 @@ def test_risks_of_runs_are_evaluated(tmp_path, is_trained) -> None:
 
 
 def test_patients_whose_slides_have_several_times_are_left_out(tmp_path) -> None:
-    """They counted as samples, with an event at no time."""
+    """Regression: they counted as samples, with an event at an undefined time."""
     from spatialdl.evaluating.evaluation import evaluate
 
     lines = [f"s{n},9,{n % 7},processed," for n in range(20)]
@@ -80,5 +80,5 @@ def test_patients_whose_slides_have_several_times_are_left_out(tmp_path) -> None
         samples = {row["level"]: row["samples"] for row in csv.DictReader(file)}
     assert samples == {"slide": "20", "patient": "8"}
     said = (tmp_path / "report.html").read_text()
-    assert "2 patients whose slides have several labels, left out by patient" in said
+    assert "2 patients with slides of different labels, left out by patient" in said
     assert (tmp_path / "survival.png").is_file()

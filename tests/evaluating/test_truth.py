@@ -1,4 +1,4 @@
-"""Rows of labels find their predictions."""
+"""Matching of label rows with predictions."""
 
 from __future__ import annotations
 

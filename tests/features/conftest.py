@@ -1,4 +1,4 @@
-"""Slides that take next to no time."""
+"""Small slides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spatialdl.slides.synthetic.drawing import write_synthetic_slide
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of three slides, a.tiff to c.tiff, the first the largest, at 0.5 micrometres."""
+    """A folder of three slides, a.tiff (the largest) to c.tiff, at 0.5 micrometres."""
     folder = tmp_path_factory.mktemp("small")
     for name, kind, size in (
         ("a", "ring", (512, 640)),

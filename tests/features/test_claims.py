@@ -1,4 +1,4 @@
-"""Every slide is taken once, whoever asks."""
+"""Every slide is claimed exactly once."""
 
 from __future__ import annotations
 

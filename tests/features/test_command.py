@@ -1,4 +1,4 @@
-"""The command: features that are those of each tile alone, whoever computes them, and resuming."""
+"""The command: features are independent of batches and workers; resuming."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*arguments: object) -> int:
 
 
 def started(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The command in processes of its own."""
+    """The command in a subprocess."""
     return subprocess.Popen(
         [*launcher, sys.executable, "-m", "spatialdl.features.command", *map(str, arguments)],
         env={
@@ -52,7 +52,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def check_same(one: Path, other: Path) -> None:
-    """Two folders have the same features, to what float64 leaves of an order of sums."""
+    """Two folders have the same features, up to float64 summation order."""
     first, second = list_features([one]), list_features([other])
     assert [file.slide for file in first] == [file.slide for file in second]
     for file, again in zip(first, second, strict=True):
@@ -95,7 +95,7 @@ def test_the_manifest_says_how_they_were_made(done):
 
 
 def test_clam_and_trident_read_them(done):
-    """The lines by which their loaders read a slide."""
+    """The lines with which their loaders read a slide."""
     with h5py.File(done / "h5" / "a.h5", "r") as file:
         features = torch.from_numpy(file["features"][:])
         coords = file["coords"][:]
@@ -135,7 +135,7 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(small, tm
     assert FeatureFile.open(out / "h5" / "a.h5").dtype == np.float16
     (out / "h5" / "b.h5").write_bytes(b"damaged")
     assert run(*common) == 0
-    assert "2 of them done before" in capsys.readouterr().out
+    assert "2 of them by an earlier run" in capsys.readouterr().out
     after = {path.name: path.stat().st_mtime_ns for path in (out / "h5").iterdir()}
     assert {name for name in after if after[name] != before[name]} == {"b.h5"}
     assert run(*common, "--overlap", 8) == 2
@@ -170,7 +170,7 @@ def test_an_interrupted_run_leaves_whole_files_and_is_resumed(small, done, tmp_p
     assert 0 < len(left) < 3
     code, said = ended(started(*common))
     assert code == 0, said
-    assert f"{len(left)} of them done before" in said
+    assert f"{len(left)} of them by an earlier run" in said
     check_same(done, out)
     assert {path.name for path in out.iterdir()} == {
         ".lock",
@@ -211,7 +211,7 @@ def test_processes_with_other_random_weights_are_refused(small, tmp_path):
     words = [small, "--out", tmp_path / "out", "--mpp", 0.5, *TINY, "--encoder-args", "seed=none"]
     code, said = ended(started(*words, "--jobs", 2))
     assert code == 2
-    assert "other weights each time it is made" in said
+    assert "weights differ between processes" in said
 
 
 def test_bad_slides_are_reported_and_the_others_done(tmp_path, capsys):
@@ -241,7 +241,7 @@ def test_features_that_do_not_fit_are_not_stored(small, tmp_path, capsys):
     words = [small, "--out", tmp_path / "out", "--mpp", 0.5, "--device", "cpu"]
     words += ["--encoder", "tests.features.tiny.Large"]
     assert run(*words) == 1
-    assert "not finite in float16; take --dtype float32" in capsys.readouterr().err
+    assert "not finite in float16; use --dtype float32" in capsys.readouterr().err
     assert list((tmp_path / "out" / "h5").iterdir()) == []
     assert run(*words, "--dtype", "float32", "--overwrite") == 0
 
@@ -249,8 +249,8 @@ def test_features_that_do_not_fit_are_not_stored(small, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "say how fine tiles of slides are"),
-        (["--mpp", 0.5, "--split", "train"], "--split train is of a data set"),
+        ([], "the resolution of tiles is missing"),
+        (["--mpp", 0.5, "--split", "train"], "--split train is for data sets only"),
         (["--mpp", 0.5, "--device", "cuda"], "PyTorch sees no cuda here"),
         (["--mpp", 0.5, "--overlap", 64], "less than a tile"),
         (["--mpp", 0.5, "--mean", "0.5,0.5,0.5", "--std", "1,0,1"], "expected numbers above 0"),
@@ -270,4 +270,4 @@ def test_patterns_and_other_folders(small, tmp_path, capsys):
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "notes.txt").touch()
     assert run(small, "--out", tmp_path / "else", *words) == 2
-    assert "holds something else than features" in capsys.readouterr().err
+    assert "contains other files than features" in capsys.readouterr().err

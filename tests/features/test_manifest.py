@@ -1,4 +1,4 @@
-"""Settings that differ are named."""
+"""Differences of settings as text."""
 
 from __future__ import annotations
 

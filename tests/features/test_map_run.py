@@ -1,4 +1,4 @@
-"""The command with --whole: maps of whole regions, resumed, and what is refused."""
+"""The command with --whole: maps of whole regions, resuming, and errors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_done_is_not_done_again(small, tmp_path, capsys):
     (out / "maps" / "b.h5").write_bytes(b"damaged")
     (out / "maps" / "c.png").unlink()
     assert run(*common, "--grid", "2,2") == 0
-    assert "maps of 10 features of 3 slides, 1 of them done before" in capsys.readouterr().out
+    assert "maps of 10 features of 3 slides, 1 of them by an earlier run" in capsys.readouterr().out
     after = {path.name: path.stat().st_mtime_ns for path in (out / "maps").iterdir()}
     assert {name for name in after if after[name] == before[name]} == {"a.h5", "a.png"}
     tiles = ["--encoder", "tests.features.tiny.Tiny", "--device", "cpu"]
@@ -160,7 +160,7 @@ def test_a_killed_run_resumes(small, done, tmp_path, capsys):
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert [path.name for path in (out / "maps").glob("*.h5")] == ["a.h5"]
     assert run(*words) == 0
-    assert "1 of them done before" in capsys.readouterr().out
+    assert "1 of them by an earlier run" in capsys.readouterr().out
     for name in "abc":
         np.testing.assert_array_equal(map_of(out, name)[0], map_of(done, name)[0])
 
@@ -189,22 +189,22 @@ def test_features_that_do_not_fit_are_not_stored(small, tmp_path, capsys):
     words = [small, "--out", tmp_path / "out", "--mpp", 1, "--whole", "--device", "cpu"]
     words += ["--encoder", "tests.features.maps.networks.Overflowing"]
     assert run(*words) == 1
-    assert "not finite in float16; take --dtype float32" in capsys.readouterr().err
+    assert "not finite in float16; use --dtype float32" in capsys.readouterr().err
     assert list((tmp_path / "out" / "maps").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "say how fine tiles of slides are"),
-        (["--mpp", 1, "--tile-size", 64, "--overlap", 8], "--tile-size, --overlap is of tiles"),
-        (["--mpp", 1, "--jobs", 2], "--jobs is of tiles, and --whole has none"),
-        (["--mpp", 1, "--layout", "clam"], "--layout is of tiles, and --whole has none"),
-        (["--mpp", 1, "--limit-gb", 1], "--limit-gb 1 is of regions that one process cuts"),
-        (["--mpp", 1, "--encoder", "tests.features.tiny.Tiny"], "--whole takes a map"),
+        ([], "the resolution of tiles is missing"),
+        (["--mpp", 1, "--tile-size", 64, "--overlap", 8], "--tile-size, --overlap is for tiles"),
+        (["--mpp", 1, "--jobs", 2], "--jobs is for tiles, but --whole has none"),
+        (["--mpp", 1, "--layout", "clam"], "--layout is for tiles, but --whole has none"),
+        (["--mpp", 1, "--limit-gb", 1], "--limit-gb 1 needs regions split by a single process"),
+        (["--mpp", 1, "--encoder", "tests.features.tiny.Tiny"], "--whole needs a map"),
         (
             ["--mpp", 1, "--encoder", "tests.features.maps.networks.Pooling"],
-            "its map does not grow by a cell",
+            "its map has no regular stride",
         ),
     ],
 )
@@ -217,11 +217,11 @@ def test_mistakes_are_found_before_work_begins(small, tmp_path, capsys, words, s
 def test_parts_are_of_whole_regions_and_sets_are_not(small, tmp_path, capsys):
     common = [small, "--out", tmp_path / "out", "--mpp", 1, *WHOLE[1:]]
     assert run(*common, "--grid", "2,2") == 2
-    assert "--grid and --limit-gb cut whole regions" in capsys.readouterr().err
+    assert "--grid and --limit-gb need --whole" in capsys.readouterr().err
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "manifest.json").touch()
     assert run(tmp_path / "set", "--out", tmp_path / "out", *WHOLE) == 2
-    assert "--whole is of slides" in capsys.readouterr().err
+    assert "--whole needs slides" in capsys.readouterr().err
 
 
 def test_ranks_of_a_launcher_share_each_region(small, done, tmp_path):
@@ -231,7 +231,7 @@ def test_ranks_of_a_launcher_share_each_region(small, done, tmp_path):
     launcher = tuple(mpiexec_command(2))
     code, said = ended(started(*words, "--grid", "3,1", launcher=launcher))
     assert code != 0
-    assert said.count("--grid 3,1 has 3 parts, one a rank, and there are 2") == 1
+    assert said.count("--grid 3,1 needs 3 ranks, but there are 2") == 1
     code, said = ended(started(*words, launcher=launcher))
     assert code == 0, said
     assert said.count("maps of 10 features of 3 slides") == 1

@@ -1,4 +1,4 @@
-"""Reading ahead keeps the order, hands errors on, and ends when it is left."""
+"""Reading ahead keeps the order, propagates errors, and stops when closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spatialdl.slides.batch.report import TilingReport
 
 
 class Numbers(SlideTiles):
-    """A slide whose tiles are their numbers; tile `bad` cannot be read."""
+    """A slide whose tiles contain their indices; tile `bad` is unreadable."""
 
     def __init__(self, name: str, count: int, bad: int = -1) -> None:
         super().__init__(name, "", TilingReport(name), {}, 600)

@@ -1,4 +1,4 @@
-"""Files of slides, as far as other programs depend on them, and what a run takes as done."""
+"""Output files in the formats of other programs, and detection of completed slides."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_slide_without_its_tensor_is_computed_again(small, clam, tmp_path, cap
     lost.unlink()
     capsys.readouterr()
     assert run(small, tmp_path, "--layout", "clam") == 0
-    assert "of 3 slides, 2 of them done before" in capsys.readouterr().out
+    assert "of 3 slides, 2 of them by an earlier run" in capsys.readouterr().out
     assert torch.equal(torch.load(lost), torch.load(clam / "pt_files" / "b.pt"))
 
 
@@ -104,7 +104,7 @@ def test_another_layout_is_refused_or_replaces_the_first(small, tmp_path, capsys
 
 def test_clam_takes_no_float16(small, tmp_path, capsys):
     assert run(small, tmp_path / "out", "--layout", "clam", "--dtype", "float16") == 2
-    assert "networks of CLAM compute in float32" in capsys.readouterr().err
+    assert "CLAM needs features of float32" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Encoders of a user's own, small enough for tests."""
+"""Small user-defined encoders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Tiny(nn.Module):
-    """Means over a map of a strided convolution, of images of 64 x 64."""
+    """Means over the map of a strided convolution, for images of 64 x 64."""
 
     input_size = 64
     mean, std = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
@@ -31,27 +31,27 @@ class Tiny(nn.Module):
 
 
 class Large(Tiny):
-    """Features beyond what float16 holds."""
+    """Features beyond the range of float16."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) + 1e6
 
 
 class Silent(Tiny):
-    """Does not say how its input is normalised."""
+    """Lacks the normalisation of its input."""
 
     mean = None
 
 
 class Map(Tiny):
-    """Gives a map in place of a vector."""
+    """Returns a map instead of a vector."""
 
     def forward(self, images: Tensor) -> Tensor:
         return self.conv(images)
 
 
 class Ending(Tiny):
-    """Sends its process a signal after some batches, if a file is there; only once."""
+    """Sends its process a signal after some batches, once, if a file exists."""
 
     def __init__(self, armed: str, batches: int, number: int = signal.SIGINT) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which tensors of a batch are split."""
+"""Detection and splitting of images in a batch."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_a_function_decides():
         ((LABELS,), None, r"batch of tuple with \(2,\) float32: an image .* is \(N, C, H, W\)"),
         ("text", None, "with no tensors"),
         (IMAGE[0], None, r"\(3, 9, 7\) float32"),
-        ({"image": IMAGE}, ["imge"], r"names \['imge'\], but a batch has \['image'\]"),
-        ((IMAGE, LABELS), [2], r"names \[2\], but a batch has \[0, 1\]"),
+        ({"image": IMAGE}, ["imge"], r"has keys \['imge'\], but a batch has \['image'\]"),
+        ((IMAGE, LABELS), [2], r"has keys \[2\], but a batch has \[0, 1\]"),
         (IMAGE, [0], "a batch is a Tensor: give a function"),
     ],
 )

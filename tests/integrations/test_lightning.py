@@ -1,4 +1,4 @@
-"""Scripts of users with SpatialStrategy, from beginning to end."""
+"""End-to-end user scripts with SpatialStrategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices and ranks that Lightning is given, and Lightning that is missing."""
+"""Devices and ranks with Lightning, and the error if Lightning is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TwoNodes(SingleProcess):
 
 def test_machines_are_numbered():
     ranks = StartedRanks()
-    ranks.meet(TwoNodes())
+    ranks.find_nodes(TwoNodes())
     assert (ranks.node_rank(), ranks.local_rank()) == (1, 2)
 
 
@@ -58,9 +58,9 @@ def test_devices_that_fit_the_ranks(given, nodes, size, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "nodes", "size", "message"),
     [
-        ([CPU] * 4, 2, 4, r"Trainer\(devices=4, num_nodes=2\) asks for 4 x 2 = 8 .* started 4"),
+        ([CPU] * 4, 2, 4, r"Trainer\(devices=4, num_nodes=2\) needs 4 x 2 = 8 .* started 4"),
         (cuda(0, 1), 1, 3, "2 x 1 = 2 processes, but srun started 3"),
-        ([CPU], 3, 4, r"Trainer\(num_nodes=3\) asks for a multiple of 3 processes"),
+        ([CPU], 3, 4, r"Trainer\(num_nodes=3\) needs a multiple of 3 processes"),
     ],
 )
 def test_devices_that_contradict_the_ranks(given, nodes, size, message, monkeypatch):

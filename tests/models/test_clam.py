@@ -11,7 +11,7 @@ from spatialdl.training.tasks.task import BagClassification
 @pytest.mark.parametrize("branches", ["single", "multi"])
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_the_loss_of_instances_is_that_of_the_paper(branches, exclusive) -> None:
-    """The tiles of the true class with most and least attention are told apart; of others none."""
+    """Most and least attended tiles of the true class; if exclusive, most attended of others."""
     torch.manual_seed(0)
     network = CLAM(3, 4, 6, 3, branches, 2, 0.5, exclusive, dropout=0.0).double()
     bag, label = torch.rand(1, 4, 9, dtype=torch.float64), 1

@@ -97,5 +97,5 @@ def test_any_size_gives_finite_gradients(size):
 
 @pytest.mark.parametrize("depth", [2, 18, 112, -7])
 def test_depth_must_be_nine_n_plus_two(depth):
-    with pytest.raises(ValueError, match=f"9 n \\+ 2 layers.*but depth is {depth}: take"):
+    with pytest.raises(ValueError, match=f"9 n \\+ 2 layers.*but depth is {depth}: use"):
         resnet_v2(depth)

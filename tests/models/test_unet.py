@@ -36,7 +36,7 @@ def test_each_pixel_s_output_depends_on_it_and_on_far_pixels():
 
 
 def test_a_pixel_moves_along_with_the_image():
-    """Upsampled maps meet their skips where they came from: shift by 8 = 2 ** depth pixels."""
+    """Upsampled maps align with their skips: shift by 8 = 2 ** depth pixels."""
     torch.manual_seed(0)
     network = unet(width=4, depth=3).double().eval()
     image = torch.rand(1, 3, 131, 131, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_nothing_of_a_kind_is_refused(key):
 
 
 def test_an_endless_network_is_refused():
-    with pytest.raises(ValueError, match="depth=1000000000: no image"):
+    with pytest.raises(ValueError, match="depth=1000000000 must be at most 30"):
         unet(depth=10**9)
 
 
@@ -62,7 +62,7 @@ def test_every_pixel_of_any_volume_gets_all_classes(size):
 
 
 def test_a_volume_alike_in_all_planes_is_an_image():
-    """With weights of one plane, each plane of the output is that of the 2-D network."""
+    """With weights on one plane only, each plane of the output equals that of the 2-D network."""
     torch.manual_seed(0)
     flat = UNet(width=2, depth=2).double().eval()
     deep = UNet(width=2, depth=2, dims=3).double().eval()

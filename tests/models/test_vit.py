@@ -62,7 +62,7 @@ def test_positions_are_those_of_the_plain_baseline():
 
 
 def test_positions_of_a_network_of_float64_are_of_float64():
-    """Sines of float32 differ in the last digit between devices, and so did losses by 1e-10."""
+    """Float32 sines differ in the last digit between devices, which changed losses by 1e-10."""
     embedding = vit(width=24, heads=3, patch=4).double().patch_embed
     found = embedding.positions(1, 9, torch.device("cpu"))
     slowest = torch.arange(9, dtype=torch.float64) / 10_000

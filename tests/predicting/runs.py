@@ -1,4 +1,4 @@
-"""Small networks that were trained, small slides, and what is predicted for them."""
+"""Small trained networks, small slides, and their predictions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SYNTHETIC = (
 
 
 def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Path:
-    """Two steps in float64, in this process; the run directory."""
+    """Trains two steps in float64 in this process; returns the run directory."""
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose(
             "train",
@@ -47,7 +47,7 @@ def command(*overrides: str) -> DictConfig:
 
 
 def picture(rows: int, cols: int, seed: int = 0) -> Any:
-    """Coloured blots on glass, uint8 (rows, cols, 3), with tissue everywhere but at the rim."""
+    """Coloured spots on glass, uint8 (rows, cols, 3), with tissue except at the border."""
     rng = np.random.default_rng(seed)
     image = rng.integers(60, 200, (rows, cols, 3), np.uint8)
     image[..., 1] //= 2
@@ -56,13 +56,13 @@ def picture(rows: int, cols: int, seed: int = 0) -> Any:
 
 
 def write_slide(path: Path, rows: int, cols: int, seed: int = 0) -> Path:
-    """A tiled TIFF of one level, whose resolution nobody says."""
+    """A tiled TIFF of one level, without resolution."""
     tifffile.imwrite(path, picture(rows, cols, seed), tile=(64, 64), photometric="rgb")
     return path
 
 
 def known_network(classes: Sequence[str], task: str = "classification", **more: Any) -> Trained:
-    """What a checkpoint would say of a network that was trained on images of 32 x 32."""
+    """Metadata of a network trained on images of 32 x 32."""
     data = {"image_size": [32, 32], "channels": 3, "num_classes": len(classes), "background": None}
     config = OmegaConf.create({"task": {"name": task}, "data": data})
     return Trained(Path("run"), 2, "digest", config, tuple(classes), **more)

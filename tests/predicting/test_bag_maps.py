@@ -29,7 +29,7 @@ def test_how_large_tiles_are(attributes, span) -> None:
 
 def test_nothing_tells_how_large_a_single_tile_is(tmp_path) -> None:
     file = write_features(tmp_path / "a.h5", np.zeros((1, 2)), PLACES[:1])
-    with pytest.raises(ValueError, match="does not say how large its tiles are"):
+    with pytest.raises(ValueError, match="does not record the size of its tiles"):
         BagPlaces.of(file, None)
 
 

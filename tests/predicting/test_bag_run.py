@@ -91,19 +91,19 @@ def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
     folder, _ = trained
     write_features(tmp_path / "a.h5", np.zeros((2, WIDTH + 1)), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
-    with pytest.raises(ValueError, match=r"has 7 numbers a tile, but the network .* on 6"):
+    with pytest.raises(ValueError, match=r"has 7 features per tile, but the network .* on 6"):
         run(given, tmp_path, SingleProcess())
     slide = tmp_path / "other.tif"
     slide.touch()
     words = (f"features={folder / 'bags'}", f"slides={slide}")
-    with pytest.raises(ValueError, match="has no slide of the features: these are of s0, s1"):
+    with pytest.raises(ValueError, match="match no features: features are of s0, s1"):
         run(config(f"ckpt_path={folder / 'run'}", *words), tmp_path, SingleProcess())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("features=x parallel=sp", "bags of features are dealt out to ranks whole"),
+        ("features=x parallel=sp", "bags of features are not split"),
         ("features=x tile_size=256", "tile_size=256 is for images"),
         ("features=x shards=y", "shards=y is for images"),
     ],
@@ -158,7 +158,7 @@ run(config(*sys.argv[2:]), Path(sys.argv[1]), SingleProcess())
 
 @pytest.fixture
 def predicted(monkeypatch):
-    """Names of the slides that are predicted, not taken from records."""
+    """Names of slides that are predicted rather than loaded from records."""
     names, predict = [], BagPredictor.predict
 
     def noted(self, file):

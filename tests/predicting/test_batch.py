@@ -1,4 +1,4 @@
-"""Slides of one command in this process; as a user starts it: tests/test_predict.py."""
+"""Slides of one command in this process; see also tests/test_predict.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder, tmp_path_factory) -> Path:
-    """Where both have been predicted."""
+    """A run directory with both slides predicted."""
     path = tmp_path_factory.mktemp("done")
     predicted(folder, path)
     return path
@@ -55,7 +55,7 @@ def rows(out: Path) -> list[dict[str, str]]:
     ],
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
-    """Or a command that asks for other numbers would be answered with those of the last one."""
+    """Otherwise a command with other settings would reuse the last predictions."""
     before = rows(shutil.copytree(done, tmp_path / "out"))
     after = predicted(folder, tmp_path / "out", *other.split())
     assert after == predicted(folder, tmp_path / "anew", *other.split())
@@ -78,10 +78,10 @@ def test_slides_that_are_done_are_not_predicted_again(folder, done, tmp_path, ca
     before = rows(shutil.copytree(done, tmp_path / "out"))
     with caplog.at_level("INFO"):
         assert predicted(folder, tmp_path / "out") == before
-        assert caplog.text.count("is done already") == 2
+        assert caplog.text.count("is already predicted") == 2
         caplog.clear()
         assert predicted(folder, tmp_path / "out", "overwrite=true") == before
-        assert "is done already" not in caplog.text
+        assert "is already predicted" not in caplog.text
 
 
 def test_a_slide_that_was_changed_is_predicted_again(folder, tmp_path):
@@ -106,7 +106,7 @@ def test_the_table_says_what_the_files_say(folder, tmp_path, capsys):
 
 def test_classes_that_the_network_does_not_know_are_refused(folder, tmp_path):
     words = (f"ckpt_path={folder / 'run'}", f"slides={folder / 'a.tiff'}", "classes=[1,3]")
-    with pytest.raises(ValueError, match=r"the network knows no 3, but 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"the network has no class 3, only 0, 1, 2"):
         run(command(*words), tmp_path, SingleProcess())
 
 

@@ -1,4 +1,4 @@
-"""What is refused before there are ranks, and what is not."""
+"""Configuration checks before ranks start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.composing import composed
 
 @pytest.fixture
 def given(tmp_path) -> str:
-    """A checkpoint, slides and shards as far as anybody looks at them here."""
+    """Stubs of a checkpoint, slides and shards."""
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "checkpoint.json").touch()
     (tmp_path / "set").mkdir()
@@ -44,20 +44,26 @@ def test_what_fits(words, ranks, given, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("ckpt_path=latest", "ckpt_path=latest of which run"),
-        ("shards=SET", "slides and shards are given"),
-        ("slides=null", "none is given"),
-        ("volumes=a.nii", "slides and volumes are given"),
-        ("slides=null volumes=a.nii tile_size=9", "how to cut slides, but volumes are not cut"),
-        ("slides=null volumes=a.nii split=val", "split=val is of shards=..., volumes have none"),
+        ("ckpt_path=latest", "ckpt_path=latest needs a run"),
+        ("shards=SET", "got slides and shards"),
+        ("slides=null", "got none"),
+        ("volumes=a.nii", "got slides and volumes"),
+        ("slides=null volumes=a.nii tile_size=9", "how slides are cut, but volumes are not cut"),
+        (
+            "slides=null volumes=a.nii split=val",
+            "split=val selects from shards=",
+        ),
         ("slides=null volumes=a.nii parallel=sp parallel.grid=[1,2]", r"grid=\[1, 2\] has 2 "),
-        ("slides=null shards=SET edge=pad", "edge says how to cut slides"),
-        ("slides=null shards=SET/none", "is no folder"),
-        ("slides=null shards=SET min_tissue=0", "min_tissue says how to cut slides"),
-        ("slides=null shards=SET whole=false", "whole says how to cut slides"),
-        ("slides=null shards=SET stain_reference=a.png", "stain_reference says how to cut"),
-        ("split=val", r"split=val is of shards"),
-        ("spatialdata=true maps=false", "maps=false has none"),
+        ("slides=null shards=SET edge=pad", "edge configures how slides are cut"),
+        ("slides=null shards=SET/none", "is not a folder"),
+        ("slides=null shards=SET min_tissue=0", "min_tissue configures how slides are cut"),
+        ("slides=null shards=SET whole=false", "whole configures how slides are cut"),
+        (
+            "slides=null shards=SET stain_reference=a.png",
+            "stain_reference configures how slides are cut",
+        ),
+        ("split=val", r"split=val selects from shards"),
+        ("spatialdata=true maps=false", "maps=false is set"),
         ("spatialdata=true slides=null volumes=a.nii", "volumes=a.nii is given: leave it out"),
         ("spatialdata=true slides=null features=a", "features=a is given: leave it out"),
         ("spatialdata=yes", "spatialdata=yes"),
@@ -70,7 +76,7 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("overlap=-1", "overlap=-1 must be"),
         ("mpp=true", "mpp=True must be micrometres"),
         ("slide_mpp=-0.5", "slide_mpp=-0.5 must be micrometres"),
-        ("mpp=0.5 level=0", "both say how fine"),
+        ("mpp=0.5 level=0", "are exclusive: leave one out"),
         ("min_tissue=1.01", "min_tissue=1.01 must lie between 0 and 1"),
         ("min_tissue=-0.1", "min_tissue=-0.1 must lie between"),
         ("trust=tests", r"write trust=\[package.Class\]"),
@@ -81,14 +87,17 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("device=tpu", "device=tpu is not supported"),
         ("parallel=auto", "parallel=auto is for training"),
         ("parallel=dp parallel.shard_state=true", "shard_state=true is for training"),
-        ("parallel.stream=auto", "parallel.stream=auto is for training: name the virtual tiles"),
-        ("parallel.stream_to=/tmp", "parallel.stream_to=/tmp is of no use without virtual tiles"),
-        ("memory_limit_gb=2", "memory_limit_gb=2 is of no use without virtual tiles: set par"),
-        ("parallel.stream=[2,2] activation=true", "activation=true needs maps of whole images"),
+        ("parallel.stream=auto", "parallel.stream=auto is for training: give the virtual tiles"),
+        ("parallel.stream_to=/tmp", "parallel.stream_to=/tmp has no effect without virtual tiles"),
+        ("memory_limit_gb=2", "memory_limit_gb=2 has no effect without virtual tiles: set par"),
+        (
+            "parallel.stream=[2,2] activation=true",
+            "activation=true is not supported with",
+        ),
         ("parallel=dp parallel.data=3 batch_size=2", "batch_size=2 leaves ranks without tiles"),
-        ("parallel=pp parallel.microbatches=9", "need at least 9 at a time"),
-        ("activation=true maps=false", "activation=true draws maps"),
-        ("activation=true tta=flips", "takes the mean of several"),
+        ("parallel=pp parallel.microbatches=9", "need at least batch_size=9"),
+        ("activation=true maps=false", "activation=true needs maps"),
+        ("activation=true tta=flips", "averages several"),
         ("tta=all", "tta=all"),
         ("geojson=zip", "geojson=zip"),
         ("comm.timeout=-1", "comm.timeout"),
@@ -101,5 +110,5 @@ def test_what_does_not_fit_is_refused(words, sentence, given, tmp_path):
 
 
 def test_it_needs_no_file_to_be_read(given):
-    """Slides are looked for later, when there is somebody to tell of those that are bad."""
+    """Slides are found later, so that bad ones can be reported."""
     check_config(composed("predict", f"{given} slides=nowhere.svs"))

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its training images, what is asked for, and which of them holds."""
+"""Cutting settings: recorded in the checkpoint, overridden by the command."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_regions_and_maps_are_of_the_whole_tissue():
     assert found.whole
     assert found.view == (found.tile_size, found.tile_size)
     assert found.filters == {}  # which are asked of tiles
-    with pytest.raises(ValueError, match=r"whole=false cuts tiles, .* no seams"):
+    with pytest.raises(ValueError, match=r"whole=false cuts tiles, .* has seams"):
         cutting("whole=false", task="segmentation", made_with=SAID)
 
 
@@ -95,7 +95,7 @@ def test_regions_and_maps_are_of_the_whole_tissue():
 )
 def test_what_cannot_be_of_training_images_is_refused(wrong):
     (key,) = wrong
-    with pytest.raises(ValueError, match=f"the checkpoint says {key}="):
+    with pytest.raises(ValueError, match=f"the checkpoint has an invalid {key}="):
         cutting("level=0", made_with={**SAID, **wrong})
 
 
@@ -103,9 +103,9 @@ def test_what_cannot_be_of_training_images_is_refused(wrong):
     ("words", "made_with", "sentence"),
     [
         ("level=0 edge=fold", {}, "edge=fold must be one of drop, pad, shift"),
-        ("", {"overlap": 32, "mpp": 1}, "overlap=32 must be less than a tile, 32"),
-        ("stain_reference=a.png level=0", {}, "the stains of the training set were left as they"),
-        ("", {"mpp": 1, "stain_normalise": "macenko", "stain_reference": True}, "name that image"),
+        ("", {"overlap": 32, "mpp": 1}, "overlap=32 must be less than tile_size=32"),
+        ("stain_reference=a.png level=0", {}, "training set were not normalised"),
+        ("", {"mpp": 1, "stain_normalise": "macenko", "stain_reference": True}, "give that image"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(words, made_with, sentence):
@@ -116,14 +116,14 @@ def test_settings_that_do_not_fit_are_refused(words, made_with, sentence):
 def test_tiles_are_squares_even_if_training_images_are_not():
     trained = known_network(("a", "b"))
     trained.config.data.image_size = [32, 24]
-    with pytest.raises(ValueError, match="trained on images of 32x24, tiles are squares: add tile"):
+    with pytest.raises(ValueError, match="images of 32x24, but tiles are square: add tile"):
         cutting_of(composed("predict", "level=0"), trained)
     found = cutting_of(composed("predict", "level=0 tile_size=32"), trained)
     assert found.tile_size == 32
 
 
 def test_whatever_changes_the_images_changes_the_key(tmp_path):
-    """Or predictions of other images would be taken for these."""
+    """Otherwise predictions of other images would be reused."""
     before = cutting(made_with=SAID)
     other = {
         **{"tile_size": 45, "view": (44, 44), "wanted": Wanted(0.8), "whole": True, "overlap": 5},

@@ -105,7 +105,7 @@ def test_tiles_that_cannot_be_read_are_kept_to_be_reported_unless_all_are(tmp_pa
             content[offset : offset + count] = bytes(count)
         path.write_bytes(content)
         if torn == places:
-            with pytest.raises(SlideError, match="gives no tiles: cannot read slide"):
+            with pytest.raises(SlideError, match="has no tiles: cannot read slide"):
                 slide_input(path, "a", cut)
         else:
             found = slide_input(path, "a", cut)

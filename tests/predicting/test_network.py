@@ -1,4 +1,4 @@
-"""What a checkpoint says of its network, and may not; what it predicts is in test_running."""
+"""Building the network of a checkpoint; for predictions see test_running."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def test_a_network_that_is_far_larger_than_its_checkpoint_is_not_built(tmp_path)
     trained = find_trained(str(run), SingleProcess())
     Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
     trained.config.model.width = 30_000  # a terabyte
-    with pytest.raises(ValueError, match=r"has more than [0-9,]+ weights"):
+    with pytest.raises(ValueError, match=r"has over [0-9,]+ weights"):
         Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
 
 
 def test_weights_are_counted_while_a_network_is_built():
     with no_more_weights(9):
         nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="more than 7 weights"), no_more_weights(7):
+    with pytest.raises(ValueError, match="over 7 weights"), no_more_weights(7):
         nn.Linear(3, 2)
     nn.Linear(300, 300)  # nobody counts any more

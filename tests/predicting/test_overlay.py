@@ -35,7 +35,7 @@ def near(picture: npt.NDArray[np.int64], colour: Sequence[float]) -> npt.NDArray
 
 
 def test_a_map_lies_over_the_slide_where_it_belongs(tmp_path):
-    """A dark square of the slide is covered by the one pixel of the map that is known."""
+    """A dark square of the slide is covered by the only finite pixel of the map."""
     image = np.full((40, 60, 3), 240, np.uint8)
     image[5:10, 45:50] = 10, 10, 120  # rows 50 to 100 and columns 450 to 500 of level 0
     values = np.full((8, 12), np.nan)

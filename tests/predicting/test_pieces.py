@@ -1,4 +1,4 @@
-"""Pieces that one process holds; those of many ranks are in tests/mpi/predicting."""
+"""Map pieces in a single process; for several ranks see tests/mpi/predicting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.predicting.pieces import MapPiece, PiecedMap, joined, kept_in
+from spatialdl.predicting.pieces import MapPiece, PiecedMap, joined, to_file
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 100])
@@ -41,7 +41,7 @@ def test_pieces_of_a_box_are_joined():
 
 def test_a_piece_may_lie_in_a_file_that_nobody_sees(tmp_path):
     values = torch.rand(3, 4, 5).transpose(1, 2)
-    kept = kept_in(tmp_path, MapPiece((7, 9), values))
+    kept = to_file(tmp_path, MapPiece((7, 9), values))
     assert kept.start == (7, 9)
     assert torch.equal(kept.values, values)
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from torch import nn
 from spatialdl.comm.launch import TERMINAL
 from spatialdl.predicting import progress
 from spatialdl.predicting.inputs import SlideImages
-from spatialdl.predicting.progress import ReadInBands, layers_told
+from spatialdl.predicting.progress import ReadInBands, layer_progress
 from tests.predicting.runs import write_slide
 
 
@@ -34,7 +34,7 @@ def test_an_image_that_is_read_in_bands_is_the_same(scale, tmp_path, monkeypatch
 def test_layers_are_followed_and_left_as_they_were(terminal, capsys):
     act = nn.ReLU()  # used twice
     network = nn.Sequential(nn.Linear(2, 2), act, nn.Sequential(nn.Linear(2, 2), act))
-    with layers_told("a", [network]):
+    with layer_progress("a", [network]):
         network(torch.ones(1, 2))
     said = capsys.readouterr().err
     assert "a, network" in said
@@ -44,6 +44,6 @@ def test_layers_are_followed_and_left_as_they_were(terminal, capsys):
 
 def test_nothing_is_drawn_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.delenv(TERMINAL, raising=False)
-    with layers_told("a", [nn.ReLU()]):
+    with layer_progress("a", [nn.ReLU()]):
         pass
     assert capsys.readouterr().err == ""

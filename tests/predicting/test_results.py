@@ -1,4 +1,4 @@
-"""Files of one slide, from values that are known; other ranks are in tests/mpi/predicting."""
+"""Files of one slide from given values; for several ranks see tests/mpi/predicting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slide(tmp_path: Path) -> Path:
 
 
 def tiles_of(slide: Path | None, size: tuple[int, int] = (32, 32)) -> Input:
-    """Tiles of 32 x 32 at half of the resolution of level 0, which is of 0.25 micrometres."""
+    """Tiles of 32 x 32 at half the resolution of level 0, which has 0.25 micrometres."""
     images = SlideImages(slide or Path("a.tiff"), 0.25, PLACES, (32, 32), 2.0)
     return Input("a", images, size, PLACES, SPAN, EXTENT, 0.25, slide)
 
@@ -71,7 +71,7 @@ def test_maps_of_tiles_have_their_values_at_their_places(slide, tmp_path):
 
 
 def test_maps_of_activation_lie_in_what_the_network_sees(tmp_path):
-    """It sees the middle of a tile; what is below 0 is 0."""
+    """It covers the centre of a tile; values below 0 become 0."""
     kept, rng = [0, 2, 3], np.random.default_rng(0)
     values = rng.uniform(-3, 6, (4, 2, 8, 4)).astype(np.float32)
     values[1] = 100  # of the tile that could not be read: there was white in its place

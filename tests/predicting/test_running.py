@@ -1,4 +1,4 @@
-"""One network, one slide, one process; other layouts are in tests/mpi/predicting."""
+"""One network and slide in a single process; for layouts see tests/mpi/predicting."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:
 
 def test_settings_come_from_the_training_set_unless_said(folder):
     trained = find_trained(str(folder / "run"), SingleProcess())
-    with pytest.raises(ValueError, match="does not say at which resolution"):
+    with pytest.raises(ValueError, match="does not record the resolution"):
         cutting_of(command("ckpt_path=x", "slides=x"), trained)
     trained.__dict__["made_with"] = {"tile_size": 64, "mag": 20.0, "overlap": 8, "whole": None}
     found = cutting_of(command("ckpt_path=x", "slides=x"), trained)
@@ -170,12 +170,12 @@ def test_settings_come_from_the_training_set_unless_said(folder):
     assert (found.overlap, found.wanted.mpp, found.wanted.mag) == (0, 1.0, None)
     trained.__dict__["made_with"] = {"level": 0, "stain_normalise": "macenko"}
     trained.__dict__["made_with"]["stain_reference"] = True
-    with pytest.raises(ValueError, match="name that image by stain_reference"):
+    with pytest.raises(ValueError, match="give that image by stain_reference"):
         cutting_of(command("ckpt_path=x", "slides=x"), trained)
 
 
 def test_the_mean_of_what_places_give_to_a_class_is_its_logit(tmp_path):
-    """Of each of the images, which are more than are predicted at a time."""
+    """Activation of all images, which exceed one batch."""
     run = train(tmp_path / "run", *NETWORK)
     slide = write_slide(tmp_path / "a.tiff", 203, 187)
     config = command(f"ckpt_path={run}", "level=0", "activation=true", "batch_size=5")

@@ -61,8 +61,8 @@ def test_volumes_are_given_by_files_folders_and_patterns(tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     for given, said in (
         ("none*", "matches no file or folder"),
-        ("empty", r"empty has no files of \.nii, \.nii\.gz"),
-        ("p/notes.txt", r"notes\.txt is no file of \.nii"),
+        ("empty", r"empty contains no files of \.nii, \.nii\.gz"),
+        ("p/notes.txt", r"notes\.txt is not a file of \.nii"),
     ):
         with pytest.raises(ValueError, match=said):
             volume_paths(str(tmp_path / given))

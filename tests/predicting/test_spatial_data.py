@@ -1,4 +1,4 @@
-"""Stores of SpatialData, read back by the library: what lies where, in pixels and micrometres."""
+"""SpatialData stores read back by the library: elements and coordinate systems."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiles_of(slide: Path, mpp: float | None = MPP) -> Input:
 def stored(
     folder: Path, given: Input, outcome: SlideOutput, shown: Any = (0, 1), **more: Any
 ) -> Any:
-    """The store that is written, opened."""
+    """The written store, opened."""
     spatialdata = pytest.importorskip("spatialdata", reason="pip install 'spatialdl[spatialdata]'")
     trained = known_network(("no", "yes"), **more)
     names = Maps(folder, given, trained, shown, SingleProcess(), store=True).save(outcome)

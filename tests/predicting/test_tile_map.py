@@ -52,7 +52,7 @@ def test_an_overview_has_the_means_of_what_is_known(monkeypatch):
     image[4, 5] = np.nan
     overview = Overview(image.shape)
     assert overview.factor == 3
-    passed = list(overview.seen(iter([image[:4], image[4:8], image[8:]])))
+    passed = list(overview.accumulate(iter([image[:4], image[4:8], image[8:]])))
     assert np.array_equal(np.concatenate(passed), image, equal_nan=True)
     for row in range(4):
         for col in range(3):

@@ -24,7 +24,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def changed(run, tmp_path):
-    """Finds the network of a checkpoint of which some was changed, and sealed again."""
+    """Reads a checkpoint after a change of its content, with updated digests."""
     (path,) = (run / "checkpoints").glob("step-*")
     own = tmp_path / path.name
     own.mkdir()
@@ -90,7 +90,9 @@ def test_the_normalisation_of_its_input(run, changed):
     found = changed(**{f"config__data__{key}": value for key, value in given.items()}, data=data)
     assert found.normalisation == Normalisation.from_config(given)
     found.check_pixels("a", np.dtype("uint16"))
-    sentence = r"a has pixels of uint8, the network was trained on uint16 with data\.scale=4095: "
+    sentence = (
+        r"a has pixels of uint8, but the network was trained on uint16 with data\.scale=4095: "
+    )
     with pytest.raises(ValueError, match=sentence):
         found.check_pixels("a", np.dtype("uint8"))
 
@@ -116,7 +118,7 @@ def test_floats_of_any_width_are_scaled_alike(changed):
     [("mean", float("nan")), ("std", [0.2, 0.2]), ("std", 0), ("scale", "all"), ("mean", "clip")],
 )
 def test_a_normalisation_that_cannot_be_is_refused(changed, key, wrong):
-    with pytest.raises(CheckpointError, match=rf"does not say how .*data\.{key}"):
+    with pytest.raises(CheckpointError, match=rf"does not record how .*data\.{key}"):
         changed(**{f"config__data__{key}": wrong})
 
 
@@ -157,5 +159,5 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
     ],
 )
 def test_what_cannot_be_is_refused(key, value, changed):
-    with pytest.raises(CheckpointError, match="does not say how its network is built"):
+    with pytest.raises(CheckpointError, match="does not record how its network is built"):
         changed(**{key: value})

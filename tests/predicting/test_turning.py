@@ -1,4 +1,4 @@
-"""Turned images, and what is predicted of them turned back."""
+"""Transformed images, and predictions transformed back."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_turns_are_all_different(name, dims, count):
     image = np.random.default_rng(0).random((*(3, 3, 3)[:dims], 1))
     seen = {turn.pixels(image).tobytes() for turn in found}
     assert len(found) == len(seen) == count
-    assert found[0].is_nothing
-    assert not any(turn.is_nothing for turn in found[1:])
+    assert found[0].is_identity
+    assert not any(turn.is_identity for turn in found[1:])
 
 
 @pytest.mark.parametrize("size", [(7, 4), (3, 5, 6)])
@@ -73,7 +73,7 @@ def test_a_box_of_a_turned_image_is_that_box_of_it(size):
 
 
 def test_the_view_is_turned_and_not_what_is_stored():
-    """A crop of an odd number of pixels would lie elsewhere in the stored image turned."""
+    """An odd crop would be off by a pixel in the transformed stored image."""
     views = views_of(9, 8, view=(6, 5))
     whole = views.read(0, 0, (0, 6, 0, 5))
     for turn in turns("d4", 2):

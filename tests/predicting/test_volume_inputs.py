@@ -22,7 +22,7 @@ SPACING = (2.5, 0.8, 0.7)
 
 
 def known(task: str = "segmentation", channels: int = 1, dtype: str = "int16") -> Trained:
-    """What a checkpoint would say of a network that was trained on volumes of 4 x 5 x 6."""
+    """Metadata of a network trained on volumes of 4 x 5 x 6."""
     data = {"image_size": [4, 5, 6], "channels": channels, "num_classes": 2}
     config = OmegaConf.create({"task": {"name": task}, "data": data})
     geometry = Geometry("SAR", (SPACING, SPACING))
@@ -79,9 +79,9 @@ def test_values_that_training_knew_are_read_in_its_type(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("value", "dtype", "said"),
     [
-        (0.5, "int16", "voxels of float32 from -.* not all values of int16"),
-        (40000, "int16", "not all values of int16"),
-        (np.nan, "float32", "1 of 210 voxels that were read are NaN or infinite"),
+        (0.5, "int16", "voxels of float32 from -.* converted exactly to int16"),
+        (40000, "int16", "cannot be converted exactly to int16"),
+        (np.nan, "float32", "1 of 210 voxels read are NaN or infinite"),
         (np.inf, "int16", "are NaN or infinite"),
     ],
 )

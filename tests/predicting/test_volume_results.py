@@ -16,7 +16,7 @@ from tests.predicting.volumes import AFFINE, of_own, save, train_on_labels, trai
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A network that looks at single voxels, and volumes in which one is the brightest."""
+    """A network of single voxels, and volumes with one brightest voxel."""
     folder = tmp_path_factory.mktemp("case")
     train_on_volumes(folder, *of_own("pointwise"))
     (folder / "new").mkdir()
@@ -109,7 +109,7 @@ def test_one_class_or_number_for_a_volume_is_told_in_tables(task, tmp_path):
 
 
 def test_what_places_give_to_a_class_lies_on_the_volume(tmp_path):
-    """Beyond what the network has seen it is 0, the mean of the others is the logit."""
+    """It is 0 outside the network's input, and its mean inside is the logit."""
     train_on_labels(tmp_path, "task=classification")
     pixels = voxels((15, 13, 11))  # odd: the middle is that from both ends
     (tmp_path / "new").mkdir()

@@ -1,4 +1,4 @@
-"""Small NIfTI files, and networks that were trained on volumes."""
+"""Small NIfTI files, and networks trained on volumes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ UNET = ("model=unet3d", "++model.depth=1", "++model.width=3")
 
 
 def pointwise(num_classes: int, in_channels: int) -> nn.Module:
-    """Each voxel has what its own value says: equal voxels have equal probabilities."""
+    """A network of single voxels: equal voxels have equal probabilities."""
     return nn.Conv3d(in_channels, num_classes, 1)
 
 
 def means(num_classes: int, in_channels: int) -> nn.Module:
-    """One class for a volume."""
+    """A network that predicts a class per volume."""
     parts = [nn.Conv3d(in_channels, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool3d(1)]
     return nn.Sequential(*parts, nn.Flatten(), nn.Linear(4, num_classes))
 
@@ -38,7 +38,7 @@ def of_own(name: str) -> tuple[str, ...]:
 
 
 def voxels(shape: tuple[int, ...], seed: int = 0) -> Any:
-    """int16 as of CT; the one at (0, 0, 0) is brighter than all others."""
+    """int16 voxels as in CT; the one at (0, 0, 0) is the brightest."""
     found = np.random.default_rng(seed).integers(-1000, 1000, shape).astype(np.int16)
     found[0, 0, 0] = 3000
     return found
@@ -68,7 +68,7 @@ def train_on_volumes(folder: Path, *overrides: str, contrasts: int = 1) -> Path:
 
 
 def train_on_labels(folder: Path, *overrides: str) -> Path:
-    """The same of a network that tells a class, or numbers, for a volume."""
+    """As `train_on_volumes`, for a network that predicts a class or numbers per volume."""
     with ShardWriter(folder / "set", classes=["ill", "well", "new"], kind="volumes") as writer:
         for number in range(4):
             one = voxels((7, 8, 9), number)

@@ -1,4 +1,4 @@
-"""A frozen network with what it wants of its input, and how the user names it."""
+"""Encoders: frozen networks with their pre-processing, and the request for one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ KINDS = ("timm", "transformers", "torchvision")
 
 @dataclass(frozen=True)
 class Wish:
-    """An encoder as the user names it.
+    """A request for an encoder.
 
     Attributes:
         name: `KIND:NAME`, or `package.Class`.
-        weights: a file of weights; None takes those that the name stands for.
-        arguments: of the network.
-        pool: what of the output of a network of transformers is taken, one of `POOLS`.
-        download: fetch what is not on this machine.
-        crop: crop as the encoder's own transform does; else whole tiles are resized.
-        size, mean, std, interpolation: in place of what the encoder says.
-        tile_size: of the tiles, where it is known.
-        whole: maps of whole regions in place of a vector a tile.
+        weights: file of weights; None for the default weights of the name.
+        arguments: arguments of the network.
+        pool: pooling of the output of a transformers network, one of `POOLS`.
+        download: download missing weights.
+        crop: crop as in the encoder's transform; otherwise whole tiles are resized.
+        size, mean, std, interpolation: override the encoder's pre-processing.
+        tile_size: size of the tiles, if known.
+        whole: maps of whole regions instead of a vector per tile.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Wish:
         return self.name if self.kind == "own" else self.name.partition(":")[2]
 
     def preprocessing(self, found: Preprocessing) -> Preprocessing:
-        """That of the encoder, with what the user says otherwise.
+        """The pre-processing of the encoder, with the user's overrides.
 
         Args:
-            found: of the encoder, with the crop of its own transform.
+            found: pre-processing of the encoder, with the crop of its transform.
         """
         size = self.size or found.size
         resized, offset = None, 0
         if self.crop:
             if found.resized is None or found.resized < found.size:
                 raise ValueError(
-                    f"--crop: the own transform of {self.name} does not crop; leave it out"
+                    f"--crop: the transform of {self.name} does not crop; leave it out"
                 )
             resized, offset = found.resized, found.offset
             if size != found.size:
@@ -90,10 +90,10 @@ class Encoder:
     """A network without its head, in evaluation mode.
 
     Attributes:
-        network: takes images (N, 3, size, size), gives features (N, width); of whole regions it
-            takes images of any size, and gives maps (N, width, rows, columns).
-        preprocessing: what is done to tiles before.
-        weights: where they come from, in words.
+        network: maps images (N, 3, size, size) to features (N, width); for whole regions, images of
+            any size to maps (N, width, rows, columns).
+        preprocessing: pre-processing of tiles.
+        weights: description of the weights' origin.
     """
 
     network: nn.Module
@@ -102,19 +102,19 @@ class Encoder:
 
     def digest(self) -> str:
         """SHA-256 of all weights and buffers, with their names."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, value in self.network.state_dict().items():
-            found.update(name.encode())
+            digest.update(name.encode())
             data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            found.update(data.numpy())
-        return found.hexdigest()
+            digest.update(data.numpy())
+        return digest.hexdigest()
 
     @torch.inference_mode()
     def width(self) -> int:
-        """Numbers of a tile, found with an empty image.
+        """Features per tile, found with an empty image.
 
         Raises:
-            ValueError: the network does not take such images, or gives something else.
+            ValueError: the network does not take images of its input size, or returns no features.
         """
         side = self.preprocessing.size
         try:
@@ -122,16 +122,16 @@ class Encoder:
         except (RuntimeError, TypeError, AssertionError) as error:
             raise ValueError(
                 f"the encoder does not take images of {side} x {side}: "
-                f"{str(error).partition(chr(10))[0]}; --input-size says another size"
+                f"{str(error).partition(chr(10))[0]}; set another size by --input-size"
             ) from error
         return int(found.shape[1])
 
 
 class Features(nn.Module):
-    """A network whose output is checked to be features.
+    """A wrapper that checks that a network returns features.
 
     Args:
-        network: gives (N, width), or (N, width, 1, 1).
+        network: returns (N, width), or (N, width, 1, 1).
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -144,20 +144,20 @@ class Features(nn.Module):
 
 
 def as_features(found: object, count: int) -> Tensor:
-    """An output as (count, width).
+    """Convert an output to features (count, width).
 
     Raises:
-        ValueError: it has another shape, or is no tensor.
+        ValueError: it has another shape, or is not a tensor.
     """
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"the encoder gives a {type(found).__name__}, expected a tensor (tiles, width)"
+            f"the encoder returns a {type(found).__name__}, expected a tensor (tiles, width)"
         )
     if found.dim() == 4 and found.shape[2:] == (1, 1):
         found = found.flatten(1)
     if found.dim() != 2 or len(found) != count:
         raise ValueError(
-            f"the encoder gives {list(found.shape)} for {count} images, expected (tiles, width): "
-            "it must end with one vector an image"
+            f"the encoder returns {list(found.shape)} for {count} images, expected (tiles, width): "
+            "it must return one vector per image"
         )
     return found

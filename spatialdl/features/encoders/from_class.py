@@ -1,4 +1,4 @@
-"""Encoders of the user's own: `package.Class`, or a function that returns a network."""
+"""User-defined encoders: `package.Class`, or a function that returns a network."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from spatialdl.features.encoders.maps import FeatureMap
 from spatialdl.features.encoders.preprocessing import Preprocessing
 from spatialdl.features.encoders.weights import load_file
 
-_SIDE = 224  # of an image by which the width of a map is found
+_SIDE = 224  # side of the image used to find the width of a map
 
 
 def own_encoder(wish: Wish) -> Encoder:
-    """The network that a name of Python gives, called with the arguments.
+    """Call an importable class or function with the arguments to make an encoder.
 
-    Its attributes `input_size`, `mean`, `std` and `interpolation` say what it wants of images, and
-    options say otherwise. Without a size tiles stay as they are.
+    The network's attributes `input_size`, `mean`, `std` and `interpolation` define its
+    pre-processing, and options override them. Without a size, tiles are not resized.
 
     Raises:
-        ValueError: there is no such class, it cannot be made, or does not say what it wants.
+        ValueError: it cannot be imported or called, or its pre-processing is undefined.
     """
-    target = _found(wish.rest)
+    target = _imported(wish.rest)
     try:
         network = target(**wish.arguments)
     except Exception as error:  # the user's code
@@ -36,30 +36,30 @@ def own_encoder(wish: Wish) -> Encoder:
         ) from error
     if not isinstance(network, nn.Module):
         raise ValueError(
-            f"--encoder {wish.name} gives a {type(network).__name__}, expected a torch.nn.Module"
+            f"--encoder {wish.name} returns a {type(network).__name__}, expected a torch.nn.Module"
         )
     if wish.weights is not None:
         load_file(network, wish.weights)
     steps = Preprocessing(
         _size(wish, network),
-        _of_colours(_said(wish.mean, network, "mean", "--mean")),
-        _of_colours(_said(wish.std, network, "std", "--std")),
+        _of_colours(_required(wish.mean, network, "mean", "--mean")),
+        _of_colours(_required(wish.std, network, "std", "--std")),
         wish.interpolation or str(getattr(network, "interpolation", "bicubic")),
     )
     source = str(wish.weights or f"made by {wish.name}")
-    found_by = FeatureMap(network) if wish.whole else Features(network)
-    return Encoder(found_by, wish.preprocessing(steps), source)
+    features = FeatureMap(network) if wish.whole else Features(network)
+    return Encoder(features, wish.preprocessing(steps), source)
 
 
-def _found(name: str) -> Any:
+def _imported(name: str) -> Any:
     module, _, last = name.rpartition(".")
     if not module:
         raise ValueError(
             f"--encoder {name}: expected timm:NAME, transformers:FOLDER, torchvision:NAME, or "
-            "package.Class of a network of your own"
+            "your own package.Class"
         )
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())  # as with `python -m`
     try:
         return getattr(import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
@@ -73,18 +73,18 @@ def _size(wish: Wish, network: nn.Module) -> int:
     found = wish.size or getattr(network, "input_size", None) or wish.tile_size
     if wish.whole and not found:
         return _SIDE
-    return int(_said(found, network, "input_size", "--input-size or --tile-size"))
+    return int(_required(found, network, "input_size", "--input-size or --tile-size"))
 
 
 def _of_colours(value: Any) -> tuple[float, ...]:
-    """A number for all colours, or one for each."""
+    """One value per colour, of one or three numbers."""
     return (float(value),) * 3 if isinstance(value, int | float) else tuple(map(float, value))
 
 
-def _said(given: Any, network: nn.Module, name: str, option: str) -> Any:
+def _required(given: Any, network: nn.Module, name: str, option: str) -> Any:
     found = given if given is not None else getattr(network, name, None)
     if found is None:
         raise ValueError(
-            f"the encoder has no attribute {name}: say {option}, or give the class one"
+            f"the encoder has no attribute {name}: add {option}, or define it in the class"
         )
     return found

@@ -12,10 +12,10 @@ from spatialdl.features.encoders.weights import load_file
 
 
 def timm_encoder(wish: Wish) -> Encoder:
-    """The network without its classifier, and the pre-processing of its configuration.
+    """Make a timm network without its classifier, with the pre-processing of its configuration.
 
     Raises:
-        ValueError: timm is missing or knows no such network, or its weights are not here.
+        ValueError: timm is missing or has no such network, or its weights are missing.
     """
     try:
         import timm
@@ -30,7 +30,7 @@ def timm_encoder(wish: Wish) -> Encoder:
             network = timm.create_model(
                 wish.rest, pretrained=pretrained, **{"num_classes": 0, **wish.arguments}
             )
-    except Exception as error:  # what hubs and networks raise is anything
+    except Exception as error:  # hubs and networks may raise anything
         raise ValueError(_why(wish, error)) from error
     if wish.weights is not None:
         load_file(network, wish.weights)
@@ -38,10 +38,10 @@ def timm_encoder(wish: Wish) -> Encoder:
     size, part = int(config["input_size"][-1]), float(config["crop_pct"])
     if config["input_size"][-2] != size:
         raise ValueError(
-            f"--encoder {wish.name} takes images of {config['input_size'][-2]} x {size}, tiles are "
-            "squares: say --input-size"
+            f"--encoder {wish.name} takes images of {config['input_size'][-2]} x {size}, but tiles "
+            "are square: add --input-size"
         )
-    resized = int(size / part)  # as timm rounds it
+    resized = int(size / part)  # rounded as in timm
     found = Preprocessing(
         size,
         tuple(map(float, config["mean"])),
@@ -51,17 +51,17 @@ def timm_encoder(wish: Wish) -> Encoder:
         centred(resized, size),
     )
     source = str(wish.weights or f"pretrained {wish.rest}")
-    found_by = TimmMap(network) if wish.whole else Features(network)
-    return Encoder(found_by, wish.preprocessing(found), source)
+    features = TimmMap(network) if wish.whole else Features(network)
+    return Encoder(features, wish.preprocessing(found), source)
 
 
 def _why(wish: Wish, error: Exception) -> str:
-    said = f"--encoder {wish.name} cannot be made: {str(error).strip().partition(chr(10))[0]}"
+    reason = f"--encoder {wish.name} cannot be made: {str(error).strip().partition(chr(10))[0]}"
     if wish.weights is not None or wish.download:
-        return said
+        return reason
     name = wish.rest.removeprefix("hf-hub:").removeprefix("hf_hub:")
     repository = name if "/" in name else f"timm/{name}"
     return (
-        f"{said}; nothing is downloaded: give --weights FILE, fetch them where there is a network "
+        f"{reason}; downloads are disabled: give --weights FILE, download them beforehand "
         f"(hf download {repository}), or add --download"
     )

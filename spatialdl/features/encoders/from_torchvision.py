@@ -1,4 +1,4 @@
-"""Encoders of torchvision: `torchvision:NAME`, of its classification networks."""
+"""Encoders of torchvision: `torchvision:NAME`, its classification networks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spatialdl.features.encoders.offline import offline
 from spatialdl.features.encoders.preprocessing import Preprocessing, centred
 from spatialdl.features.encoders.weights import load_file
 
-_CLASSES = 1000  # of ImageNet
+_CLASSES = 1000  # classes of ImageNet
 
 
 def torchvision_encoder(wish: Wish) -> Encoder:
-    """The network with its last layer taken off, and the transforms of its newest weights.
+    """Make a torchvision network without its last layer, with its default weights' transforms.
 
     Raises:
-        ValueError: torchvision is missing or has no such network, or its weights are not here.
+        ValueError: torchvision is missing or has no such network, or its weights are missing.
     """
     try:
         from torchvision import models
@@ -34,9 +34,9 @@ def torchvision_encoder(wish: Wish) -> Encoder:
             network = models.get_model(
                 wish.rest, weights=weights if wish.weights is None else None, **wish.arguments
             )
-    except Exception as error:  # what networks raise is anything
+    except Exception as error:  # networks may raise anything
         raise ValueError(_why(wish, error)) from error
-    _take_off_head(network, wish.name)
+    _remove_head(network, wish.name)
     if wish.weights is not None:
         load_file(network, wish.weights)
     steps: Any = weights.transforms()
@@ -50,12 +50,12 @@ def torchvision_encoder(wish: Wish) -> Encoder:
         centred(resized, size),
     )
     source = str(wish.weights or weights)
-    found_by = TorchvisionMap(network, wish.name) if wish.whole else Features(network)
-    return Encoder(found_by, wish.preprocessing(found), source)
+    features = TorchvisionMap(network, wish.name) if wish.whole else Features(network)
+    return Encoder(features, wish.preprocessing(found), source)
 
 
-def _take_off_head(network: nn.Module, name: str) -> None:
-    """Put nothing in place of the last layer, which has an output a class."""
+def _remove_head(network: nn.Module, name: str) -> None:
+    """Replace the last layer, which has one output per class, by the identity."""
     heads = [
         key
         for key, layer in network.named_modules()
@@ -63,15 +63,15 @@ def _take_off_head(network: nn.Module, name: str) -> None:
     ]
     if not heads:
         raise ValueError(
-            f"--encoder {name} has no layer of {_CLASSES} classes to take off: write a class of "
-            "your own that gives its features, --encoder package.Class"
+            f"--encoder {name} has no layer of {_CLASSES} classes to remove: write a class that "
+            "returns its features, --encoder package.Class"
         )
     parent, _, last = heads[-1].rpartition(".")
     setattr(network.get_submodule(parent), last, nn.Identity())
 
 
 def _why(wish: Wish, error: Exception) -> str:
-    said = f"--encoder {wish.name} cannot be made: {str(error).strip().partition(chr(10))[0]}"
+    reason = f"--encoder {wish.name} cannot be made: {str(error).strip().partition(chr(10))[0]}"
     if wish.weights is not None or wish.download:
-        return said
-    return f"{said}; nothing is downloaded: give --weights FILE, or add --download"
+        return reason
+    return f"{reason}; downloads are disabled: give --weights FILE, or add --download"

@@ -1,4 +1,4 @@
-"""Encoders of transformers: `transformers:FOLDER`, as `save_pretrained` writes it."""
+"""Encoders of transformers: `transformers:FOLDER`, written by `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spatialdl.features.encoders.preprocessing import Preprocessing
 from spatialdl.features.encoders.weights import load_file
 from spatialdl.training.network.weights import read_weights
 
-_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # numbers of Pillow
+_RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants
 
 
 def transformers_encoder(wish: Wish) -> Encoder:
-    """The network of a folder, with the size, mean, std and resampling of its image processor.
+    """Load the network of a folder, with the pre-processing of its image processor.
 
     Raises:
-        ValueError: transformers is missing, the folder has no such network, or not all weights.
+        ValueError: transformers is missing, or the folder has no network, or lacks weights.
     """
     try:
         import transformers
@@ -36,31 +36,31 @@ def transformers_encoder(wish: Wish) -> Encoder:
     source = str(where) if where.is_dir() else wish.rest
     if not where.is_dir() and ("/" not in wish.rest or where.is_absolute()):
         raise ValueError(
-            f"--encoder {wish.name}: there is no folder {where}; give one that save_pretrained "
-            "wrote, with config.json and preprocessor_config.json"
+            f"--encoder {wish.name}: there is no folder {where}; give one written by "
+            "save_pretrained, with config.json and preprocessor_config.json"
         )
     local = not wish.download
     try:
         with offline() if local else nullcontext():
-            network, missing = _made(wish, source, local)
+            network, missing = _load(wish, source, local)
             processors: Any = transformers.AutoImageProcessor
             processor = processors.from_pretrained(source, local_files_only=local)
-    except Exception as error:  # what networks raise is anything
-        said = str(error).strip().partition("\n")[0]
+    except Exception as error:  # networks may raise anything
+        reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"--encoder {wish.name} cannot be made: {said}; give a folder with config.json, "
+            f"--encoder {wish.name} cannot be made: {reason}; give a folder with config.json, "
             f"preprocessor_config.json and weights (hf download {wish.rest} --local-dir FOLDER)"
         ) from error
     if wish.pool != "pooler" and any("pooler" in key for key in missing):
-        network.pooler = None  # not trained, but drawn at random
+        network.pooler = None  # not trained, but randomly initialised
         missing = [key for key in missing if "pooler" not in key]
-    if hasattr(network, "vision_model"):  # of text and images
+    if hasattr(network, "vision_model"):  # a network of text and images
         network = network.vision_model
         missing = [key for key in missing if key.startswith("vision_model.")]
     if missing:
         raise ValueError(
             f"--encoder {wish.name} has no weights for {', '.join(missing[:3])}"
-            f"{' and others' if len(missing) > 3 else ''}: they would be random"
+            f"{' and more' if len(missing) > 3 else ''}: they would be random"
         )
     steps = wish.preprocessing(processor_steps(processor, network.config, wish))
     weights = str(wish.weights or source)
@@ -68,8 +68,8 @@ def transformers_encoder(wish: Wish) -> Encoder:
     return Encoder(made, steps, weights)
 
 
-def _made(wish: Wish, source: str, local: bool) -> tuple[Any, list[str]]:
-    """A network, and the names of its weights that no file has."""
+def _load(wish: Wish, source: str, local: bool) -> tuple[Any, list[str]]:
+    """Load a network; returns it with the names of missing weights."""
     from transformers import AutoConfig, AutoModel
 
     if wish.weights is None:
@@ -88,10 +88,10 @@ def _made(wish: Wish, source: str, local: bool) -> tuple[Any, list[str]]:
 
 
 def processor_steps(processor: Any, config: Any, wish: Wish) -> Preprocessing:
-    """What an image processor does, as far as it is resize, crop, scale and normalisation.
+    """The resize, crop, scale and normalisation of an image processor.
 
     Raises:
-        ValueError: it does something else.
+        ValueError: the input size or the interpolation is unknown.
     """
     resize, crop = (
         bool(getattr(processor, f"do_{what}", False)) for what in ("resize", "center_crop")
@@ -100,7 +100,7 @@ def processor_steps(processor: Any, config: Any, wish: Wish) -> Preprocessing:
     cropped = _side(getattr(processor, "crop_size", None)) if crop else None
     size = wish.size or cropped or resized or _side(getattr(config, "image_size", None))
     if size is None:
-        raise ValueError(f"--encoder {wish.name} does not say its input's size: say --input-size")
+        raise ValueError(f"--encoder {wish.name} has no known input size: add --input-size")
     number = int(getattr(processor, "resample", None) or 3)
     interpolation = wish.interpolation or _RESAMPLE.get(number, f"Pillow's {number}")
     rescale = bool(getattr(processor, "do_rescale", True))
@@ -120,7 +120,7 @@ def processor_steps(processor: Any, config: Any, wish: Wish) -> Preprocessing:
 
 
 def _side(size: Any) -> int | None:
-    """Rows and columns, of a size in any of the forms that processors have."""
+    """The side of a square size, in any of the forms of processors; None if unknown."""
     if isinstance(size, int):
         return size
     if isinstance(size, list | tuple):
@@ -132,12 +132,12 @@ def _side(size: Any) -> int | None:
 
 
 class Pooled(nn.Module):
-    """One vector of what a network of transformers gives.
+    """Pooling of a transformers network's output to one vector per image.
 
     Args:
         network: takes `pixel_values`.
         pool: "pooler": its pooler_output; "class": its class token; "mean": the mean of its
-            patches; "auto": the first of these that there is.
+            patches; "auto": the first of these that exists.
         size: rows and columns of the images.
     """
 
@@ -151,12 +151,12 @@ class Pooled(nn.Module):
         """Features (N, width).
 
         Raises:
-            ValueError: there is no such output.
+            ValueError: the network lacks the output of `pool`.
         """
         given = self.network(pixel_values=images)
         pooled = getattr(given, "pooler_output", None)
         if self._pool == "pooler" and pooled is None:
-            raise ValueError("--pool pooler: the encoder has no pooler; take class or mean")
+            raise ValueError("--pool pooler: the encoder has no pooler; use class or mean")
         if self._pool in ("auto", "pooler") and pooled is not None:
             return as_features(pooled, len(images))
         return as_features(self._of_patches(given.last_hidden_state), len(images))
@@ -164,16 +164,16 @@ class Pooled(nn.Module):
     def _of_patches(self, hidden: Tensor) -> Tensor:
         if hidden.dim() == 4:  # a map (N, width, rows, columns)
             if self._pool == "class":
-                raise ValueError("--pool class: the encoder has no class token; take mean")
+                raise ValueError("--pool class: the encoder has no class token; use mean")
             return hidden.mean((2, 3))
         before = None if self._patches is None else hidden.shape[1] - self._patches
         if before is None or before < 0:
             raise ValueError(
-                f"the encoder gives {prod(hidden.shape[1:2])} tokens an image, and which of them "
-                "are patches is not known: write a class of your own, --encoder package.Class"
+                f"the encoder returns {prod(hidden.shape[1:2])} tokens per image, and it is "
+                "unknown which are patches: write a class, --encoder package.Class"
             )
         if self._pool == "class" and before == 0:
-            raise ValueError("--pool class: the encoder has no class token; take mean")
+            raise ValueError("--pool class: the encoder has no class token; use mean")
         if self._pool in ("auto", "class") and before > 0:
             return hidden[:, 0]
-        return hidden[:, before:].mean(1)  # registers come before the patches, too
+        return hidden[:, before:].mean(1)  # registers precede the patches as well

@@ -1,4 +1,4 @@
-"""Making the encoder that the user names."""
+"""Construction of encoders by name."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _MAKERS: Mapping[str, Callable[[Wish], Encoder]] = {
 
 
 def make_encoder(wish: Wish) -> Encoder:
-    """The encoder on the CPU, in evaluation mode, without gradients.
+    """Make an encoder on the CPU, in evaluation mode, without gradients.
 
     Raises:
-        ValueError: it cannot be made; says what is missing.
+        ValueError: the encoder cannot be made.
     """
     if wish.weights is not None and not wish.weights.is_file():
         raise ValueError(f"--weights {wish.weights}: there is no such file")
     if wish.pool != "auto" and wish.kind != "transformers":
         raise ValueError(
-            f"--pool {wish.pool} is of transformers:..., and --encoder is {wish.name}: leave it out"
+            f"--pool {wish.pool} needs --encoder transformers:..., not {wish.name}: leave it out"
         )
     if wish.pool != "auto" and wish.whole:
-        raise ValueError(f"--pool {wish.pool} is of tiles, and --whole has maps: leave it out")
+        raise ValueError(f"--pool {wish.pool} is for tiles, but --whole has maps: leave it out")
     encoder = _MAKERS[wish.kind](wish)
     encoder.network.float().eval().requires_grad_(False)
     return encoder

@@ -1,4 +1,4 @@
-"""Networks that give a map of an image, (N, width, rows, columns), in place of a vector.
+"""Encoders that return a map of an image, (N, width, rows, columns), instead of a vector.
 
 They take images of any size, split over ranks or not.
 """
@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_OWN = "write a class of your own that gives a map, --encoder package.Class"
+_OWN = "write a class that returns a map, --encoder package.Class"
 
 
 class FeatureMap(nn.Module):
-    """A network whose output is checked to be a map.
+    """A wrapper that checks that a network returns a map.
 
     Args:
-        network: gives (N, width, rows, columns).
+        network: returns (N, width, rows, columns).
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -32,7 +32,7 @@ class FeatureMap(nn.Module):
 
 
 class TimmMap(nn.Module):
-    """What a network of timm gives before it pools; of transformers the patches' tokens.
+    """The output of a timm network before pooling; for transformers the patch tokens.
 
     Args:
         network: with a method `forward_features`.
@@ -77,20 +77,20 @@ class TransformersMap(nn.Module):
             patch = getattr(config, "patch_size", None)
             patch = (patch, patch) if isinstance(patch, int) else patch
             patches = 0 if patch is None else prod(_grid(images, patch))
-            # class and register tokens come before the patches
+            # class and register tokens precede the patches
             found = of_patches(found[:, max(0, found.shape[1] - patches) :], images, patch)
         return as_map(found, len(images))
 
 
 class TorchvisionMap(nn.Module):
-    """What a network of torchvision gives before it pools.
+    """The output of a torchvision network before pooling.
 
     Args:
-        network: one of its classification networks.
-        name: by which the user named it.
+        network: a classification network of torchvision.
+        name: the user's name of it, for messages.
 
     Raises:
-        ValueError: it is none of those whose layers before the pooling are known.
+        ValueError: its layers before pooling are unknown.
     """
 
     def __init__(self, network: Any, name: str) -> None:
@@ -107,7 +107,7 @@ class TorchvisionMap(nn.Module):
         elif isinstance(getattr(network, "features", None), nn.Module):
             self._layers = ("features", "norm") if self._last_channels else ("features",)
         else:
-            raise ValueError(f"--whole: where {name} pools its map is not known; {_OWN}")
+            raise ValueError(f"--whole: it is unknown where {name} pools its map; {_OWN}")
 
     def forward(self, images: Tensor) -> Tensor:
         """A map (N, width, rows, columns)."""
@@ -122,21 +122,21 @@ class TorchvisionMap(nn.Module):
 
 
 def of_patches(tokens: Tensor, images: Tensor, patch: Any) -> Tensor:
-    """Tokens of patches as a map.
+    """Reshape patch tokens to a map.
 
     Args:
-        tokens: (N, patches, width), row after row.
-        images: (N, C, H, W) that they are of.
+        tokens: (N, patches, width), in row-major order.
+        images: (N, C, H, W), the input.
         patch: rows and columns of a patch.
 
     Raises:
-        ValueError: there are more tokens, or fewer.
+        ValueError: the number of tokens does not match.
     """
     size = None if patch is None else _grid(images, patch)
     if size is None or tokens.shape[1] != prod(size):
         raise ValueError(
-            f"the encoder gives {tokens.shape[1]} tokens for an image of "
-            f"{images.shape[2]} x {images.shape[3]}, and where they lie in it is not known; {_OWN}"
+            f"the encoder returns {tokens.shape[1]} tokens for an image of "
+            f"{images.shape[2]} x {images.shape[3]}, whose positions are unknown; {_OWN}"
         )
     return tokens.transpose(1, 2).reshape(len(tokens), tokens.shape[2], *size)
 
@@ -147,19 +147,19 @@ def _grid(images: Tensor, patch: Any) -> tuple[int, int]:
 
 
 def as_map(found: object, count: int) -> Tensor:
-    """An output that is a map, (count, width, rows, columns).
+    """Check that an output is a map, (count, width, rows, columns).
 
     Raises:
-        ValueError: it has another shape, or is no tensor.
+        ValueError: it has another shape, or is not a tensor.
     """
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"the encoder gives a {type(found).__name__}, expected a tensor (images, width, rows, "
-            "columns)"
+            f"the encoder returns a {type(found).__name__}, expected a tensor (images, width, "
+            "rows, columns)"
         )
     if found.dim() != 4 or len(found) != count:
         raise ValueError(
-            f"the encoder gives {list(found.shape)} for {count} images, and --whole takes a map "
-            "(images, width, rows, columns): leave --whole out for a vector a tile"
+            f"the encoder returns {list(found.shape)} for {count} images, but --whole needs a map "
+            "(images, width, rows, columns): leave --whole out for a vector per tile"
         )
     return found

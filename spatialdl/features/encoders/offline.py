@@ -1,4 +1,4 @@
-"""Keeping libraries of others from fetching anything."""
+"""Disabling downloads of third-party libraries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.hub
 
 
 class DownloadError(ValueError):
-    """Something is not on this machine, and may not be fetched."""
+    """A file is not cached on this machine, and downloads are disabled."""
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Within the block hubs serve what is in their caches, and nothing else."""
+    """Restrict hubs to their caches within the block."""
 
     def refuse(url: str, *args: Any, **named: Any) -> None:
         raise DownloadError(f"{url} is not in {torch.hub.get_dir()}/checkpoints")

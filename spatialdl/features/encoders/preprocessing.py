@@ -1,4 +1,4 @@
-"""What is done to tiles before an encoder sees them, on the device, a batch at a time."""
+"""Pre-processing of batches of tiles for an encoder, on the device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ _WHITE = 255
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resize, crop, scale and normalisation.
+    """Settings of resize, crop, scale and normalisation.
 
-    Tiles are resized with antialiasing and rounded to whole levels, as Pillow does it. The whole
-    tile is resized to what the encoder takes; with `resized` it is resized to that, and the middle
-    is cut out.
+    Tiles are resized with antialiasing and rounded to integers, as in Pillow. The whole tile is
+    resized to `size`, or to `resized` and then cropped.
 
     Attributes:
-        size: rows and columns that the encoder takes.
+        size: rows and columns of the encoder's input.
         mean, std: of red, green and blue, after scaling.
         interpolation: one of `INTERPOLATIONS`.
         resized: rows and columns to which a tile is resized before it is cropped to `size`; None
-            does not crop.
-        offset: first row and column that is kept of the resized tile.
-        scale: by which levels from 0 to 255 are multiplied.
+            for no crop.
+        offset: first row and column of the crop.
+        scale: factor of pixel values from 0 to 255.
     """
 
     size: int
@@ -43,14 +42,14 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if self.interpolation not in INTERPOLATIONS:
             raise ValueError(
-                f"interpolation is {self.interpolation}, tiles can be resized by "
-                f"{' or '.join(INTERPOLATIONS)}: say --interpolation"
+                f"interpolation={self.interpolation} is not supported: set --interpolation to "
+                f"{' or '.join(INTERPOLATIONS)}"
             )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != 3 or not all(map(isfinite, values)):
                 raise ValueError(
-                    f"{name} is {', '.join(map(str, values))}, expected three numbers, of red, "
-                    f"green and blue: say --{name}"
+                    f"{name} is {', '.join(map(str, values))}, expected three finite numbers, of "
+                    f"red, green and blue: add --{name}"
                 )
         if min(self.std) <= 0:
             raise ValueError(f"std is {', '.join(map(str, self.std))}, expected numbers above 0")
@@ -61,16 +60,16 @@ class Preprocessing:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest."""
+        """Convert to JSON, for a manifest."""
         return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
 
 class Preprocess(nn.Module):
-    """Applies a `Preprocessing`.
+    """Module that applies a `Preprocessing`.
 
     Args:
-        steps: what is done.
-        dtype: of the result.
+        steps: the settings.
+        dtype: dtype of the output.
     """
 
     mean: Tensor
@@ -83,11 +82,11 @@ class Preprocess(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=dtype).view(1, -1, 1, 1))
 
     def forward(self, tiles: Tensor) -> Tensor:
-        """Tiles uint8 (N, rows, cols, 3) as images (N, 3, size, size)."""
+        """Convert tiles uint8 (N, rows, cols, 3) to images (N, 3, size, size)."""
         steps = self._steps
         images = tiles.permute(0, 3, 1, 2).to(self.mean.dtype)
         side = steps.resized or steps.size
-        # columns, then rows, each rounded: as Pillow does it
+        # columns, then rows, rounding after each, as in Pillow
         for size in ((images.shape[2], side), (side, side)):
             if images.shape[2:] != size:
                 images = F.interpolate(
@@ -100,11 +99,11 @@ class Preprocess(nn.Module):
         return (images * steps.scale - self.mean) / self.std
 
     def scaled(self, pixels: Tensor) -> Tensor:
-        """Pixels uint8 (N, rows, cols, 3) as images (N, 3, rows, cols), neither resized nor cut."""
+        """Scale and normalise pixels uint8 (N, rows, cols, 3) to images (N, 3, rows, cols)."""
         images = pixels.permute(0, 3, 1, 2).to(self.mean.dtype).contiguous()
         return images.mul_(self._steps.scale).sub_(self.mean).div_(self.std)
 
 
 def centred(resized: int, size: int) -> int:
-    """The first row of the middle, as timm and torchvision round it."""
+    """Offset of a centre crop, rounded as in timm and torchvision."""
     return round((resized - size) / 2)

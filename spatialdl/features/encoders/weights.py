@@ -1,4 +1,4 @@
-"""Weights of encoders: every one of the network must be there; the file may also have a head."""
+"""Loading of encoder weights: all must be present; the file may also have a head."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 from spatialdl.training.network.weights import read_weights, strip_prefixes
 
 HEADS = ("head", "heads", "head_dist", "fc", "classifier", "last_linear", "logits")
-"""How the last layers are called, for which an encoder has no use."""
+"""Names of last layers, which encoders do not have."""
 
-_COUNTER = "num_batches_tracked"  # old files have none
+_COUNTER = "num_batches_tracked"  # missing in old files
 _SHOWN = 3
 
 
@@ -19,12 +19,12 @@ def load_file(network: nn.Module, file: Path, base: str = "") -> None:
     """Load a file of weights.
 
     Args:
-        network: without its head.
-        file: .safetensors, or what `torch.save` wrote; nothing else of it is unpickled.
-        base: what may stand before names, as in files of networks with a head.
+        network: the network without its head.
+        file: .safetensors, or a file of `torch.save`, of which only tensors are unpickled.
+        base: optional prefix of names, as in files of networks with a head.
 
     Raises:
-        ValueError: weights are missing, of other shapes, or of another network.
+        ValueError: weights are missing, have other shapes, or are of another network.
     """
     wanted = network.state_dict()
     given = strip_prefixes(read_weights(file), wanted)
@@ -34,14 +34,18 @@ def load_file(network: nn.Module, file: Path, base: str = "") -> None:
     excess = [key for key in given if key not in wanted and key.partition(".")[0] not in HEADS]
     other = [key for key in wanted if key in given and given[key].shape != wanted[key].shape]
     if missing or excess or other:
-        said = [
-            f"it {what} {_some(keys)}"
-            for what, keys in (("lacks", missing), ("has besides", excess), ("has others", other))
+        problems = [
+            f"{what} {_some(keys)}"
+            for what, keys in (
+                ("missing", missing),
+                ("unexpected", excess),
+                ("of other shapes", other),
+            )
             if keys
         ]
         raise ValueError(
-            f"--weights {file} does not fit the encoder: {'; '.join(said)}; sizes and options of "
-            "a network are set by --encoder-args"
+            f"--weights {file} does not match the encoder: {'; '.join(problems)}; set sizes and "
+            "options of the network by --encoder-args"
         )
     network.load_state_dict({key: given[key] for key in wanted if key in given}, strict=False)
 

@@ -1,4 +1,4 @@
-"""The three principal components of a map that lies in pieces on the ranks."""
+"""The three principal components of a map distributed over ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.predicting.pieces import MapPiece
 
 COUNT = 3
-_ROWS = 2**16  # cells that are taken to float64 at a time
+_ROWS = 2**16  # cells converted to float64 at a time
 
 
 class Components(NamedTuple):
-    """Directions of most variance around the mean, over all cells.
+    """Principal components over all cells.
 
     Attributes:
         mean: float64 (width,).
-        directions: float64 (found, width), of unit length, at most `COUNT`; the largest entry of
-            each is above 0, so that they are the same for any number of ranks.
-        parts: of the variance, (found,).
+        directions: float64 (found, width), unit vectors, at most `COUNT`; the largest entry of each
+            is positive, so that they are the same for any number of ranks.
+        parts: (found,), share of variance of each.
     """
 
     mean: Tensor
@@ -30,18 +30,19 @@ class Components(NamedTuple):
     parts: Tensor
 
     def of(self, piece: MapPiece) -> MapPiece:
-        """A piece of the map as its components, float32 (found, rows, columns)."""
+        """Project a piece of the map on the components, float32 (found, rows, columns)."""
         rows, columns = piece.values.shape[1:]
-        found = [(cells - self.mean) @ self.directions.T for cells in _cells(piece)]
-        values = torch.cat(found).T.float().reshape(len(self.directions), rows, columns)
+        projected = [(cells - self.mean) @ self.directions.T for cells in _cells(piece)]
+        values = torch.cat(projected).T.float().reshape(len(self.directions), rows, columns)
         return MapPiece(piece.start, values.contiguous())
 
 
 def components_of(pieces: Sequence[MapPiece], width: int, world: Communicator) -> Components:
-    """The components of the map; all ranks must call it with their own pieces.
+    """Compute the components of a map; collective over `world`.
 
     Args:
-        width: features of a cell.
+        pieces: pieces of this rank.
+        width: features per cell.
     """
     sums = torch.zeros(width + 1, dtype=torch.float64)
     for cells in _all_cells(pieces):
@@ -50,7 +51,7 @@ def components_of(pieces: Sequence[MapPiece], width: int, world: Communicator) -
     sums = world.all_reduce(sums)
     mean = sums[:-1] / sums[-1]
     products = torch.zeros(width, width, dtype=torch.float64)
-    for cells in _all_cells(pieces):  # around the mean, which loses no digits
+    for cells in _all_cells(pieces):  # a second pass, which avoids cancellation
         centred = cells - mean
         products += centred.T @ centred
     products = world.all_reduce(products)
@@ -69,6 +70,6 @@ def _all_cells(pieces: Sequence[MapPiece]) -> Iterator[Tensor]:
 
 
 def _cells(piece: MapPiece) -> Iterator[Tensor]:
-    """Cells of a piece, float64 (cells, width), row after row."""
+    """Iterate over cells of a piece, float64 (cells, width), in row-major order."""
     for some in torch.split(piece.values.flatten(1), _ROWS, 1):
         yield some.T.double()

@@ -1,4 +1,4 @@
-"""An encoder on a whole region: split over ranks, or part after part in one process."""
+"""An encoder on a whole region: split over ranks, or part by part in a single process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Grid = tuple[int, int]
 
 @dataclass(frozen=True)
 class RegionParts:
-    """Into which parts regions are cut.
+    """The parts into which regions are split.
 
     Attributes:
-        grid: rows and columns of parts: one a rank, or in one process one after the other.
-        limit_gb: 10^9 bytes of activations that one process has in memory; None for no limit.
+        grid: rows and columns of parts: one per rank, or processed in turn by a single process.
+        limit_gb: 10^9 bytes of activations in memory of a single process; None for no limit.
     """
 
     grid: Grid
@@ -45,23 +45,23 @@ class RegionParts:
 
 
 def grid_for(ranks: int) -> Grid:
-    """As square a grid as there is for so many ranks, with as many rows as columns or more."""
+    """The grid of `ranks` parts that is closest to square, with at least as many rows."""
     columns = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
     return ranks // columns, columns
 
 
 class MapNetwork:
-    """An encoder for whole regions; all ranks make it and call it together.
+    """An encoder for whole regions; construction and calls are collective.
 
     Args:
-        encoder: of maps, as made, on the CPU.
-        device: where this rank computes.
-        precision: in which numbers.
-        parts: into which regions are cut.
+        encoder: an encoder of maps, on the CPU.
+        device: device of this rank.
+        precision: precision of the computation.
+        parts: parts into which regions are split.
         world: the ranks.
 
     Raises:
-        ValueError: the grid is of another number of ranks.
+        ValueError: the grid does not match the number of ranks.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class MapNetwork:
 
     @torch.no_grad()
     def run(self, region: SlideRegion) -> tuple[tuple[int, int], list[MapPiece]]:
-        """Rows and columns of the map of a region, and this rank's pieces of it.
+        """Compute the map of a region: its rows and columns, and this rank's pieces.
 
         Raises:
-            SlideError: the region is too small, or could not be read; on all ranks.
-            ValueError: the encoder cannot be split, or there is too little memory.
+            SlideError: the region is too small or unreadable; on all ranks.
+            ValueError: the encoder cannot be split, or the device runs out of memory.
         """
         if any(side < parts for side, parts in zip(region.size, self._parts.grid, strict=True)):
             raise SlideError(
                 f"slide {region.images.path}: its region of {by(region.size)} is smaller than "
-                f"--grid {','.join(map(str, self._parts.grid))}; take fewer parts"
+                f"--grid {','.join(map(str, self._parts.grid))}; use fewer parts"
             )
         try:
             with autocast(self._device, self._precision.mixed):
@@ -99,8 +99,8 @@ class MapNetwork:
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"slide {region.images.path}: a part of its region of {by(region.size)} does not "
-                "fit into the device's memory: take more ranks, a coarser --mpp, or one process "
-                "with --device cpu --grid ROWS,COLS --limit-gb X"
+                "fit into the device's memory: use more ranks, a coarser --mpp, or a single "
+                "process with --device cpu --grid ROWS,COLS --limit-gb X"
             ) from error
         unreadable = self._world.allgather(list(region.images.unreadable.values()))
         if problems := [why for one in unreadable for why in one]:
@@ -110,7 +110,7 @@ class MapNetwork:
     def _run(self, region: SlideRegion) -> tuple[tuple[int, int], list[MapPiece]]:
         source: ImageSource = region.images
         if self._world.rank == 0 and (self._mesh is not None or self._parts.grid == (1, 1)):
-            source = ReadInBands(source, region.name)  # shows how far it is
+            source = ReadInBands(source, region.name)  # shows a progress bar
         if self._mesh is not None:
             tile = self._image(source, self._mesh.box(region.size))
             output = self._network(from_local(tile, self._mesh, region.size))
@@ -124,7 +124,7 @@ class MapNetwork:
         return _size(output), [MapPiece((0, 0), self._plain(output)[0].cpu())]
 
     def _own(self, output: Tensor, mesh: Mesh) -> tuple[tuple[int, int], list[MapPiece]]:
-        """A map that lies on the ranks of a mesh."""
+        """Size and own pieces of a map distributed over a mesh."""
         if isinstance(output, SpatialTensor):
             split = output.spatial_layout.size == tuple(output.shape[2:])
             if not split or output.spatial_dims != image_dims(2):
@@ -136,13 +136,13 @@ class MapNetwork:
         return output.float() if self._precision.mixed else output
 
     def _image(self, source: ImageSource, box: Box) -> Tensor:
-        """A box of a region as the encoder takes it, (1, 3, rows, columns)."""
+        """Read a box of a region as input of the encoder, (1, 3, rows, columns)."""
         pixels = torch.from_numpy(np.require(source.read(0, box), requirements="W"))
         return self._preprocess.scaled(pixels.to(self._device)[None])
 
 
 class _Streamed:
-    """A region as an array of which `stream` reads parts."""
+    """A region as an array, of which `stream` reads parts."""
 
     def __init__(self, network: MapNetwork, source: ImageSource, size: tuple[int, int]) -> None:
         self._network, self._source = network, source

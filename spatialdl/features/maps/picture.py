@@ -1,4 +1,4 @@
-"""A picture of a map: the region, and its three principal components as red, green and blue."""
+"""A picture of a map: the region, and its three principal components as RGB."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.text import fitted
 
 LONGEST = 1600
-"""Cells or pixels of a side, at most; of more every second, third ... is drawn."""
+"""Cells or pixels of a side at most; larger maps are subsampled."""
 _PANEL_INCHES, _LEAST_INCHES = 6.0, 1.6
-_LIMITS = (1, 99)  # percent of the cells that have the darkest and the brightest colour
+_LIMITS = (1, 99)  # percentiles of the darkest and the brightest colour
 
 Colours = npt.NDArray[np.uint8]
 
 
 def as_colours(components: npt.NDArray[Any]) -> Colours:
-    """uint8 (rows, columns, 3) of components (found, rows, columns); those missing are grey.
+    """Colours uint8 (rows, columns, 3) of components (found, rows, columns).
 
-    Each component is stretched between its percentiles.
+    Each component is stretched between its percentiles; missing ones are grey.
     """
     found = np.full((*components.shape[1:], COUNT), 127, np.uint8)
     for number, values in enumerate(components[:COUNT]):
@@ -47,12 +47,12 @@ def save_picture(
     """Draw a region beside its map.
 
     Args:
-        colours: of the map, uint8 (rows, columns, 3).
-        parts: of the variance that each component has.
-        slide_mpp: micrometres per level-0 pixel, in place of what the slide says.
+        colours: colours of the map, uint8 (rows, columns, 3).
+        parts: share of variance of each component.
+        slide_mpp: micrometres per level-0 pixel, overrides the slide's metadata.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -81,10 +81,10 @@ def save_picture(
 
 
 def _thumbnail(region: SlideRegion, slide_mpp: float | None) -> Thumbnail | None:
-    """Of the slide, of which the region has some `LONGEST` pixels; None if it cannot be read."""
+    """Thumbnail of the slide, with about `LONGEST` pixels of the region; None if unreadable."""
     span = max(region.size) * region.images.scale
     try:
         with Slide(region.images.path, slide_mpp) as slide:
             return slide.thumbnail(max(1.0, span / LONGEST))
-    except SlideError:  # the map is there all the same
+    except SlideError:  # the map is written without it
         return None

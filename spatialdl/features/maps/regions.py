@@ -1,4 +1,4 @@
-"""The tissue of slides as whole regions, whose size is one that an encoder takes."""
+"""Tissue regions of slides, with sizes that an encoder supports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SlideRegion:
     """The region of a slide.
 
     Attributes:
-        name: of the slide.
-        images: its one image is the region.
+        name: name of the slide.
+        images: source whose only image is the region.
         extent: level-0 rows and columns of the slide.
         mpp: micrometres per level-0 pixel, if known.
     """
@@ -39,18 +39,18 @@ class SlideRegion:
         return self.images.size
 
     def attributes(self, stride: Stride, cells: tuple[int, int]) -> dict[str, Any]:
-        """What a file says of where the cells of a map lie.
+        """Attributes of the geometry of a map's cells.
 
         Args:
-            cells: rows and columns of the map. Where an encoder does not pad there are fewer than
-                strides in the region, and they lie in its middle.
+            cells: rows and columns of the map. Without padding in the encoder there are fewer cells
+                than strides in the region, and they are centred.
         """
         [(x, y)], scale = self.images.places, self.images.scale
         top, left = (
             (side - count * step) / 2 * scale
             for side, count, step in zip(self.size, cells, stride.pixels, strict=True)
         )
-        found: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "name": self.name,
             "stride": stride.pixels,
             "region": self.size,
@@ -64,20 +64,20 @@ class SlideRegion:
                 (0.0, stride.pixels[0] * scale, y + top),
             ),
         }
-        return found if self.mpp is None else {**found, "mpp": self.mpp * scale}
+        return attributes if self.mpp is None else {**attributes, "mpp": self.mpp * scale}
 
 
 class RegionSource(SlideSource):
-    """Slides, of each the box around its tissue as `spatialdl-tile --whole` takes it."""
+    """Slides, each as the bounding box of its tissue, as by `spatialdl-tile --whole`."""
 
     def region(self, task: Task, stride: Stride) -> tuple[TilingReport, SlideRegion | None]:
-        """What is known of a slide, and its region; None where it has no tissue.
+        """The report of a slide, and its region; None without tissue.
 
         Args:
-            stride: rows and columns of the region are the next multiples that it has.
+            stride: the region's sides are rounded up to its multiples.
 
         Raises:
-            SlideError, OSError: it cannot be used.
+            SlideError, OSError: the slide is unusable.
         """
         started, options = time.monotonic(), self.options
         with self._opened(task) as slide:

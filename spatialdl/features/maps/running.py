@@ -1,4 +1,4 @@
-"""A run over whole regions: slide after slide, each on all ranks."""
+"""Worker of `--whole`: slide after slide, each on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spatialdl.features.maps.network import MapNetwork, RegionParts
 from spatialdl.features.maps.regions import RegionSource, SlideRegion
 from spatialdl.features.maps.stride import Stride
 from spatialdl.features.maps.writing import FoundMap, save_map
-from spatialdl.features.results import ResultFolders, check_other, known_again, load_before
+from spatialdl.features.results import ResultFolders, check_other, load_before, resume_attributes
 from spatialdl.features.working import WorkerResult, failed
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task
@@ -26,17 +26,17 @@ from spatialdl.training.optimization.precision import Precision
 
 @dataclass(frozen=True)
 class MapJob:
-    """What all ranks of a run have in common.
+    """Settings shared by all ranks of a run.
 
     Attributes:
         source: the slides.
-        layout: of the folder of the run.
+        layout: folders of the run.
         about: attributes of the features.
-        dtype: in which they are stored.
-        precision: in which numbers the encoder computes.
-        stride: of its maps.
-        width: features of a cell.
-        parts: into which regions are cut.
+        dtype: dtype of the stored features.
+        precision: precision of the encoder.
+        stride: stride of the encoder's maps.
+        width: features per cell.
+        parts: parts into which regions are split.
     """
 
     source: RegionSource
@@ -50,16 +50,16 @@ class MapJob:
 
 
 class MapWorker:
-    """Does a run; all ranks make it and call it together.
+    """Worker that writes maps of regions; construction and calls are collective.
 
     Args:
         job: the run.
-        encoder: of maps, as made.
-        device: where this rank computes.
+        encoder: an encoder of maps, on the CPU.
+        device: device of this rank.
         world: the ranks.
 
     Raises:
-        ValueError: the grid is of another number of ranks.
+        ValueError: the grid does not match the number of ranks.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class MapWorker:
         """Write the maps of all slides.
 
         Returns:
-            What became of them, on rank 0.
+            The result with the reports of all slides, on rank 0.
 
         Raises:
-            ValueError: the encoder cannot be split, or there is too little memory.
-            OSError: nothing can be written.
+            ValueError: the encoder cannot be split, or the device runs out of memory.
+            OSError: the output cannot be written.
         """
         tasks, first = self._job.source.tasks, self._world.rank == 0
         hidden = None if first else True
@@ -107,13 +107,13 @@ class MapWorker:
         attributes = {
             **job.about,
             **region.attributes(job.stride, size),
-            **known_again(key, report),
+            **resume_attributes(key, report),
         }
         save_map(job.layout, found, attributes, job.source.options.slide_mpp, self._world)
         return report
 
     def _opened(self, task: Task) -> tuple[TilingReport, str, SlideRegion | None]:
-        """A slide on rank 0: its report, its key, and its region if there is one to be done."""
+        """Open a slide on rank 0: report, key, and region if it is still to be computed."""
         job = self._job
         try:
             key = job.source.key(task)
@@ -123,7 +123,7 @@ class MapWorker:
                 return before.report, key, None
             check_other(before, key, job.layout.out, str(task.path))
             report, region = job.source.region(task, job.stride)
-            if region is None:  # of what the slide was before
+            if region is None:  # remove files of an earlier version of the slide
                 for path in job.layout.files_of(task.name):
                     path.unlink(missing_ok=True)
             return report, key, region

@@ -1,4 +1,4 @@
-"""The map of a region as files, written by rank 0, some rows at a time. ::
+"""Files of a region's map, written by rank 0 in bands of rows. ::
 
 maps/NAME.h5        features (width, rows, columns)
 maps/NAME.png       the region, and three principal components as colours
@@ -30,12 +30,12 @@ _CHUNK_BYTES, _BAND_BYTES = 2**20, 2**26
 
 @dataclass(frozen=True)
 class FoundMap:
-    """The map of a region, on all ranks.
+    """The map of a region, distributed over ranks.
 
     Attributes:
-        size: its rows and columns.
-        width: features of a cell.
-        pieces: of this rank.
+        size: rows and columns of the map.
+        width: features per cell.
+        pieces: pieces of this rank.
     """
 
     region: SlideRegion
@@ -44,10 +44,10 @@ class FoundMap:
     pieces: Sequence[MapPiece]
 
     def stored(self, dtype: str, world: Communicator) -> FoundMap:
-        """The same in the type in which it is stored.
+        """Convert the map to the dtype in which it is stored.
 
         Raises:
-            SlideError: features are not finite in it; on all ranks.
+            SlideError: features are not finite in `dtype`; on all ranks.
         """
         pieces, bad, infinite = [], 0, 0
         for piece in self.pieces:
@@ -55,11 +55,11 @@ class FoundMap:
             bad += int((~values.isfinite()).any(0).sum())
             infinite += int((~piece.values.isfinite()).sum())
             pieces.append(MapPiece(piece.start, values))
-        found = world.allgather((bad, infinite))
-        bad, infinite = (sum(column) for column in zip(*found, strict=True))
+        counts = world.allgather((bad, infinite))
+        bad, infinite = (sum(column) for column in zip(*counts, strict=True))
         if bad:
             large = infinite == 0
-            remedy = "take --dtype float32" if large else "take --precision float32 or bf16"
+            remedy = "use --dtype float32" if large else "use --precision float32 or bf16"
             raise SlideError(
                 f"slide {self.region.images.path}: {bad} of {self.size[0] * self.size[1]} cells "
                 f"have features that are not finite{f' in {dtype}' if large else ''}; {remedy}"
@@ -74,15 +74,15 @@ def save_map(
     slide_mpp: float | None,
     world: Communicator,
 ) -> None:
-    """Write the picture, then the map; all ranks must call it.
+    """Write the picture, then the map; collective over `world`.
 
     Args:
-        layout: of the folder of the run.
-        found: as it is stored.
-        attributes: of the features.
+        layout: folders of the run.
+        found: the map in its stored dtype.
+        attributes: attributes of the features.
 
     Raises:
-        OSError: they cannot be written; on all ranks.
+        OSError: a file cannot be written; on all ranks.
     """
     name = found.region.name
     components = components_of(found.pieces, found.width, world)
@@ -125,7 +125,7 @@ def _write(path: Path, found: FoundMap, attributes: Mapping[str, Any], world: Co
                 _fill(features, bands)
         except OSError as error:
             problem = error
-    for _ in bands:  # rank 0 has to go through all of them, too
+    for _ in bands:  # iteration is collective, also after an error on rank 0
         pass
     _agree(problem, world)
 
@@ -140,7 +140,7 @@ def _fill(features: h5py.Dataset, bands: Any) -> None:
 
 
 def _agree(problem: OSError | None, world: Communicator) -> None:
-    """Raise what went wrong on rank 0 on all ranks."""
+    """Raise an error of rank 0 on all ranks."""
     agreed: OSError | None = world.bcast(problem)
     if agreed is not None:
         raise agreed

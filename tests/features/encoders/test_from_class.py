@@ -1,4 +1,4 @@
-"""Encoders of the user's own, and what is said of those that cannot be used."""
+"""User-defined encoders, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_weights_of_a_file_are_loaded(tmp_path):
         ("resnet18", {}, "expected timm:NAME"),
         ("no_such_package.Net", {}, "cannot be imported"),
         ("tests.features.tiny.None_", {}, "cannot be imported"),
-        ("pathlib.Path", {}, "gives a PosixPath, expected a torch.nn.Module"),
+        ("pathlib.Path", {}, "returns a PosixPath, expected a torch.nn.Module"),
         (TINY, {"depth": 3}, "cannot be made with {'depth': 3}: TypeError"),
-        ("tests.features.tiny.Silent", {}, "no attribute mean: say --mean"),
+        ("tests.features.tiny.Silent", {}, "no attribute mean: add --mean"),
     ],
 )
 def test_what_is_no_encoder_is_refused(name, arguments, message):
@@ -49,7 +49,7 @@ def test_what_is_no_encoder_is_refused(name, arguments, message):
 
 
 def test_outputs_that_are_no_features_are_refused():
-    with pytest.raises(ValueError, match=r"gives \[1, 12, 8, 8\] for 1 images, expected"):
+    with pytest.raises(ValueError, match=r"returns \[1, 12, 8, 8\] for 1 images, expected"):
         make_encoder(Wish("tests.features.tiny.Map")).width()
     with pytest.raises(ValueError, match="does not take images of 4 x 4"):
         make_encoder(Wish(TINY, size=4)).width()

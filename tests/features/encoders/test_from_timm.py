@@ -1,4 +1,4 @@
-"""Networks of timm: weights of a file, the transform of their configuration, nothing fetched."""
+"""timm encoders: weights from a file, transform of the configuration, no downloads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def timm():
 
 @pytest.fixture
 def weights(timm, tmp_path: Path) -> Path:
-    """Random ones, with a head."""
+    """Random weights with a head."""
     torch.manual_seed(1)
     torch.save(timm.create_model(NAME).state_dict(), tmp_path / "weights.pth")
     return tmp_path / "weights.pth"
@@ -71,7 +71,7 @@ def test_networks_are_frozen_and_their_digest_is_of_all_weights(timm, weights, t
     assert first.digest() != make_encoder(Wish(f"timm:{NAME}", tmp_path / "other.pth")).digest()
 
 
-@pytest.mark.parametrize(("change", "message"), [("lose", "it lacks"), ("add", "it has besides")])
+@pytest.mark.parametrize(("change", "message"), [("lose", ": missing"), ("add", ": unexpected")])
 def test_other_weights_are_refused(timm, weights, change, message):
     state = torch.load(weights, weights_only=True)
     if change == "lose":
@@ -102,7 +102,7 @@ def test_unknown_networks_and_arguments_are_refused(timm, weights):
         make_encoder(Wish("timm:no_such_net", weights))
     with pytest.raises(ValueError, match="there is no such file"):
         make_encoder(Wish(f"timm:{NAME}", Path("no.pth")))
-    with pytest.raises(ValueError, match="--pool mean is of transformers"):
+    with pytest.raises(ValueError, match="--pool mean needs --encoder transformers"):
         make_encoder(Wish(f"timm:{NAME}", weights, pool="mean"))
 
 

@@ -1,4 +1,4 @@
-"""Networks of torchvision without their last layer, with the transforms of their weights."""
+"""torchvision encoders: networks without last layer, with the transforms of their weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_heads_are_found_whatever_they_are_called(models, tmp_path, name, width)
 
 def test_nothing_is_fetched_unless_asked(models, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    with pytest.raises(ValueError, match=r"nothing is downloaded: give --weights FILE"):
+    with pytest.raises(ValueError, match=r"downloads are disabled: give --weights FILE"):
         make_encoder(Wish("torchvision:resnet18"))
     with pytest.raises(ValueError, match="cannot be made"):
         make_encoder(Wish("torchvision:no_such_net"))

@@ -1,4 +1,4 @@
-"""Networks of transformers in a folder, with its image processor, and what of them is taken."""
+"""transformers encoders: folder of a network, image processor, pooling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
 
 
 def folder_of(path: Path, model: torch.nn.Module, **processor: object) -> Path:
-    """As a user has it."""
+    """A folder written by `save_pretrained`."""
     model.save_pretrained(path)
     said = {
         **{"image_processor_type": "ViTImageProcessor", "do_resize": True, "resample": 3},
@@ -63,7 +63,7 @@ def test_features_are_those_of_the_model_and_its_processor(tmp_path, side):
 
 
 def test_a_pooler_without_weights_is_not_used(tmp_path):
-    """transformers draws one at random, other features each time."""
+    """transformers initialises it at random, with different features each time."""
     model = vit(add_pooling_layer=False)
     name = f"transformers:{folder_of(tmp_path / 'vit', model)}"
     encoder, images = make_encoder(Wish(name)), torch.rand(2, 3, 32, 32)

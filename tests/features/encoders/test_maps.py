@@ -1,4 +1,4 @@
-"""Maps of timm, torchvision and transformers: pooled they are the vectors of the same networks."""
+"""Maps of timm, torchvision and transformers; pooled, they equal the networks' vectors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_map_of_torchvision_has_the_mean_that_the_classifier_is_given(timm, na
 def test_a_network_of_torchvision_that_pools_elsewhere_is_refused(timm):
     from torchvision import models
 
-    with pytest.raises(ValueError, match="where torchvision:vit_b_16 pools its map is not known"):
+    with pytest.raises(ValueError, match="unknown where torchvision:vit_b_16 pools its map"):
         TorchvisionMap(models.get_model("vit_b_16"), "torchvision:vit_b_16")
 
 
@@ -89,7 +89,7 @@ def test_a_map_of_transformers_has_no_class_token(tmp_path):
     hidden = vit()(pixel_values=IMAGES, interpolate_pos_encoding=True).last_hidden_state
     assert found.shape == (2, 24, 12, 8)
     torch.testing.assert_close(found[:, :, 5, 3], hidden[:, 1 + 5 * 8 + 3])
-    with pytest.raises(ValueError, match="--pool class is of tiles"):
+    with pytest.raises(ValueError, match="--pool class is for tiles"):
         make_encoder(Wish(f"transformers:{folder}", pool="class", whole=True))
 
 
@@ -109,7 +109,7 @@ def test_registers_are_left_out_and_maps_stay():
 
 
 def test_tokens_without_a_place_are_refused():
-    with pytest.raises(ValueError, match="gives 5 tokens for an image of 96 x 64, and where"):
+    with pytest.raises(ValueError, match="returns 5 tokens for an image of 96 x 64, whose"):
         of_patches(torch.zeros(1, 5, 7), IMAGES, (16, 16))
 
 
@@ -118,5 +118,7 @@ def test_a_class_of_ones_own_gives_a_map_or_is_refused():
     assert found.network(IMAGES).shape == (2, 10, 24, 16)
     assert found.width() == 10
     vector = make_encoder(Wish("tests.features.tiny.Tiny", whole=True))
-    with pytest.raises(ValueError, match=r"gives \[2, 12\] for 2 images, and --whole takes a map"):
+    with pytest.raises(
+        ValueError, match=r"returns \[2, 12\] for 2 images, but --whole needs a map"
+    ):
         vector.network(IMAGES)

@@ -1,4 +1,4 @@
-"""Tiles as an encoder sees them: as Pillow resizes them, to within a level."""
+"""Pre-processing of tiles; resizing agrees with Pillow within one level."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
 
 
 def tiles_of(side: int, count: int = 3) -> torch.Tensor:
-    """Smooth ones with some noise, as tissue has it."""
+    """Smooth images with some noise, like tissue."""
     generator = torch.Generator().manual_seed(side)
     coarse = torch.rand(count, 3, 6, 6, generator=generator) * 255
     fine = torch.nn.functional.interpolate(coarse, (side, side), mode="bicubic")
@@ -58,10 +58,10 @@ def test_the_middle_is_cut_out_of_a_resized_tile():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"interpolation": "lanczos"}, "bilinear or bicubic: say --interpolation"),
-        ({"mean": (0.5,)}, "mean is 0.5, expected three numbers"),
+        ({"interpolation": "lanczos"}, "set --interpolation to bilinear or bicubic"),
+        ({"mean": (0.5,)}, "mean is 0.5, expected three finite numbers"),
         ({"std": (0.5, 0.0, 0.5)}, "expected numbers above 0"),
-        ({"std": (0.5, float("nan"), 0.5)}, "expected three numbers"),
+        ({"std": (0.5, float("nan"), 0.5)}, "expected three finite numbers"),
         ({"resized": 20}, "cannot be cropped to 32"),
     ],
 )

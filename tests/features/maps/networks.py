@@ -1,4 +1,4 @@
-"""Encoders of maps, small enough for tests, and regions of pixels that anybody may make up."""
+"""Small encoders of maps, and regions of given pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = Preprocessing(64, (0.5, 0.4, 0.3), (0.25, 0.2, 0.3))
 
 
 class Convolved(nn.Module):
-    """A map of every fourth pixel; BatchNorm's statistics are not those of a beginning."""
+    """A map of stride 4; BatchNorm has non-initial statistics."""
 
     input_size = 64
     mean, std = STEPS.mean, STEPS.std
@@ -44,27 +44,27 @@ class Convolved(nn.Module):
 
 
 class Overflowing(Convolved):
-    """Features beyond what float16 holds."""
+    """Features beyond the range of float16."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) + 1e6
 
 
 class Pooling(Convolved):
-    """A map of one size, whatever that of the image."""
+    """A map of fixed size for any image size."""
 
     def forward(self, images: Tensor) -> Tensor:
         return nn.functional.adaptive_avg_pool2d(super().forward(images), 4)
 
 
 def encoder_of(network: nn.Module, size: int = 64) -> Encoder:
-    """As `make_encoder` gives it."""
+    """An encoder as returned by `make_encoder`."""
     network.eval().requires_grad_(False)
     return Encoder(network, Preprocessing(size, STEPS.mean, STEPS.std), "made up")
 
 
 def region_of(path: Path, size: tuple[int, int], **more: Any) -> SlideRegion:
-    """A slide of these rows and columns, which are all region."""
+    """A slide of these rows and columns, whose region is the whole slide."""
     if not path.exists():
         write_slide(path, *size)
     return SlideRegion(path.stem, SlideImages(path, 0.5, [(0, 0)], size, 1.0, **more), size, 0.5)

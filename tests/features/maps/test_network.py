@@ -66,7 +66,7 @@ class Raising(Convolved):
 
 def test_too_little_memory_is_refused_with_what_helps(tmp_path):
     region = region_of(tmp_path / "a.tif", (64, 64))
-    with pytest.raises(ValueError, match=r"64x64 does not fit into the device's memory: take more"):
+    with pytest.raises(ValueError, match=r"64x64 does not fit into the device's memory: use more"):
         network_of(Raising(torch.OutOfMemoryError("no")), RegionParts((1, 1))).run(region)
 
 

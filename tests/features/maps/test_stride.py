@@ -40,10 +40,10 @@ def test_strides_of_networks(network, stride, multiple):
 
 
 def test_maps_that_do_not_grow_evenly_are_refused():
-    with pytest.raises(ValueError, match="gives 4 rows for an image of 64 x 64, 4 for one"):
+    with pytest.raises(ValueError, match="returns 4 rows for an image of 64 x 64, 4 for one"):
         stride_of(encoder_of(Pooling()))
     finer = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Upsample(scale_factor=2))
-    with pytest.raises(ValueError, match="does not grow by a cell"):
+    with pytest.raises(ValueError, match="has no regular stride"):
         stride_of(encoder_of(finer))
 
 

@@ -40,10 +40,10 @@ def test_features_that_are_not_finite_are_not_written(tmp_path):
     values = torch.zeros(2, 5, 5)
     values[0, 1, 4] = 1e6
     found = found_map(tmp_path, values)
-    with pytest.raises(SlideError, match=r"1 of 25 cells .* in float16; take --dtype float32"):
+    with pytest.raises(SlideError, match=r"1 of 25 cells .* in float16; use --dtype float32"):
         found.stored("float16", SingleProcess())
     values[1, 1, 4] = torch.nan
-    with pytest.raises(SlideError, match=r"1 of 25 cells .* not finite; take --precision"):
+    with pytest.raises(SlideError, match=r"1 of 25 cells .* not finite; use --precision"):
         found.stored("float32", SingleProcess())
 
 

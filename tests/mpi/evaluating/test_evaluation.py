@@ -1,4 +1,4 @@
-"""Evaluations on several ranks are those of a single process."""
+"""Evaluations on several ranks equal those of a single process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLIDES = 5
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory) -> Path:
-    """Slides with labels, regions with masks, networks, and what one process evaluates."""
+    """Slides with labels, regions with masks, networks, and the results of a single process."""
     folder = tmp_path_factory.mktemp("case") if WORLD.rank == 0 else None
     if folder is not None:
         train(folder / "tiles", *NETWORK)
@@ -80,7 +80,7 @@ def cells(path: Path) -> list[dict[str, str]]:
 
 
 def assert_equal(path: Path, other: Path) -> int:
-    """Cells that are numbers to 1e-10, all others as they are; how many numbers there are."""
+    """Compares cells, numbers to 1e-10, others exactly; returns the count of numbers."""
     ours, plain = cells(path), cells(other)
     assert len(ours) == len(plain)
     numbers = 0
@@ -112,7 +112,7 @@ def test_metrics_equal_those_of_one_process(layout, kind, case):
 
 
 def test_a_mistake_of_the_labels_is_raised_on_all_ranks(case):
-    """Rank 0 alone reads predictions and labels; the others would wait for it."""
+    """Only rank 0 reads predictions and labels; its errors must not leave other ranks waiting."""
     if WORLD.rank == 0:
         write_rows(case / "other.csv", ("slide", "label"), [("s0", "tumour")])
         (case / "refused").mkdir()
@@ -120,5 +120,5 @@ def test_a_mistake_of_the_labels_is_raised_on_all_ranks(case):
     words = (f"ckpt_path={case / 'tiles'}", f"slides={case / 'slides' / 's0.tiff'}", "level=0")
     layout = ("parallel=sp", f"parallel.grid=[{WORLD.size},1]", device_key(WORLD))
     more = (f"labels={case / 'other.csv'}", "trust=[tests]", "min_tissue=0.3", *layout)
-    with pytest.raises(ValueError, match="has the label 'tumour', but the network knows 0, 1, 2"):
+    with pytest.raises(ValueError, match="'tumour', but the network has the classes 0, 1, 2"):
         run(command(*words, *more), case / "refused", WORLD)

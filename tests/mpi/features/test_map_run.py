@@ -1,4 +1,4 @@
-"""Files of a run on all ranks are those of one process, and so is what is reported."""
+"""Files and reports of a run on all ranks equal those of a single process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ranks_write_the_files_of_one_process(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert ("maps of 10 features of 2 slides" in said.out) == (WORLD.rank == 0)
     assert written(slides, all_ranks, WORLD) == 1
-    assert ("2 of them done before" in capsys.readouterr().out) == (WORLD.rank == 0)
+    assert ("2 of them by an earlier run" in capsys.readouterr().out) == (WORLD.rank == 0)
     if WORLD.rank:
         return
     assert "torn" in said.err

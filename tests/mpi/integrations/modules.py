@@ -1,4 +1,4 @@
-"""LightningModules as users write them, and a Trainer's run of one, split or as one process."""
+"""LightningModules in users' style, and a Trainer's run of one, split or not."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def labelled(samples: int = SAMPLES) -> TensorDataset:
 
 
 class Masked(torch.utils.data.Dataset[dict[str, Any]]):
-    """Images, masks of integers, maps of numbers, and names."""
+    """Images, integer masks, float maps, and names."""
 
     def __init__(self) -> None:
         numbers, size = draw(), (SAMPLES, ROWS, COLUMNS)
@@ -118,7 +118,7 @@ class Masked(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Followed(Callback):
-    """What is logged at the end of each epoch, and the gradients of each step as they are used."""
+    """Records logged values per epoch, and the gradients used in each step."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, Tensor]] = []
@@ -145,7 +145,7 @@ def fitted(
     ckpt_path: Any = None,
     **arguments: Any,
 ) -> tuple[L.LightningModule, L.Trainer, Followed]:
-    """A module after a run: of `SpatialStrategy`, or ``auto`` for one process."""
+    """A module after a run with `SpatialStrategy`, or ``auto`` for a single process."""
     torch.manual_seed(seed)
     module, followed = make(), Followed()
     arguments = {"precision": "64-true", "max_epochs": 2, "enable_checkpointing": False} | arguments

@@ -1,4 +1,4 @@
-"""A Trainer with SpatialStrategy has the numbers of one without, as one process."""
+"""A Trainer with SpatialStrategy gives the results of a single process without it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.mpi.integrations.modules import (
 
 
 def grids(world: Communicator) -> list[tuple[int, int]]:
-    """Rows and columns, and rows alone."""
+    """Grids of rows and columns, and of rows only."""
     size = world.size
     return [(2, size // 2) if size % 2 == 0 else (1, size), (size, 1)]
 
@@ -101,7 +101,7 @@ def test_accumulated_and_clipped(
 
 
 class Measured(Classifier):
-    """Logs what differs between replicas."""
+    """Logs values that differ between replicas."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0)
@@ -145,7 +145,7 @@ def test_replicas_train_on_samples_of_their_own(accumulates: int, world: Communi
 
 
 class Adversaries(L.LightningModule):
-    """Two optimizers, each for a network of its own; the second's backward bypasses Lightning."""
+    """Two networks, each with its optimizer; the second's backward bypasses Lightning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_what_cannot_be_split_is_refused(world: Communicator) -> None:
         ({"sync_batchnorm": True}, "sync_batchnorm=True replaces BatchNorm"),
         ({"devices": 3, "num_nodes": 5}, r"devices=3, num_nodes=5.* 3 x 5 = 15 processes, but .*"),
         ({"num_nodes": 7}, "a multiple of 7 processes"),
-        ({"plugins": [FSDPPrecision("32-true")]}, "cannot use FSDPPrecision"),
+        ({"plugins": [FSDPPrecision("32-true")]}, "does not support FSDPPrecision"),
     ],
 )
 def test_arguments_that_contradict_are_refused(

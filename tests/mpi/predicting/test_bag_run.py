@@ -1,4 +1,4 @@
-"""Bags that one process has predicted are not predicted again by several ranks."""
+"""Several ranks do not repeat predictions of bags by a single process."""
 
 from __future__ import annotations
 

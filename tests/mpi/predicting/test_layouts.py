@@ -1,4 +1,4 @@
-"""Predictions in every layout are those of one process."""
+"""Predictions in every layout equal those of a single process."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_map_has_no_seams(layout, maps):
 
 @pytest.fixture(scope="module")
 def volumes(tmp_path_factory) -> Path:
-    """A network that was trained on volumes, files of two orientations, and their maps."""
+    """A network trained on volumes, files in two orientations, and their maps."""
     folder = tmp_path_factory.mktemp("volumes") if WORLD.rank == 0 else None
     if folder is not None:
         train_on_volumes(folder, *UNET, "optimizer.lr=0.02", "seed=3", "data.std=0.1")

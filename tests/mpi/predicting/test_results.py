@@ -1,4 +1,4 @@
-"""A map whose pieces lie on all ranks is written by the first; all go through it together."""
+"""Rank 0 writes a map distributed over ranks; iteration is collective."""
 
 from __future__ import annotations
 

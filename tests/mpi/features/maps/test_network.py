@@ -1,4 +1,4 @@
-"""Maps of a region that is split over ranks are those of one process, to what float64 leaves."""
+"""Maps of a region split over ranks equal those of a single process, up to rounding."""
 
 from __future__ import annotations
 
