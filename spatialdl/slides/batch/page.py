@@ -23,16 +23,16 @@ from spatialdl.text import counted, readable_bytes
 _WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail; sizes are limits
 _ALWAYS = ("written", "with_tissue", "in_grid")
 _HEADS = {
-    "written": ("tiles", "written to the data set"),
+    "written": ("tiles", "tiles written to the data set"),
     "with_tissue": ("tissue", "tiles with enough tissue"),
     "in_grid": ("grid", "tiles of the grid over the slide"),
-    "tissue_percent": ("tissue, %", "part of the slide that is tissue"),
-    "outside_percent": ("outside, %", "part of the tissue that is in no tile of the grid"),
-    "unannotated": ("unannotated", "outside of the annotations"),
-    **{name: (name, f"dropped by the filter {name}") for name in FILTERS},
-    "unreadable": ("unreadable", "could not be read"),
+    "tissue_percent": ("tissue, %", "tissue in percent of the slide"),
+    "outside_percent": ("outside, %", "tissue in no tile of the grid, in percent of the tissue"),
+    "unannotated": ("unannotated", "tiles outside of the annotations"),
+    **{name: (name, f"tiles dropped by the filter {name}") for name in FILTERS},
+    "unreadable": ("unreadable", "unreadable tiles"),
     "mpp": ("mpp", "micrometres per level-0 pixel"),
-    "seconds": ("seconds", "of work on the slide"),
+    "seconds": ("seconds", "processing time of the slide"),
 }
 
 
