@@ -387,9 +387,9 @@ WHY = {
     "empty": ("failed", "the file is empty; copy it again"),
     "text": ("failed", "it is a text file; give the slide itself"),
     "pointer": ("failed", "it is a Git LFS pointer, not the slide; fetch it"),
-    "noise": ("failed", "openslide does not read this format"),
+    "noise": ("failed", "openslide does not support this format"),
     "cut": ("failed", "slide"),
-    "image": ("failed", "does not say its micrometres per pixel"),
+    "image": ("failed", "has no micrometres per pixel"),
     "white": ("no tiles", "no tissue found in any of 20 tiles (0 of 20"),
     "tiny": ("no tiles", "smaller than a tile: it has 40 x 50 pixels, a tile spans 64"),
     "mpp0": ("failed", "micrometres per pixel"),
@@ -426,7 +426,7 @@ def test_a_level_that_is_missing(tmp_path: Path, small: Path) -> None:
     assert tile(small, "--out", out, "--tile-size", 64, "--level", 7) == 1
     for row in rows(out).values():
         assert row["status"] == "failed"
-        assert "and no level 7; ask for one of them, or for an mpp" in row["reason"]
+        assert "and no level 7; set one of them, or an mpp" in row["reason"]
     assert not (out / "manifest.json").exists()
     assert leftovers(tmp_path) == []
 

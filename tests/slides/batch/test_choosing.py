@@ -263,7 +263,7 @@ def test_a_slide_with_bad_annotations_does_not_end_the_others(
     (folder / "strand.xml").unlink()
     for features, says in [
         ([], "its annotations are empty"),
-        ([polygon(9000, 0, 9900, 900, "far")], "none of its 1 annotated regions meets"),
+        ([polygon(9000, 0, 9900, 900, "far")], "none of its 1 annotated regions overlaps"),
     ]:
         annotate(folder, "strand", *features)
         assert run(out, synthetic["ring"].parent, "--annotations", folder) == 0

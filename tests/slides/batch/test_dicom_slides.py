@@ -105,7 +105,7 @@ def test_what_is_no_slide_is_passed_over_in_folders(
     with pytest.raises(ValueError, match="has no slides"):
         find_slides([tmp_path / "notes"])
     assert tile(note, "--out", tmp_path / "set", *TILES) == 1
-    assert "DICOM file, but not of a whole-slide image" in capsys.readouterr().err
+    assert "DICOM file, but not a whole-slide image" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

@@ -41,8 +41,8 @@ def test_an_aperio_slide(real: Path) -> None:
 
 def test_what_is_odd_is_said(real: Path) -> None:
     for name, says in [
-        ("bad/no-mpp.svs", "remark: slide does not say its micrometres per pixel"),
-        ("osp-boxes.tiff", "remark: slide says 352.8 x 352.8 micrometres per pixel"),
+        ("bad/no-mpp.svs", "remark: slide has no micrometres per pixel"),
+        ("osp-boxes.tiff", "remark: slide has 352.8 x 352.8 micrometres per pixel"),
         ("osp-unreadable.svs", "remark: cannot read slide at x=0, y=0"),
     ]:
         assert says in inspect(real / name)
