@@ -379,7 +379,9 @@ def test_a_filter_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path / "set", synthetic["ring"], "--filter", "red")
-    assert "there is no filter 'red'; there are black, white, pen, blur" in capsys.readouterr().err
+    assert (
+        "unknown filter 'red', expected one of black, white, pen, blur" in capsys.readouterr().err
+    )
 
 
 def test_a_dark_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
