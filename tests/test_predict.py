@@ -243,7 +243,7 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
     assert not list((case.folder / "bad").glob("*.tif"))
     code, said = here("ckpt_path=run", "slides=b.tif", "mpp=1", "hydra.run.dir=worse")
     assert code == 1
-    assert "does not say its micrometres per pixel; give them with slide_mpp=..." in said
+    assert "has no micrometres per pixel in its metadata; set them with slide_mpp=..." in said
 
 
 def test_shards_are_predicted_as_in_validation(case, here):

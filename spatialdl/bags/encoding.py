@@ -1,8 +1,8 @@
-"""An encoder over the tiles of a rank: slice after slice without a graph, and once more with one.
+"""Checkpointed encoder of the local tiles: forward by slices without a graph, recomputed with one.
 
-The second run is on the same slices, draws the same random numbers, and leaves buffers alone, as in
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (https://arxiv.org/abs/1604.06174),
-section 3, with slices of the batch in place of layers.
+The recomputation runs on the same slices, draws the same random numbers, and does not update
+buffers, as in Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016
+(https://arxiv.org/abs/1604.06174), section 3, with slices of the batch instead of layers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from spatialdl.random.drawing import PartsOfSamples
 
 Progress = Callable[[int], object]
 TOLERANCE = 1e-3
-"""By how much of the largest feature those of the second run may differ where they are compared."""
+"""Largest accepted difference of recomputed features, relative to the largest feature."""
 
 
 class BagEncoding:
-    """The features of one slide's tiles that this rank has; to be made within `keyed`.
+    """Features of the local tiles of one slide; create it within `keyed`.
 
     Args:
         encoder: (n, C, h, w) to (n, D).
         tiles: of this rank.
-        size: tiles of a slice.
-        progress: is given the number of tiles of each slice that is done.
+        size: tiles per slice.
+        progress: called with the number of tiles of each finished slice.
 
     Attributes:
-        drawn: calls that drew random numbers, the same for each slice; None without tiles.
+        drawn: number of calls that draw random numbers, equal for all slices; None without tiles.
     """
 
     def __init__(self, encoder: nn.Module, tiles: OwnTiles, size: int, progress: Progress) -> None:
@@ -46,15 +46,15 @@ class BagEncoding:
 
     @property
     def written(self) -> list[str]:
-        """Names of the buffers that the encoder has changed."""
+        """Names of the buffers that the encoder has modified."""
         return self._buffers.written()
 
     def finish(self, drawn: int | None) -> None:
-        """What is drawn from now on comes after so many calls, also on ranks without tiles."""
+        """Continue random numbers after `drawn` calls, on ranks without tiles, too."""
         self._numbers.finish(drawn or 0)
 
     def whole(self) -> Tensor:
-        """Features of all own tiles by one call, which keeps its graph."""
+        """Encode all local tiles in one call, with its graph."""
         with self._numbers.of(self._tiles.own):
             features = self._features(self._tiles.all(), len(self._tiles.own))
         self.drawn = self._numbers.drawn
@@ -63,36 +63,36 @@ class BagEncoding:
 
     @torch.no_grad()
     def first(self) -> Tensor | None:
-        """Features of all own tiles without a graph, (n, D); None without tiles."""
-        found: list[Tensor] = []
+        """Encode all local tiles by slices without a graph, (n, D); None without tiles."""
+        features: list[Tensor] = []
         counts: set[int] = set()
         for part, tiles in self._tiles.slices(self._size):
             self._generators.append(_Generators(tiles.device))
-            # each slice begins with the same buffers, and they are updated once
-            with self._buffers.again() if found else nullcontext(), self._numbers.of(part):
-                found.append(self._features(tiles, len(part)))
+            # each slice starts with the same buffers; only the first one updates them
+            with self._buffers.again() if features else nullcontext(), self._numbers.of(part):
+                features.append(self._features(tiles, len(part)))
             counts.add(self._numbers.drawn)
             self._progress(len(part))
         if len(counts) > 1:
             raise ValueError(
                 f"the encoder draws random numbers {sorted(counts)} times for slices of one slide: "
-                'it must not depend on the tiles how often; take mode="graph"'
+                'the number must not depend on the tiles; set mode="graph"'
             )
         self.drawn = counts.pop() if counts else None
-        torch.clear_autocast_cache()  # of weights, cast without a graph
-        return torch.cat(found) if found else None
+        torch.clear_autocast_cache()  # its casts of weights have no graph
+        return torch.cat(features) if features else None
 
     def second(self, first: Tensor, grad: Tensor, compare: bool, no_autocast: Any) -> None:
-        """Run again, with a graph, and add the gradients of features to those of parameters.
+        """Recompute features by slices with a graph, and backpropagate their gradients.
 
         Args:
             first: features of the first run.
-            grad: of the loss with regard to them.
-            compare: whether features of both runs are compared.
-            no_autocast: makes a context for backward.
+            grad: gradient of the loss with respect to these features.
+            compare: compare the features of both runs.
+            no_autocast: creates the context for backward.
 
         Raises:
-            RuntimeError: if they are others.
+            RuntimeError: the features differ.
         """
         generators = iter(self._generators)
         for part, tiles in self._tiles.slices(self._size):
@@ -110,17 +110,17 @@ class BagEncoding:
 
 
 def encoded(encoder: nn.Module, tiles: Tensor, count: int) -> Tensor:
-    """The features (count, D) of tiles.
+    """Run the encoder and check that it returns features (count, D).
 
     Raises:
-        ValueError: the encoder gives something else.
+        ValueError: it returns anything else.
     """
     features = encoder(tiles)
     if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != count:
         shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)
         raise ValueError(
             f"the encoder must map tiles {tuple(tiles.shape)} to features ({count}, D), got "
-            f"{shape}: pool and flatten its maps"
+            f"{shape}; pool and flatten its maps"
         )
     return features
 
@@ -129,18 +129,18 @@ def _check_same(first: Tensor, second: Tensor, part: range) -> None:
     difference = (first - second).abs().max()
     if not bool(difference <= TOLERANCE * first.abs().max()):
         raise RuntimeError(
-            "the second run of the encoder gives other features for tiles "
-            f"{part.start} to {part.stop - 1}, by up to {float(difference):.3g}: what reads tiles "
-            "must give the same ones both times (augment by the number of the tile), and the "
-            "encoder must draw random numbers by PyTorch only"
+            "recomputed features of the encoder differ from those of the first run for tiles "
+            f"{part.start} to {part.stop - 1}, by up to {float(difference):.3g}: the function that "
+            "reads tiles must return the same tiles both times (key augmentation by the number of "
+            "the tile), and the encoder must draw random numbers only with PyTorch"
         )
 
 
-# --- what both runs begin with
+# --- state that both runs start from
 
 
 class _Buffers:
-    """The buffers of a module as they are now, for runs that must not change the real ones."""
+    """Snapshot of the buffers of a module, for runs that must not modify the real ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self._start = [
@@ -151,7 +151,7 @@ class _Buffers:
         ]
 
     def written(self) -> list[str]:
-        """Those that have been changed since, by their names in the module."""
+        """Return the names of the buffers modified since the snapshot."""
         return [
             path
             for path, owner, name, buffer, version, _ in self._start
@@ -160,7 +160,7 @@ class _Buffers:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it the module has copies of the buffers as they were."""
+        """Replace the buffers of the module by copies of the snapshot within the context."""
         real = [(owner, name, owner._buffers[name]) for _, owner, name, *_ in self._start]
         for _, owner, name, *_, start in self._start:
             owner._buffers[name] = start.clone()
@@ -172,7 +172,7 @@ class _Buffers:
 
 
 class _Generators:
-    """PyTorch's own generators as they are now: of what is drawn from them all the same."""
+    """Snapshot of PyTorch's default generators, for draws that are not keyed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -197,11 +197,11 @@ class _Generators:
             self._of_device().set_rng_state(self._own, self._device)
 
 
-# --- what sees more than one tile
+# --- layers that depend on several tiles
 
 
 def batch_statistics(encoder: nn.Module) -> list[str]:
-    """Layers whose outputs or buffers come from all tiles of a call: BatchNorm in training."""
+    """List layers whose outputs or buffers depend on all tiles of a call: BatchNorm in training."""
     return [
         f"{name or 'encoder'} ({type(layer).__name__})"
         for name, layer in encoder.named_modules()
@@ -211,12 +211,12 @@ def batch_statistics(encoder: nn.Module) -> list[str]:
 
 
 def freeze_norms(encoder: nn.Module) -> None:
-    """BatchNorm in evaluation: with the running statistics that it has."""
+    """Set BatchNorm and InstanceNorm layers to evaluation mode, with their running statistics."""
     for layer in encoder.modules():
         if isinstance(layer, _BatchNorm | _InstanceNorm):
             layer.eval()
 
 
 def without_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Makes a context for backward, whose operations have the types of forward."""
+    """Return a factory of contexts for backward, which uses the dtypes of forward."""
     return lambda: torch.autocast(device.type, enabled=False)

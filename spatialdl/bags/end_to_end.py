@@ -1,10 +1,9 @@
-"""Encoder and aggregator trained together on all tiles of a slide, divided over ranks and time.
+"""End-to-end training of encoder and aggregator on all tiles of a slide, split over ranks and time.
 
-Every rank encodes its own range of tiles. Their features are one split signal (1, D, tiles), of
-which the aggregator makes the output of the slide as of any other: by split reductions, softmax
-and ring attention. Nothing is gathered. The objective is the mean over the ranks of each rank's
-loss, so that gradients of features are those of the sum, and parameters' are averaged over all
-ranks of the mesh.
+Every rank encodes its own range of tiles. Their features are one split signal (1, D, tiles), which
+the aggregator processes like any other: by split reductions, softmax and ring attention. Nothing
+is gathered. The objective is the mean over ranks of each rank's loss, so that gradients of features
+are those of the sum, and gradients of parameters are averaged over all ranks of the mesh.
 """
 
 from __future__ import annotations
@@ -37,37 +36,37 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 MODES = ("slices", "graph")
 SHOWN_AFTER = 2.0
-"""Seconds of a step, after which rank 0 shows its progress."""
+"""Seconds of a step after which rank 0 shows a progress bar."""
 
 
 class EndToEnd(nn.Module):
-    """An encoder of tiles and an aggregator of bags, which a step trains on a whole slide.
+    """An encoder of tiles and an aggregator of bags, trained on whole slides.
 
-    Losses, gradients and weights are those of one process that runs
-    ``aggregator(encoder(tiles).T[None])`` and keeps the whole graph. With ``mode="graph"`` this
-    does, too. With ``"slices"`` the encoder runs without a graph first, a slice after the other;
-    forward and backward of the aggregator give the gradients of the features; with these the
-    encoder runs again, slice by slice, with the same random numbers. Memory then does not grow with
-    the tiles, apart from their features and gradients of features (2 * D numbers a tile).
+    Losses, gradients and weights are those of a single process that runs
+    ``aggregator(encoder(tiles).T[None])`` and keeps the whole graph, as ``mode="graph"`` does. With
+    ``"slices"`` the encoder first runs slice by slice without a graph; forward and backward of the
+    aggregator compute the gradients of the features; then the encoder recomputes each slice with
+    the same random numbers and backpropagates. Memory then does not grow with the number of tiles,
+    except for features and their gradients (2 * D numbers per tile).
 
-    Weights and buffers become those of rank 0 on all ranks. Parameters are those of both networks,
-    for any optimizer; `spatialdl.clip_grad_norm_` and ``state_dict`` take it as a network.
+    Weights and buffers are broadcast from rank 0. Parameters are those of both networks, for any
+    optimizer; `spatialdl.clip_grad_norm_` and ``state_dict`` work as for any module.
 
-    Random numbers are keyed by the number of the tile in its slide, a running number of steps, and
-    the replica; within `spatialdl.random.keyed` by what that says.
+    Random numbers are keyed by the index of the tile in its slide, the number of steps, and the
+    replica; within `spatialdl.random.keyed` by its keys.
 
     Args:
-        encoder: tiles (n, C, h, w) to features (n, D). What it makes of a tile must not depend on
-            others: BatchNorm in training is refused in slices; in a graph it sees all tiles.
+        encoder: tiles (n, C, h, w) to features (n, D). Features of a tile must not depend on other
+            tiles: BatchNorm in training is refused with slices; with a graph it uses all tiles.
         aggregator: a bag of features (1, D, tiles) to the output of the slide.
-        mesh: ``init_mesh(grid=(ranks,), data=...)``: each replica may have a slide of its own.
-        slice_size: tiles that the encoder is given at once, if in slices.
+        mesh: ``init_mesh(grid=(ranks,), data=...)``: each replica may have a different slide.
+        slice_size: tiles per call of the encoder, with slices.
         mode: "slices" or "graph".
-        frozen_norm: BatchNorm of the encoder stays in evaluation, also after ``train()``.
-        progress: rank 0 shows a bar of steps that take longer than 2 seconds.
+        frozen_norm: keep BatchNorm of the encoder in evaluation mode, also after ``train()``.
+        progress: rank 0 shows a progress bar for steps longer than 2 seconds.
 
     Raises:
-        ValueError: if a setting does not fit, or ranks have other networks.
+        ValueError: a setting is invalid, or the networks differ across ranks.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class EndToEnd(nn.Module):
         super().__init__()
         if len(mesh.grid) != 1 or mesh.tensor > 1:
             raise ValueError(
-                "tiles are divided over a grid of one number, init_mesh(grid=(ranks,)), got grid="
+                "tiles are split over a grid with one axis, init_mesh(grid=(ranks,)), got grid="
                 f"{mesh.grid}, tensor={mesh.tensor}"
             )
         if slice_size < 1 or mode not in MODES:
@@ -101,7 +100,7 @@ class EndToEnd(nn.Module):
         self._seed: int = mesh.comm.bcast(torch.initial_seed())
 
     def train(self, mode: bool = True) -> EndToEnd:
-        """As of any module, but for norms that are frozen."""
+        """Set the training mode, except for frozen norms."""
         super().train(mode)
         if self._frozen:
             freeze_norms(self.encoder)
@@ -109,7 +108,7 @@ class EndToEnd(nn.Module):
 
     @torch.no_grad()
     def forward(self, tiles: Tensor | ReadTiles, count: int | None = None) -> Any:
-        """The output for a slide, without a graph; arguments as of `step`, which trains."""
+        """Compute the output for a slide without a graph; arguments as in `step`, which trains."""
         with self._drawing(), self._bar(tiles, count, runs=1) as bar:
             own = OwnTiles(tiles, count, self._mesh, self._device())
             encoding = BagEncoding(self.encoder, own, self._size, bar.update)
@@ -124,28 +123,29 @@ class EndToEnd(nn.Module):
         count: int | None = None,
         average: bool = True,
     ) -> Tensor:
-        """Forward and backward of one slide; gradients are added to those there are, and averaged.
+        """Run forward and backward of one slide; accumulates and averages gradients.
 
-        Every rank of the mesh must call it. For several slides between two steps of the optimizer
-        call it several times; only the last one need average. Forward runs under the autocast
-        that is around it, both times, backward outside.
+        Collective over all ranks of the mesh. To accumulate gradients of several slides, call it
+        several times; only the last call must average. Both forward runs use the surrounding
+        autocast, backward does not.
 
         Args:
-            tiles: this rank's own range of the slide's tiles, (n, C, h, w), in the order of the
-                ranks and of any length, none included; or a function that reads tiles
-                ``(start, stop)`` of the slide, of which each rank reads its range
-                ``mesh.box((count,))``, twice in slices, while the slice before is computed.
+            tiles: the local range of the slide's tiles, (n, C, h, w), in rank order and of any
+                length, 0 included; or a function that reads tiles ``(start, stop)`` of the slide.
+                Each rank reads its range ``mesh.box((count,))``, twice with slices, one slice
+                ahead of the computation.
             target: for the criterion, the same on all ranks of a grid.
-            criterion: the loss of the aggregator's output and the target, a scalar; may scale it.
-            count: tiles of the whole slide; needed with a function.
-            average: False leaves gradients to be averaged by a later step.
+            criterion: maps the aggregator's output and the target to a scalar loss, which it may
+                scale.
+            count: tiles of the whole slide; required with a function.
+            average: False defers the averaging of gradients to a later step.
 
         Returns:
             The loss of this replica's slide, detached.
 
         Raises:
-            UnsupportedSpatialOp: if the encoder has BatchNorm in training, and runs in slices.
-            ValueError: on all ranks, if they bring tiles that do not fit together.
+            UnsupportedSpatialOp: the encoder has BatchNorm in training, and runs in slices.
+            ValueError: on all ranks, if their tiles are inconsistent.
         """
         self._check_norms(self._mode)
         self._steps += 1
@@ -157,7 +157,7 @@ class EndToEnd(nn.Module):
             leaf, bag = self._bag(encoding, own, features)
             loss = criterion(self.aggregator(bag), target)
             if not isinstance(loss, Tensor) or isinstance(loss, SpatialTensor) or loss.dim():
-                raise ValueError("the criterion must give a scalar loss of the slide's output")
+                raise ValueError("the criterion must return a scalar loss of the slide's output")
             no_autocast = without_autocast(leaf.device)
             with no_autocast():
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -169,7 +169,7 @@ class EndToEnd(nn.Module):
         return loss.detach()
 
     def _whole(self, encoding: BagEncoding, own: OwnTiles) -> Tensor | None:
-        """With its graph; a rank without tiles takes part where statistics are of all ranks."""
+        """Features with their graph; ranks without tiles join in statistics over all ranks."""
         across = bool(batch_statistics(self.encoder)) and self._mesh.parts > 1
         if not (len(own.own) or across):
             return None
@@ -179,22 +179,22 @@ class EndToEnd(nn.Module):
     def _bag(
         self, encoding: BagEncoding, own: OwnTiles, features: Tensor | None
     ) -> tuple[Tensor, SpatialTensor]:
-        """The features of this rank, (n, D), and those of all as one signal (1, D, tiles)."""
-        found = None
+        """Local features (n, D), and the features of all ranks as one signal (1, D, tiles)."""
+        local = None
         if features is not None and len(features):
             shape = features.shape[1], features.dtype, features.requires_grad, encoding.drawn
-            found = _Found(self._mesh.part, *shape, encoding.written)
-        everybody = self._mesh.grid_comm.allgather(found)
-        known = [one for one in everybody if one is not None]
+            local = _Encoded(self._mesh.part, *shape, encoding.written)
+        all_ranks = self._mesh.grid_comm.allgather(local)
+        known = [each for each in all_ranks if each is not None]
         first = known[0]
-        if any(one[1:] != first[1:] for one in known):
+        if any(each[1:] != first[1:] for each in known):
             raise ValueError(
-                "ranks have other features of one slide: "
-                + "; ".join(one.describe() for one in known)
-                + ": the encoder must do the same with all tiles"
+                "features of one slide are inconsistent across ranks: "
+                + "; ".join(each.describe() for each in known)
+                + "; the encoder must treat all tiles alike"
             )
         encoding.finish(first.drawn)
-        if len(known) < len(everybody) and first.written:
+        if len(known) < len(all_ranks) and first.written:
             self._share_buffers(first)
         if features is None:
             features = torch.empty(0, first.width, dtype=first.dtype, device=self._device())
@@ -205,30 +205,30 @@ class EndToEnd(nn.Module):
             self._mesh.agreement.tiles(tile.detach(), own.layout.size)
         return features, from_tile(tile, own.layout, self._mesh)
 
-    def _share_buffers(self, found: _Found) -> None:
-        """Ranks without tiles get the buffers that the encoder of another one has written."""
+    def _share_buffers(self, owner: _Encoded) -> None:
+        """Copy the buffers modified by the owner's encoder to ranks without tiles."""
         buffers = dict(self.encoder.named_buffers())
-        has_them = self._mesh.part == found.part
-        values = {name: buffers[name].cpu() for name in found.written} if has_them else None
-        for name, value in self._mesh.grid_comm.allgather(values)[found.part].items():
+        is_owner = self._mesh.part == owner.part
+        values = {name: buffers[name].cpu() for name in owner.written} if is_owner else None
+        for name, value in self._mesh.grid_comm.allgather(values)[owner.part].items():
             buffers[name].copy_(value)
 
     def _trains_encoder(self) -> bool:
         return any(parameter.requires_grad for parameter in self.encoder.parameters())
 
     def _check_norms(self, mode: str) -> None:
-        found = batch_statistics(self.encoder)
-        if not found or (mode == "graph" and self._mesh.data == 1 and not self._instance(found)):
+        layers = batch_statistics(self.encoder)
+        if not layers or (mode == "graph" and self._mesh.data == 1 and not self._instance(layers)):
             return
         raise UnsupportedSpatialOp(
-            f"{', '.join(found[:3])}{' ...' if len(found) > 3 else ''} of the encoder takes "
-            f"statistics over the tiles of a call, which here are a part of the slides: freeze it "
-            'by frozen_norm=True or eval(); or, on a mesh with data=1, take mode="graph", where '
-            "BatchNorm sees all tiles of the slide"
+            f"{', '.join(layers[:3])}{' ...' if len(layers) > 3 else ''} of the encoder computes "
+            "statistics over the tiles of a call, which are only a part of the slides: freeze it "
+            'with frozen_norm=True or eval(); or, on a mesh with data=1, set mode="graph", where '
+            "BatchNorm uses all tiles of the slide"
         )
 
-    def _instance(self, found: list[str]) -> bool:
-        return self._mesh.parts > 1 and any("InstanceNorm" in name for name in found)
+    def _instance(self, layers: list[str]) -> bool:
+        return self._mesh.parts > 1 and any("InstanceNorm" in name for name in layers)
 
     def _device(self) -> torch.device:
         for tensor in chain(self.encoder.parameters(), self.encoder.buffers()):
@@ -255,8 +255,8 @@ class EndToEnd(nn.Module):
         )
 
 
-class _Found(NamedTuple):
-    """What the encoder of a rank has made of its tiles."""
+class _Encoded(NamedTuple):
+    """Properties of the local features, which must match across ranks, apart from `part`."""
 
     part: int
     width: int
@@ -267,6 +267,6 @@ class _Found(NamedTuple):
 
     def describe(self) -> str:
         return (
-            f"part {self.part} of the grid (n, {self.width}) of {self.dtype}, after "
-            f"{self.drawn} calls that draw random numbers, and changed buffers {self.written}"
+            f"part {self.part} of the grid has (n, {self.width}) of {self.dtype}, drew random "
+            f"numbers in {self.drawn} calls, and modified buffers {self.written}"
         )

@@ -1,9 +1,8 @@
-"""Encoder and aggregator as one network, for the training command: pixels of tiles to a slide's
-output.
+"""Encoder and aggregator as one network for the training command, from pixels to a slide's output.
 
-A bag is a signal (1, C * h * w, tiles) of pixels. Every rank encodes the tiles it has, slice after
-slice, and each slice runs again in backward. The features are the split signal of which the
-aggregator makes the output. Nothing is gathered, and no rank waits for another in the encoder.
+A bag is a signal (1, C * h * w, tiles) of pixels. Every rank encodes its tiles slice by slice, and
+recomputes each slice in backward. The features are the split signal that the aggregator maps to the
+output. Nothing is gathered, and the encoder needs no synchronisation of ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
 class TileEncoder(nn.Module):
-    """Pixels of tiles, (1, C * h * w, tiles), to their features, (1, D, tiles).
+    """Maps pixels of tiles, (1, C * h * w, tiles), to their features, (1, D, tiles).
 
     Args:
-        network: tiles (n, C, h, w) to features (n, D). What it makes of a tile must not depend on
-            others.
+        network: tiles (n, C, h, w) to features (n, D). Features of a tile must not depend on other
+            tiles.
         tile: (C, h, w).
-        slice_size: tiles that it is given at once, if in slices.
-        mode: "slices" runs each slice again in backward; "graph" keeps all activations.
-        frozen_norm: BatchNorm stays in evaluation, also after ``train()``.
-        mean, std: of pixels / scale, subtracted and divided by: one number, or one a channel.
-        scale: pixel value that becomes 1.
+        slice_size: tiles per call of the network, with slices.
+        mode: "slices" recomputes each slice in backward; "graph" keeps all activations.
+        frozen_norm: keep BatchNorm in evaluation mode, also after ``train()``.
+        mean, std: normalise pixels / scale: one number, or one per channel.
+        scale: pixel value that is mapped to 1.
 
     Raises:
-        ValueError: if a setting does not fit, or the network has BatchNorm that would train.
+        ValueError: a setting is invalid, or the network has BatchNorm in training.
     """
 
     def __init__(
@@ -68,34 +67,34 @@ class TileEncoder(nn.Module):
             row = torch.as_tensor(values, dtype=torch.float64).reshape(-1, 1, 1)
             if len(row) not in (1, tile[0]):
                 raise ValueError(
-                    f"{name} has {len(row)} numbers, and tiles have {tile[0]} channels: give one, "
+                    f"{name} has {len(row)} numbers, but tiles have {tile[0]} channels: give one, "
                     "or one for each channel"
                 )
             self.register_buffer(name, row, persistent=False)
         if frozen_norm:
             freeze_norms(network)
-        if found := batch_statistics(network):
+        if layers := batch_statistics(network):
             raise ValueError(
-                f"{', '.join(found[:3])}{' ...' if len(found) > 3 else ''} of the encoder takes "
-                "statistics over the tiles of a call, which here are a part of the slide: set "
-                "model.frozen_norm=true, or take an encoder with GroupNorm"
+                f"{', '.join(layers[:3])}{' ...' if len(layers) > 3 else ''} of the encoder "
+                "computes statistics over the tiles of a call, which are only a part of the slide: "
+                "set model.frozen_norm=true, or use an encoder with GroupNorm"
             )
 
     mean: Tensor
     std: Tensor
 
     def train(self, mode: bool = True) -> TileEncoder:
-        """As of any module, but for norms that are frozen."""
+        """Set the training mode, except for frozen norms."""
         super().train(mode)
         if self._frozen:
             freeze_norms(self.network)
         return self
 
     def forward(self, bag: Tensor) -> Tensor:
-        """Features of the tiles of a bag, which may be split over ranks.
+        """Compute the features of the tiles of a bag, which may be split over ranks.
 
         Raises:
-            ValueError: the bag has other tiles.
+            ValueError: the bag has tiles of another shape.
         """
         if bag.dim() != 3 or bag.shape[1] != prod(self.tile):
             raise ValueError(
@@ -109,30 +108,30 @@ class TileEncoder(nn.Module):
         return from_tile(self._features(bag._tile, start), layout, mesh)
 
     def _features(self, bag: Tensor, start: int) -> Tensor:
-        """Of tiles of this rank, the first of which is number `start` of the bag."""
+        """Features of the local tiles, the first of which is number `start` of the bag."""
         count = bag.shape[2]
         tiles = bag.transpose(1, 2).reshape(len(bag) * count, *self.tile)
-        # of its own: what the aggregator draws does not depend on the tiles of this rank
+        # a separate scope, so that draws of the aggregator do not depend on the local tiles
         with scope("encoder of tiles"):
             features = self._of_tiles(tiles, start) if count else self._of_none(tiles)
         return features.reshape(len(bag), count, features.shape[1]).transpose(1, 2)
 
     def _of_tiles(self, tiles: Tensor, start: int) -> Tensor:
         parts = PartsOfSamples() if thread.stream is not None else None
-        in_slices = self._mode == "slices" and not tiles.is_meta  # which has no memory to save
+        in_slices = self._mode == "slices" and not tiles.is_meta  # meta tensors need no memory
         size = self._size if in_slices else len(tiles)
         learns = any(each.requires_grad for each in self.network.parameters())
         again = in_slices and learns and torch.is_grad_enabled()
-        found = []
+        features = []
         for first in range(0, len(tiles), size):
             some = tiles[first : first + size]
             own = range(start + first, start + first + len(some))
             run = partial(self._run, parts=parts, own=own)
-            found.append(recompute(run, some, modules=[self.network]) if again else run(some))
-        return torch.cat(found)
+            features.append(recompute(run, some, modules=[self.network]) if again else run(some))
+        return torch.cat(features)
 
     def _of_none(self, tiles: Tensor) -> Tensor:
-        """No features, of the type of those of others, and with a graph as they have."""
+        """Features of no tiles, with the width, dtype and graph of those of other ranks."""
         blank = tiles.new_zeros(1, *self.tile)
         return self._run(blank, parts=None, own=range(1))[:0]
 
@@ -167,7 +166,7 @@ class EndToEndNetwork(nn.Sequential):
 
     @property
     def attention(self) -> Callable[[Tensor], Tensor] | None:
-        """A bag to what the aggregator gives for each tile, (1, maps, tiles), if it tells."""
+        """Function from a bag to the attention of its tiles, (1, maps, tiles), if supported."""
         encoder: Any = self.encoder
         attend: Any = getattr(self.aggregator, "attention", None)
         return None if attend is None else lambda bag: attend(encoder(bag))

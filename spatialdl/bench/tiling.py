@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from spatialdl.bench.results import median_ratio, origin, parser_of, publish, save, words_of
 from spatialdl.planning.worker import environment, run_worker
-from spatialdl.slides.reading.decoding import TELLS_OF_DAMAGE
+from spatialdl.slides.reading.decoding import DETECTS_DAMAGE
 
 OPENSLIDE, NATIVE = "openslide alone", "native alone"
 OURS, THROUGH = "end to end", "end to end, through openslide"
@@ -40,7 +40,7 @@ WIDE = 32  # columns of names in the table
 BATCH = 4  # slides of a batch that is timed
 OF_ONE = 1.8
 """Times as fast as one process two of them are to be."""
-DECODER = "simplejpeg" if TELLS_OF_DAMAGE else "imagecodecs, openslide asked about each"
+DECODER = "simplejpeg" if DETECTS_DAMAGE else "imagecodecs, openslide asked about each"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from spatialdl.slides.batch.coords import tile_attributes
 from spatialdl.slides.batch.identity import slide_key
 from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.steps import Task, begun
+from spatialdl.slides.batch.steps import Task, initial_report
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
 from spatialdl.slides.reading.reader import Slide
@@ -147,7 +147,7 @@ class SlideSource(TileSource):
                 finder=self.choosing.finder(slide),
                 regions=self.choosing.regions(slide),
             )
-            report = begun(task, slide, plan, options)
+            report = initial_report(task, slide, plan, options)
             report.in_grid, report.with_tissue = plan.in_grid, plan.with_tissue
             report.unannotated, report.note = plan.unannotated, plan.reason
             own = self.choosing.own_colours(slide, plan)

@@ -1,1 +1,1 @@
-"""Pages for the browser: what all of them have in common."""
+"""HTML pages: shared templates, writing, figures."""

@@ -1,4 +1,4 @@
-"""Figures of matplotlib as part of a page."""
+"""Matplotlib figures embedded in a page."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def as_svg(figure: Figure) -> Markup:
-    """The element `svg`, in the font of the page; the same figure gives the same text."""
+    """Return a figure as an `svg` element in the font of the page; the output is reproducible."""
     import matplotlib as mpl
 
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spatialdl"}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     _, start, rest = text.getvalue().partition("<svg")
-    return Markup(start + rest)  # drawn here from numbers, so it may stand as it is
+    return Markup(start + rest)  # safe without escaping: generated here from numbers

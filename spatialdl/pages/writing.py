@@ -1,4 +1,4 @@
-"""Pages from templates: one file for the browser, nothing from elsewhere."""
+"""Self-contained HTML pages from Jinja templates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spatialdl.version import __version__
 
 
 def save_page(path: Path, package: str, **values: Any) -> None:
-    """Write a page, whole or not at all.
+    """Write a page, atomically.
 
     Args:
         path: the HTML file.
-        package: whose folder has `page.html`; it may extend `base.html` or `article.html`.
-        values: of the template, with `version`; a name without a value is an error.
+        package: package with `page.html`, which may extend `base.html` or `article.html`.
+        values: variables of the template, besides `version`; an undefined variable is an error.
     """
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(
@@ -34,5 +34,5 @@ def save_page(path: Path, package: str, **values: Any) -> None:
 
 
 def as_data(content: bytes, kind: str) -> str:
-    """The address of a picture that is in the page itself; kind is "png" or "jpeg"."""
+    """Return the data URL of a picture; kind is "png" or "jpeg"."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"

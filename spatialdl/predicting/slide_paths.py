@@ -26,7 +26,7 @@ def slide_paths(given: Any) -> list[Path]:
         return find_slides(paths)
     except ValueError as error:
         nested = "those in folders of folders by a pattern such as 'FOLDER/**/*.svs'"
-        text = str(error).replace("folders in it are looked into with --recursive", nested)
+        text = str(error).replace("search subfolders with --recursive", nested)
         raise ValueError(text) from error
 
 

@@ -1,1 +1,1 @@
-"""Slides: reading them, finding tissue, cutting tiles, and drawing slides to try things on."""
+"""Whole slides: reading, tissue detection, tiling, cohorts, and synthetic slides."""

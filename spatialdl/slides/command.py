@@ -40,21 +40,21 @@ _TOOLS: dict[str, Callable[[Path], object]] = {"inspect": inspect, "verify": ver
 def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
     """Cut slides into a data set folder.
 
-    Under mpiexec or srun all ranks call it; the first hands out the work, the others do it. With
-    "inspect" or "verify" as first argument it looks at a path instead.
+    Under mpiexec or srun all ranks call it: rank 0 schedules the work, all other ranks execute
+    it. With "inspect" or "verify" as first argument it inspects or verifies a path instead.
 
     Args:
-        argv: arguments of the command; those of the process if None.
-        native: false reads all slides through openslide that it can read.
+        argv: arguments of the command; None uses those of the process.
+        native: false reads all slides with openslide that it supports.
 
     Returns:
-        The exit code: 0 when every slide could be used, 1 when some could not (with
-        `--skip-errors` that is 0 too) or no tissue was found, 2 for a mistake in the arguments
-        or files given, 130 or 143 when it was interrupted or terminated.
+        The exit code: 0 if every slide could be used, 1 if some could not (0 with
+        `--skip-errors`) or no tissue was found, 2 for invalid arguments or files, 130 or 143 if
+        interrupted or terminated.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _TOOLS:
-        return _look(argv[0], argv[1:])
+        return _run_tool(argv[0], argv[1:])
     try:
         with executor_of_ranks() as (first, executor):
             return _main(argv, executor, native) if first else _OK
@@ -65,23 +65,23 @@ def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
         return _MISUSED
 
 
-def _look(tool: str, argv: Sequence[str]) -> int:
+def _run_tool(tool: str, argv: Sequence[str]) -> int:
     path = parsed_path(tool, argv)
     try:
-        found = _TOOLS[tool](path)
+        result = _TOOLS[tool](path)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return _FAILED
-    print_lines(str(found))
-    return _OK if found else _FAILED
+    print_lines(str(result))
+    return _OK if result else _FAILED
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """The process was asked to end."""
+    """The process received SIGTERM."""
 
 
 class _EmptyError(ValueError):
-    """No slide gave a tile."""
+    """No slide has a tile."""
 
 
 def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
@@ -117,10 +117,10 @@ def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
 def _labelled(
     options: argparse.Namespace, slides: list[Path]
 ) -> tuple[list[Path], dict[Path, SlideLabel]]:
-    """The slides to be cut, and their labels if there are any."""
+    """Return the slides to cut and their labels, if there are any."""
     if options.labels is None:
         if options.unlabelled == "skip":
-            raise ValueError("--unlabelled skip needs --labels, which names the slides to be cut")
+            raise ValueError("--unlabelled skip requires --labels")
         return slides, {}
     labels = read_labels(
         options.labels,
@@ -129,18 +129,18 @@ def _labelled(
         classes=options.annotations is None,
     )
     if not labels:
-        raise ValueError(f"{options.labels} has no line for any of the slides; give other slides")
-    left_out = [slide.name for slide in slides if slide not in labels]
-    if left_out:
-        count = counted(len(left_out), "slide")
-        print(f"remark: left out {count} without a label: {', '.join(left_out)}", file=sys.stderr)
+        raise ValueError(f"{options.labels} has no line for any of the slides; check its names")
+    skipped = [slide.name for slide in slides if slide not in labels]
+    if skipped:
+        count = counted(len(skipped), "slide")
+        print(f"remark: skipped {count} without a label: {', '.join(skipped)}", file=sys.stderr)
     return [slide for slide in slides if slide in labels], labels
 
 
 def _with_classes(
     options: argparse.Namespace, labels: dict[Path, SlideLabel], choosing: Choosing
 ) -> dict[Path, SlideLabel]:
-    """The labels, without classes where annotations have some.
+    """Return the labels, without their classes if annotations have classes.
 
     Raises:
         ValueError: neither annotations nor labels have classes.
@@ -150,13 +150,13 @@ def _with_classes(
         if empty:
             raise ValueError(
                 f"{options.labels} has an empty label for {', '.join(empty)}, and no region of "
-                f"--annotations {options.annotations} has a class; fill in either"
+                f"--annotations {options.annotations} has a class; add labels or classes"
             )
         return labels
     if any(label.label for label in labels.values()):
         print(
-            f"remark: classes are those of the annotations ({', '.join(choosing.classes)}); "
-            f"{options.labels} gives the splits, its labels are not used",
+            f"remark: using the classes of the annotations ({', '.join(choosing.classes)}); the "
+            f"labels in {options.labels} are ignored, its splits are used",
             file=sys.stderr,
         )
     return {slide: label._replace(label="") for slide, label in labels.items()}
@@ -186,7 +186,7 @@ def _tasks(slides: Sequence[Path], labels: Mapping[Path, SlideLabel]) -> list[Ta
 
 
 def _count(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None) -> int:
-    """Say what would be written."""
+    """Print what would be written."""
     run = _run(batch, tasks, executor, dry=True)
     reports = _reported(run, tasks)
     new = [run.reports[task.name].written for task in tasks if task.name not in run.before]
@@ -219,14 +219,14 @@ def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None)
 
 def _kept(folder: Path) -> str:
     if not holds_work(folder):
-        return "nothing was done yet"
-    return f"what is done is kept in {folder}; run the same again to go on"
+        return "nothing was written"
+    return f"partial results are in {folder}; run the same command again to resume"
 
 
 def _into(
     folder: ResumableFolder, batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None
 ) -> int:
-    begun = names_in(folder.path)  # by a run that was interrupted
+    resumed = names_in(folder.path)  # slides done by an interrupted run
     others = keep_others(folder.path, batch.before, {task.name: task.path for task in tasks})
     run = _run(batch, tasks, executor, dry=False)
     done = {*run.before, *run.finished}
@@ -235,23 +235,23 @@ def _into(
     others += [report for report in kept.values() if report is not None]
     reports = _reported(run, tasks)
     names = sorted({*done, *kept, *(report.slide for report in others)})
-    if batch.before and not (begun or run.finished) and names == names_in(batch.before):
+    if batch.before and not (resumed or run.finished) and names == names_in(batch.before):
         folder.discard()
-        print_lines(f"nothing to do: {batch.target} has all that can be had")
+        print_lines(f"nothing to do: {batch.target} is complete")
         return _exit_code(batch, reports)
     written = sum(report.written for report in [*reports, *others])
     if not written and holds_results(batch.target):
         folder.discard()
         raise _EmptyError(why_nothing(reports))
     assemble(folder.path, names, batch.classes, batch.options, batch.settings)
-    together = sorted([*reports, *others], key=lambda report: report.slide)
-    save_reports(folder.path / PROCESS_LIST, together)
+    all_reports = sorted([*reports, *others], key=lambda report: report.slide)
+    save_reports(folder.path / PROCESS_LIST, all_reports)
     shown = {name: value for name, value in batch.settings.items() if value}
-    save_batch(folder.path / PAGE, together, folder.path / PICTURES, shown)
+    save_batch(folder.path / PAGE, all_reports, folder.path / PICTURES, shown)
     folder.publish()
     if not written:
         raise _EmptyError(f"{why_nothing(reports)}; pictures and {PAGE} are in {batch.target}")
-    used = sum(report.written > 0 for report in together)
+    used = sum(report.written > 0 for report in all_reports)
     print_lines(f"wrote {_what(batch, written, used)} to {batch.target}")
     return _exit_code(batch, reports)
 
@@ -260,8 +260,8 @@ def _run(
     batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None, *, dry: bool
 ) -> BatchRun:
     run = BatchRun(batch, tasks, dry=dry)
-    with batch_executor(batch.options.jobs, executor, run.watch) as crew:
-        run.go(crew)
+    with batch_executor(batch.options.jobs, executor, run.watch) as workers:
+        run.go(workers)
     return run
 
 

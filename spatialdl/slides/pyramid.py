@@ -1,7 +1,7 @@
-"""Writing a pyramidal, tiled TIFF from bands of rows, in memory that does not grow.
+"""Writer of pyramidal, tiled TIFFs from bands of rows, in constant memory.
 
-Colours are kept as JPEG, grey values without loss. Grey values of 0 may stand for places without a
-value: of these the reduced levels have no part.
+Colours are stored as JPEG, grey values lossless. Grey values of 0 may mean "no value": these are
+excluded from the means of reduced levels.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def write_pyramid(
     empty: bool = False,
     description: str | None = None,
 ) -> None:
-    """Write `path`: level 0 from `bands`, every further level half of the one before.
+    """Write a pyramid: level 0 from `bands`, each further level half the size of the previous.
 
     Args:
         path: the TIFF; written under a temporary name, then renamed.
         bands: from top to bottom, uint8 (rows, columns, 3), or (rows, columns) of grey values; rows
             a multiple of `TILE`, except in the last.
         size: rows and columns of level 0.
-        mpp: micrometres per pixel, kept as the resolution of the file; None where nobody knows.
-        grey: whether there are grey values.
-        empty: whether those of 0 are places without a value.
-        description: kept in the file, which openslide calls ``tiff.ImageDescription``.
+        mpp: micrometres per pixel, the resolution of the file; None if unknown.
+        grey: bands have grey values.
+        empty: grey values of 0 mean "no value".
+        description: openslide's property ``tiff.ImageDescription``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = level_sizes(size)
@@ -58,13 +58,13 @@ def write_pyramid(
         tifffile.TiffWriter(temporary) as tiff,
     ):
         levels = [_Level(spool, empty) for _ in sizes[1:]]
-        given = _level0(bands, levels, size[0])
-        for number, tiles in enumerate([given, *(level.tiles() for level in levels)]):
+        level0 = _level0(bands, levels, size[0])
+        for number, tiles in enumerate([level0, *(level.tiles() for level in levels)]):
             _write_level(tiff, tiles, sizes[number], number, grey, mpp, description)
 
 
 def level_sizes(size: tuple[int, int]) -> list[tuple[int, int]]:
-    """Sizes of all levels: halved until the longer side is at most 512."""
+    """Return the sizes of all levels: halved until the longer side is at most 512."""
     sizes = [size]
     while max(sizes[-1]) > _SMALLEST and min(sizes[-1]) > 1:
         sizes.append((sizes[-1][0] // 2, sizes[-1][1] // 2))
@@ -72,7 +72,7 @@ def level_sizes(size: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 class _Level:
-    """A reduced level in progress: rows still to be tiled, and tiles waiting for their turn."""
+    """A reduced level in progress: rows not tiled yet, and encoded tiles in a temporary file."""
 
     def __init__(self, spool: IO[bytes], empty: bool) -> None:
         self._spool, self._empty = spool, empty
@@ -80,7 +80,7 @@ class _Level:
         self._rows: list[Bytes] = []
 
     def add(self, rows: Bytes, *, last: bool) -> Bytes | None:
-        """Take rows of the finer level; returns those that are now tiled, for the next level."""
+        """Add rows of the finer level; return the rows tiled by this call, for the next level."""
         rows = _halved_values(rows) if self._empty else _halved(rows)
         self._rows.append(rows)
         held = sum(len(part) for part in self._rows)
@@ -104,7 +104,7 @@ def _level0(bands: Iterable[Bytes], levels: list[_Level], height: int) -> Iterat
     row = 0
     for band in bands:
         row += len(band)
-        # before the tiles go out: nobody asks for more after the last one
+        # before the tiles: the generator is not resumed after the last one
         _reduce_into(levels, band, last=row == height)
         yield from _encoded(band)
 
@@ -118,7 +118,7 @@ def _reduce_into(levels: list[_Level], band: Bytes, *, last: bool) -> None:
 
 
 def _halved(rows: Bytes) -> Bytes:
-    """Means of 2 x 2 pixels; an odd row or column at the end is dropped."""
+    """Means of 2 x 2 pixels; a last odd row or column is dropped."""
     even = rows[: len(rows) // 2 * 2, : rows.shape[1] // 2 * 2]
     if even.size == 0:
         return even[:0, : rows.shape[1] // 2]
@@ -126,7 +126,7 @@ def _halved(rows: Bytes) -> Bytes:
 
 
 def _halved_values(rows: Bytes) -> Bytes:
-    """Means of those of 2 x 2 grey values that are not 0; 0 where all of them are."""
+    """Means of 2 x 2 grey values, 0 excluded; 0 where all four are 0."""
     height, width = rows.shape[0] // 2, rows.shape[1] // 2
     blocks = rows[: 2 * height, : 2 * width].reshape(height, 2, width, 2)
     sums, counts = blocks.sum((1, 3), np.uint16), np.count_nonzero(blocks, (1, 3))
@@ -134,7 +134,7 @@ def _halved_values(rows: Bytes) -> Bytes:
 
 
 def _encoded(rows: Bytes) -> Iterator[bytes]:
-    """Tiles in reading order; those at the edges are filled by repeating it."""
+    """Encoded tiles in row-major order; tiles at the edges are padded by repeating the edge."""
     height, width = rows.shape[:2]
     fill = ((0, -height % TILE), (0, -width % TILE), (0, 0))[: rows.ndim]
     padded = np.pad(rows, fill, mode="edge") if any(map(any, fill)) else rows

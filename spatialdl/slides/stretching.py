@@ -1,4 +1,4 @@
-"""Dark pictures made bright enough to be looked at."""
+"""Contrast stretching of dark pictures for display."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 _DARKEST, _BRIGHTEST = 1.0, 99.5  # percentiles that become black and full
-_LEAST = 16.0  # levels of grey that are spread over all: less is noise
+_LEAST = 16.0  # smallest range of grey values that is stretched to 255; less is noise
 
 
 def stretched(image: Bytes, shown: npt.NDArray[np.bool_] | None = None) -> Bytes:
-    """Spread the colours of a dark picture over all that can be shown, all channels alike.
+    """Stretch the colours of a dark picture to the full range, all channels alike.
 
     Args:
         image: uint8 (rows, cols, 3).
-        shown: (rows, cols), the pixels that are to be bright, such as tissue; None is all.
+        shown: (rows, cols), mask of pixels that should be bright, such as tissue; None is all.
 
     Returns:
-        uint8 (rows, cols, 3); the picture itself where it is bright already, or of one colour.
+        uint8 (rows, cols, 3); the unchanged picture if it is already bright, or of one colour.
     """
     values = image.max(-1)
     bright = values if shown is None or not shown.any() else values[shown]

@@ -221,7 +221,7 @@ def test_bad_slides_are_reported_and_the_others_done(tmp_path, capsys):
     common = [*slides, "--out", tmp_path, "--mpp", 2, *TINY]
     assert run(*common) == 1
     said = capsys.readouterr()
-    for reason in ("the file is empty", "give them with --slide-mpp", "could not be read"):
+    for reason in ("the file is empty", "set them with --slide-mpp", "could not be read"):
         assert reason in said.err
     assert "labels" not in said.err
     found = {

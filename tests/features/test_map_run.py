@@ -172,7 +172,7 @@ def test_bad_slides_are_reported_and_the_others_done(tmp_path, capsys):
     common = [*slides, "--out", tmp_path, "--mpp", 2, *WHOLE]
     assert run(*common) == 1
     said = capsys.readouterr().err
-    for reason in ("the file is empty", "give them with --slide-mpp", "is damaged there"):
+    for reason in ("the file is empty", "set them with --slide-mpp", "is damaged there"):
         assert reason in said
     found = {
         one["slide"]: one for one in json.loads((tmp_path / "manifest.json").read_text())["slides"]

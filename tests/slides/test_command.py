@@ -190,9 +190,9 @@ def test_a_batch_goes_on_after_bad_slides(
         **{"truncated-half": "failed"},
     }
     assert text.out.splitlines()[-1].startswith("wrote ")
-    for says in ("empty.svs: the file is empty", "no-mpp.svs does not say", "cut short"):
+    for says in ("empty.svs: the file is empty", "no-mpp.svs has no micrometres", "cut short"):
         assert says in text.err
-    assert "all-white gave no tiles: no tissue" in text.err
+    assert "all-white has no tiles: no tissue" in text.err
     assert "Traceback" not in text.err
     with (out / "process_list.csv").open(newline="") as file:
         for row in csv.DictReader(file):  # glass that the thumbnail could not show is no tissue
@@ -208,7 +208,7 @@ def test_a_batch_goes_on_after_bad_slides(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("bad/all-white.svs", "no tissue: none of 1 slides gave a tile"),
+        ("bad/all-white.svs", "no tissue: none of 1 slides has a tile"),
         ("bad/empty.svs", "none of 1 slides could be read"),
         ("osp-unreadable.svs", "no tissue"),
     ],
@@ -294,7 +294,10 @@ def test_pixels_that_are_not_square_are_reported(
         tmp_path / "a.tiff", image, tile=(256, 256), resolution=per_cm, resolutionunit="CENTIMETER"
     )
     assert run(tmp_path / "a.tiff", "--out", tmp_path / "set", *TILES, "--min-tissue", 0) == 0
-    assert "a: pixels are not square: 0.5 micrometres across, 0.51 down" in capsys.readouterr().err
+    assert (
+        "a: pixels are not square: 0.5 micrometres horizontally, 0.51 vertically"
+        in capsys.readouterr().err
+    )
 
 
 def test_one_name_for_two_formats_keeps_the_suffix(
@@ -364,9 +367,9 @@ def test_slides_without_a_label_are_left_out(
     labels.write_text("slide,label,split\nring,Ring,train\n")
     words = [*synthetic.values(), "--out", tmp_path / "set", *TILES, "--unlabelled", "skip"]
     assert run(*words, "--labels", labels, "--dry-run") == 0
-    assert "remark: left out 1 slide without a label: strand.tiff" in capsys.readouterr().err
+    assert "remark: skipped 1 slide without a label: strand.tiff" in capsys.readouterr().err
     assert run(*words, "--dry-run") == 2
-    assert "--unlabelled skip needs --labels" in capsys.readouterr().err
+    assert "--unlabelled skip requires --labels" in capsys.readouterr().err
     labels.write_text("slide,label,split\n")
     assert run(*words, "--labels", labels, "--dry-run") == 2
     assert "has no line for any of the slides" in capsys.readouterr().err

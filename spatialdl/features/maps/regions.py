@@ -11,7 +11,7 @@ from spatialdl.features.maps.stride import Stride
 from spatialdl.features.sources import SlideSource
 from spatialdl.predicting.inputs import SlideImages
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.steps import Task, begun
+from spatialdl.slides.batch.steps import Task, initial_report
 from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
 from spatialdl.slides.reading.wanted import Wanted
@@ -84,7 +84,7 @@ class RegionSource(SlideSource):
             wanted = Wanted(options.mpp, options.mag, options.level)
             finder = self.choosing.finder(slide)
             plan = plan_tiles(slide, options.tile_size, wanted, 0.0, finder=finder)
-            report = begun(task, slide, plan, options)
+            report = initial_report(task, slide, plan, options)
             report.in_grid = 1
             own = self.choosing.own_colours(slide, plan)
             if isinstance(own, str):

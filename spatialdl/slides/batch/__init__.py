@@ -1,1 +1,1 @@
-"""Many slides: what is asked of them, the work shared out, what became of it."""
+"""Batches of slides: options, scheduling of the work, records and reports."""

@@ -1,4 +1,4 @@
-"""Making a data set of slides that are done: shards numbered, manifest and reports written."""
+"""Assembling a data set from finished slides: shard names, manifest, settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROCESS_LIST, PAGE = "process_list.csv", "report.html"
 
 
 def load_settings(folder: Path) -> object:
-    """The settings of a batch that was made before; None if there is none."""
+    """Read the settings of an earlier batch; None if there is none."""
     return load_json(folder / SETTINGS)
 
 
@@ -40,17 +40,17 @@ def assemble(
 ) -> int:
     """Turn the records of a batch into a data set.
 
-    May be interrupted and done again: the parts are left until nothing else is missing.
+    Can be repeated after an interruption: the parts are deleted last.
 
     Args:
         folder: where the batch was built.
-        names: of the slides that are done, in the order in which they come; others are removed.
-        classes: that labels are indices into.
+        names: of the finished slides, in the order of the data set; all other slides are removed.
+        classes: class names; labels are indices into them.
         options: of the command.
-        settings: written beside the data set, so that it can be added to.
+        settings: written beside the manifest, so that later runs can extend the data set.
 
     Returns:
-        The samples of the data set.
+        The number of samples of the data set.
     """
     records = [(name, record) for name in names if (record := SlideRecord.load(folder, name))]
     infos = _numbered(folder, records)
@@ -78,13 +78,13 @@ def assemble(
 
 
 def _numbered(folder: Path, records: Sequence[tuple[str, SlideRecord]]) -> list[ShardInfo]:
-    """Give the shards of all parts their names in the data set."""
+    """Link the shards of all parts to their names in the data set."""
     infos: list[ShardInfo] = []
     for _, record in records:
         for part in record.parts:
             if part.shard is not None:
                 info = replace(part.shard, file=shard_name(len(infos)))
-                # not over one that is still to be numbered, if this was interrupted before
+                # after an interruption, the final name may belong to a shard not yet renumbered
                 link(folder / part.shard.file, folder / f"{info.file}.new")
                 part.shard = info
                 infos.append(info)
@@ -110,7 +110,7 @@ def _samples(records: Sequence[tuple[str, SlideRecord]]) -> Iterator[Sample]:
 
 
 def _tidy(folder: Path, records: Sequence[tuple[str, SlideRecord]], shards: set[str]) -> None:
-    """Remove what is not of the data set: parts, and what other runs have left."""
+    """Remove files that are not part of the data set: parts, and leftovers of earlier runs."""
     names = [name for name, _ in records]
     kept = {
         **{RECORDS: {f"{name}.json" for name in names}, "": shards},

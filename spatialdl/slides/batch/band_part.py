@@ -1,4 +1,4 @@
-"""A band of rows of a whole region, written to a shard of its own."""
+"""A band of rows of a whole region, written to its own shard."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class BandPart:
 
     @property
     def count(self) -> int:
-        """Rows of chunks."""
+        """Number of rows of chunks."""
         return -(-self.sample.bands[self.number].rows // CHUNK)
 
     def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> list[Seen]:
-        """Read its rows and write them.
+        """Read the rows of the band and write them.
 
         Raises:
-            SlideError: they cannot be read, or their stains not be normalised.
+            SlideError: they cannot be read, or their stains cannot be normalised.
         """
         file = ShardFile(folder, 0)
         try:
@@ -73,7 +73,7 @@ class BandPart:
 
 
 class _Finished:
-    """A region with the colours that it is to have; remembers what was read, made small."""
+    """A region with its final colours; keeps shrunk copies of the rows read, for the preview."""
 
     def __init__(self, slide: Slide, plan: WholePlan, cutting: Cutting) -> None:
         self._image = WholeImage(slide, plan)
@@ -94,16 +94,16 @@ class _Finished:
 
 
 def native_region(slide: Slide, plan: WholePlan) -> JpegGrid:
-    """The JPEG tiles of a slide that a region is made of.
+    """Return the JPEG tiles of a slide that make up a region.
 
     Raises:
-        SlideError: there are none, or the region does not begin with one.
+        SlideError: there are none, or the region is not aligned with them.
     """
     region = native_tiles(slide, plan.scale).at(plan.x, plan.y, plan.size)
     if region is None:
         raise SlideError(
-            f"slide {slide.path}: its tissue, from x={plan.x}, y={plan.y}, begins with none of its "
-            "JPEG tiles; ask for --codec jpeg"
+            f"slide {slide.path}: its region at x={plan.x}, y={plan.y} is not aligned with its "
+            "JPEG tiles; use --codec jpeg"
         )
     return region
 
@@ -111,13 +111,13 @@ def native_region(slide: Slide, plan: WholePlan) -> JpegGrid:
 def bands_of(
     plan: WholePlan, stripes: int | None, shard_size: int, multiple: int
 ) -> list[RegionBand]:
-    """The bands of a region, one a shard.
+    """Split a region into bands of rows, one per shard.
 
     Args:
         plan: the region.
-        stripes: how many, or fewer; None takes as many as keep shards below `shard_size`.
+        stripes: largest number of bands; None uses as many as keep shards below `shard_size`.
         shard_size: in bytes.
-        multiple: rows of a band are a multiple of it.
+        multiple: the rows of a band are a multiple of it.
     """
     count = stripes or -(-stored_bytes(plan.size, 3) // shard_size)
     cuts = cut_rows(plan.size[0], count, multiple)

@@ -1,4 +1,4 @@
-"""What the tiling command is asked about tissue and tiles, and what that means for a slide."""
+"""Options of the tiling command on tissue and tiles, applied to a slide."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options on tissue, annotations, filters and stains."""
+    """Add the options on tissue, annotations, filters and stains."""
     add = parser.add_argument
     add(
         "--background",
         choices=BACKGROUNDS,
         default="auto",
-        help="bright: stained tissue on glass; dark: fluorescence (default auto: found out)",
+        help="bright: stained tissue on glass; dark: fluorescence; auto: detect (default)",
     )
     add(
         "--mask-dir",
         type=Path,
         metavar="DIR",
-        help="tissue from other tools: NAME.png or .tif for each slide, of any size, not zero "
-        "where tissue is",
+        help="tissue masks of other tools: NAME.png or .tif for each slide, of any size, non-zero "
+        "where there is tissue",
     )
     add(
         "--annotations",
         type=Path,
         metavar="DIR",
-        help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are taken "
-        "in these regions and have their classes, with --whole masks do; --labels then gives the "
-        "splits only",
+        help="NAME.geojson (QuPath) or NAME.xml (ASAP, Aperio) for each slide: tiles are cut from "
+        "these regions and have their classes; with --whole the masks have them; --labels then "
+        "gives only the splits",
     )
     add("--overlap", type=int, default=0, metavar="N", help="pixels that neighbouring tiles share")
     add(
         "--edge",
         choices=EDGES,
         default="drop",
-        help="at the right and bottom of a slide, where no whole tile fits: drop: none; pad: one "
-        "filled up with the slide's background; shift: one that ends with the slide and overlaps "
-        "its neighbour (default drop)",
+        help="right and bottom edge of a slide, where no whole tile fits: drop: no tile; pad: a "
+        "tile padded with the slide's background; shift: a tile that ends at the edge and "
+        "overlaps its neighbour (default drop)",
     )
     add(
         "--filter",
@@ -72,13 +72,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="drop tiles: any of "
         + ", ".join(f"{name}={most:g}" for name, (_, most) in FILTERS.items())
-        + ", joined by commas; the number (optional) is the part of black, white or inked pixels, "
-        "or the blur from 0 to 1, that still passes",
+        + ", joined by commas; the number (optional) is the largest accepted fraction of black, "
+        "white or inked pixels, or the largest blur, 0 to 1",
     )
     add(
         "--stain-normalise",
         choices=METHODS,
-        help="bring the stains of every slide to those of a reference",
+        help="normalise the stains of every slide to those of a reference",
     )
     add(
         "--stain-reference",
@@ -89,23 +89,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Choosing:
-    """The options, checked, and what they mean for each slide; small enough to be sent around.
+    """Validated options, applied to each slide; small enough to send to workers.
 
     Args:
-        options: as `add_options` has them, and `tile_size`.
-        slides: all slides; their annotations are looked at for their classes.
-        outside: tiles in no region are taken, too.
+        options: those of `add_options`, and `tile_size`.
+        slides: all slides; the classes are collected from their annotations.
+        outside: also keep tiles in no region.
 
     Attributes:
-        classes: the classes of all regions, in order of their names; "background", the class of
-            pixels or tiles in no region, comes first where there is one. Where regions have
-            classes, samples have these, not the labels of slides.
-        outside: the class of tiles in no region; None where they are left out.
-        masked: regions are masks, of whole regions, and do not say where there is tissue.
+        classes: the classes of all regions, sorted by name; "background", the class of pixels or
+            tiles in no region, comes first if there is one. Where regions have classes, samples
+            have these, not the labels of slides.
+        outside: the class of tiles in no region; None if these are dropped.
+        masked: annotations become masks of whole regions and do not limit the tissue.
 
     Raises:
         ValueError: a folder is missing, the overlap is as large as a tile, the stain reference
-            cannot be used, or tiles are to be told from regions that have no classes.
+            cannot be used, or `outside` is set and no region has a class.
     """
 
     def __init__(
@@ -114,58 +114,58 @@ class Choosing:
         self._options = options
         if not 0 <= options.overlap < options.tile_size:
             raise ValueError(
-                f"--overlap is {options.overlap}, expected 0 to {options.tile_size - 1}: less "
+                f"--overlap is {options.overlap}, expected 0 to {options.tile_size - 1}, less "
                 "than a tile"
             )
         for name, folder in (("mask-dir", options.mask_dir), ("annotations", options.annotations)):
             if folder is not None and not folder.is_dir():
                 raise ValueError(f"--{name} {folder} is not a folder")
         if options.stain_reference and not options.stain_normalise:
-            raise ValueError("--stain-reference is given without --stain-normalise; add a method")
+            raise ValueError("--stain-reference requires --stain-normalise; add a method")
         if options.stain_normalise:
             self._reference = reference_colours(options.stain_normalise, options.stain_reference)
-        found: set[str] = set()
+        labels: set[str] = set()
         if options.annotations is not None:
             for slide in tqdm(slides, "annotations", unit="slide", disable=None, leave=False):
-                with suppress(SlideError):  # said when the slide is cut
+                with suppress(SlideError):  # reported when the slide is cut
                     regions = read_annotations(find_annotations(options.annotations, slide))
-                    found.update(region.label for region in regions if region.label)
+                    labels.update(region.label for region in regions if region.label)
         self.masked = options.whole and options.annotations is not None
         self.outside = BACKGROUND if outside else None
-        if outside and not found:
+        if outside and not labels:
             raise ValueError(
-                f"no region of --annotations {options.annotations} has a class that tiles of "
-                f"--unannotated {BACKGROUND} could be told from; give regions a class"
+                f"no region of --annotations {options.annotations} has a class, which "
+                f"--unannotated {BACKGROUND} requires; give regions a class"
             )
-        self.classes = class_list(found) if self.masked or outside else sorted(found)
+        self.classes = class_list(labels) if self.masked or outside else sorted(labels)
 
     def beside(self, slide: Path) -> list[Path]:
-        """The files other than the slide that decide on its tiles.
+        """List the files besides the slide that determine its tiles.
 
         Raises:
             SlideError: its mask or annotations are missing.
         """
-        options, found = self._options, []
+        options, files = self._options, []
         if options.mask_dir is not None:
-            found.append(find_mask(options.mask_dir, slide))
+            files.append(find_mask(options.mask_dir, slide))
         if options.annotations is not None:
-            found.append(find_annotations(options.annotations, slide))
+            files.append(find_annotations(options.annotations, slide))
         if options.stain_reference is not None:
-            found.append(options.stain_reference)
-        return found
+            files.append(options.stain_reference)
+        return files
 
     def finder(self, slide: Slide) -> Callable[[Thumbnail], Tissue]:
-        """What marks the tissue of a slide.
+        """Return the function that finds the tissue of a slide in its thumbnail.
 
         Raises:
-            SlideError: a mask is wanted and missing.
+            SlideError: its mask is missing.
         """
         if self._options.mask_dir is None:
             return partial(find_tissue, background=self._options.background)
         return partial(read_mask, find_mask(self._options.mask_dir, slide.path), slide)
 
     def regions(self, slide: Slide) -> list[Region] | None:
-        """The annotated regions of a slide, None where there are no annotations.
+        """Read the annotated regions of a slide; None without --annotations.
 
         Raises:
             SlideError: its annotations are missing or cannot be read.
@@ -179,23 +179,27 @@ class Choosing:
         return regions
 
     def refused(self, image: Bytes) -> str | None:
-        """The filter that drops a tile, if one does."""
+        """Return the name of the filter that drops a tile, None if none does."""
         return refused_by(image, self._options.filter)
 
     def own_colours(self, slide: Slide, plan: TilePlan) -> Colours | str | None:
-        """The colours of a slide whose stains are to be normalised; why not, if there are none.
+        """Estimate the colours of a slide for stain normalisation.
+
+        Returns:
+            The colours; the error message if they cannot be estimated; None without
+            normalisation.
 
         Raises:
-            SlideError: the slide is dark, and filters or stains of bright ones are asked for.
+            SlideError: the slide is dark, and filters or stains of bright slides are requested.
         """
         method = self._options.stain_normalise
         if plan.tissue.dark and plan.places:
-            of_bright = [f"--filter {name}" for name in self._options.filter if name != "blur"]
-            of_bright += [f"--stain-normalise {method}"] if method else []
-            if of_bright:
+            bright_only = [f"--filter {name}" for name in self._options.filter if name != "blur"]
+            bright_only += [f"--stain-normalise {method}"] if method else []
+            if bright_only:
                 raise SlideError(
-                    f"slide {slide.path} has a dark background, and {', '.join(of_bright)} suits "
-                    "bright ones only; leave it out, or say --background bright"
+                    f"slide {slide.path} has a dark background, and {', '.join(bright_only)} "
+                    "supports only bright backgrounds; remove it, or set --background bright"
                 )
         if method is None or not plan.places:
             return None
@@ -205,10 +209,10 @@ class Choosing:
             return str(error)
 
     def finished(self, image: Bytes, own: Colours | str | None) -> Bytes:
-        """A tile as it is written, by the colours of its slide.
+        """Return a tile as it is written, recoloured by the colours of its slide.
 
         Raises:
-            SlideError: these could not be told.
+            SlideError: the colours could not be estimated.
         """
         if isinstance(own, str):
             raise SlideError(own)

@@ -1,13 +1,13 @@
-"""Files of coordinates that the tools of CLAM and TRIDENT read in place of their own.
+"""Coordinate files in the formats of CLAM and TRIDENT.
 
-Both hold `coords`, int64 (tiles, 2): level-0 x, y of the top-left corners, and describe the tiles
-by attributes of it, each in its own terms: CLAM names a level and the side of a tile in its
-pixels, TRIDENT powers of the objective and the side at the power that was wanted. ::
+Both hold the data set `coords`, int64 (tiles, 2): level-0 x, y of the top-left corners. Its
+attributes describe the tiles: for CLAM a level and the side of a tile in pixels of that level, for
+TRIDENT objective powers and the side at the target power. ::
 
     coords/clam/patches/NAME.h5               extract_features_fp.py --data_h5_dir DIR/coords/clam
     coords/trident/patches/NAME_patches.h5    --job_dir DIR --coords_dir coords/trident
 
-Attributes after CLAM (wsi_core/WholeSlideImage.py) and TRIDENT (trident/IO.py).
+Attributes as in CLAM (wsi_core/WholeSlideImage.py) and TRIDENT (trident/IO.py).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def save_coords(
 
     Args:
         folder: where they are written.
-        target: where they will lie in the end; the attributes tell.
+        target: the final folder, recorded in the attributes.
         slide: open.
         name: of the slide.
         plan: of its tiles.
-        taken: level-0 x, y of those that are kept.
+        taken: level-0 x, y of the tiles kept.
 
     Returns:
-        The files, by their paths in `folder`.
+        The files, with paths relative to `folder`.
     """
     clam = {**_in_powers(slide, plan), **_in_levels(slide, plan)}
     trident = tile_attributes(slide, plan)
@@ -58,8 +58,8 @@ def save_coords(
     ):
         inside = Path(COORDS, tool, "patches")
         where = os.fsencode(target / inside).decode(errors="backslashreplace")
-        said = {**attributes, "name": name, "save_path": where, "savetodir": where}
-        _write(folder / inside / file, taken, said)
+        attrs = {**attributes, "name": name, "save_path": where, "savetodir": where}
+        _write(folder / inside / file, taken, attrs)
         size = (folder / inside / file).stat().st_size
         digest = sha256_of(folder / inside / file)
         infos.append(ShardInfo(str(inside / file), size, digest, len(taken)))
@@ -67,12 +67,12 @@ def save_coords(
 
 
 def tile_attributes(slide: Slide, plan: TilePlan) -> dict[str, object]:
-    """What `coords` says of the tiles: `patch_size` is TRIDENT's, the side of a tile."""
+    """Return the attributes of `coords`; `patch_size` is TRIDENT's, the side of a tile."""
     return {**_in_levels(slide, plan), **_in_powers(slide, plan)}
 
 
 def _in_levels(slide: Slide, plan: TilePlan) -> dict[str, object]:
-    """As CLAM has it. Between two levels tiles are those of the finer one, with more pixels."""
+    """CLAM's attributes. Tiles between two levels are described in the finer one."""
     level = slide.level(plan.scale)
     down, (rows, cols) = slide.downsamples[level], slide.level_size(level)
     return {
@@ -85,9 +85,9 @@ def _in_levels(slide: Slide, plan: TilePlan) -> dict[str, object]:
 
 
 def _in_powers(slide: Slide, plan: TilePlan) -> dict[str, object]:
-    """As TRIDENT has it; without powers where the slide's resolution is not known."""
+    """TRIDENT's attributes; without powers if the slide's resolution is unknown."""
     rows, cols = slide.size
-    said: dict[str, object] = {
+    attrs: dict[str, object] = {
         "patch_size": plan.tile_size,
         "patch_size_level0": round(plan.step),
         "overlap": round((plan.step - plan.stride) / plan.scale),
@@ -97,15 +97,15 @@ def _in_powers(slide: Slide, plan: TilePlan) -> dict[str, object]:
     try:
         power = slide.objective_power
     except SlideError:
-        return said
-    return {**said, "level0_magnification": power, "target_magnification": power / plan.scale}
+        return attrs
+    return {**attrs, "level0_magnification": power, "target_magnification": power / plan.scale}
 
 
 def _write(path: Path, taken: Sequence[tuple[int, int]], attributes: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
-    with h5py.File(content, "w") as made:
-        coords = made.create_dataset("coords", data=np.array(taken, np.int64).reshape(-1, 2))
+    with h5py.File(content, "w") as hdf5:
+        coords = hdf5.create_dataset("coords", data=np.array(taken, np.int64).reshape(-1, 2))
         coords.attrs.update(attributes)
     with replacing(path) as file:
         file.write(content.getbuffer())

@@ -1,4 +1,4 @@
-"""Slides that are the same, under two names: in two splits they would spoil what is measured."""
+"""Detection of duplicate slides; in different splits they would invalidate the evaluation."""
 
 from __future__ import annotations
 
@@ -24,69 +24,70 @@ def check_duplicates(
     *,
     allowed: bool = False,
 ) -> list[str]:
-    """Look for slides with the same contents, among those given and those of an earlier batch.
+    """Search for slides with equal contents, within a run and between it and an earlier batch.
 
     Only slides of the same length are read.
 
     Args:
-        slides: as given.
-        labels: of them, if there are any.
+        slides: of this run.
+        labels: of the slides, may be empty.
         before: the data set that they are added to.
-        allowed: whether they may be in different splits.
+        allowed: accept duplicates in different splits.
 
     Returns:
-        A sentence for each two that are the same.
+        A warning for each pair of duplicates.
 
     Raises:
-        ValueError: two that are the same are in different splits.
+        ValueError: duplicates are in different splits.
     """
     splits = {slide: label.split for slide, label in labels.items()}
-    found = []
-    for one, other in twins(slides):
-        found.append((str(one), splits.get(one), str(other), splits.get(other)))
+    pairs = []
+    for first, second in twins(slides):
+        pairs.append((str(first), splits.get(first), str(second), splits.get(second)))
     for slide, name, split in _known(slides, before):
-        found.append((f"slide {name} of the data set", split, str(slide), splits.get(slide)))
-    apart = [
-        f"{one} ({split}) and {other} ({other_split})"
-        for one, split, other, other_split in found
-        if split != other_split
+        pairs.append((f"slide {name} of the data set", split, str(slide), splits.get(slide)))
+    leaks = [
+        f"{first} ({split}) and {second} ({second_split})"
+        for first, split, second, second_split in pairs
+        if split != second_split
     ]
-    if apart and not allowed:
+    if leaks and not allowed:
         raise ValueError(
-            f"the same slide is in different splits: {'; '.join(apart)}; leave one of the two out, "
-            "give both the same split, or pass --allow-leaks"
+            f"the same slide is in different splits: {'; '.join(leaks)}; remove one of the two, "
+            "assign both to the same split, or pass --allow-leaks"
         )
     return [
-        f"{one} and {other} are the same slide; its tiles count twice" for one, _, other, _ in found
+        f"{first} and {second} are the same slide; its tiles count twice"
+        for first, _, second, _ in pairs
     ]
 
 
 def twins(slides: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Pairs of slides whose bytes are the same; only those of one length are read."""
+    """List pairs of slides with equal bytes; only slides of the same length are read."""
     lengths: dict[int, list[Path]] = {}
     for slide in slides:
         lengths.setdefault(slide_bytes(slide), []).append(slide)
     contents: dict[str, list[Path]] = {}
-    for alike in lengths.values():
-        for slide in alike if len(alike) > 1 else []:
+    for group in lengths.values():
+        for slide in group if len(group) > 1 else []:
             contents.setdefault(slide_content(slide), []).append(slide)
-    return [two for alike in contents.values() for two in pairwise(alike) if _same(*two)]
+    return [pair for group in contents.values() for pair in pairwise(group) if _same(*pair)]
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether all bytes are the same, also of what OpenSlide reads beside a file."""
-    files = zip(slide_files(one), slide_files(other), strict=True)
-    if not all(filecmp.cmp(mine, theirs, shallow=False) for mine, theirs in files):
+def _same(first: Path, second: Path) -> bool:
+    """Whether all bytes are equal, those of OpenSlide's companion files included."""
+    files = zip(slide_files(first), slide_files(second), strict=True)
+    if not all(filecmp.cmp(*pair, shallow=False) for pair in files):
         return False
     try:
-        with Slide(one) as mine, Slide(other) as theirs:
-            return mine.quickhash == theirs.quickhash
+        with Slide(first) as slide, Slide(second) as other:
+            return slide.quickhash == other.quickhash
     except SlideError:
-        return False  # the report says why
+        return False  # the report has the error
 
 
 def _known(slides: Sequence[Path], before: Path | None) -> list[tuple[Path, str, str | None]]:
-    """Slides that an earlier batch has from another place, and by another name."""
+    """Slides that an earlier batch has under another path and another name."""
     if before is None:
         return []
     names = slide_names(slides)
@@ -94,12 +95,12 @@ def _known(slides: Sequence[Path], before: Path | None) -> list[tuple[Path, str,
     for slide in slides:
         lengths.setdefault(str(slide_bytes(slide)), []).append(slide)
     sources = {source for slide in slides for source in slide_sources(slide)}
-    found = []
+    matches = []
     for name in names_in(before):
         record = SlideRecord.load(before, name)
         if record is None or record.source in sources:
             continue
         for slide in lengths.get(record.content.partition("-")[0], []):
             if names[slide] != name and slide_content(slide) == record.content:
-                found.append((slide, name, record.split))
-    return found
+                matches.append((slide, name, record.split))
+    return matches

@@ -1,4 +1,4 @@
-"""Who does the work of a batch: this process, processes of this machine, or the ranks of MPI."""
+"""Executors of a batch: this process, worker processes of this machine, or MPI ranks."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from typing import Any, Protocol
 from spatialdl.comm.launch import check_mpi_world, initialise_mpi, launched
 
 _STEPS = "spatialdl.slides.batch.steps"
-_AHEAD = 2  # calls handed out for each worker, so that none waits for the next
-_TELL: ContextVar[Callable[[int], None]] = ContextVar("tell", default=lambda tiles: None)
+_AHEAD = 2  # calls in flight for each worker, so that none is idle between calls
+_COUNT: ContextVar[Callable[[int], None]] = ContextVar("count", default=lambda tiles: None)
 
 
 def count_tiles(tiles: int) -> None:
-    """Count tiles that were looked at, for whoever watches; called where the work is done."""
-    _TELL.get()(tiles)
+    """Add processed tiles to the executor's count; call it in the process that does the work."""
+    _COUNT.get()(tiles)
 
 
 class BatchExecutor(Protocol):
-    """Does calls, in whatever order; arguments and results are pickled.
+    """Executes calls in any order; arguments and results are pickled.
 
-    `room` calls may be under way at a time.
+    At most `room` calls may be in flight.
     """
 
     room: int
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have a call done. Its future may raise `BrokenProcessPool`."""
+        """Schedule a call. Its future may raise `BrokenProcessPool`."""
 
-    def told(self) -> int:
-        """Tiles that were told so far, where that is known before a call is over; else 0."""
+    def counted(self) -> int:
+        """Return the tiles processed so far, unfinished calls included; 0 if unknown."""
 
     def renew(self) -> None:
-        """Go on after a process died: all calls under way are lost."""
+        """Restart after a process died; all calls in flight are lost."""
 
 
 class SerialExecutor:
-    """This process, call by call.
+    """Executes calls one by one in this process.
 
     Args:
-        watch: called with the tiles told so far.
+        watch: called with the number of tiles processed so far.
     """
 
     room = 1
@@ -57,23 +57,23 @@ class SerialExecutor:
         self._watch = watch
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Do it now."""
-        before = _TELL.set(self._count)
+        """Execute the call at once."""
+        before = _COUNT.set(self._count)
         future: Future[Any] = Future()
         try:
             future.set_result(call())
         except Exception as error:
             future.set_exception(error)
         finally:
-            _TELL.reset(before)
+            _COUNT.reset(before)
         return future
 
-    def told(self) -> int:
-        """Tiles so far."""
+    def counted(self) -> int:
+        """Return the tiles processed so far."""
         return self._tiles
 
     def renew(self) -> None:
-        """Nothing dies here without all of it."""
+        """Do nothing: there is no other process that could die."""
 
     def _count(self, tiles: int) -> None:
         self._tiles += tiles
@@ -81,37 +81,37 @@ class SerialExecutor:
 
 
 class ProcessExecutor:
-    """Processes of this machine.
+    """Executes calls in worker processes of this machine.
 
     Args:
-        count: how many.
+        count: number of processes.
     """
 
     def __init__(self, count: int) -> None:
         self.room = _AHEAD * count
         self._count = count
-        # not forked: MPI, HDF5 or threads may have been at work in this one
+        # fork is not safe: this process may use MPI, HDF5 or threads
         self._context = multiprocessing.get_context("forkserver")
         # imported once, not by every process
         self._context.set_forkserver_preload(["spatialdl.data.fork_server", _STEPS])
-        self._told = self._context.Value("q", 0)
+        self._tiles = self._context.Value("q", 0)
         self._pool = self._start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have it done by the next process that is free."""
+        """Schedule the call on the next idle process."""
         return self._pool.submit(call)
 
-    def told(self) -> int:
-        """Tiles so far."""
-        return int(self._told.value)
+    def counted(self) -> int:
+        """Return the tiles processed so far."""
+        return int(self._tiles.value)
 
     def renew(self) -> None:
-        """Start other processes."""
+        """Replace the processes by new ones."""
         self.stop()
         self._pool = self._start()
 
     def stop(self) -> None:
-        """End the processes, whatever they are at."""
+        """Terminate the processes, also in the middle of a call."""
         processes = list((self._pool._processes or {}).values())
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
@@ -119,15 +119,15 @@ class ProcessExecutor:
 
     def _start(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(
-            self._count, mp_context=self._context, initializer=_in_worker, initargs=(self._told,)
+            self._count, mp_context=self._context, initializer=_in_worker, initargs=(self._tiles,)
         )
 
 
 class RankExecutor:
-    """The ranks of MPI other than the first, which hands out the work.
+    """Executes calls on all MPI ranks but rank 0, which schedules them.
 
     Args:
-        executor: of mpi4py.
+        executor: an `MPICommExecutor` pool of mpi4py.
     """
 
     def __init__(self, executor: Any) -> None:
@@ -135,16 +135,16 @@ class RankExecutor:
         self._executor = executor
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have it done by the next rank that is free."""
+        """Schedule the call on the next idle rank."""
         future: Future[Any] = self._executor.submit(call)
         return future
 
-    def told(self) -> int:
-        """Not known."""
+    def counted(self) -> int:
+        """Return 0: counts of other ranks are not known."""
         return 0
 
     def renew(self) -> None:
-        """MPI ends all ranks when one dies."""
+        """Raise: MPI aborts all ranks when one dies."""
         raise BrokenProcessPool("a rank died")
 
 
@@ -152,12 +152,12 @@ class RankExecutor:
 def batch_executor(
     jobs: int, executor: Executor | None, watch: Callable[[int], None]
 ) -> Iterator[BatchExecutor]:
-    """Those who do the work.
+    """Create the executor of a batch, and stop its processes on exit.
 
     Args:
-        jobs: processes on this machine; 1 is this process itself.
-        executor: of the ranks of MPI, where there are some; `jobs` does not count then.
-        watch: called with the tiles so far where this process itself looks at them.
+        jobs: worker processes on this machine; 1 executes calls in this process.
+        executor: pool of the MPI ranks, if there are several; `jobs` is then ignored.
+        watch: called with the tiles so far, if this process itself executes the calls.
     """
     if executor is not None:
         yield RankExecutor(executor)
@@ -173,20 +173,20 @@ def batch_executor(
 
 @contextmanager
 def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
-    """Whether this process hands out work, and the executor by which other ranks do it.
+    """Yield whether this process schedules work, and the pool of the other ranks.
 
-    Under mpiexec or srun with several ranks, rank 0 hands out, and all others do what it says
+    Under mpiexec or srun with several ranks, rank 0 schedules. All other ranks execute its calls
     until its block ends; only then do they enter theirs.
 
     Raises:
-        ValueError: ranks were started together, and MPI does not see them.
+        ValueError: several ranks were launched, and the MPI world has another size.
     """
     world = launched()
     if world is None or world.size == 1 or world.launcher == "torchrun":
         yield True, None
         return
     initialise_mpi()
-    from mpi4py import MPI  # starts MPI, which one process alone can do without
+    from mpi4py import MPI  # initialises MPI, which a single process does not need
     from mpi4py.futures import MPICommExecutor
 
     check_mpi_world(MPI.COMM_WORLD.size)
@@ -194,21 +194,21 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
         yield executor is not None, executor
 
 
-def _in_worker(told: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that hands out ends the others
-    # by SIGTERM, which the fork server blocks
+def _in_worker(count: Any) -> None:
+    # the scheduling process ends its workers by SIGTERM, which the fork server blocks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def add(tiles: int) -> None:
-        with told.get_lock():
-            told.value += tiles
+        with count.get_lock():
+            count.value += tiles
 
-    _TELL.set(add)
+    _COUNT.set(add)
 
 
 def _end_with_parent() -> None:
-    """Or a process whose parent was killed would wait for work for ever."""
+    """Exit with the parent: if that is killed, a worker would wait for calls forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""The slides of a batch: files and folders as given, and a name for each."""
+"""The slides of a batch: paths from files and folders, and a unique name for each."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from spatialdl.slides.reading.paths import (
     slides_among,
 )
 
-_LONGEST_NAME = 240  # bytes; a file system takes 255, and files have names with more at the end
+_LONGEST_NAME = 240  # bytes; file systems allow 255, and files append suffixes
 
 
-def find_slides(given: Sequence[Path], *, recursive: bool = False) -> list[Path]:
-    """Files as given, folders by the slides in them, in order of their names.
+def find_slides(paths: Sequence[Path], *, recursive: bool = False) -> list[Path]:
+    """List slides: files as given, folders replaced by the slides in them, sorted by name.
 
-    A DICOM series is one slide, whichever of its files are given; see `reading.paths`.
+    A DICOM series is one slide, given by any of its files; see `reading.paths`.
 
     Args:
-        given: files and folders.
-        recursive: look in folders of folders, too.
+        paths: files and folders.
+        recursive: search subfolders, too.
 
     Raises:
-        ValueError: a path is missing, a folder has no slides, or a series lies in two folders.
+        ValueError: a path is missing, a folder has no slides, or a series is in two folders.
     """
     slides: list[Path] = []
-    for path in given:
+    for path in paths:
         if path.is_dir():
             inside = _slides_in(path, recursive)
             if not inside:
                 raise ValueError(
-                    f"folder {path} has no slides in it ({' '.join(SLIDE_SUFFIXES)}); other images "
-                    "are named themselves, folders in it are looked into with --recursive"
+                    f"folder {path} has no slides in it ({' '.join(SLIDE_SUFFIXES)}); give other "
+                    "images by their paths, or search subfolders with --recursive"
                 )
             slides.extend(inside)
         elif not path.exists() and series_at(path) is None:
@@ -63,7 +63,7 @@ def _slides_in(folder: Path, recursive: bool) -> list[Path]:
 
 
 def _check_folders(slides: Iterable[Path]) -> None:
-    """Refuse a series whose files lie in several folders: of a slide OpenSlide reads one."""
+    """Raise if a series is in several folders: OpenSlide reads only one folder."""
     folders: dict[str, Path] = {}
     for slide in slides:
         series = series_at(slide)
@@ -72,38 +72,37 @@ def _check_folders(slides: Iterable[Path]) -> None:
         folder = series.files[0].parent
         if folders.setdefault(series.uid, folder) != folder:
             raise ValueError(
-                f"DICOM series {series.uid} lies in {folders[series.uid]} and in {folder}; put all "
-                "its files into one folder, or give one of the two"
+                f"DICOM series {series.uid} is in {folders[series.uid]} and in {folder}; put all "
+                "its files into one folder, or give only one of the two"
             )
 
 
 def slide_names(
     slides: Sequence[Path], named: Callable[[Path], str] = slide_name
 ) -> dict[Path, str]:
-    """What slides are called in the data set: as short as tells them from each other.
+    """Choose the names of slides in the data set: as short as possible, and unique.
 
-    The file name without suffix, of a DICOM series its folder or UID; with the suffix, or with the
-    folders above, where others have the same.
-    Bytes that are no UTF-8 are written out, and what is longer than a file system takes is
-    shortened and ends with a digest.
+    A name is the file name without suffix, for a DICOM series its folder or UID. Names that occur
+    twice have the suffix, and as many parent folders as needed. Bytes that are not UTF-8 are
+    escaped. Names too long for a file system are shortened and end with a digest.
     """
     names = {slide: named(slide) for slide in slides}
     for depth in range(1, max(len(slide.resolve().parts) for slide in slides) + 1):
-        for slide in _not_alone(names):
+        for slide in _duplicates(names):
             names[slide] = "_".join(slide.resolve().parts[-depth:]).lstrip("/")
-    for number, slide in enumerate(_not_alone(names), 1):
+    for number, slide in enumerate(_duplicates(names), 1):
         names[slide] += f"_{number}"
     return {slide: storable(name) for slide, name in names.items()}
 
 
 def storable(name: str) -> str:
-    """A name as that of a file: in one folder, and no longer than a file system takes.
+    """Return a name as a valid file name: without folders, and short enough for a file system.
 
-    What has to be changed for that ends with a digest, or two names might become one.
+    A changed name ends with a digest, so that it stays unique.
     """
     try:
         coded = os.fsencode(name)
-    except UnicodeEncodeError:  # half of a pair of UTF-16
+    except UnicodeEncodeError:  # a lone surrogate of UTF-16
         coded = name.encode(errors="backslashreplace")
     whole = coded.decode(errors="backslashreplace")
     plain = re.sub(r"[/\0]", "_", whole)
@@ -113,7 +112,7 @@ def storable(name: str) -> str:
     return plain.encode()[: _LONGEST_NAME - 13].decode(errors="ignore") + "-" + digest
 
 
-def _not_alone(names: dict[Path, str]) -> list[Path]:
-    # a file system may not tell capitals apart
+def _duplicates(names: dict[Path, str]) -> list[Path]:
+    # file systems may be case-insensitive
     times = Counter(name.casefold() for name in names.values())
     return [slide for slide, name in names.items() if times[name.casefold()] > 1]

@@ -1,4 +1,4 @@
-"""Whether a slide was cut before: a key of its contents and of all that decides what comes out."""
+"""Identity of a slide: a digest of its contents and of all settings that determine its tiles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spatialdl.slides.reading.paths import slide_bytes, slide_files
 from spatialdl.slides.reading.reader import Slide
 
 CUTTING_VERSION = 2
-"""To be raised when the same settings give other tiles than before."""
+"""To be incremented when the same settings give different tiles than before."""
 
-_SAMPLES, _SAMPLE = 16, 2**20  # places of a large file that are looked at, and bytes of each
+_SAMPLES, _SAMPLE = 16, 2**20  # samples of a large file, and bytes of each
 
 
 def slide_key(
@@ -25,19 +25,19 @@ def slide_key(
     settings: dict[str, object],
     beside: Iterable[Path] = (),
 ) -> str:
-    """A digest that is another one if the tiles may be others.
+    """Compute a digest that differs if the tiles may differ.
 
-    Slides are large: of each file its length and samples of its bytes count, and openslide's own
-    hash, which covers the files beside it. Where the file lies, and when it was written, do not.
+    Slides are large: the digest covers the length and samples of the bytes of each file, and
+    openslide's own hash, which includes companion files. It ignores path and modification time.
 
     Args:
         slide: open.
         name: in the data set.
         label: its class and split.
-        settings: of the batch, those that matter.
-        beside: small files that matter too, such as a mask; all of their bytes count.
+        settings: of the batch that determine the tiles.
+        beside: small files that determine the tiles, such as a mask; all their bytes are hashed.
     """
-    said = {
+    content = {
         "version": CUTTING_VERSION,
         "slide": slide_content(slide.path),
         "quickhash": slide.quickhash,
@@ -46,17 +46,20 @@ def slide_key(
         "settings": settings,
         "beside": [sha256_of(path) for path in beside],
     }
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def slide_content(path: Path) -> str:
-    """Length of the files of a slide, and a digest of samples of their bytes."""
+    """Return the length of the files of a slide and a digest of samples of their bytes."""
     digests = [sampled_digest(file) for file in slide_files(path)]
     return f"{slide_bytes(path)}-{hashlib.sha256(' '.join(digests).encode()).hexdigest()}"
 
 
 def sampled_digest(path: Path) -> str:
-    """SHA-256 of a file's length, and of 16 pieces of 1 MiB spread over it; smaller ones whole."""
+    """Return the SHA-256 of a file's length and of 16 evenly spaced samples of 1 MiB.
+
+    Files up to 16 MiB are hashed completely.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""The labels file of a tiling run: which class and split each slide has."""
+"""The labels file of a tiling run: class and split of each slide."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SPLITS = ("train", "val", "test")
 class SlideLabel(NamedTuple):
     """A row of the labels file."""
 
-    label: str  # empty where annotations give the classes
+    label: str  # empty if classes come from annotations
     split: str
-    mpp: float | None = None  # of the slide's level 0, where the file has that column
+    mpp: float | None = None  # of the slide's level 0, from the optional column mpp
 
 
 def read_labels(
@@ -28,32 +28,32 @@ def read_labels(
 ) -> dict[Path, SlideLabel]:
     """Read a CSV with the columns slide, label and split, and match it with the slides.
 
-    A column mpp may say the micrometres per level-0 pixel of some slides or all.
+    An optional column mpp has micrometres per level-0 pixel; it may be empty.
 
     Args:
         path: the CSV; its `slide` is a file name, with or without the suffix, or the end of a
-            path where files in several folders have that name; for a DICOM series its folder, its
+            path if files in several folders have that name; for a DICOM series its folder, its
             UID or one of its files.
         slides: the slides to be tiled.
         classes: every slide needs a label; else the column may be empty or missing.
-        unlabelled: "skip" leaves slides without a line out of the result.
+        unlabelled: "skip" omits slides without a line from the result.
 
     Raises:
-        ValueError: the file is missing or malformed, names a slide twice or one that is not
-            given, or has no line for a slide.
+        ValueError: the file is missing or malformed, names a slide twice or an unknown slide, or
+            has no line for a slide.
     """
-    found: dict[Path, SlideLabel] = {}
+    labels: dict[Path, SlideLabel] = {}
     unknown: list[str] = []
     index = Index(slides)
     for line, name, label in _rows(path, classes):
         slide = index.find(name, f"{path} line {line}")
         if slide is None:
             unknown.append(name)
-        elif slide in found:
-            raise ValueError(f"{path} line {line}: slide {name!r} was named before; keep one line")
+        elif slide in labels:
+            raise ValueError(f"{path} line {line}: slide {name!r} is a duplicate; keep one line")
         else:
-            found[slide] = label
-    without = [slide.name or slide_name(slide) for slide in slides if slide not in found]
+            labels[slide] = label
+    without = [slide.name or slide_name(slide) for slide in slides if slide not in labels]
     if unknown:
         rest = f"; slides without a line: {', '.join(without)}" if without else ""
         raise ValueError(
@@ -62,9 +62,9 @@ def read_labels(
     if without and unlabelled != "skip":
         raise ValueError(
             f"{path} has no line for {', '.join(without)}; add a line for each "
-            f"({counted(len(without), 'slide')}), or leave them out with --unlabelled skip"
+            f"({counted(len(without), 'slide')}), or skip them with --unlabelled skip"
         )
-    return found
+    return labels
 
 
 def _rows(path: Path, classes: bool) -> list[tuple[int, str, SlideLabel]]:
@@ -121,7 +121,7 @@ def _mpp(where: str, value: object) -> float | None:
 
 
 class Index:
-    """Slides by what a table may call them: ends of their paths, then names without suffix."""
+    """Look-up of slides by the end of their path, then by their name without suffix."""
 
     def __init__(self, slides: Sequence[Path]) -> None:
         self._paths: dict[str, list[tuple[Path, Path]]] = {}
@@ -133,10 +133,10 @@ class Index:
                 self._names.setdefault(name, []).append(slide)
 
     def find(self, name: str, where: str) -> Path | None:
-        """The slide of that name; None if there is none.
+        """Return the slide of that name; None if there is none.
 
         Raises:
-            ValueError: there are several.
+            ValueError: several slides match.
         """
         parts = Path(name).parts
         ends = [
@@ -147,8 +147,8 @@ class Index:
         matches = list(dict.fromkeys(ends or self._names.get(name, [])))
         if len(matches) > 1:
             raise ValueError(
-                f"{where}: slide {name!r} may be {', '.join(map(str, matches))}; "
-                "write it with its suffix, and its folder where that is not enough"
+                f"{where}: slide {name!r} is ambiguous: {', '.join(map(str, matches))}; "
+                "add its suffix, or its folder if that is not enough"
             )
         return matches[0] if matches else None
 

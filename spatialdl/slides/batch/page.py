@@ -1,4 +1,4 @@
-"""The report of a batch as a page for the browser: one file, nothing from elsewhere."""
+"""HTML report of a batch: one self-contained file."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from spatialdl.slides.batch.report import STATUSES, TilingReport, by_status, tot
 from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.text import counted, readable_bytes
 
-_WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail at most
+_WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail; sizes are limits
 _ALWAYS = ("written", "with_tissue", "in_grid")
 _HEADS = {
-    "written": ("tiles", "written to the data set"),
+    "written": ("tiles", "tiles written to the data set"),
     "with_tissue": ("tissue", "tiles with enough tissue"),
     "in_grid": ("grid", "tiles of the grid over the slide"),
-    "tissue_percent": ("tissue, %", "part of the slide that is tissue"),
-    "outside_percent": ("outside, %", "part of the tissue that is in no tile of the grid"),
-    "unannotated": ("unannotated", "outside of the annotations"),
-    **{name: (name, f"dropped by the filter {name}") for name in FILTERS},
-    "unreadable": ("unreadable", "could not be read"),
+    "tissue_percent": ("tissue, %", "tissue in percent of the slide"),
+    "outside_percent": ("outside, %", "tissue in no tile of the grid, in percent of the tissue"),
+    "unannotated": ("unannotated", "tiles outside of the annotations"),
+    **{name: (name, f"tiles dropped by the filter {name}") for name in FILTERS},
+    "unreadable": ("unreadable", "unreadable tiles"),
     "mpp": ("mpp", "micrometres per level-0 pixel"),
-    "seconds": ("seconds", "of work on the slide"),
+    "seconds": ("seconds", "processing time of the slide"),
 }
 
 
 class _Cell(NamedTuple):
-    """A number as it is sorted and as it is shown."""
+    """A number of the table: its sort key and its text."""
 
     key: str
     text: str
@@ -56,15 +56,15 @@ def save_batch(
     *,
     stored: int | None = None,
 ) -> None:
-    """Write the page, whole or not at all.
+    """Write the page, atomically.
 
     Args:
         path: the HTML file.
-        reports: what the slides gave; the rows of its table, in this order.
-        pictures: folder with `NAME.png` of the slides and `NAME.stitched.jpg`, where they are;
-            the page has thumbnails in it, and links to these files by their relative path.
-        settings: of the run; those that are None are left out.
-        stored: bytes that the batch takes on the disk, if known.
+        reports: of the slides, the rows of the table in this order.
+        pictures: folder with `NAME.png` and `NAME.stitched.jpg` of slides, which may be missing;
+            the page embeds thumbnails and links to these files by relative paths.
+        settings: of the run; None values are omitted.
+        stored: size of the batch on disk in bytes, if known.
     """
     numbers = _columns(reports)
     reasons = any(report.reason or report.remark for report in reports)
@@ -88,7 +88,7 @@ def save_batch(
 
 
 def _columns(reports: Sequence[TilingReport]) -> list[str]:
-    """Names of the numbers that say something of some slide."""
+    """Columns that are always shown or have a value for some slide."""
     return [name for name in _HEADS if name in _ALWAYS or any(getattr(r, name) for r in reports)]
 
 
@@ -110,7 +110,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     folder = os.path.relpath(pictures, path.parent)
     bar = tqdm(reports, "report", unit="slide", disable=None, leave=False)
-    with ThreadPoolExecutor() as pool:  # Pillow decodes without holding the others up
+    with ThreadPoolExecutor() as pool:  # Pillow releases the GIL while it decodes
         thumbnails = pool.map(_thumbnail, (_pictures(pictures, r)[0] for r in reports))
         for report, thumbnail in zip(bar, thumbnails, strict=True):
             picture, stitched = _pictures(pictures, report)
@@ -139,12 +139,12 @@ def _cell(name: str, value: float | None) -> _Cell:
 
 
 def _pictures(folder: Path, report: TilingReport) -> tuple[Path, Path]:
-    """Where the picture of a slide would be, and its preview."""
+    """Paths of the picture and the preview of a slide, which may not exist."""
     return folder / f"{report.slide}.png", folder / preview_name(report.slide)
 
 
 def _thumbnail(picture: Path) -> _Thumbnail | None:
-    """A small JPEG in base64; None where there is no picture, or a damaged one."""
+    """A small JPEG in base64; None if the picture is missing or damaged."""
     out = io.BytesIO()
     try:
         with Image.open(picture) as image:
@@ -157,6 +157,6 @@ def _thumbnail(picture: Path) -> _Thumbnail | None:
 
 
 def _link(folder: str, name: str) -> str:
-    """A relative address; names may hold anything, even what is not Unicode."""
+    """A relative URL; names may hold any bytes, also invalid Unicode."""
     parts = ("." if folder == "." else folder, name)
     return quote(os.fsencode("/".join(parts)))

@@ -1,4 +1,4 @@
-"""Cutting a part of a slide into a folder of its own, which is there whole or not at all."""
+"""Cutting a part of a slide into its own folder, atomically."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
 
 NATIVE = "jpeg-native"
-"""The codec of a batch that takes the JPEG tiles of slides as they are."""
+"""The codec of a batch that copies the JPEG tiles of slides without re-encoding."""
 
 _SMALL = "small.npz"
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How a slide is cut.
+    """Parameters for cutting a slide.
 
     Attributes:
-        choosing: filters, stains.
-        classes: that labels are indices into.
+        choosing: filters and stains.
+        classes: class names; labels are indices into them.
         name, label: of the slide.
         own: its colours.
-        preview: for which pieces are made small (its picture is not touched); None where they are
-            written as they are in the slide.
-        codec: one of shards, or "jpeg-native"; None where only the places of tiles are noted.
-        quality: of JPEGs made here.
+        preview: shrinks the pieces (its picture is not modified); None where pieces keep the
+            colours of the slide.
+        codec: one of shards, or "jpeg-native"; None records only the places of tiles.
+        quality: of JPEGs encoded here.
     """
 
     choosing: Choosing
@@ -51,47 +51,47 @@ class Cutting:
     codec: str | None = "raw"
     quality: int = QUALITY
 
-    def class_index(self, found: str | None) -> int | None:
-        """Index of a class: that of the slide if it has one, else the one found there."""
-        label = (self.label.label if self.label else "") or found
+    def class_index(self, region: str | None) -> int | None:
+        """Return the class index of the slide's label if it has one, else of the region's."""
+        label = (self.label.label if self.label else "") or region
         return None if label is None else self.classes.index(label)
 
     @property
     def coding(self) -> Coding:
-        """Of the chunks that are written."""
+        """Coding of the chunks written."""
         return Coding(stored_codec(self.codec), self.quality)
 
     @property
     def split(self) -> str | None:
-        """That the slide belongs to."""
+        """Split of the slide, None without labels."""
         return self.label.split if self.label else None
 
 
-def stored_codec(asked: str | None) -> Codec:
-    """How chunks lie in the shards that a batch of this codec writes."""
-    if asked == NATIVE:
+def stored_codec(batch_codec: str | None) -> Codec:
+    """Return the codec of the shards for the codec of a batch."""
+    if batch_codec == NATIVE:
         return "jpeg"
-    return next((codec for codec in CODECS if codec == asked), "raw")
+    return next((codec for codec in CODECS if codec == batch_codec), "raw")
 
 
 def native_tiles(slide: Slide, scale: float) -> JpegGrid:
-    """The JPEG tiles of a slide at a scale.
+    """Return the JPEG tiles of a slide at a scale.
 
     Raises:
-        SlideError: there are none that could be taken as they are.
+        SlideError: the slide has no JPEG tiles that can be copied.
     """
     grid = slide.jpeg_grid(scale)
     if grid is None or grid.shape[2] != 3:
         kind = "no JPEG tiles" if grid is None else "grey JPEG tiles"
         raise SlideError(
-            f"slide {slide.path} has {kind} at {scale:g} level-0 pixels per pixel, so that they "
-            "cannot be taken as they are; ask for another of its levels, or for --codec jpeg"
+            f"slide {slide.path} has {kind} at {scale:g} level-0 pixels per pixel, which cannot "
+            "be copied; choose another of its levels, or --codec jpeg"
         )
     return grid
 
 
 class Seen(NamedTuple):
-    """A piece of a slide made small, and the level-0 x, y of its corner."""
+    """A shrunk piece of a slide, and the level-0 x, y of its corner."""
 
     x: float
     y: float
@@ -99,38 +99,38 @@ class Seen(NamedTuple):
 
 
 class PartPieces(Protocol):
-    """What a part is made of: tiles, or a band of rows of a region."""
+    """The pieces of a part: tiles, or a band of rows of a region."""
 
     @property
     def count(self) -> int:
-        """Pieces that are told of, one after the other, while they are cut."""
+        """Number of pieces, which `cut` counts one by one in the progress bar."""
 
     def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> list[Seen]:
-        """Cut them into a shard in a folder, and note in `part` what became of them.
+        """Cut the pieces into a shard in a folder, and fill in their `part`.
 
         Returns:
-            Those that were kept, made small, if a preview wants them.
+            The pieces written, shrunk, if there is a preview.
         """
 
 
 def cut_part(
     slide: Slide, pieces: PartPieces, cutting: Cutting, folder: Path, key: str
 ) -> PartRecord:
-    """Cut pieces into a folder.
+    """Cut pieces of a slide into a folder.
 
     Args:
         slide: open.
-        pieces: of it.
-        cutting: how.
-        folder: to be made.
-        key: noted with the part.
+        pieces: of the slide.
+        cutting: parameters.
+        folder: to be created.
+        key: recorded with the part.
 
     Raises:
-        SlideError: stains are to be normalised and cannot be, or a region cannot be read.
-        OSError: it cannot be written.
+        SlideError: stains cannot be normalised as requested, or a region cannot be read.
+        OSError: the folder cannot be written.
     """
     started = time.monotonic()
-    # a name of its own: what a killed run has left may still be at work on the same part
+    # a unique name: a worker of a killed run may still write the same part
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     part = PartRecord()
     try:
@@ -158,13 +158,13 @@ def _save_seen(path: Path, seen: list[Seen]) -> None:
 
 
 def load_seen(folder: Path) -> list[Seen]:
-    """The pieces of a part that were kept, made small, in their order."""
+    """Read the shrunk pieces of a part, in order."""
     with np.load(folder / _SMALL) as file:
         spans, shapes, pixels = file["spans"], file["shapes"], file["pixels"]
-    found, start = [], 0
+    pieces, start = [], 0
     for (x, y, down, across), (rows, cols) in zip(spans, shapes, strict=True):
         end = start + rows * cols * 3
         small = Small(pixels[start:end].reshape(rows, cols, 3), down, across)
-        found.append(Seen(x, y, small))
+        pieces.append(Seen(x, y, small))
         start = end
-    return found
+    return pieces

@@ -1,4 +1,4 @@
-"""A picture of what was cut from a slide: thumbnail, outline of the tissue, tiles."""
+"""Picture of the tiling of a slide: thumbnail, outline of the tissue, tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.finding.tissue import Tissue
 from spatialdl.slides.reading.reader import Thumbnail
 
-_LONGEST, _SHORTEST = 1600, 800  # of the longer side; the thumbnail of a small slide is tiny
+_LONGEST, _SHORTEST = 1600, 800  # limits of the longer side; thumbnails of small slides are tiny
 _OUTLINE, _REGION, _MISSING = (0, 150, 60), (140, 0, 200), (160, 160, 160)
 _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
 
@@ -22,13 +22,13 @@ _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
 def save_overview(
     path: Path, thumbnail: Thumbnail, tissue: Tissue, regions: Iterable[Region] = ()
 ) -> float:
-    """Draw what tiles are chosen by.
+    """Draw the tissue and the regions that tiles are selected by.
 
     Args:
         path: the picture to write.
-        thumbnail: of the slide, stretched if that is dark; what could not be read is grey.
+        thumbnail: of the slide, contrast-stretched if that is dark; unreadable parts are grey.
         tissue: its outline is drawn green.
-        regions: annotated, their outlines and holes drawn purple.
+        regions: annotated; their outlines and holes are drawn purple.
 
     Returns:
         Pixels of the picture per level-0 pixel.
@@ -67,12 +67,12 @@ def save_picture(
 
     Args:
         path: the PNG to write.
-        overview: as `save_overview` wrote it.
-        zoom: what that returned.
+        overview: written by `save_overview`.
+        zoom: returned by `save_overview`.
         span: level-0 rows and columns of a tile.
-        taken: level-0 (x, y) of the tiles that were written, drawn blue.
-        unreadable: of those that could not be read, drawn red.
-        dropped: of those that a filter dropped, drawn orange.
+        taken: level-0 (x, y) of written tiles, drawn blue.
+        unreadable: of tiles that could not be read, drawn red.
+        dropped: of tiles dropped by a filter, drawn orange.
     """
     with Image.open(overview) as opened:
         picture = opened.convert("RGB")
@@ -80,7 +80,7 @@ def save_picture(
     thick = _thickness(picture.size)
     for places, colour in ((taken, _TAKEN), (dropped, _DROPPED), (unreadable, _UNREADABLE)):
         for x, y in places:
-            # neighbours' frames lie side by side, and those at the edge within the picture
+            # frames of neighbours do not overlap, and those at the edge are inside the picture
             left, top = round(x * zoom), round(y * zoom)
             right = min(round((x + span[1]) * zoom), picture.size[0]) - 1
             bottom = min(round((y + span[0]) * zoom), picture.size[1]) - 1
@@ -90,7 +90,7 @@ def save_picture(
 
 
 def _thickness(size: tuple[int, int]) -> int:
-    return max(2, max(size) // 400)  # seen in thumbnails, too
+    return max(2, max(size) // 400)  # visible in thumbnails, too
 
 
 def _resized(mask: npt.NDArray[np.bool_], size: tuple[int, int]) -> npt.NDArray[np.bool_]:

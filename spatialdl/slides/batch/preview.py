@@ -1,4 +1,4 @@
-"""The stitched preview of a slide: what was written of it, each tile at its place."""
+"""The stitched preview of a slide: its written tiles, each at its place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spatialdl.data.saving import replacing
 
 Bytes = npt.NDArray[np.uint8]
 
-_NOTHING = 208  # grey, so that white glass is seen to be a tile
+_NOTHING = 208  # grey, to distinguish missing tiles from white glass
 _QUALITY = 85
-_SAMPLES = 4  # rows of a tile that are averaged to one: more cost time and are not seen
+_SAMPLES = 4  # rows of a tile averaged into one; more take time without visible effect
 
 
 class Small(NamedTuple):
-    """A tile made small, uint8 (rows, cols, 3), and the level-0 `rows` and `cols` it spans."""
+    """A shrunk tile, uint8 (rows, cols, 3), and the level-0 `rows` and `cols` it spans."""
 
     pixels: Bytes
     rows: float
@@ -30,7 +30,7 @@ class Small(NamedTuple):
 class Preview:
     """A picture of a slide that tiles are pasted into.
 
-    Its memory is bounded by `longest`. Where tiles overlap, that which was pasted last is seen.
+    Its memory is bounded by `longest`. Where tiles overlap, the last one pasted is visible.
 
     Args:
         size: rows and columns of the slide at level 0.
@@ -39,7 +39,7 @@ class Preview:
 
     def __init__(self, size: tuple[int, int], longest: int = 2048) -> None:
         if min(size) < 1 or longest < 1:
-            raise ValueError(f"a preview of {size} pixels, {longest} at most, has none; give >= 1")
+            raise ValueError(f"preview needs size and longest >= 1, got {size} and {longest}")
         self._zoom = min(1.0, longest / max(size))
         rows, cols = (max(1, _rounded(length * self._zoom)) for length in size)
         self._canvas = np.full((rows, cols, 3), _NOTHING, np.uint8)
@@ -55,7 +55,7 @@ class Preview:
         return self._canvas
 
     def shrunk(self, image: Bytes, rows: float, cols: float) -> Small:
-        """A tile as it is pasted; only this sees all its pixels, and any process may do it.
+        """Shrink a tile for `paste`; runs in any process, so that only small tiles are sent.
 
         Args:
             image: the tile, uint8 (rows, cols, 3).
@@ -66,11 +66,11 @@ class Preview:
         return Small(_averaged(image, size), rows, cols)
 
     def paste(self, x: float, y: float, small: Small) -> None:
-        """Put a tile at level-0 column `x` and row `y`; what is outside the slide is left out."""
+        """Paste a tile at level-0 column `x` and row `y`, cropped to the slide."""
         top, down = self._place(y, small.rows, self._canvas.shape[0])
         left, across = self._place(x, small.cols, self._canvas.shape[1])
         pixels = small.pixels
-        # by rounding a place may have a pixel more: the last one again
+        # a place may be one pixel longer, by rounding: repeat the last pixel
         short = [
             max(0, n) for n in (down.stop - top - len(pixels), across.stop - left - pixels.shape[1])
         ]
@@ -83,10 +83,10 @@ class Preview:
         self._canvas[down, across] = pixels[inside]
 
     def reveal(self, image: Bytes, x: float, y: float, rows: float, cols: float) -> None:
-        """Show a span of a picture of the slide, at level-0 column `x` and row `y`.
+        """Copy a span of a picture of the slide, at level-0 column `x` and row `y`.
 
         Args:
-            image: of the whole slide, of the shape of `pixels`.
+            image: the whole slide, of the shape of `pixels`.
             x, y, rows, cols: the span, in level-0 pixels.
         """
         _, down = self._place(y, rows, image.shape[0])
@@ -94,19 +94,19 @@ class Preview:
         self._canvas[down, across] = image[down, across]
 
     def save(self, path: Path) -> None:
-        """Write the picture, whole or not at all: a PNG if so named, else a JPEG."""
+        """Write the picture, atomically: a PNG if its suffix is .png, else a JPEG."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = "PNG" if path.suffix.lower() == ".png" else "JPEG"
         with replacing(path) as file:
             Image.fromarray(self._canvas).save(file, kind, quality=_QUALITY)
 
     def _length(self, span: float) -> int:
-        """The most pixels that a span has anywhere."""
+        """The largest number of pixels of a span at any place."""
         return max(1, ceil(span * self._zoom))
 
     def _place(self, start: float, span: float, length: int) -> tuple[int, slice]:
-        """Where a span begins in the picture, and what it covers of it."""
-        # the end of a tile is rounded as the start of its neighbour, so that they meet
+        """Where a span begins in the picture, and the rows or columns it covers."""
+        # the end of a tile is rounded like the start of its neighbour, so that there are no gaps
         first, last = _rounded(start * self._zoom), _rounded((start + span) * self._zoom)
         begin = min(max(0, first), length)
         return first, slice(begin, max(begin, min(max(first + 1, last), length)))
@@ -118,7 +118,7 @@ def preview_name(slide: str) -> str:
 
 
 def _rounded(number: float) -> int:
-    """Halves always up: rounding them to even would leave gaps."""
+    """Round half up: rounding half to even would leave gaps."""
     return floor(number + 0.5)
 
 
@@ -128,7 +128,7 @@ def _averaged(image: Bytes, size: tuple[int, int]) -> Bytes:
     if factor > 1:
         # Pillow alone takes up to twice as long, mostly to copy the image
         whole = len(image) // factor * factor
-        step = -(-factor // _SAMPLES) | 1  # odd, or every second row might never be seen
+        step = -(-factor // _SAMPLES) | 1  # odd, or every second row might never be sampled
         starts = range(0, factor, step)
         total = image[:whole:factor].astype(np.uint16)
         for start in starts[1:]:

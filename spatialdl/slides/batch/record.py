@@ -1,8 +1,8 @@
-"""What is remembered of a slide on disk: its parts while it is cut, its record when it is done.
+"""State of a slide on disk: its parts while it is cut, its record when it is done.
 
-A part is what one worker cut in one go: at most a shard, and where the tiles in it lie. It counts
-as done if it was made from the same slide with the same settings (`key`), and if its shard still
-has the SHA-256 that was noted. ::
+A part is the output of one call of a worker: at most a shard, and the places of its tiles. It is
+reused if it was cut from the same slide with the same settings (`key`), and if its shard still has
+the recorded SHA-256. ::
 
     parts/NAME/00000/part.json, shard-00000.h5, tiles.npy       each, in progress
     records/NAME.json                                           once all of them are done
@@ -28,17 +28,18 @@ Place = tuple[int, int]
 
 @dataclass
 class PartRecord:
-    """What became of some of the tiles of a slide, or of a band of rows of a region.
+    """Results of a part: some of the tiles of a slide, or a band of rows of a region.
 
-    The first band of a region counts as the one sample that it is.
+    A region is one sample, counted in its first band.
 
     Attributes:
-        shard: the file that it filled, None where no tile was left.
-        taken: level-0 x, y and index of the class (None without) of each tile written, in order.
-        dropped: level-0 x, y of the tiles that each filter dropped.
-        unreadable: of those that could not be read; `problem` is what was said of the last.
-        bare: tiles that turned out to have too little tissue.
-        seconds: that it took.
+        shard: its file, None if no tile was written.
+        taken: level-0 x, y and class index (None without) of each tile written, in order.
+        dropped: level-0 x, y of the tiles dropped by each filter.
+        unreadable: level-0 x, y of the tiles that could not be read.
+        problem: error message of the last of these.
+        bare: number of tiles that, once read, had too little tissue.
+        seconds: duration.
     """
 
     shard: ShardInfo | None = None
@@ -50,15 +51,15 @@ class PartRecord:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON can hold; its lists may be long, and are not copied."""
+        """Return its fields for JSON; lists may be long and are not copied."""
         return {**vars(self), "shard": asdict(self.shard) if self.shard else None}
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
-        """From what `to_json` gave.
+        """Create a record from the output of `to_json`.
 
         Raises:
-            TypeError, KeyError, ValueError, AttributeError: it was something else.
+            TypeError, KeyError, ValueError, AttributeError: `raw` is malformed.
         """
         part = cls(**raw)
         part.shard = _file_of(raw["shard"]) if raw["shard"] else None
@@ -75,17 +76,17 @@ class PartRecord:
 
 @dataclass
 class SlideRecord:
-    """A slide that is done.
+    """Record of a finished slide.
 
     Attributes:
-        key: of the slide and the settings; see `spatialdl.slides.batch.identity`.
-        source: where the slide was.
-        split: which it belongs to, None without labels.
+        key: digest of the slide and the settings; see `spatialdl.slides.batch.identity`.
+        source: resolved path of the slide.
+        split: None without labels.
         parts: in order; their shards are files of the data set.
-        files: of the data set that the slide has to itself.
-        region: where it is one whole region; bands are numbered by parts. None for tiles.
-        report: what it gave, as `TilingReport.to_json` has it.
-        content: of its files, see `slide_content`; empty in records of earlier versions.
+        files: other files of the data set for this slide alone.
+        region: with --whole, its bands numbered like the parts; None for tiles.
+        report: output of `TilingReport.to_json`.
+        content: digest of its files, see `slide_content`; empty in records of earlier versions.
     """
 
     key: str
@@ -102,12 +103,12 @@ class SlideRecord:
         (folder / RECORDS).mkdir(exist_ok=True)
         region = asdict(self.region) if self.region else None
         parts, files = [part.to_json() for part in self.parts], [asdict(k) for k in self.files]
-        said = {**vars(self), "parts": parts, "files": files, "region": region}
-        save_json(folder / RECORDS / f"{name}.json", said)
+        values = {**vars(self), "parts": parts, "files": files, "region": region}
+        save_json(folder / RECORDS / f"{name}.json", values)
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self | None:
-        """Read it back; None if there is none, or it is damaged."""
+        """Read a record; None if it is missing or damaged."""
         raw = load_json(folder / RECORDS / f"{name}.json")
         try:
             record = cls(**raw) if raw else None
@@ -125,18 +126,18 @@ class SlideRecord:
         return record
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether all its files are in `folder`, with the contents that were noted."""
+        """Whether all its files are in `folder`, with the recorded checksums."""
         shards = [part.shard for part in self.parts if part.shard is not None]
         return all(holds(folder, file) for file in (*shards, *self.files))
 
 
 def save_part(folder: Path, key: str, part: PartRecord) -> None:
-    """Note in a part's folder that it is done."""
+    """Write the record of a part, which marks it as done."""
     save_json(folder / _PART, {"key": key, "part": part.to_json()})
 
 
 def load_part(folder: Path, key: str) -> PartRecord | None:
-    """A part that was done before, None if it has to be done (again)."""
+    """Read the record of a part; None if the part must be cut (again)."""
     raw = load_json(folder / _PART)
     try:
         if not raw or raw["key"] != key:
@@ -149,7 +150,7 @@ def load_part(folder: Path, key: str) -> PartRecord | None:
 
 
 def holds(folder: Path, shard: ShardInfo) -> bool:
-    """Whether a shard has the contents that were noted."""
+    """Whether a shard has its recorded length and SHA-256."""
     try:
         size = shard_status(folder, shard).st_size
         return size == shard.bytes and sha256_of(folder / shard.file) == shard.sha256
@@ -158,7 +159,7 @@ def holds(folder: Path, shard: ShardInfo) -> bool:
 
 
 def _file_of(raw: Mapping[str, Any]) -> ShardInfo:
-    """A file of the data set.
+    """Parse the record of a file of the data set.
 
     Raises:
         ValueError: its path leads out of the data set.
@@ -166,7 +167,7 @@ def _file_of(raw: Mapping[str, Any]) -> ShardInfo:
     name, digest = fields.text(raw, "file"), fields.text(raw, "sha256")
     inside = PurePosixPath(name)
     if not inside.parts or inside.is_absolute() or ".." in inside.parts or "\0" in name:
-        raise ValueError(f"{name!r} is no file of the data set")
+        raise ValueError(f"{name!r} is not a file in the data set")
     return ShardInfo(name, fields.whole(raw, "bytes"), digest, fields.whole(raw, "samples"))
 
 

@@ -1,4 +1,4 @@
-"""What a tiling run did, slide by slide: as a table, as warnings, as a file."""
+"""Report of a tiling run, slide by slide: table, warnings, CSV file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from spatialdl.slides.cutting.filters import FILTERS
 from spatialdl.text import aligned, counted, fitted
 
 STATUSES = ("processed", "no tiles", "damaged", "failed")
-"""Of a slide: tiles were written; none were; some could not be read; nothing could be done."""
+"""Of a slide: tiles written; none written; some tiles unreadable; the slide unusable."""
 COUNTS = ("in_grid", "with_tissue", "unannotated", *FILTERS, "unreadable", "written")
-_LONGEST_NAME = 64  # columns of the console; UIDs have up to 64 characters
+_LONGEST_NAME = 64  # characters; DICOM UIDs have up to 64
 _TYPES: dict[str, tuple[type, ...]] = {
     **{"int": (int,), "str": (str,), "bool": (bool,)},
     **{"float": (int, float), "float | None": (int, float, type(None))},
@@ -25,15 +25,24 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class TilingReport:
-    """What one slide gave.
+    """Results of one slide.
 
-    It has `in_grid` tiles, `with_tissue` of them have enough tissue; of those some are
-    `unannotated`, some dropped by filters (`black`, `white`, `pen`, `blur`: the first that
-    refuses), some `unreadable`, and the others `written`. `note` says why there are none, or what
-    failed. `mpp` is micrometres per level-0 pixel as used, `remark` what is odd about the slide.
-    `tissue_percent` of it is tissue, `outside_percent` of that is in no tile of the grid.
-    `file` is the slide as it was given, `slide` its name in the data set, `seconds` how long the
-    work on it took.
+    Attributes:
+        slide: its name in the data set.
+        in_grid: tiles of the grid over the slide.
+        with_tissue: tiles with enough tissue; each of these is counted in exactly one of the next.
+        unannotated: outside of the annotations.
+        black, white, pen, blur: dropped by this filter, the first that matched.
+        unreadable: could not be read.
+        written: to the data set.
+        failed: the slide or some tiles could not be read.
+        note: why there are no tiles, or the error.
+        mpp: micrometres per level-0 pixel as used.
+        remark: irregularities of the slide.
+        file: path of the slide as given.
+        seconds: duration of the work on it.
+        tissue_percent: part of the slide that is tissue.
+        outside_percent: part of the tissue in no tile of the grid.
     """
 
     slide: str
@@ -57,15 +66,15 @@ class TilingReport:
 
     @property
     def dropped(self) -> int:
-        """Tiles that filters dropped."""
+        """Number of tiles dropped by filters."""
         return sum(getattr(self, name) for name in FILTERS)
 
     def numbers(self) -> str:
-        """Where the tiles went, in words."""
+        """Format the counts of tiles with tissue and of dropped tiles."""
         counts = {name: getattr(self, name) for name in ("unannotated", *FILTERS, "unreadable")}
-        lost = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        dropped = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         tissue = f"{self.with_tissue} of {self.in_grid} tiles have enough tissue"
-        return f"{tissue}; of those {lost}" if lost else tissue
+        return f"{tissue}; of those {dropped}" if dropped else tissue
 
     @property
     def status(self) -> str:
@@ -76,7 +85,7 @@ class TilingReport:
 
     @property
     def reason(self) -> str:
-        """Why it gave less than all its tiles with tissue, or none; empty if it gave them."""
+        """Why tiles with tissue are missing; empty if all of them were written."""
         if self.failed and self.unreadable:
             left_out = f"{self.unreadable} of {self.with_tissue} tiles could not be read"
             return f"{left_out}; the last: {self.note}"
@@ -85,28 +94,28 @@ class TilingReport:
         return f"{self.note} ({self.numbers()})" if self.in_grid else self.note
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, as `json.dumps` takes them."""
+        """Return its fields for `json.dumps`."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """The report that `to_json` gave.
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Create a report from the output of `to_json`.
 
         Raises:
-            ValueError: it has other fields; another version wrote it.
+            ValueError: fields are missing, unknown or of another type.
         """
-        ours = {field.name for field in fields(cls)}
-        if set(given) != ours:
-            apart = ", ".join(sorted(map(str, ours.symmetric_difference(given))))
-            raise ValueError(f"not the report of a slide as this version has it: {apart}")
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            different = ", ".join(sorted(map(str, names.symmetric_difference(values))))
+            raise ValueError(f"slide report has other fields than in this version: {different}")
         for field in fields(cls):
-            if type(given[field.name]) not in _TYPES[str(field.type)]:
-                raise ValueError(f"{field.name} of the report of a slide is not {field.type}")
-        return cls(**given)
+            if type(values[field.name]) not in _TYPES[str(field.type)]:
+                raise ValueError(f"slide report: {field.name} is not {field.type}")
+        return cls(**values)
 
 
 def table(reports: Sequence[TilingReport]) -> str:
-    """The reports as lines of text, a slide a line."""
+    """Format the reports as a text table, one line per slide."""
     heads = ["grid", "tissue", "outside, %", "unannotated", "dropped", "unreadable", "written"]
     counts = [
         (
@@ -115,7 +124,7 @@ def table(reports: Sequence[TilingReport]) -> str:
         )
         for r in reports
     ]
-    # columns that say something
+    # optional columns only if some slide has a value
     shown = [
         k
         for k, head in enumerate(heads)
@@ -130,20 +139,20 @@ def table(reports: Sequence[TilingReport]) -> str:
 
 
 def by_status(reports: Sequence[TilingReport]) -> dict[str, int]:
-    """How many slides have each status that occurs, in the order of `STATUSES`."""
-    found = [report.status for report in reports]
-    return {status: found.count(status) for status in STATUSES if status in found}
+    """Count the slides of each status that occurs, in the order of `STATUSES`."""
+    occurring = [report.status for report in reports]
+    return {status: occurring.count(status) for status in STATUSES if status in occurring}
 
 
 def totals(reports: Sequence[TilingReport]) -> str:
-    """All slides in a line: "5 slides: 3 processed, 1 no tiles, 1 failed; 1,234 tiles"."""
+    """Format the totals: "5 slides: 3 processed, 1 no tiles, 1 failed; 1,234 tiles"."""
     counts = ", ".join(f"{count:,} {status}" for status, count in by_status(reports).items())
     tiles = counted(sum(report.written for report in reports), "tile")
     return f"{counted(len(reports), 'slide')}{': ' if counts else ''}{counts}; {tiles}"
 
 
 def warnings(reports: Sequence[TilingReport]) -> list[str]:
-    """A sentence for every slide that gave less than all its tiles with tissue, or none."""
+    """List a warning for every slide with missing tiles or a remark."""
     lines = []
     for report in reports:
         if report.failed and report.unreadable:
@@ -151,28 +160,28 @@ def warnings(reports: Sequence[TilingReport]) -> list[str]:
         elif report.failed:
             lines.append(f"skipped: {report.note}")
         elif not report.written:
-            lines.append(f"{report.slide} gave no tiles: {report.reason}")
+            lines.append(f"{report.slide} has no tiles: {report.reason}")
         if report.remark:
             lines.append(f"{report.slide}: {report.remark}")
     return lines
 
 
 def why_nothing(reports: Sequence[TilingReport]) -> str:
-    """Why no slide gave a tile."""
+    """Explain why no slide has a tile."""
     failed = sum(report.failed for report in reports)
     if failed == len(reports):
-        return f"none of {failed} slides could be read, so nothing was written (see above)"
+        return f"none of {failed} slides could be read; nothing was written (see above)"
     cause = "" if any(report.with_tissue for report in reports) else "no tissue: "
     return (
-        f"{cause}none of {len(reports)} slides gave a tile ({failed} could not be read), so "
+        f"{cause}none of {len(reports)} slides has a tile ({failed} could not be read); "
         "nothing was written (see above)"
     )
 
 
 def save_reports(path: Path, reports: Sequence[TilingReport]) -> None:
-    """Write the reports as a CSV, whole or not at all.
+    """Write the reports as a CSV, atomically.
 
-    Its first column, `slide_id`, is the file name with its suffix, which CLAM's feature
+    The first column, `slide_id`, is the file name with its suffix, which CLAM's feature
     extraction reads.
     """
     text = io.StringIO(newline="")
@@ -186,5 +195,5 @@ def save_reports(path: Path, reports: Sequence[TilingReport]) -> None:
         row = (name, r.slide, r.status, r.reason, *counts, r.mpp, f"{r.seconds:.2f}")
         writer.writerow((*row, r.remark, r.file))
     with replacing(path) as file:
-        # names that are not Unicode are no reason to have no file
+        # file names may not be valid Unicode
         file.write(text.getvalue().encode("utf-8", "backslashreplace"))

@@ -1,4 +1,4 @@
-"""Taking over slides that were done before, in an interrupted batch or in an earlier one."""
+"""Reuse of slides that were done before, by an interrupted run or an earlier batch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PICTURES = "pictures"
 def taken_over(
     folder: Path | None, before: Path | None, name: str, path: Path, key: str
 ) -> SlideRecord | None:
-    """The record of a slide that was done before and is as it was.
+    """Return the record of a slide that was done before and is unchanged, else None.
 
     Args:
-        folder: where the batch is built; files of the earlier batch are put there. None looks
-            for slides only.
+        folder: where the batch is built; files of the earlier batch are linked there. None only
+            searches the earlier batch.
         before: the earlier batch, if there is one.
         name: of the slide.
-        path: where it is.
-        key: of its contents and the settings.
+        path: of the slide.
+        key: digest of its contents and the settings.
 
     Raises:
-        SlideError: the earlier batch has another slide of that name.
+        SlideError: the earlier batch has a different slide of that name.
     """
     for place in (folder, before):
         record = SlideRecord.load(place, name) if place is not None else None
@@ -51,26 +51,28 @@ def taken_over(
     return None
 
 
-def keep_others(folder: Path, before: Path | None, given: Mapping[str, Path]) -> list[TilingReport]:
-    """Take over the slides of an earlier batch that are not given any more.
+def keep_others(
+    folder: Path, before: Path | None, slides: Mapping[str, Path]
+) -> list[TilingReport]:
+    """Copy slides of an earlier batch that are not in this run into the batch.
 
     Args:
         folder: where the batch is built.
-        before: the earlier one, if there is one.
-        given: the slides that are, by name; one that had another name then is not kept twice.
+        before: the earlier batch, if there is one.
+        slides: of this run, by name; a slide that had another name before is not kept twice.
 
     Returns:
-        Their reports.
+        The reports of the copied slides.
 
     Raises:
         ShardError: the record or files of such a slide are missing or damaged.
     """
     if before is None:
         return []
-    sources = {source for path in given.values() for source in slide_sources(path)}
+    sources = {source for path in slides.values() for source in slide_sources(path)}
     reports = []
     for name in tqdm(names_in(before), "checking", unit="slide", disable=None, leave=False):
-        if name in given:
+        if name in slides:
             continue
         record = SlideRecord.load(before, name)
         if record is not None and record.source in sources:
@@ -78,8 +80,8 @@ def keep_others(folder: Path, before: Path | None, given: Mapping[str, Path]) ->
         if record is None or not record.is_whole(before):
             where = f" ({record.source})" if record else ""
             raise ShardError(
-                f"{before} has slide {name} in it, files of which are missing or damaged; give "
-                f"that slide{where}, too, or write to another folder"
+                f"{before} has slide {name} in it, with missing or damaged files; add that "
+                f"slide{where} to the command, or write to another folder"
             )
         moved_in(record, folder, before, name)
         reports.append(TilingReport.from_json(record.report))
@@ -89,16 +91,16 @@ def keep_others(folder: Path, before: Path | None, given: Mapping[str, Path]) ->
 def keep_failed(
     folder: Path, before: Path | None, failed: Mapping[str, TilingReport]
 ) -> dict[str, TilingReport | None]:
-    """Take over what an earlier batch has of slides that were given and could not be used.
+    """Copy slides of an earlier batch whose names are those of slides that failed in this run.
 
     Args:
         folder: where the batch is built.
-        before: the earlier one, if there is one.
-        failed: their reports, by name; where the slide is the same, it is told there that its
-            samples were kept.
+        before: the earlier batch, if there is one.
+        failed: reports by name; where the slide is the same, its number of samples is set and a
+            note added.
 
     Returns:
-        The names of those that were kept; with the report where it is another slide.
+        The names of the copied slides; None for the same slide, else the report of the other.
     """
     kept: dict[str, TilingReport | None] = {}
     for name, report in failed.items():
@@ -108,7 +110,7 @@ def keep_failed(
         moved_in(record, folder, before, name)
         if record.source in slide_sources(Path(report.file)):
             report.written = record.report["written"]
-            report.note += f"; its {report.written} samples of an earlier run are kept"
+            report.note += f"; kept its {report.written} samples of an earlier run"
             kept[name] = None
         else:
             kept[name] = TilingReport.from_json(record.report)
@@ -116,22 +118,22 @@ def keep_failed(
 
 
 def slide_sources(path: Path) -> set[str]:
-    """What a record of a slide may have as its source: a series may have been several slides."""
+    """Possible `source` values in records of a slide, all files of a series included."""
     return {str(slide_source(path)), *(str(file.resolve()) for file in slide_files(path))}
 
 
 def names_in(folder: Path) -> list[str]:
-    """The slides that a batch has, by name."""
+    """Names of the slides of a batch."""
     return sorted(path.name.removesuffix(".json") for path in (folder / RECORDS).glob("*.json"))
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether a batch that is being built has something that the next run need not do again."""
+    """Whether an unfinished batch has results that the next run can reuse."""
     return bool(names_in(folder)) or any((folder / PARTS).glob("*/*/part.json"))
 
 
 def moved_in(record: SlideRecord, folder: Path, before: Path, name: str) -> SlideRecord:
-    """Put the files of a slide of an earlier batch into the one being built."""
+    """Link the files of a slide of an earlier batch into the batch being built."""
     for number, part in enumerate(record.parts):
         if part.shard is not None:
             part.shard = _linked(part.shard, before, folder, f"{PARTS}/{name}/{number:05d}")

@@ -1,4 +1,4 @@
-"""Running a batch: slides planned, parts cut and slides finished by a crew, with a bar."""
+"""Run of a batch: slides planned, cut and finished on an executor, with a progress bar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spatialdl.slides.batch.steps import (
     plan_slide,
 )
 
-# finished first, then cut: what is begun is ended before other slides are looked at
+# slides in progress are completed before others are planned
 _FINISH, _CUT, _PLAN = range(3)
 
 
@@ -32,23 +32,23 @@ class BatchRun:
     """One run of a batch.
 
     Args:
-        batch: what is asked.
+        batch: parameters.
         tasks: the slides.
         dry: plan only.
 
     Attributes:
         reports: of the slides so far, by name.
-        before: names of those that were done before.
-        finished: names of those that were cut.
-        bytes: that would be written, before compression, of a dry run.
+        before: names of slides done by an earlier run.
+        finished: names of slides cut by this run.
+        bytes: of a dry run: bytes that would be written, before compression.
     """
 
     def __init__(self, batch: BatchRequest, tasks: Sequence[Task], *, dry: bool) -> None:
         self._batch = batch
         self._dry = dry
-        # the largest first: a large one at the end would keep one process busy, the others not
+        # largest first: with a large slide at the end all processes but one would be idle
         self._tasks = sorted(tasks, key=lambda task: (-task.bytes, task.name))
-        self._left = sum(task.bytes for task in tasks)  # of slides that are not planned
+        self._left = sum(task.bytes for task in tasks)  # bytes of slides not planned yet
         self._known = self._known_bytes = self._over = 0
         self.reports: dict[str, TilingReport] = {}
         self.before: list[str] = []
@@ -63,8 +63,8 @@ class BatchRun:
             dynamic_ncols=True,
         )
 
-    def go(self, crew: BatchExecutor) -> None:
-        """Do all of it."""
+    def go(self, executor: BatchExecutor) -> None:
+        """Run the batch on an executor."""
         works = [
             Work(
                 (_PLAN, order),
@@ -74,42 +74,44 @@ class BatchRun:
             for order, task in enumerate(self._tasks)
         ]
         with self._bar:
-            share(crew, works, lambda: self.watch(crew.told()))
+            share(executor, works, lambda: self.watch(executor.counted()))
 
-    def watch(self, told: int) -> None:
-        """Show how far it is: `told` tiles are known to be looked at."""
-        bar, tiles = self._bar, max(self._over, min(told, self._known))
-        # slides that were not looked at yet are taken to be as full as the others
+    def watch(self, counted: int) -> None:
+        """Update the progress bar to at least `counted` processed tiles."""
+        bar, tiles = self._bar, max(self._over, min(counted, self._known))
+        # slides not planned yet are assumed to have as many tiles per byte as planned ones
         ahead = self._known * self._left / self._known_bytes if self._known_bytes else 0
         bar.total = round(self._known + ahead)
         bar.set_postfix_str(f"{len(self.reports)}/{len(self._tasks)} slides", refresh=False)
         bar.update(tiles - bar.n)
         bar.refresh()
 
-    def _planned(self, order: int, found: Planned | Exception) -> Iterator[Work]:
+    def _planned(self, order: int, planned: Planned | Exception) -> Iterator[Work]:
         task = self._tasks[order]
         self._left -= task.bytes
-        if isinstance(found, Exception):
-            self._failed(task, found)
+        if isinstance(planned, Exception):
+            self._failed(task, planned)
             return
-        if found.plan is None:
+        if planned.plan is None:
             self.before.append(task.name)
         elif self._dry:
-            found.report.written = len(found.parts) and (1 if found.region else found.pieces)
-            self.bytes += found.bytes
-        if found.plan is None or self._dry:
-            self.reports[task.name] = found.report
+            planned.report.written = len(planned.parts) and (
+                1 if planned.region else planned.pieces
+            )
+            self.bytes += planned.bytes
+        if planned.plan is None or self._dry:
+            self.reports[task.name] = planned.report
             return
-        self._known += found.pieces
+        self._known += planned.pieces
         self._known_bytes += task.bytes
         parts: dict[int, PartRecord] = {}
-        if not found.parts:
-            yield self._finishing(order, found, [])
-        for number, part in enumerate(found.parts):
+        if not planned.parts:
+            yield self._finishing(order, planned, [])
+        for number, part in enumerate(planned.parts):
             yield Work(
                 (_CUT, order, number),
-                partial(cut_slide, self._batch, task, found.outline(), number, part),
-                partial(self._cut, order, found, parts, number),
+                partial(cut_slide, self._batch, task, planned.outline(), number, part),
+                partial(self._cut, order, planned, parts, number),
             )
 
     def _cut(
@@ -118,15 +120,15 @@ class BatchRun:
         planned: Planned,
         parts: dict[int, PartRecord],
         number: int,
-        found: PartRecord | Exception,
+        part: PartRecord | Exception,
     ) -> Iterator[Work]:
         task = self._tasks[order]
         self._over += planned.parts[number].count
-        if isinstance(found, Exception):
-            if task.name not in self.reports:  # else another part of it has failed, too
-                self._failed(task, found, planned.report)
+        if isinstance(part, Exception):
+            if task.name not in self.reports:  # else another part of the slide failed before
+                self._failed(task, part, planned.report)
             return
-        parts[number] = found
+        parts[number] = part
         if len(parts) == len(planned.parts):
             yield self._finishing(order, planned, [parts[k] for k in sorted(parts)])
 
@@ -138,23 +140,23 @@ class BatchRun:
             partial(self._finished, order),
         )
 
-    def _finished(self, order: int, found: TilingReport | Exception) -> Iterator[Work]:
+    def _finished(self, order: int, report: TilingReport | Exception) -> Iterator[Work]:
         task = self._tasks[order]
-        if isinstance(found, Exception):
-            self._failed(task, found)
+        if isinstance(report, Exception):
+            self._failed(task, report)
         else:
-            self.reports[task.name] = found
+            self.reports[task.name] = report
             self.finished.append(task.name)
         return iter(())
 
     def _failed(self, task: Task, error: Exception, so_far: TilingReport | None = None) -> None:
         report = so_far or TilingReport(task.name, file=str(task.path))
-        report.failed, report.note = True, _said(task, error)
+        report.failed, report.note = True, _message(task, error)
         self.reports[task.name] = report
 
 
-def _said(task: Task, error: Exception) -> str:
-    """An exception in words; of what nobody thought of, where it was raised goes to stderr."""
+def _message(task: Task, error: Exception) -> str:
+    """Message of an exception; the traceback of an unexpected one is printed to stderr."""
     if isinstance(error, SlideError):
         return str(error)
     if isinstance(error, BrokenExecutor):

@@ -1,4 +1,4 @@
-"""Handing out work: the most urgent first, more of it as results come in."""
+"""Scheduling of work on an executor, by priority; results may add more work."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from spatialdl.slides.batch.executors import BatchExecutor
 
-_LOOK = 0.3  # seconds after which whoever watches is told that time goes by
+_LOOK = 0.3  # seconds between calls of `watch` while no result arrives
 
-DIED = "the process that worked on it died (killed, perhaps for want of memory)"
+DIED = "the process that worked on it died (killed, perhaps out of memory)"
 
 
 @dataclass(order=True)
 class Work:
-    """A call and what follows from it.
+    """A call and its continuation.
 
     Attributes:
-        urgency: the smallest goes first.
-        call: done by the crew.
-        then: takes what it returned, or the exception that it raised, and gives more work.
+        urgency: the smallest value is scheduled first.
+        call: runs on the executor.
+        then: takes the result of the call, or its exception, and returns more work.
     """
 
     urgency: tuple[int, ...]
@@ -30,29 +30,29 @@ class Work:
     then: Callable[[Any], Iterable[Work]] = field(compare=False)
 
 
-def share(crew: BatchExecutor, works: Iterable[Work], watch: Callable[[], None]) -> None:
-    """Have all work done, and all that follows from it.
+def share(executor: BatchExecutor, works: Iterable[Work], watch: Callable[[], None]) -> None:
+    """Execute all work, and the work that its results add.
 
-    Where a process dies, each call that was under way is done again with nothing beside it; the
-    one that kills its process then ends with `BrokenExecutor` as its result.
+    If a process dies, each call that was in flight is repeated with no other call in flight. The
+    call that kills its process again has `BrokenExecutor` as its result.
 
     Args:
-        crew: does the calls.
-        works: to begin with.
-        watch: called every now and then.
+        executor: executes the calls.
+        works: initial work.
+        watch: called regularly, to update the progress.
     """
     waiting = list(works)
     heapq.heapify(waiting)
     running: dict[Future[Any], Work] = {}
     suspects: list[Work] = []
-    tried = False  # a suspect is under way, and nothing else
+    tried = False  # a suspect is in flight, and no other call
     while waiting or running or suspects:
         if suspects and not running:
             suspect, tried = suspects.pop(), True
-            running[_submitted(crew, suspect)] = suspect
-        while waiting and not (suspects or tried) and len(running) < crew.room:
+            running[_submitted(executor, suspect)] = suspect
+        while waiting and not (suspects or tried) and len(running) < executor.room:
             work = heapq.heappop(waiting)
-            running[_submitted(crew, work)] = work
+            running[_submitted(executor, work)] = work
         done, _ = wait(running, _LOOK, FIRST_COMPLETED)
         broken = False
         for future in done:
@@ -68,14 +68,14 @@ def share(crew: BatchExecutor, works: Iterable[Work], watch: Callable[[], None])
         if broken:
             suspects.extend(running.values())
             running.clear()
-            crew.renew()
+            executor.renew()
         tried = tried and bool(running)
         watch()
 
 
-def _submitted(crew: BatchExecutor, work: Work) -> Future[Any]:
+def _submitted(executor: BatchExecutor, work: Work) -> Future[Any]:
     try:
-        return crew.submit(work.call)
+        return executor.submit(work.call)
     except BrokenExecutor:  # a process died between two calls
-        crew.renew()
-        return crew.submit(work.call)
+        executor.renew()
+        return executor.submit(work.call)

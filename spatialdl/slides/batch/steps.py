@@ -1,7 +1,7 @@
-"""The steps in which a slide is cut: planned, its parts cut, finished. Each may be done elsewhere.
+"""The three steps of cutting a slide: plan it, cut its parts, finish it.
 
-What comes out depends on the slide and on the options alone: a part is as large as a shard may be,
-whoever cuts it.
+Each step may run in another process. The output depends on the slide and the options alone, not on
+the number of processes: a part is at most as large as a shard.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from spatialdl.slides.reading.paths import slide_source
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.reading.wanted import Wanted
 
-_OVERVIEW = "overview.bmp"  # read once more, so that it need not be small
-_ALL = 99.5  # percent of a slide that is tissue all over
-_PLACES, _PLACE = 4096, 16  # tiles in a part of which coordinates are noted, and bytes of these
+_OVERVIEW = "overview.bmp"  # temporary, so not compressed
+_ALL = 99.5  # percent of tissue from which a slide counts as all tissue
+_PLACES, _PLACE = 4096, 16  # tiles of a part with --format coords, and bytes of each
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Task:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What is asked of all slides.
+    """Parameters of a batch, the same for all slides.
 
     Attributes:
-        options: of the command.
-        choosing: what they mean for a slide.
-        settings: those that decide on tiles.
-        classes: that labels are indices into.
-        folder: where the batch is built; None where nothing is to be written.
-        target: where it will be.
-        before: an earlier one, made with the same settings, from which slides are taken over.
-        native: tiles are read without openslide where that gives the same pixels.
+        options: of the command line.
+        choosing: applies the options to a slide.
+        settings: options that determine the tiles.
+        classes: class names; labels are indices into them.
+        folder: where the batch is built; None for a dry run.
+        target: the final folder.
+        before: an earlier batch with the same settings, whose slides are reused.
+        native: read tiles without openslide where that gives the same pixels.
     """
 
     options: argparse.Namespace
@@ -75,18 +75,18 @@ class BatchRequest:
 
 @dataclass
 class Planned:
-    """A slide that was looked at.
+    """The plan of a slide.
 
     Attributes:
-        key: by which it is known again.
-        report: what is known so far.
+        key: digest of its contents and settings.
+        report: so far.
         size: rows and columns at level 0.
-        plan: of its tiles, without them; None where the slide was done before.
-        region: if it is to be a whole region.
+        plan: of its tiles, without their places; None if the slide was done before.
+        region: with --whole.
         parts: to be cut.
         own: colours of the slide; see `Choosing.own_colours`.
         zoom: pixels of its picture per level-0 pixel.
-        bytes: that will be written, before compression.
+        bytes: to be written, before compression.
     """
 
     key: str
@@ -101,19 +101,19 @@ class Planned:
 
     @property
     def pieces(self) -> int:
-        """Pieces to be cut: tiles, or rows of chunks of a region."""
+        """Number of pieces to cut: tiles, or rows of chunks of a region."""
         return sum(part.count for part in self.parts)
 
     def outline(self) -> Planned:
-        """The same without the parts, small enough to be sent around."""
+        """Return a copy without the parts, small enough to send to workers."""
         return replace(self, parts=[])
 
 
 def plan_slide(batch: BatchRequest, task: Task) -> Planned:
-    """Look at a slide: whether it is done, else what is to be cut.
+    """Plan the tiles or the region of a slide, unless it was done before.
 
     Raises:
-        SlideError: it cannot be used.
+        SlideError: the slide cannot be used.
     """
     started, options = time.monotonic(), batch.options
     with _opened(batch, task) as slide:
@@ -135,7 +135,7 @@ def plan_slide(batch: BatchRequest, task: Task) -> Planned:
             outside_class=batch.choosing.outside,
             beyond=options.codec != NATIVE,
         )
-        report = begun(task, slide, plan, options)
+        report = initial_report(task, slide, plan, options)
         planned = Planned(key, report, slide.size, plan.part(0, 0))
         planned.own = batch.choosing.own_colours(slide, plan)
         (_plan_region if options.whole else _plan_tiles)(batch, task, slide, plan, planned)
@@ -148,14 +148,16 @@ def plan_slide(batch: BatchRequest, task: Task) -> Planned:
     return planned
 
 
-def begun(task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace) -> TilingReport:
-    """What is known of a slide and its tissue before its tiles are cut."""
+def initial_report(
+    task: Task, slide: Slide, plan: TilePlan, options: argparse.Namespace
+) -> TilingReport:
+    """Create the report of a slide from its plan, before its tiles are cut."""
     tissue, outside = 100 * plan.tissue_part, 0.0 if options.whole else 100 * plan.outside
     remarks = [slide.remark] if slide.remark else []
     if tissue == 0 or tissue >= _ALL:
         remarks.append(
-            f"{tissue:.0f}% of it is taken for tissue; if its picture shows otherwise, "
-            "--background or --mask-dir correct it"
+            f"{tissue:.0f}% of it was classified as tissue; if its picture shows otherwise, "
+            "set --background or --mask-dir"
         )
     if not options.whole and (remark := outside_remark(plan)):
         remarks.append(remark)
@@ -182,7 +184,7 @@ def _plan_tiles(
     elif options.codec == NATIVE and plan.places:
         native_grid(slide, plan)
     planned.bytes = each * len(plan.places)
-    # as few as hold them all, and alike, so that none of those who cut them waits long for another
+    # the fewest parts that hold all tiles, of equal size, to balance the load of workers
     count = -(-len(plan.places) // at_once)
     bounds = [len(plan.places) * k // count for k in range(count + 1)] if count else []
     planned.parts = [
@@ -228,7 +230,7 @@ def cut_slide(
     """Cut part `number` of a slide, unless that was done before.
 
     Raises:
-        SlideError: its stains are to be normalised and cannot be.
+        SlideError: its stains cannot be normalised as requested.
     """
     assert batch.folder is not None
     folder = _at(batch.folder / PARTS / task.name, number)
@@ -253,7 +255,7 @@ def cut_slide(
 def finish_slide(
     batch: BatchRequest, task: Task, planned: Planned, parts: list[PartRecord]
 ) -> TilingReport:
-    """Draw the pictures of a slide, and note that it is done."""
+    """Draw the pictures of a slide and save its record, which marks it as done."""
     assert batch.folder is not None
     assert planned.plan is not None
     started, report, folder = time.monotonic(), planned.report, batch.folder
@@ -284,7 +286,7 @@ def finish_slide(
 
 
 def sum_up(report: TilingReport, parts: Sequence[PartRecord]) -> None:
-    """Count in a report what became of the tiles of a slide."""
+    """Add the tile counts of all parts to the report of a slide."""
     for part in parts:
         report.with_tissue -= part.bare
         for name, at in part.dropped.items():
@@ -332,13 +334,12 @@ def _save_preview(
     assert batch.folder is not None
     assert planned.plan is not None
     preview = Preview(planned.size)
-    if planned.own is None:  # as they are in the slide, so one look at all of it will do
+    if planned.own is None:  # tiles have the slide's own colours, so one thumbnail suffices
         with _opened(batch, task) as slide:
             image = slide.thumbnail(preview.scale).image
         height, width = preview.pixels.shape[:2]
-        image = planned.plan.tissue.shown(
-            image[:height, :width]
-        )  # without pixels that are mostly beyond the slide
+        # cropped: the last pixels of a thumbnail may be mostly beyond the slide
+        image = planned.plan.tissue.shown(image[:height, :width])
         for part in parts:
             for x, y, _ in part.taken:
                 preview.reveal(image, x, y, *span)
@@ -350,8 +351,8 @@ def _save_preview(
 
 
 def _opened(batch: BatchRequest, task: Task) -> Slide:
-    given = task.label.mpp if task.label else None
-    return Slide(task.path, given or batch.options.slide_mpp, native=batch.native)
+    mpp = task.label.mpp if task.label else None
+    return Slide(task.path, mpp or batch.options.slide_mpp, native=batch.native)
 
 
 def _at(folder: Path, number: int) -> Path:

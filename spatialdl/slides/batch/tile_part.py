@@ -1,4 +1,4 @@
-"""Some tiles of a slide, cut into a shard of their own."""
+"""Some tiles of a slide, cut into their own shard."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.reader import Slide
 
-_TOLD = 16  # tiles that are told at a time
+_COUNTED = 16  # tiles between updates of the count
 
 
 @dataclass(frozen=True)
 class TilePart:
-    """Tiles of a slide, and whether all their pixels are to be looked at by filters."""
+    """Tiles of a slide, and whether filters need their pixels."""
 
     plan: TilePlan
     filtered: bool
 
     @property
     def count(self) -> int:
-        """Tiles."""
+        """Number of tiles."""
         return len(self.plan.places)
 
     def cut(self, slide: Slide, cutting: Cutting, folder: Path, part: PartRecord) -> list[Seen]:
-        """Cut them; those that cannot be read are noted and left out.
+        """Cut the tiles; unreadable tiles are recorded and skipped.
 
         Raises:
-            SlideError: stains are to be normalised and cannot be, or the tiles of the slide are
-                no JPEGs that could be taken as they are.
+            SlideError: stains cannot be normalised as requested, or the slide has no JPEG tiles
+                that can be copied.
         """
         return _Tiles(slide, self, cutting, folder, part).cut()
 
 
 def native_grid(slide: Slide, plan: TilePlan) -> JpegGrid:
-    """The JPEG tiles of a slide that those of a plan are made of.
+    """Return the JPEG tiles of a slide that make up the tiles of a plan.
 
     Raises:
-        SlideError: there are none, or they have another grid.
+        SlideError: there are none, or their grid does not divide the tiles.
     """
     grid = native_tiles(slide, plan.scale)
     stride = round(plan.stride / plan.scale)
     if any(length % side for side in grid.chunk for length in (plan.tile_size, stride)):
         rows, cols = grid.chunk
         raise SlideError(
-            f"slide {slide.path} has JPEG tiles of {rows} x {cols}; to take them as they are, "
+            f"slide {slide.path} has JPEG tiles of {rows} x {cols}; to copy them, "
             f"--tile-size {plan.tile_size} and --overlap {plan.tile_size - stride} must be "
-            "multiples of that; or ask for --codec jpeg"
+            "multiples of that; or use --codec jpeg"
         )
     return grid
 
@@ -79,8 +79,8 @@ class _Tiles:
         try:
             for number, tile in enumerate(tiles, 1):
                 self._tile(tile)
-                if number % _TOLD == 0 or number == count:
-                    count_tiles((number - 1) % _TOLD + 1)
+                if number % _COUNTED == 0 or number == count:
+                    count_tiles((number - 1) % _COUNTED + 1)
             if self._shards.samples:
                 (self._part.shard,) = self._shards.finish()
         except BaseException:
@@ -117,7 +117,7 @@ class _Tiles:
             side = self._plan.tile_size
             tiles = self._grid.at(tile.x, tile.y, (side, side))
             if tiles is None:
-                raise SlideError(f"the tile at x={tile.x}, y={tile.y} is not whole JPEG tiles")
+                raise SlideError(f"the tile at x={tile.x}, y={tile.y} is not made of JPEG tiles")
             self._shards.add_encoded(tiles, None, known)
         elif self._cutting.codec is not None and tile.image is not None:
             self._shards.add(tile.image, None, known)

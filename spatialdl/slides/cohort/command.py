@@ -1,4 +1,4 @@
-"""The command that divides slides: `spatialdl-split labels.csv --folds 5 --stratify label`."""
+"""The command that splits slides: `spatialdl-split labels.csv --folds 5 --stratify label`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TRAIN, VAL, TEST = "train", "val", "test"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Divide slides into splits, or check the splits of a table.
+    """Assign slides to splits, or check the splits of a table.
 
     Args:
-        argv: arguments of the command; those of the process if None.
+        argv: arguments of the command; None uses those of the process.
 
     Returns:
-        0; 1 where --check finds the same patient or slide in two splits; 2 for misuse.
+        0; 1 if --check finds the same patient or slide in two splits; 2 for invalid arguments.
     """
     options = _parser().parse_args(argv)
     try:
@@ -49,50 +49,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="spatialdl-split",
-        description="Divide a table of slides into train, val and test, patient by patient.",
+        description="Split a table of slides into train, val and test, grouped by patient.",
     )
-    add = made.add_argument
-    add("labels", type=Path, metavar="CSV", help="with a column slide or slide_id, a row a slide")
+    add = parser.add_argument
+    add("labels", type=Path, metavar="CSV", help="column slide or slide_id; one row per slide")
     add("--out", type=Path, metavar="PATH", help="CSV to write; with --folds a folder")
     add(
         "--folds",
         type=_folds,
         metavar="N",
-        help="write fold_0.csv to fold_N-1.csv; in each another Nth of the slides is val",
+        help="write fold_0.csv to fold_N-1.csv; in each a different Nth of the slides is val",
     )
-    add("--val", type=_share, metavar="F", help="part that is val, without --folds (default 0.15)")
+    add("--val", type=_share, metavar="F", help="fraction for val, without --folds (default 0.15)")
     add(
         "--test",
         type=_share,
         metavar="F",
-        help="part that is test (default 0, or 0.15 without --folds)",
+        help="fraction for test (default 0.15; 0 with --folds)",
     )
     add(
         "--by",
         metavar="COLUMN",
-        help="slides alike in it stay in one split (default patient, if there is that column; "
-        "empty cells are alike with none)",
+        help="keep slides with equal values in one split (default patient, if that column "
+        "exists; empty cells match no other slide)",
     )
     add(
         "--stratify",
         metavar="COLUMNS",
-        help="every split gets about as many of each value, or combination of values of a,b; "
-        "columns of more than ten different numbers are cut into quarters",
+        help="balance each value, or combination of values of a,b, over the splits; columns with "
+        "more than ten different numbers are binned into quartiles",
     )
-    add("--seed", type=int, default=0, metavar="N", help="another seed is another division")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     add(
         "--slides",
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="files and folders of the slides: those that show the same stay in one split",
+        help="files and folders of the slides: keep slides with the same image in one split",
     )
-    add("--recursive", action="store_true", help="look in folders of these folders, too")
-    add("--jobs", type=positive_int, default=1, metavar="N", help="threads that read and compare")
-    add("--check", action="store_true", help="write nothing; look for leaks in the column split")
-    return made
+    add("--recursive", action="store_true", help="search these folders recursively")
+    add("--jobs", type=positive_int, default=1, metavar="N", help="threads to read and compare")
+    add("--check", action="store_true", help="write nothing; check the column split for leaks")
+    return parser
 
 
 def _folds(text: str) -> int:
@@ -107,38 +107,38 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a part, from 0 to below 1")
+        raise argparse.ArgumentTypeError(f"{text} must be a fraction, at least 0 and below 1")
     return share
 
 
 def _alike(options: argparse.Namespace, table: SlideTable) -> list[list[int]]:
-    """Groups of rows whose slides show the same, where --slides gives the files."""
+    """Groups of rows whose slides have the same image; empty without --slides."""
     if options.slides is None:
         return []
     index = Index(find_slides(options.slides, recursive=options.recursive))
-    found = [index.find(name, f"{options.labels}: {name}") for name in table.slides]
-    missing = [name for name, path in zip(table.slides, found, strict=True) if path is None]
+    matches = [index.find(name, f"{options.labels}: {name}") for name in table.slides]
+    missing = [name for name, path in zip(table.slides, matches, strict=True) if path is None]
     if missing:
         raise ValueError(
-            f"{options.labels} names {', '.join(missing)}, not among the slides that --slides "
-            "gives; add their folder, or leave out --slides"
+            f"{options.labels} names {', '.join(missing)}, not among the slides of --slides; "
+            "add their folder, or remove --slides"
         )
-    paths = [path for path in found if path is not None]
+    paths = [path for path in matches if path is not None]
     return same_slides(paths, jobs=options.jobs)
 
 
 def _split(options: argparse.Namespace, table: SlideTable, alike: Sequence[Sequence[int]]) -> None:
     if options.out is None:
-        raise ValueError("--out is missing: the CSV to write, with --folds a folder")
+        raise ValueError("--out is missing: set the CSV to write, with --folds a folder")
     groups = _groups(options, table, alike)
     columns = [name.strip() for name in options.stratify.split(",")] if options.stratify else []
     strata = strata_of([table.column(name) for name in columns] or [[""] * len(table.rows)])
     for fold, splits in enumerate(_divided(options, groups, strata)):
-        made = table.with_splits(splits)
+        divided = table.with_splits(splits)
         path = options.out if options.folds is None else options.out / f"fold_{fold}.csv"
-        made.save(path)
+        divided.save(path)
         print(f"wrote {path}")
-        print("\n".join(_table(made, strata, groups, bool(columns))))
+        print("\n".join(_table(divided, strata, groups, bool(columns))))
 
 
 def _groups(
@@ -150,10 +150,10 @@ def _groups(
         reasons.append([cell or None for cell in table.column(by)])
     for group in alike:
         names = ", ".join(table.slides[number] for number in group)
-        print(f"remark: {names} show the same; they stay in one split", file=sys.stderr)
+        print(f"remark: {names} have the same image; keeping them in one split", file=sys.stderr)
         reasons.append([0 if number in group else None for number in range(len(table.rows))])
     groups = groups_of(reasons)
-    what = f"by {by}" if by is not None else "each slide for itself, as there is no --by"
+    what = f"by {by}" if by is not None else "one per slide, without --by"
     print(f"{counted(len(groups), 'slide')} in {counted(max(groups) + 1, 'group')}, {what}")
     return groups
 
@@ -161,24 +161,24 @@ def _groups(
 def _divided(
     options: argparse.Namespace, groups: Sequence[int], strata: Sequence[str]
 ) -> list[list[str]]:
-    """The split of each slide; of each fold."""
+    """The split of each slide, for each fold."""
     counts = counts_of(groups, strata)
     folds: int | None = options.folds
     default = 0.15 if folds is None else 0.0
     test = default if options.test is None else options.test
     if folds is not None and options.val is not None:
-        raise ValueError("--val goes without --folds: each of N folds has 1/N of the slides in val")
+        raise ValueError("--val cannot be combined with --folds: each fold has 1/N of the slides")
     if folds is None:
         val = default if options.val is None else options.val
         if val + test >= 1:
-            raise ValueError(f"--val {val:g} and --test {test:g} leave no slides to train on")
+            raise ValueError(f"--val {val:g} and --test {test:g} leave no slides for train")
         shares = {TRAIN: 1 - val - test, VAL: val, TEST: test}
         wanted = {name: share for name, share in shares.items() if share > 0}
-        found = assign(counts, list(wanted.values()), options.seed)
-        return [[list(wanted)[found[group]] for group in groups]]
+        parts = assign(counts, list(wanted.values()), options.seed)
+        return [[list(wanted)[parts[group]] for group in groups]]
     shares_of_folds = [(1 - test) / folds] * folds + ([test] if test else [])
-    found = assign(counts, shares_of_folds, options.seed)
-    return [[_name_in_fold(found[group], fold, folds) for group in groups] for fold in range(folds)]
+    parts = assign(counts, shares_of_folds, options.seed)
+    return [[_name_in_fold(parts[group], fold, folds) for group in groups] for fold in range(folds)]
 
 
 def _name_in_fold(part: int, fold: int, folds: int) -> str:
@@ -190,15 +190,15 @@ def _name_in_fold(part: int, fold: int, folds: int) -> str:
 def _table(
     table: SlideTable, strata: Sequence[str], groups: Sequence[int], stratified: bool
 ) -> list[str]:
-    """Slides, groups and classes of each split, as lines."""
+    """Lines of a table: slides, groups and classes of each split."""
     splits = table.column(SPLIT)
     classes = sorted(set(strata)) if stratified else []
     rows = [("", "slides", "groups", *(name or "(empty)" for name in classes))]
     for split in [name for name in (TRAIN, VAL, TEST) if name in splits]:
         inside = [number for number, name in enumerate(splits) if name == split]
         kinds = Counter(strata[number] for number in inside)
-        apart = len({groups[number] for number in inside})
-        rows.append((split, *map(str, (len(inside), apart, *(kinds[name] for name in classes)))))
+        unique = len({groups[number] for number in inside})
+        rows.append((split, *map(str, (len(inside), unique, *(kinds[name] for name in classes)))))
     return ["  " + line for line in aligned(rows)]
 
 
@@ -207,19 +207,18 @@ def _check(options: argparse.Namespace, table: SlideTable, alike: Sequence[Seque
     by = options.by or (PATIENT if PATIENT in table.columns else None)
     leaks = []
     if by is not None:
-        found = in_two_splits(table.column(by), splits)
-        leaks += [f"{by} {label} is in {' and '.join(where)}" for label, where in found.items()]
-    for one, other in pairs_apart(alike, splits):
-        first, second = (f"{table.slides[k]} ({splits[k]})" for k in (one, other))
-        leaks.append(f"{first} and {second} show the same")
+        divided = in_two_splits(table.column(by), splits)
+        leaks += [f"{by} {label} is in {' and '.join(where)}" for label, where in divided.items()]
+    for pair in pairs_apart(alike, splits):
+        first, second = (f"{table.slides[k]} ({splits[k]})" for k in pair)
+        leaks.append(f"{first} and {second} have the same image")
     for line in leaks:
         print(f"leak: {line}")
-    looked = [f"the column {by}"] * (by is not None) + ["the slides"] * (options.slides is not None)
-    if not looked:
-        raise ValueError(
-            f"{options.labels} has no column {PATIENT}: give --by or --slides to check"
-        )
-    print(f"{counted(len(leaks), 'leak')} found by {' and '.join(looked)}")
+    checked = [f"the column {by}"] * (by is not None)
+    checked += ["the slides"] * (options.slides is not None)
+    if not checked:
+        raise ValueError(f"{options.labels} has no column {PATIENT}: set --by or --slides to check")
+    print(f"{counted(len(leaks), 'leak')} found in {' and '.join(checked)}")
     return _FAILED if leaks else _OK
 
 

@@ -28,13 +28,13 @@ Facts = dict[str, dict[str, str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure slides and write the page of their cohort.
+    """Measure slides and write the report of their cohort.
 
     Args:
-        argv: arguments of the command; those of the process if None.
+        argv: arguments of the command; None uses those of the process.
 
     Returns:
-        0, or 2 for misuse; slides that cannot be read are on the page.
+        0, or 2 for invalid arguments; unreadable slides are listed in the report.
     """
     options = _parser().parse_args(argv)
     try:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tiles = _tiles(options.tiles)
         slides = {name: path for path, name in names.items()}
         measured = measure_slides(slides, jobs=options.jobs)
-        members = members_of([_with_tiles(one, tiles) for one in measured], facts)
+        members = members_of([_with_tiles(measures, tiles) for measures in measured], facts)
         options.out.mkdir(parents=True, exist_ok=True)
         save_cohort(options.out, members)
     except (ValueError, OSError, ShardError) as error:
@@ -55,30 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="spatialdl-cohort",
         description="Describe slides: splits, patients, scanners, tissue, stains, focus; outliers.",
     )
-    add = made.add_argument
-    add("slides", nargs="+", type=Path, metavar="PATH", help="files of slides, and folders of them")
-    add("--recursive", action="store_true", help="look in folders of these folders, too")
+    add = parser.add_argument
+    add("slides", nargs="+", type=Path, metavar="PATH", help="slides, or folders of slides")
+    add("--recursive", action="store_true", help="search these folders recursively")
     add(
         "--labels", type=Path, metavar="CSV", help="column slide or slide_id; all columns are shown"
     )
-    add("--tiles", type=Path, metavar="DIR", help="data set that was made of the slides")
+    add("--tiles", type=Path, metavar="DIR", help="data set cut from the slides")
     add(
         "--predictions",
         type=Path,
         metavar="DIR",
-        help="of the slides, as python -m spatialdl.predict wrote it; wrong ones come first",
+        help="output of python -m spatialdl.predict for the slides; wrong predictions come first",
     )
-    add("--jobs", type=positive_int, default=1, metavar="N", help="processes that measure")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of cohort.html, cohort.csv")
-    return made
+    add("--jobs", type=positive_int, default=1, metavar="N", help="worker processes (default 1)")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for cohort.html, cohort.csv")
+    return parser
 
 
 def _facts(options: argparse.Namespace, names: Mapping[Path, str]) -> Facts:
-    """What tables say of the slides, by their names."""
+    """Cells of the tables for each slide, by its name."""
     facts: Facts = {name: {} for name in names.values()}
     index = Index(list(names))
     if options.labels is not None:
@@ -100,7 +100,7 @@ def _predicted(folder: Path) -> Columns:
     path = find_predicted(folder, "slides") or folder / "slides.csv"
     columns = read_predicted(path)
     if "slide" not in columns:
-        raise ValueError(f"--predictions: {path} has no column slide, as predictions have")
+        raise ValueError(f"--predictions: {path} has no column slide; give a folder of predictions")
     return columns
 
 
@@ -117,10 +117,11 @@ def _tiles(folder: Path | None) -> Counter[str] | None:
     return Counter(sample.slide for sample in Manifest.load(folder).samples if sample.slide)
 
 
-def _with_tiles(one: SlideMeasures, tiles: Counter[str] | None) -> SlideMeasures:
+def _with_tiles(measures: SlideMeasures, tiles: Counter[str] | None) -> SlideMeasures:
     if tiles is None:
-        return one
-    return replace(one, numbers={**one.numbers, "tiles": float(tiles[one.name])})
+        return measures
+    numbers = {**measures.numbers, "tiles": float(tiles[measures.name])}
+    return replace(measures, numbers=numbers)
 
 
 def _print(members: Sequence[CohortSlide]) -> None:

@@ -1,7 +1,7 @@
-"""Slides that show the same: of the same bytes, or the same picture scanned or stored again.
+"""Detection of slides with the same image: equal bytes, or the image re-encoded or rescanned.
 
-Pictures of 64 pixels are compared in grey, by the largest correlation over all shifts, quarter
-turns and flips (`pairs.py`). Other sections of the same block stay below the bound.
+Grey thumbnails of 64 pixels are compared by their largest correlation over all shifts, quarter
+turns and flips (`pairs.py`). Different sections of the same block stay below the threshold.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spatialdl.slides.cohort.pairs import SIDE, Look, correlated_pairs
 from spatialdl.slides.reading.reader import Slide
 
 ALIKE = 0.9
-"""Correlation from which two pictures show the same."""
+"""Correlation from which two thumbnails count as the same image."""
 
-_ENERGY = 1.25  # of two pictures, at most so many times as much in one as in the other
-_FLAT = 2.0  # standard deviation, of 255, below which there is nothing to compare
+_ENERGY = 1.25  # largest ratio of the energies of two thumbnails that are compared
+_FLAT = 2.0  # standard deviation of grey values, of 255, below which a thumbnail is empty
 
 
 def look_at(path: Path) -> Look | None:
-    """A slide's small picture; None where it cannot be read, or shows nothing."""
+    """Read the thumbnail of a slide; None if the slide is unreadable or empty."""
     try:
         with Slide(path) as slide:
             thumbnail = slide.thumbnail(max(1.0, max(slide.size) / SIDE))
@@ -37,7 +37,7 @@ def look_at(path: Path) -> Look | None:
 
 
 def look_of(image: npt.NDArray[np.uint8], seen: npt.NDArray[np.bool_]) -> Look | None:
-    """The look of a picture of at most `SIDE` rows and columns; None where it shows nothing."""
+    """Prepare a thumbnail of at most `SIDE` rows and columns; None if it is empty."""
     grey = image.astype(np.float32).mean(-1)
     if not seen.any():
         return None
@@ -51,36 +51,36 @@ def look_of(image: npt.NDArray[np.uint8], seen: npt.NDArray[np.bool_]) -> Look |
 
 
 def same_slides(paths: Sequence[Path], *, jobs: int = 1, progress: bool = True) -> list[list[int]]:
-    """Groups of slides that show the same, by their numbers in `paths`; see `same_pictures`."""
+    """Find groups of slides with the same image, as indices into `paths`; see `same_pictures`."""
     numbers = {path: number for number, path in enumerate(paths)}
-    found = [[numbers[one], numbers[other]] for one, other in twins(paths)]
+    equal = [[numbers[path] for path in pair] for pair in twins(paths)]
     alike = same_pictures(paths, range(len(paths)), jobs=jobs, progress=progress)
-    return found + [[*pair] for pair in alike]
+    return equal + [[*pair] for pair in alike]
 
 
 def same_pictures(
     paths: Sequence[Path], splits: Sequence[Hashable], *, jobs: int = 1, progress: bool = True
 ) -> list[tuple[int, int]]:
-    """Pairs of slides of different splits that show the same picture, by their numbers in `paths`.
+    """Find pairs of slides of different splits with the same image, as indices into `paths`.
 
-    Slides that cannot be read are like none. Where all are in one split, none is read.
+    Unreadable slides match no other. If there is only one split, no slide is read.
 
     Args:
         paths: of the slides.
-        splits: of each.
-        jobs: threads that read slides and compare them.
-        progress: show a bar, if the console is one.
+        splits: of each slide.
+        jobs: threads that read and compare slides.
+        progress: show a progress bar on a terminal.
     """
     if len(set(splits)) < 2:
         return []
     off = None if progress else True
     with ThreadPoolExecutor(jobs) as pool:
         read = pool.map(look_at, paths)
-        looks = [*tqdm(read, "looking", len(paths), unit="slide", disable=off, leave=False)]
+        looks = [*tqdm(read, "reading", len(paths), unit="slide", disable=off, leave=False)]
     known = [number for number, look in enumerate(looks) if look is not None]
     count = len(known) * (len(known) - 1) // 2
     with tqdm(desc="comparing", total=count, unit="pair", disable=off, leave=False) as bar:
-        found = correlated_pairs(
+        pairs = correlated_pairs(
             [look for look in looks if look is not None],
             [splits[number] for number in known],
             ALIKE,
@@ -88,4 +88,4 @@ def same_pictures(
             jobs=jobs,
             progress=bar.update,
         )
-    return [(known[one], known[other]) for one, other in found]
+    return [(known[first], known[second]) for first, second in pairs]

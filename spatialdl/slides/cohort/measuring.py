@@ -1,4 +1,4 @@
-"""What can be measured of a slide at a glance: size, tissue, stains, focus, scanner."""
+"""Quick measures of a slide: size, tissue, stains, focus, scanner."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from spatialdl.slides.reading.reader import Slide, Thumbnail
 MEASURES: Mapping[str, str] = {
     "mpp": "micrometres per level-0 pixel",
     "tissue_mm2": "area of tissue, square millimetres",
-    "tissue_percent": "part of the slide that is tissue",
-    "hematoxylin": "strength of the hematoxylin, 99th percentile of its optical density",
-    "eosin": "strength of the eosin, likewise",
-    "brightness": "mean of the tissue's colours, 0 to 255",
-    "blur": "median over places of tissue, 0 (sharp) to 1",
-    "tiles": "of the data set",
+    "tissue_percent": "tissue in percent of the slide",
+    "hematoxylin": "hematoxylin, 99th percentile of its optical density",
+    "eosin": "eosin, 99th percentile of its optical density",
+    "brightness": "mean colour value of the tissue, 0 to 255",
+    "blur": "median over places in the tissue, 0 (sharp) to 1",
+    "tiles": "number of tiles in the data set",
 }
-"""Columns of numbers of a cohort, with what they are."""
+"""Numeric columns of a cohort, with descriptions."""
 
 _SCANNERS = (
     *("aperio.ScanScope ID", "hamamatsu.Product", "leica.device-model", "ventana.ScannerModel"),
@@ -42,20 +42,20 @@ _SCANNERS = (
     *("tiff.Model", "tiff.Make"),
 )
 _OVERVIEW, _SHOWN, _QUALITY = 1024, 160, 75  # pixels of the longest side, JPEG quality
-_PLACES, _PLACE = 12, 256  # where the focus is measured, pixels of level 0 at each
-_UNITS = 1000.0  # micrometres of a millimetre
+_PLACES, _PLACE = 12, 256  # squares where the focus is measured, and their side at level 0
+_UNITS = 1000.0  # micrometres per millimetre
 
 
 @dataclass(frozen=True)
 class SlideMeasures:
-    """What was found of a slide.
+    """Measures of a slide.
 
     Attributes:
         name: in the cohort.
-        file: of the slide; None where there is none.
-        numbers: of `MEASURES` those that could be measured.
-        scanner: as the file names it, or its format.
-        problem: why nothing could be measured, or what could not; empty if all could.
+        file: of the slide; None if there is none.
+        numbers: values of the `MEASURES` that could be taken.
+        scanner: vendor and model in the file's metadata, or "unknown".
+        problem: error, or what could not be read; empty if there is none.
         picture: a JPEG of the slide in base64.
     """
 
@@ -73,8 +73,8 @@ def measure_slides(
     """Measure slides, in their order.
 
     Args:
-        slides: by their names in the cohort.
-        jobs: processes that work.
+        slides: paths by names in the cohort.
+        jobs: worker processes.
     """
     off = None if progress else True
     bar = partial(tqdm, total=len(slides), desc="measuring", unit="slide", disable=off, leave=False)
@@ -85,7 +85,7 @@ def measure_slides(
 
 
 def measure_slide(name: str, path: Path) -> SlideMeasures:
-    """Measure one slide; one that cannot be read has a `problem`."""
+    """Measure one slide; an unreadable one has a `problem`."""
     try:
         with Slide(path) as slide:
             return _measured(name, path, slide)
@@ -115,18 +115,18 @@ def _measured(name: str, path: Path, slide: Slide) -> SlideMeasures:
 
 def _stains(pixels: npt.NDArray[np.uint8]) -> dict[str, float]:
     try:
-        found = colours_of(pixels, "macenko")
-    except SlideError:  # too little is stained
+        colours = colours_of(pixels, "macenko")
+    except SlideError:  # too few stained pixels
         return {}
-    assert isinstance(found, StainColours)
-    return dict(zip(("hematoxylin", "eosin"), map(float, found.strength), strict=True))
+    assert isinstance(colours, StainColours)
+    return dict(zip(("hematoxylin", "eosin"), map(float, colours.strength), strict=True))
 
 
 def _focus(slide: Slide, thumbnail: Thumbnail, tissue: Tissue) -> dict[str, float]:
-    """The blur of places spread evenly over the tissue, at level 0."""
+    """Median blur of squares spread evenly over the tissue, at level 0."""
     inside = np.argwhere(tissue.mask)
     chosen = inside[np.linspace(0, len(inside) - 1, min(_PLACES, len(inside))).astype(int)]
-    found = []
+    blurs = []
     for row, col in chosen:
         centre = (row + 0.5) * thumbnail.scale, (col + 0.5) * thumbnail.scale
         y, x = (
@@ -135,17 +135,19 @@ def _focus(slide: Slide, thumbnail: Thumbnail, tissue: Tissue) -> dict[str, floa
         )
         size = min(_PLACE, slide.size[0]), min(_PLACE, slide.size[1])
         try:
-            found.append(blur(slide.read_scaled(x, y, size, 1.0)))
-        except SlideError:  # this place is damaged
+            blurs.append(blur(slide.read_scaled(x, y, size, 1.0)))
+        except SlideError:  # damaged here
             continue
-    return {"blur": median(found)} if found else {}
+    return {"blur": median(blurs)} if blurs else {}
 
 
 def _scanner(slide: Slide) -> str:
-    says = slide.properties
-    named = next((says[key].strip() for key in _SCANNERS if says.get(key, "").strip()), "")
-    vendor = says.get("openslide.vendor", "")
-    return " ".join(part for part in (vendor, named) if part) or "unknown"
+    properties = slide.properties
+    model = next(
+        (properties[key].strip() for key in _SCANNERS if properties.get(key, "").strip()), ""
+    )
+    vendor = properties.get("openslide.vendor", "")
+    return " ".join(part for part in (vendor, model) if part) or "unknown"
 
 
 def _picture(image: npt.NDArray[np.uint8]) -> str:

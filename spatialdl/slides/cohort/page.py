@@ -1,4 +1,4 @@
-"""The page of a cohort: what its slides are like, split by split, outliers first."""
+"""HTML report and CSV of a cohort: measures by split, outliers first."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class CohortSlide:
     """A slide of a cohort.
 
     Attributes:
-        measures: of it.
-        facts: the cells of its row in tables, by column.
-        outliers: the measures in which it is one, see `outlying`.
+        measures: of the slide.
+        facts: cells of its table rows, by column.
+        outliers: z-scores of the measures in which it is an outlier, see `outlying`.
     """
 
     measures: SlideMeasures
@@ -40,25 +40,25 @@ class CohortSlide:
 
     @property
     def remarks(self) -> list[str]:
-        """What is odd about it, in words."""
+        """Its errors, outliers and a wrong prediction, as text."""
         numbers = self.measures.numbers
-        found = [self.measures.problem] if self.measures.problem else []
+        remarks = [self.measures.problem] if self.measures.problem else []
         for name, score in sorted(self.outliers.items(), key=lambda item: -abs(item[1])):
             side = "high" if score > 0 else "low"
-            found.append(f"{name} is {side}: {numbers[name]:.4g} ({score:+.1f} deviations)")
+            remarks.append(f"{name} is {side}: {numbers[name]:.4g} ({score:+.1f} deviations)")
         if self.is_wrong:
-            found.append(f"predicted {self.facts[PREDICTED]}, the label is {self.facts[LABEL]}")
-        return found
+            remarks.append(f"predicted {self.facts[PREDICTED]}, the label is {self.facts[LABEL]}")
+        return remarks
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a prediction of it differs from its label."""
+        """Whether its prediction differs from its label."""
         label, predicted = self.facts.get(LABEL), self.facts.get(PREDICTED)
         return bool(label and predicted and label != predicted)
 
     @property
     def oddness(self) -> tuple[bool, bool, float]:
-        """The larger, the earlier on the page."""
+        """Sort key of the report, largest first."""
         farthest = max(map(abs, self.outliers.values()), default=0.0)
         return bool(self.measures.problem), self.is_wrong, farthest
 
@@ -66,16 +66,16 @@ class CohortSlide:
 def members_of(
     measured: Sequence[SlideMeasures], facts: Mapping[str, Mapping[str, str]]
 ) -> list[CohortSlide]:
-    """The slides of a cohort, the oddest first."""
-    found = [
-        CohortSlide(one, facts.get(one.name, {}), outliers)
-        for one, outliers in zip(measured, outlying(measured), strict=True)
+    """Create the slides of a cohort, sorted by `oddness`."""
+    members = [
+        CohortSlide(measures, facts.get(measures.name, {}), outliers)
+        for measures, outliers in zip(measured, outlying(measured), strict=True)
     ]
-    return sorted(found, key=lambda member: member.oddness, reverse=True)
+    return sorted(members, key=lambda member: member.oddness, reverse=True)
 
 
 def save_cohort(folder: Path, members: Sequence[CohortSlide]) -> None:
-    """Write cohort.csv and cohort.html, each whole or not at all."""
+    """Write cohort.csv and cohort.html, each atomically."""
     columns = list(dict.fromkeys(name for member in members for name in member.facts))
     numbers = [name for name in MEASURES if any(name in one.measures.numbers for one in members)]
     heads = ["slide", *columns, SCANNER, *numbers, "remarks", "file"]
@@ -112,7 +112,7 @@ def _save_page(
 
 
 def _tables(members: Sequence[CohortSlide]) -> Iterator[dict[str, Any]]:
-    """Counts of labels, patients and scanners, in each split where there are splits."""
+    """Counts of slides, patients, labels, scanners and predictions, by split."""
     splits = [member.facts.get(SPLIT, "") for member in members]
     names = order_splits(splits)
     yield _counted_by(members, splits, names)
@@ -138,8 +138,8 @@ def _counted_by(
     known = any(member.facts.get(PATIENT) for member in members)
     rows = [("slides", *(splits.count(name) for name in names))]
     if known:
-        apart = Counter(split for _, split in set(patients))
-        rows.append(("patients", *(apart[name] for name in names)))
+        unique = Counter(split for _, split in set(patients))
+        rows.append(("patients", *(unique[name] for name in names)))
     return {"head": ("", *_shown(names)), "rows": rows, "more": ""}
 
 
@@ -152,7 +152,7 @@ def _cell(member: CohortSlide, column: str) -> str:
 
 
 def _pictures(members: Sequence[CohortSlide], numbers: Sequence[str]) -> str:
-    """SVG: a panel a measure, the slides as points in a column for each split."""
+    """SVG with a panel for each measure; slides are points, in a column for each split."""
     from matplotlib.figure import Figure
 
     if not numbers:

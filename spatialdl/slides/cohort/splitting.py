@@ -1,8 +1,8 @@
-"""Splits of groups of slides, with classes in each split as in the whole.
+"""Stratified splits of groups of slides.
 
 A greedy assignment: the largest groups first, each to the split where it adds least to the
-chi-squared distance between the counts of classes that a split has and those that it should have
-(as StratifiedGroupKFold of scikit-learn does with standard deviations).
+chi-squared distance between the actual and the expected counts of classes in the splits
+(StratifiedGroupKFold of scikit-learn uses standard deviations instead).
 """
 
 from __future__ import annotations
@@ -19,43 +19,46 @@ Counts = npt.NDArray[np.float64]
 
 
 def assign(counts: Counts, shares: Sequence[float], seed: int) -> list[int]:
-    """The split of each group.
+    """Assign each group to a split.
 
     Args:
         counts: (groups, classes), slides of each class in a group.
-        shares: part of all slides that each split is to have; above 0, together 1.
-        seed: of the order of groups of one size.
+        shares: target fraction of all slides for each split; above 0, sum 1.
+        seed: of the order of groups of equal size.
+
+    Returns:
+        The index of the split of each group.
 
     Raises:
         ValueError: there are fewer groups than splits.
     """
     if len(counts) < len(shares):
         raise ValueError(f"{len(counts)} groups cannot be divided over {len(shares)} splits")
-    # all slides count as a class of their own, so that splits without a class get the size wanted
+    # an additional class of all slides, so that sizes of splits match their shares
     wide = np.column_stack([counts, counts.sum(1)])
     expected = np.outer(shares, wide.sum(0))
-    expected[expected == 0] = 1.0  # no group has any of that class
+    expected[expected == 0] = 1.0  # classes without slides
     order = np.random.default_rng(seed).permutation(len(counts))
     order = order[np.argsort(-wide[order, -1], kind="stable")]
-    missing, found = -expected.copy(), [0] * len(counts)
+    missing, assigned = -expected.copy(), [0] * len(counts)
     empty = set(range(len(shares)))
     for place, group in enumerate(order):
         added = ((2 * missing + wide[group]) * wide[group] / expected).sum(1)
-        if len(order) - place <= len(empty):  # each of the rest fills a split
+        if len(order) - place <= len(empty):  # each remaining group must fill an empty split
             added[[split for split in range(len(shares)) if split not in empty]] = np.inf
         split = int(np.argmin(added))
         missing[split] += wide[group]
         empty.discard(split)
-        found[int(group)] = split
-    return found
+        assigned[int(group)] = split
+    return assigned
 
 
 def groups_of(labels: Sequence[Sequence[Hashable | None]]) -> list[int]:
-    """Groups of slides that belong together, numbered in the order of their first slides.
+    """Number the groups of slides that must stay together, in the order of their first slides.
 
     Args:
-        labels: for each reason to belong together one label a slide; slides with a label in common
-            are in one group, and None is in common with nothing.
+        labels: for each criterion one label per slide; slides with equal labels are in one group,
+            None matches no other slide.
     """
     count = len(labels[0])
     parent = list(range(count))
@@ -66,22 +69,22 @@ def groups_of(labels: Sequence[Sequence[Hashable | None]]) -> list[int]:
             slide = parent[slide]
         return slide
 
-    for reason in labels:
+    for criterion in labels:
         first: dict[Hashable, int] = {}
-        for slide, label in enumerate(reason):
+        for slide, label in enumerate(criterion):
             if label is not None:
-                one, other = root(first.setdefault(label, slide)), root(slide)
-                parent[max(one, other)] = min(one, other)
+                roots = root(first.setdefault(label, slide)), root(slide)
+                parent[max(roots)] = min(roots)
     numbers: dict[int, int] = {}
     return [numbers.setdefault(root(slide), len(numbers)) for slide in range(count)]
 
 
 def strata_of(columns: Sequence[Sequence[str]]) -> list[str]:
-    """The class of each slide by which splits are made alike.
+    """Return the class of each slide for stratification.
 
     Args:
-        columns: cells of one column or several, a class being a combination that occurs. Columns of
-            more than ten different numbers are cut into quarters.
+        columns: cells of one or several columns; a class is a combination of cells. Columns with
+            more than ten different numbers are binned into quartiles.
     """
     binned = [_binned(column) for column in columns]
     return [" ".join(cells) for cells in zip(*binned, strict=True)]
@@ -106,7 +109,7 @@ def _binned(column: Sequence[str]) -> list[str]:
 
 
 def counts_of(groups: Sequence[int], strata: Sequence[str]) -> Counts:
-    """(groups, classes): slides of each class in each group."""
+    """Count the slides of each class in each group: (groups, classes)."""
     classes = {name: k for k, name in enumerate(sorted(set(strata)))}
     counts = np.zeros((max(groups) + 1, len(classes)))
     for group, name in zip(groups, strata, strict=True):
@@ -115,19 +118,19 @@ def counts_of(groups: Sequence[int], strata: Sequence[str]) -> Counts:
 
 
 def in_two_splits(labels: Sequence[Hashable | None], splits: Sequence[str]) -> dict[str, list[str]]:
-    """Labels that occur in more than one split, with these splits; None and "" are no labels."""
+    """Return the labels in more than one split, with these splits; ignores None and ""."""
     seen: dict[str, dict[str, None]] = {}
     for label, split in zip(labels, splits, strict=True):
         if label:
             seen.setdefault(str(label), {})[split] = None
-    return {label: list(found) for label, found in seen.items() if len(found) > 1}
+    return {label: list(where) for label, where in seen.items() if len(where) > 1}
 
 
 def pairs_apart(alike: Sequence[Sequence[int]], splits: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of slides that are alike and in different splits."""
+    """Return pairs of slides of the same group in different splits."""
     return [
-        (one, other)
+        (first, second)
         for group in alike
-        for one, other in combinations(group, 2)
-        if splits[one] != splits[other]
+        for first, second in combinations(group, 2)
+        if splits[first] != splits[second]
     ]

@@ -1,1 +1,1 @@
-"""Which parts of a slide are taken, and what is done to them."""
+"""Selection of tiles and regions of a slide, filters, and stain normalisation."""

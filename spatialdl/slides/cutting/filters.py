@@ -12,10 +12,10 @@ from skimage.measure import blur_effect
 
 Bytes = npt.NDArray[np.uint8]
 
-_BLACK, _WHITE = 25, 220  # all colours of a pixel at most, at least
-# of the ink of pens: hues in degrees, saturation and value 0 to 255
+_BLACK, _WHITE = 25, 220  # largest and smallest channel value of black and white pixels
+# ink of pens: hues in degrees, saturation and value 0 to 255
 _GREEN_TO_BLUE, _STRONG, _DARK, _GREY = (75.0, 235.0), 90, 90, 50
-_DULL = 40  # values below are shadows and black frames, whose hue is noise
+_DULL = 40  # smallest value of coloured ink; the hue of shadows and black frames is noise
 
 
 class Filter(NamedTuple):
@@ -26,20 +26,20 @@ class Filter(NamedTuple):
 
 
 def refused_by(image: Bytes, most: Mapping[str, float]) -> str | None:
-    """The first filter that drops a tile, or None.
+    """Return the name of the first filter that drops a tile, or None.
 
     Args:
         image: uint8 (rows, cols, 3).
-        most: what each filter that is asked for lets pass at most, by its name.
+        most: largest accepted value of each requested filter, by name.
     """
-    for name, (measure, _) in FILTERS.items():  # the cheap ones first
+    for name, (measure, _) in FILTERS.items():  # cheap filters first
         if name in most and measure(image) > most[name]:
             return name
     return None
 
 
 def parse_filters(text: str) -> dict[str, float]:
-    """Read `blur,pen=0.2`: names of filters, each with the most that it lets pass or without.
+    """Parse `blur,pen=0.2`: names of filters, optionally with their largest accepted value.
 
     Raises:
         ValueError: a name is unknown or repeated, or a number not between 0 and 1.
@@ -48,9 +48,9 @@ def parse_filters(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, equals, number = (word.strip() for word in part.partition("="))
         if name not in FILTERS:
-            raise ValueError(f"there is no filter {name!r}; there are {', '.join(FILTERS)}")
+            raise ValueError(f"unknown filter {name!r}, expected one of {', '.join(FILTERS)}")
         if name in most:
-            raise ValueError(f"filter {name} is given twice; keep one")
+            raise ValueError(f"filter {name} is repeated; keep one")
         try:
             most[name] = float(number) if equals else FILTERS[name].most
         except ValueError:
@@ -61,22 +61,22 @@ def parse_filters(text: str) -> dict[str, float]:
 
 
 def black_part(image: Bytes) -> float:
-    """Part of the pixels with no colour above 25."""
+    """Return the fraction of pixels with no channel above 25."""
     red, green, blue = np.moveaxis(image, -1, 0)  # many times faster than over a dim of 3
     return float((np.maximum(np.maximum(red, green), blue) <= _BLACK).mean())
 
 
 def white_part(image: Bytes) -> float:
-    """Part of the pixels with no colour below 220."""
+    """Return the fraction of pixels with no channel below 220."""
     red, green, blue = np.moveaxis(image, -1, 0)
     return float((np.minimum(np.minimum(red, green), blue) >= _WHITE).mean())
 
 
 def pen_part(image: Bytes) -> float:
-    """Part of the pixels that look like the ink of a green, blue or black pen.
+    """Return the fraction of pixels that look like the ink of a green, blue or black pen.
 
-    Hematoxylin, eosin and DAB have hues from violet over red to brown; of the blue stains only
-    strong ones would be taken for ink. Red ink cannot be told from blood and is not looked for.
+    Hematoxylin, eosin and DAB have hues from violet over red to brown; only strong blue stains
+    would be mistaken for ink. Red ink is not detected, as it looks like blood.
     """
     smooth = Image.fromarray(image).filter(ImageFilter.BoxBlur(2))  # nuclei are not ink
     hue, saturation, value = (np.asarray(band) for band in smooth.convert("HSV").split())
@@ -87,14 +87,14 @@ def pen_part(image: Bytes) -> float:
 
 
 def blur(image: Bytes) -> float:
-    """How blurred a tile is, 0 (sharp) to 1, whatever its contrast.
+    """Return the blur of a tile, 0 (sharp) to 1, independent of its contrast.
 
-    How little it changes when it is blurred once more: F. Crete et al., "The blur effect", Human
-    Vision and Electronic Imaging XII, 2007, section 3 (scikit-image's `blur_effect`).
+    It measures how little a tile changes when blurred again: F. Crete et al., "The blur effect",
+    Human Vision and Electronic Imaging XII, 2007, section 3 (scikit-image's `blur_effect`).
     """
     grey = np.asarray(Image.fromarray(image).convert("L"), np.float32)
     if min(grey.shape) < 3 or grey.min() == grey.max():
-        return 1.0  # nothing sharp is in it
+        return 1.0  # without any edge
     return float(np.nan_to_num(blur_effect(grey), nan=1.0))  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""The grid of tiles over a slide: where they begin, and what part of each is in a mask."""
+"""Grid of tiles over a slide: their positions, and the fraction of each in a mask."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Edge = Literal["drop", "pad", "shift"]
 EDGES: tuple[Edge, ...] = ("drop", "pad", "shift")
-"""Where no whole tile fits any more: none, one padded beyond the slide, one moved back into it."""
+"""At the edge of a slide: no tile, one padded beyond the slide, or one shifted back into it."""
 
 SLACK = 0.01
-"""Part of a tile that may lie beyond the edge, since sizes are rounded."""
+"""Fraction of a tile that may be beyond the edge, since sizes are rounded."""
 
-_DIGITS = 6  # of parts of tiles
+_DIGITS = 6  # of fractions of tiles
 
 
 def tile_starts(
     length: int, needed: float, spans: tuple[float, float, float], edge: Edge
 ) -> Floats:
-    """Where the tiles of a length begin.
+    """Compute where tiles begin along one dim, in level-0 pixels.
 
     Args:
-        length: of the slide, in level-0 pixels like all others.
-        needed: of each tile inside the slide.
-        spans: of a tile, from a tile to the next, of a pixel of a tile.
+        length: of the slide, in level-0 pixels, as are all lengths here.
+        needed: length of a tile that must be inside the slide.
+        spans: length of a tile, stride, and length of a pixel of a tile.
         edge: see `plan_tiles`.
     """
     step, stride, pixel = spans
     count = _fitting(length, needed, stride)
     starts: list[float] = [number * stride for number in range(count)]
     end = starts[-1] + step if starts else 0.0
-    if length - end >= pixel:  # less is how sizes are rounded
+    if length - end >= pixel:  # less is a rounding error
         if edge == "pad":
             starts.append(count * stride)
         elif edge == "shift" and starts:
-            # at a pixel of the level, so that none has to be made of two
+            # at a pixel of the level, so that no pixel is interpolated
             unit = pixel if float(pixel).is_integer() else 1.0
             starts.append((length - step) // unit * unit)
     return np.array(starts, np.float64)
 
 
 def _fitting(length: int, needed: float, stride: float) -> int:
-    """How many tiles fit into a length, where each needs so much of it."""
+    """Number of tiles that fit into a length."""
     room = length - needed
     return int(room / stride) + 1 if room >= 0 else 0
 
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A grid of tiles, in level-0 pixels or in those of a thumbnail.
+    """A grid of tiles, in pixels of level 0 or of a thumbnail.
 
     Attributes:
         starts: first row of each row of tiles, and first column of each column.
@@ -70,17 +70,17 @@ class TileGrid:
         return len(self.starts[0]), len(self.starts[1])
 
     def scaled(self, factor: float) -> TileGrid:
-        """The same on a thumbnail with `factor` times the pixels along each dim."""
+        """Return the grid on a thumbnail with `factor` times the pixels along each dim."""
         rows, cols = self.starts
         height, width = self.extent
         extent = height * factor, width * factor
         return TileGrid((rows * factor, cols * factor), self.step * factor, extent)
 
     def fractions(self, mask: npt.NDArray[np.bool_]) -> Floats:
-        """Part of each tile that is in the mask, exactly: pixels count by the part in the tile.
+        """Return the exact fraction of each tile in the mask; partial pixels count in proportion.
 
-        What lies beyond the slide is in no mask. It does not count at all where it is less than a
-        hundredth of the tile.
+        The part of a tile beyond the slide is not in the mask. If it is less than a hundredth of
+        the tile, it is excluded from the area of the tile.
         """
         (top, bottom, rows), (left, right, cols) = self._spans(0), self._spans(1)
         total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
@@ -88,18 +88,18 @@ class TileGrid:
         np.cumsum(total, 1, out=total)
         bands = _between(total, top, bottom)
         inside = _between(bands.T, left, right).T
-        # sums of parts of pixels are not exact: a whole tile has to have all of itself
+        # rounded, since sums of partial pixels are not exact: full tiles must have exactly 1
         return np.round(inside / (rows[:, None] * cols[None, :]), _DIGITS)
 
     def shares(self, mask: npt.NDArray[np.bool_]) -> tuple[float, float]:
-        """Part of the slide that is in the mask, and the part of that outside of the grid."""
-        all_of_it = _area(mask, self.extent)
+        """Return the fraction of the slide in the mask, and the fraction of that off the grid."""
+        area = _area(mask, self.extent)
         rows, cols = (self._spans(dim)[1].max(initial=0.0) for dim in (0, 1))
-        part = all_of_it / (self.extent[0] * self.extent[1])
-        return part, round(1 - _area(mask, (rows, cols)) / all_of_it, _DIGITS) if part else 0.0
+        part = area / (self.extent[0] * self.extent[1])
+        return part, round(1 - _area(mask, (rows, cols)) / area, _DIGITS) if part else 0.0
 
     def _spans(self, dim: int) -> tuple[Floats, Floats, Floats]:
-        """First and last place of each tile inside the slide, and the length that counts."""
+        """Begin and end of each tile, clipped to the slide, and its length for fractions."""
         first = np.minimum(self.starts[dim], self.extent[dim])
         last = np.minimum(self.starts[dim] + self.step, self.extent[dim])
         inside = last - first
@@ -107,7 +107,7 @@ class TileGrid:
 
 
 def _area(mask: npt.NDArray[np.bool_], size: tuple[float, float]) -> float:
-    """Pixels of a mask within its first rows and columns, which may end within a pixel."""
+    """Number of mask pixels within the first rows and columns, which may end within a pixel."""
     rows, cols = (
         np.clip(length - np.arange(count), 0, 1)
         for length, count in zip(size, mask.shape, strict=True)
@@ -116,7 +116,7 @@ def _area(mask: npt.NDArray[np.bool_], size: tuple[float, float]) -> float:
 
 
 def _between(total: npt.NDArray[Any], first: Floats, last: Floats) -> Floats:
-    """Sums over rows between two places, of sums up to each row; in between it is linear."""
+    """Sums over rows between two places, from cumulative sums, interpolated linearly."""
 
     def up_to(places: Floats) -> Floats:
         row = np.minimum(places.astype(np.int64), len(total) - 2)

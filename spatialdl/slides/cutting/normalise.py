@@ -1,4 +1,4 @@
-"""Normalising the stains of slides: what they are brought to, and what they have of their own."""
+"""Stain normalisation of slides: reference colours, and colours of a slide."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from spatialdl.slides.reading.reader import Slide
 
 Bytes = npt.NDArray[np.uint8]
 
-_TILES = 24  # looked at in a slide
-_PIXELS = 4096  # looked at in each
+_TILES = 24  # sampled per slide
+_PIXELS = 4096  # sampled per tile
 _GOLDEN = (5**0.5 - 1) / 2
 
-# Hematoxylin and eosin of ordinary strength: the reference in M. Veta's implementation of
+# Hematoxylin and eosin of typical strength: the reference in M. Veta's implementation of
 # Macenko et al., github.com/mitkovetta/staining-normalization (HERef, maxCRef)
 _STAINS = StainColours(
     np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]]), np.array([1.9705, 1.0308])
 )
-# the colours of CMU-1-Small-Region.svs of OpenSlide's test data (CC0), brought to these stains
+# the colours of CMU-1-Small-Region.svs of OpenSlide's test data (CC0), normalised to these stains
 _COLOURS = LabColours(np.array([63.50, 21.44, -11.09]), np.array([15.19, 5.16, 4.57]))
 BUILT_IN: Mapping[Method, Colours] = {
     "macenko": _STAINS,
@@ -41,10 +41,10 @@ BUILT_IN: Mapping[Method, Colours] = {
 
 
 def reference_colours(method: Method, image: Path | None) -> Colours:
-    """The colours that slides are brought to: those of an image file, or built in.
+    """Return the target colours: those of an image file, or the built-in ones.
 
     Raises:
-        ValueError: the file is no image, or shows too little stained tissue.
+        ValueError: the file is not an image, or has too little stained tissue.
     """
     if image is None:
         return BUILT_IN[method]
@@ -62,16 +62,16 @@ def reference_colours(method: Method, image: Path | None) -> Colours:
 def own_colours(
     slide: Slide, plan: TilePlan, method: Method, refused: Callable[[Bytes], object]
 ) -> Colours:
-    """The colours that a slide has of its own.
+    """Estimate the colours of a slide.
 
     Args:
         slide: an open slide.
         plan: its tiles.
         method: "macenko", "reinhard" or "vahadane".
-        refused: true of tiles that are not to be looked at, such as those with ink.
+        refused: true for tiles to exclude, such as those with ink.
 
     Raises:
-        SlideError: too little stained tissue to tell them.
+        SlideError: too little stained tissue.
     """
     try:
         return colours_of(sampled(slide, plan, refused), method)
@@ -80,18 +80,18 @@ def own_colours(
 
 
 def sampled(slide: Slide, plan: TilePlan, refused: Callable[[Bytes], object]) -> Bytes:
-    """Pixels (pixels, 3) of up to 24 tiles of a plan, spread evenly, the same in every run.
+    """Sample pixels (pixels, 3) of up to 24 evenly spread tiles of a plan, deterministically.
 
-    Tiles that are refused or damaged give way to others.
+    Refused and damaged tiles are replaced by other tiles.
     """
     parts = [np.empty((0, 3), np.uint8)]
-    # steps of the golden ratio: however many are looked at, they are spread
+    # steps of the golden ratio: any number of them is evenly spread
     for number in np.argsort(np.arange(len(plan.places)) * _GOLDEN % 1):
         x, y = plan.places[number]
         try:
             image = slide.read_scaled(x, y, (plan.tile_size, plan.tile_size), plan.scale)
         except SlideError:
-            continue  # said when the tile is cut
+            continue  # reported when the tile is cut
         if not refused(image):
             parts.append(_spread(image.reshape(-1, 3), _PIXELS))
         if len(parts) > _TILES:
@@ -100,5 +100,5 @@ def sampled(slide: Slide, plan: TilePlan, refused: Callable[[Bytes], object]) ->
 
 
 def _spread(pixels: Bytes, count: int) -> Bytes:
-    # a step that is no divisor of usual widths does not take columns of pixels
+    # an odd step, since a divisor of the width would sample only some columns
     return pixels[:: max(1, len(pixels) // count) | 1]

@@ -1,10 +1,10 @@
-"""Stain normalisation: every slide in the colours of a reference.
+"""Stain normalisation methods.
 
-Stained tissue absorbs light: its optical density, -log(intensity / 255), is a mixture of those
-of two stains (Beer and Lambert). *Macenko* and *Vahadane* find the two stains in a sample of a
-slide's pixels, and replace them and their strengths with those of the reference. *Reinhard* moves
-mean and spread of the colours to those of the reference, without a model of stains. White stays
-white in all of them.
+Stained tissue absorbs light: its optical density, -log(intensity / 255), is a linear mixture of
+those of two stains (Beer and Lambert). *Macenko* and *Vahadane* estimate the two stains from a
+sample of a slide's pixels, and replace them and their strengths by those of the reference.
+*Reinhard* matches mean and standard deviation of the colours, without a model of stains. All of
+them leave white unchanged.
 
 - M. Macenko et al., "A method for normalizing histology slides for quantitative analysis",
   ISBI 2009, section 2.
@@ -34,19 +34,19 @@ Method = Literal["macenko", "reinhard", "vahadane"]
 METHODS: tuple[Method, ...] = ("macenko", "reinhard", "vahadane")
 
 CLEAR = 0.15  # mean optical density below which a pixel is glass (Macenko's beta)
-FEWEST = 100  # pixels of tissue from which colours can be told
+FEWEST = 100  # pixels of tissue needed to estimate colours
 _OUTERMOST = 1.0  # percent of angles beyond Macenko's stains (his alpha)
 _STRONGEST = 99.0  # percentile of a stain's strength that is matched
 _SPARSE = 0.1  # Vahadane's lambda
 _ROUNDS = 200
-_ROWS = 256  # of a tile at a time
+_ROWS = 256  # rows of a tile processed at a time
 
 _DENSITY = -np.log(np.maximum(np.arange(256), 1) / 255).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class StainColours:
-    """Two stains (2, 3), and how strong they get (2,)."""
+    """Two stains (2, 3) and their strengths (2,), the 99th percentiles."""
 
     stains: Stains
     strength: npt.NDArray[np.float64]
@@ -66,7 +66,7 @@ Colours = StainColours | LabColours
 def colours_of(pixels: Bytes, method: Method) -> Colours:
     """Estimate the colours of a slide from a sample of its pixels, uint8 (pixels, 3).
 
-    Glass among them is left out.
+    Glass is excluded.
 
     Raises:
         SlideError: fewer than 100 of the pixels are tissue.
@@ -74,8 +74,8 @@ def colours_of(pixels: Bytes, method: Method) -> Colours:
     tissue = pixels[_DENSITY[pixels].mean(-1) >= CLEAR]
     if len(tissue) < FEWEST:
         raise SlideError(
-            f"{len(tissue)} of {len(pixels)} pixels looked at are stained, too few to tell the "
-            f"colours of the stains; at least {FEWEST} are needed"
+            f"{len(tissue)} of {len(pixels)} sampled pixels are stained, too few to estimate the "
+            f"stains; at least {FEWEST} are needed"
         )
     if method == "reinhard":
         lab = rgb2lab(tissue[None])[0]
@@ -89,10 +89,10 @@ def colours_of(pixels: Bytes, method: Method) -> Colours:
 
 
 def recoloured(image: Bytes, own: Colours, reference: Colours) -> Bytes:
-    """An image, uint8 (rows, cols, 3), of a slide with colours `own` in those of the reference.
+    """Convert an image, uint8 (rows, cols, 3), from colours `own` to those of the reference.
 
     Raises:
-        TypeError: the two were estimated by methods that do not go together.
+        TypeError: the two colours were estimated by incompatible methods.
     """
     result = np.empty_like(image)
     for row in range(0, len(image), _ROWS):
@@ -102,12 +102,12 @@ def recoloured(image: Bytes, own: Colours, reference: Colours) -> Bytes:
         elif isinstance(own, LabColours) and isinstance(reference, LabColours):
             result[row : row + _ROWS] = _moved(part, own, reference)
         else:
-            raise TypeError(f"{own} cannot be brought to {reference}")
+            raise TypeError(f"cannot convert colours {own} to {reference}")
     return result
 
 
 def _restained(image: Bytes, own: StainColours, reference: StainColours) -> Bytes:
-    """Take an image apart into its stains, and put it together with the reference's."""
+    """Separate an image into its stains, and recombine them with those of the reference."""
     density = _DENSITY[image]
     amounts = concentrations(density.reshape(-1, 3), own.stains)
     target = (reference.strength / own.strength)[:, None] * reference.stains
@@ -116,19 +116,19 @@ def _restained(image: Bytes, own: StainColours, reference: StainColours) -> Byte
 
 
 def _moved(image: Bytes, own: LabColours, reference: LabColours) -> Bytes:
-    """Move mean and spread; glass is left as it is, and what is nearly glass nearly so."""
+    """Match mean and standard deviation; the change fades out towards glass."""
     lab = (rgb2lab(image) - own.mean) * (reference.spread / own.spread) + reference.mean
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Conversion from CIE-LAB")  # out of gamut: cut off
+        warnings.filterwarnings("ignore", "Conversion from CIE-LAB")  # out of gamut: clipped
         moved = 255 * np.clip(lab2rgb(lab), 0, 1)
     weight = np.clip(_DENSITY[image].mean(-1, keepdims=True) / CLEAR, 0, 1)
     return np.asarray(np.rint(weight * moved + (1 - weight) * image), np.uint8)
 
 
 def macenko_stains(density: Floats) -> Stains:
-    """The outermost directions of optical densities (pixels, 3) in the plane that fits them."""
+    """Estimate stains as the extreme directions of densities (pixels, 3) in their main plane."""
     _, vectors = np.linalg.eigh(np.cov(density.T))
-    plane = vectors[:, :0:-1]  # of the two largest eigenvalues, the largest first
+    plane = vectors[:, :0:-1]  # eigenvectors of the two largest eigenvalues, largest first
     plane = plane * np.where(plane.sum(0) < 0, -1, 1)
     across, along = plane[:, 1], plane[:, 0]
     angles = np.arctan2(density @ across, density @ along)
@@ -137,10 +137,10 @@ def macenko_stains(density: Floats) -> Stains:
 
 
 def vahadane_stains(density: Floats, start: Stains) -> Stains:
-    """Non-negative stains that explain optical densities (pixels, 3) by few of them at a time.
+    """Estimate stains by sparse non-negative factorisation of optical densities (pixels, 3).
 
     Minimises ||density - amounts @ stains||^2 / 2 + lambda * sum(amounts), both non-negative,
-    stains of length 1, by turns from `start`: amounts exactly, stains one after the other.
+    stains of norm 1, alternately from `start`: amounts exactly, stains one after the other.
     """
     stains = start
     for _ in range(_ROUNDS):
@@ -158,21 +158,21 @@ def vahadane_stains(density: Floats, start: Stains) -> Stains:
 
 
 def concentrations(density: Floats, stains: Stains, penalty: float = 0.0) -> Floats:
-    """How much of each stain explains optical densities (pixels, 3) best: (pixels, 2), none < 0.
+    """Fit non-negative amounts of two stains to optical densities (pixels, 3): (pixels, 2).
 
-    Exact: with two stains the best is that of both, or of one alone.
+    Exact: with two stains the optimum uses both, or one alone.
     """
     gram = stains @ stains.T
     matched = density @ stains.T.astype(density.dtype) - density.dtype.type(penalty)
     both = matched @ np.linalg.pinv(gram).astype(density.dtype)
     alone = np.maximum(matched, 0) / np.diag(gram).astype(density.dtype)
-    # what one alone explains grows with the square of its match
+    # the stain with the larger reduction of the error, which is amount times match
     alone *= np.argmax(alone * np.maximum(matched, 0), -1)[:, None] == np.arange(2)
     return np.where((both >= 0).all(-1, keepdims=True), both, alone)
 
 
 def _in_order(stains: Stains) -> Stains:
-    """Hematoxylin first: it is the one that absorbs more red."""
+    """Normalise stains and sort them: hematoxylin, which absorbs more red, comes first."""
     stains = np.maximum(stains, 0)
     stains /= np.maximum(np.linalg.norm(stains, axis=1, keepdims=True), 1e-9)
     return stains[np.argsort(-stains[:, 0])]

@@ -1,4 +1,4 @@
-"""Which tiles of a slide are worth cutting: a grid at one resolution, kept where tissue is."""
+"""Selection of tiles: a grid at one resolution, restricted to tissue."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spatialdl.slides.finding.tissue import Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.slides.reading.wanted import Wanted
 
-# of the thumbnail, by the slide alone: the same tissue is found whatever the tiles
+# the thumbnail depends on the slide alone, so that its tissue is the same for all tiles
 _FINEST_MPP, _COARSEST_MPP = 1.0, 8.0  # micrometres per pixel: nuclei, glands
 _LONG_THUMBNAIL, _LONGEST_THUMBNAIL = 2048, 4096  # pixels along the longer side
-_FINER = 4  # than the thumbnail are regions drawn, if that is not larger than the longest one
-_MUCH = 0.05  # of the tissue, outside of the grid
-_BLACK, _DARK = (0, 0, 0), 50  # background of dark slides; brighter ones are of bright slides
+_FINER = 4  # factor by which regions are drawn finer than the thumbnail, up to the longest one
+_MUCH = 0.05  # part of the tissue outside of the grid that causes a remark
+_BLACK, _DARK = (0, 0, 0), 50  # background of dark slides; brightest background of these
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,21 @@ class TilePlan:
     """The tiles of one slide.
 
     Attributes:
-        tile_size, min_tissue: what was asked for.
+        tile_size, min_tissue: as requested.
         scale: level-0 pixels per pixel of a tile.
         step: level-0 pixels that a tile spans, along one dim.
-        stride: level-0 pixels from a tile to the next; less than `step` where they overlap.
+        stride: level-0 pixels from a tile to the next; less than `step` if they overlap.
         grid: rows and columns of tiles.
         tissue_part: part of the slide that is tissue, 0 to 1.
-        outside: part of the tissue that lies outside of the grid.
-        places: level-0 (x, y) of the top-left corners of the tiles that are kept.
-        labels: for each of them the class of the region that it lies in, None without one.
-        with_tissue: tiles with enough tissue.
-        unannotated: those of them that are not kept, because too little of them is annotated.
-        doubtful: those of them that lie where the thumbnail could not be read; they are looked
-            at when they are cut.
-        thumbnail, tissue: what the choice was made on.
-        background: colour of what lies beyond the slide.
-        reason: why no tile is kept; empty if some are.
+        outside: part of the tissue outside of the grid.
+        places: level-0 (x, y) of the top-left corners of the selected tiles.
+        labels: for each of them the class of its region, None without one.
+        with_tissue: number of tiles with enough tissue.
+        unannotated: number of these that are not selected, with too little annotated.
+        doubtful: places where the thumbnail was unreadable; tissue is checked when they are cut.
+        thumbnail, tissue: basis of the selection.
+        background: colour beyond the slide.
+        reason: why no tile is selected; empty if some are.
     """
 
     tile_size: int
@@ -67,11 +66,11 @@ class TilePlan:
 
     @property
     def in_grid(self) -> int:
-        """Tiles of the grid."""
+        """Number of tiles of the grid."""
         return self.grid[0] * self.grid[1]
 
     def part(self, first: int, last: int) -> TilePlan:
-        """The plan of the tiles from `first` up to `last`, small: its pictures are left out."""
+        """Return the plan of tiles [first, last), without pictures, small enough to send."""
         places = self.places[first:last]
         nothing = np.zeros((0, 0), bool)
         return replace(
@@ -97,12 +96,12 @@ def plan_tiles(
     outside_class: str | None = None,
     beyond: bool = True,
 ) -> TilePlan:
-    """Choose the tiles of a slide.
+    """Select the tiles of a slide.
 
     Tissue is found on a thumbnail of about 2048 pixels along the longer side, each of 1 to 8
-    micrometres (coarser where there would be more than 4096 of them): it depends on the slide,
-    never on the tiles. Regions are drawn up to four times finer, within the same limit. Of a tile
-    that covers parts of pixels these parts count.
+    micrometres (coarser if there would be more than 4096 pixels): it depends on the slide, never
+    on the tiles. Regions are drawn up to four times finer, within the same limit. Pixels partly
+    covered by a tile count in proportion.
 
     Args:
         slide: an open slide.
@@ -110,30 +109,30 @@ def plan_tiles(
         wanted: resolution of the tiles; a number is micrometres per pixel.
         min_tissue: part of a tile that must be tissue, 0 (all tiles) to 1.
         overlap: rows and columns that neighbouring tiles share, in pixels of a tile.
-        edge: what follows on the last row and column of tiles that fit into the slide, where they
-            do not reach its edge. "drop": nothing. "pad": one more, which ends beyond the slide, in
-            its background. "shift": one more, which ends at the edge of the slide, so that it
+        edge: how to cover the strip between the last row or column of whole tiles and the edge of
+            the slide. "drop": not at all. "pad": with a tile that ends beyond the slide, in its
+            background. "shift": with a tile that ends at the edge of the slide, so that it
             overlaps its neighbour by more; slides smaller than a tile have none.
-        finder: marks the tissue of a thumbnail.
-        regions: where tiles may lie, if not everywhere. A tile has the class that covers most of
-            it, if that is at least `min_tissue` of it; else it is not kept.
-        outside_class: of tiles that would not be kept, those of which at least `min_tissue` lies
-            in the slide and in no region have this class, if one is given.
+        finder: finds the tissue of a thumbnail.
+        regions: annotated regions; None selects tiles everywhere. A tile has the class that covers
+            the largest part of it, if that is at least `min_tissue`; else it is not selected.
+        outside_class: if given, also select tiles with at least `min_tissue` of their area in the
+            slide and in no region, with this class.
         beyond: tiles may end beyond the edge of the slide by a hundredth of their side, since
             sizes are rounded.
 
     Raises:
-        SlideError: the slide does not say its resolution, or it is coarser than wanted.
+        SlideError: the slide has no resolution, or a coarser one than `wanted`.
         ValueError: `overlap` is not between 0 and `tile_size` - 1.
     """
     if not 0 <= overlap < tile_size:
-        raise ValueError(f"overlap is {overlap}, expected 0 to {tile_size - 1}: less than a tile")
+        raise ValueError(f"overlap is {overlap}, expected 0 to {tile_size - 1}, less than a tile")
     scale = (wanted if isinstance(wanted, Wanted) else Wanted(mpp=wanted)).scale(slide)
     step, stride = tile_size * scale, (tile_size - overlap) * scale
     needed = step * (1 - SLACK) if beyond else step
     rows, cols = (tile_starts(length, needed, (step, stride, scale), edge) for length in slide.size)
     starts = rows, cols
-    thumbnail, tissue = _looked_at(slide, finder)
+    thumbnail, tissue = _thumbnail_and_tissue(slide, finder)
     tiles = TileGrid(starts, step, slide.size).scaled(1 / thumbnail.scale)
     grid = tiles.grid
     tissue_part, outside = tiles.shares(tissue.mask)
@@ -180,20 +179,20 @@ def plan_tiles(
 
 
 def outside_remark(plan: TilePlan) -> str:
-    """That much of the tissue of a slide is in no tile; empty if little is."""
+    """Return a remark on the tissue of a slide in no tile; empty if it is little."""
     if plan.outside < _MUCH:
         return ""
     return (
         f"{plan.outside:.0%} of its tissue is in no tile: at the right and bottom edges no whole "
-        "tile fits; --edge pad or --edge shift takes it, too"
+        "tile fits; --edge pad or --edge shift includes it"
     )
 
 
 class CutTile(NamedTuple):
-    """A tile as cut: level-0 `x`, `y`, its class, and the image, uint8 (rows, cols, 3).
+    """A cut tile: level-0 `x`, `y`, its class, and the image, uint8 (rows, cols, 3).
 
-    Where there is no image, `problem` says why it could not be read, or `bare` that the tile
-    turned out to have too little tissue, or else nobody asked for it.
+    The image is None if it could not be read (`problem` is the error), if the tile turned out to
+    have too little tissue (`bare`), or if it was not requested.
     """
 
     x: int
@@ -205,12 +204,12 @@ class CutTile(NamedTuple):
 
 
 def cut_tiles(slide: Slide, plan: TilePlan, *, read: bool = True) -> Iterator[CutTile]:
-    """The tiles of a plan in order, one for each of its places.
+    """Cut the tiles of a plan, in the order of its places.
 
     Args:
         slide: open.
         plan: its tiles.
-        read: false reads only those that have to be looked at to tell whether they have tissue.
+        read: false reads only doubtful tiles, to check their tissue.
     """
     size = (plan.tile_size, plan.tile_size)
     slide.background = plan.background
@@ -230,13 +229,15 @@ def cut_tiles(slide: Slide, plan: TilePlan, *, read: bool = True) -> Iterator[Cu
             yield CutTile(x, y, label, image)
 
 
-def _looked_at(slide: Slide, finder: Callable[[Thumbnail], Tissue]) -> tuple[Thumbnail, Tissue]:
-    """A thumbnail and its tissue; a dark slide gets a dark background, if the file has none."""
+def _thumbnail_and_tissue(
+    slide: Slide, finder: Callable[[Thumbnail], Tissue]
+) -> tuple[Thumbnail, Tissue]:
+    """A thumbnail and its tissue; sets a black background for dark slides with a bright one."""
     thumbnail = slide.thumbnail(_thumbnail_scale(slide))
     tissue = finder(thumbnail)
     if tissue.dark and max(slide.background) > _DARK:
         slide.background = _BLACK
-        if thumbnail.empty is not None:  # bright there, and brighter along the rims
+        if thumbnail.empty is not None:  # empty places and their rims have the old background
             thumbnail = slide.thumbnail(thumbnail.scale)
             tissue = finder(thumbnail)
     return thumbnail, tissue
@@ -253,9 +254,7 @@ def _thumbnail_scale(slide: Slide) -> float:
 def _covered(
     regions: Sequence[Region], tiles: TileGrid, thumbnail: Thumbnail
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_], npt.NDArray[np.float64]]:
-    """For each tile the part that the class covers that covers most of it, its name, and the part
-    that is in no region.
-    """
+    """For each tile the part covered by its main class, its name, and the part in no region."""
     names = class_names(regions)
     shape = thumbnail.missing.shape
     finer = max(1, min(_FINER, _LONGEST_THUMBNAIL // max(shape)))
@@ -279,10 +278,10 @@ def _why_none(
 ) -> str:
     if 0 in fractions.shape:
         height, width = slide.size
-        what = "cannot be moved into it" if edge == "shift" else "does not fit"
+        what = "cannot be shifted into it" if edge == "shift" else "does not fit"
         return (
             f"smaller than a tile: it has {height} x {width} pixels, a tile spans {step:.0f} of "
-            f"them and {what}; ask for smaller tiles, a smaller mpp, or --edge pad"
+            f"them and {what}; set a smaller tile size, a smaller mpp, or --edge pad"
         )
     best = float(fractions.max())
     if best == 0:
@@ -300,8 +299,8 @@ def _why_unannotated(
         return f"its annotations are empty ({tissue} tiles have enough tissue)"
     best = float(covered.max())
     if best == 0:
-        return f"none of its {len(regions)} annotated regions meets a tile of the slide"
+        return f"none of its {len(regions)} annotated regions overlaps a tile of the slide"
     return (
-        f"none of {tissue} tiles with enough tissue lies in an annotated region by "
-        f"{min_tissue:.0%}, the best tile by {best:.0%}; lower --min-tissue"
+        f"none of {tissue} tiles with enough tissue has {min_tissue:.0%} of its area in an "
+        f"annotated region, the best has {best:.0%}; lower --min-tissue"
     )

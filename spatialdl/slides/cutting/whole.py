@@ -1,4 +1,4 @@
-"""The tissue of a slide as one image, however large: the box around it, read by rows."""
+"""The tissue of a slide as one image of any size: its bounding box, read by rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WholePlan:
     Attributes:
         x, y: level-0 pixel of its top-left corner.
         size: its rows and columns.
-        scale: level-0 pixels per pixel of it.
+        scale: level-0 pixels per pixel of the region.
     """
 
     x: int
@@ -35,17 +35,17 @@ class WholePlan:
 
 
 def plan_whole(slide: Slide, plan: TilePlan) -> WholePlan | None:
-    """The box around the tissue of a slide.
+    """Plan the bounding box of the tissue of a slide.
 
-    It begins where a pixel of the level that is read does, or a tile of it where the level is
-    made of JPEG tiles, so that no pixel has to be made of two, and no tile be cut.
+    It begins at a pixel of the level that is read, or at a tile if the level has JPEG tiles, so
+    that no pixel is interpolated and no tile is cut.
 
     Args:
         slide: open.
         plan: of tiles, at the resolution of the region; the tissue is that of its thumbnail.
 
     Returns:
-        The region, None where there is no tissue.
+        The region, None if there is no tissue.
     """
     mask = plan.tissue.mask
     if not mask.any():
@@ -59,7 +59,7 @@ def plan_whole(slide: Slide, plan: TilePlan) -> WholePlan | None:
         unit = down * (1 if grid is None else grid.chunk[dim])
         first = int(seen[0] * plan.thumbnail.scale / unit) * unit
         last = end = slide.level_size(level)[dim] * down
-        if seen[-1] + 1 < mask.shape[dim]:  # else to the edge, of which it may lack some pixels
+        if seen[-1] + 1 < mask.shape[dim]:  # else up to the edge, which the mask may not reach
             last = min((seen[-1] + 1) * plan.thumbnail.scale, end)
         sides.append((round(first), max(1, int((last - first) / plan.scale))))
     (y, rows), (x, cols) = sides
@@ -67,7 +67,7 @@ def plan_whole(slide: Slide, plan: TilePlan) -> WholePlan | None:
 
 
 class WholeImage:
-    """A region as something that gives its rows: `image[row0:row1]`.
+    """A region that is read by rows: `image[row0:row1]`.
 
     Args:
         slide: open.
@@ -80,7 +80,7 @@ class WholeImage:
         self.shape = (*plan.size, 3)
 
     def __getitem__(self, rows: slice) -> Bytes:
-        """Those rows, uint8 (rows, cols, 3).
+        """Read rows, uint8 (rows, cols, 3).
 
         Raises:
             SlideError: the file is damaged there.

@@ -1,1 +1,1 @@
-"""Where on a slide tissue is, and what was drawn on it."""
+"""Tissue detection, tissue masks, and annotated regions of slides."""

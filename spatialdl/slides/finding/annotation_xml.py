@@ -1,4 +1,4 @@
-"""The XML that ASAP and Aperio ImageScope write."""
+"""Reader of the annotation XML of ASAP and Aperio ImageScope."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _CORNERS_OF_ELLIPSE = 180
 
 
 def read_xml(text: bytes) -> tuple[list[Region], int]:
-    """Regions of an annotation file, and how many annotations in it are none.
+    """Read the regions of an annotation file, and count its annotations that are not regions.
 
     Raises:
-        ValueError: it is no XML, none of these two kinds, or has a document type (entities in
-            it could make a small file fill the memory).
+        ValueError: not XML, neither of the two formats, or with a document type, whose entities
+            could expand to fill the memory.
         KeyError: an attribute is missing.
     """
     parser = ET.XMLParser(target=_Builder())
     try:
         root = ET.fromstring(text, parser)
     except ET.ParseError as error:
-        raise ValueError(f"it is no XML: {error}") from error
+        raise ValueError(f"it is not XML: {error}") from error
     if root.tag == "ASAP_Annotations":
         return _asap(root)
     if root.tag == "Annotations":
@@ -39,7 +39,7 @@ def read_xml(text: bytes) -> tuple[list[Region], int]:
 
 class _Builder(ET.TreeBuilder):
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise ValueError(f"it has a document type ({name}), which annotations do not need")
+        raise ValueError(f"it has a document type ({name}), which is not allowed")
 
 
 def _asap(root: ET.Element) -> tuple[list[Region], int]:
@@ -76,10 +76,10 @@ def _aperio(root: ET.Element) -> tuple[list[Region], int]:
 
 
 def _aperio_ring(region: ET.Element) -> Ring | None:
-    """The outline of a region; None for arrows, rulers and the like."""
+    """The outline of a region; None for arrows, rulers and other marks."""
     kind = region.get("Type", _APERIO_POLYGON)
     ring = _ring(region.iter("Vertex"))
-    if kind in (_APERIO_RECTANGLE, _APERIO_ELLIPSE):  # by corners, two or all four
+    if kind in (_APERIO_RECTANGLE, _APERIO_ELLIPSE):  # given by two corners, or all four
         low, high = ring.min(0), ring.max(0)
         if kind == _APERIO_RECTANGLE and len(ring) > 2:
             return ring
@@ -92,7 +92,7 @@ def _aperio_ring(region: ET.Element) -> Ring | None:
 
 
 def _aperio_label(layer: ET.Element) -> str | None:
-    """The layer's name; where it has none, the description that ImageScope asks for."""
+    """The layer's name; without one, its description."""
     name = layer.get("Name", "").strip()
     if not name:
         for attribute in layer.findall("./Attributes/Attribute"):

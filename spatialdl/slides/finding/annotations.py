@@ -1,4 +1,4 @@
-"""Annotations of slides: GeoJSON of QuPath, XML of ASAP and of Aperio ImageScope."""
+"""Annotations of slides: GeoJSON of QuPath, XML of ASAP and Aperio ImageScope."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spatialdl.slides.finding.beside import find_beside
 from spatialdl.slides.finding.regions import Region, Ring
 
 SUFFIXES = (".geojson", ".json", ".xml")
-_FARTHEST = 1e8  # level-0 pixels; no slide is so large
-_IN_QUPATH = ("annotation", None)  # object types; cells, detections and tiles limit nothing
+_FARTHEST = 1e8  # largest plausible coordinate, in level-0 pixels
+_IN_QUPATH = ("annotation", None)  # object types of regions; cells, detections, tiles are not
 
 
 def find_annotations(folder: Path, slide: Path) -> Path:
-    """The annotations of a slide: `a.geojson` or `a.svs.geojson` (also .json, .xml) for `a.svs`.
+    """Find the annotations of `a.svs`: `a.geojson` or `a.svs.geojson` (also .json, .xml).
 
     Raises:
-        SlideError: there is none, or more than one.
+        SlideError: there is no such file, or more than one.
     """
     return find_beside(folder, slide, SUFFIXES, "annotations")
 
@@ -35,10 +35,10 @@ def read_annotations(path: Path) -> list[Region]:
     `properties.classification.name` (QuPath). ASAP XML: polygons, rectangles and splines,
     classes from the group. Aperio XML: polygons, rectangles and ellipses, classes from the
     layer's name, regions drawn with the negative pen as holes. Points, lines and QuPath's
-    detections are passed over.
+    detections are ignored.
 
     Returns:
-        The regions; none if the file has no annotation at all.
+        The regions; empty if the file has no annotations.
 
     Raises:
         SlideError: the file is malformed, or has annotations but no region among them.
@@ -58,17 +58,17 @@ def read_annotations(path: Path) -> list[Region]:
         raise SlideError(f"cannot read annotations {path}: {what}") from error
     if others and not regions:
         raise SlideError(
-            f"annotations {path} have no region: {others} points, lines or detections only; "
+            f"annotations {path} have no region, only {others} points, lines or detections; "
             "draw polygons"
         )
     return regions
 
 
 def counts_from_scanned_part(path: Path) -> bool:
-    """Whether coordinates begin where the scanned part of a slide does, as QuPath's do.
+    """Whether coordinates are relative to the scanned part of a slide, as in QuPath's files.
 
-    QuPath shows and exports only what lies in the bounds that MIRAX slides have; see its issues
-    820 and 1278.
+    QuPath shows and exports only the part within the bounds of MIRAX slides; see its issues 820
+    and 1278.
     """
     return path.suffix.lower() != ".xml"
 
@@ -76,8 +76,8 @@ def counts_from_scanned_part(path: Path) -> bool:
 def _check(ring: Ring) -> None:
     if ring.ndim != 2 or ring.shape[1] != 2 or len(ring) < 3:
         raise ValueError(f"a polygon has the shape {ring.shape}, expected 3 corners or more")
-    if not (np.abs(ring) < _FARTHEST).all():  # false for what is not a number, too
-        raise ValueError("a corner of a polygon is not a number of pixels")
+    if not (np.abs(ring) < _FARTHEST).all():  # false for NaN, too
+        raise ValueError(f"a corner of a polygon is not finite or beyond {_FARTHEST:g} pixels")
 
 
 def _geojson(text: bytes) -> tuple[list[Region], int]:
@@ -96,22 +96,22 @@ def _geojson(text: bytes) -> tuple[list[Region], int]:
 
 
 def _features(content: Any) -> list[dict[str, Any]]:
-    """The features of a collection, of a plain list (older QuPath), or the one that is there."""
+    """Features of a collection, of a plain list (older QuPath), or a single feature."""
     kind = content.get("type") if isinstance(content, dict) else None
     if kind == "FeatureCollection":
         content = content["features"]
     elif kind == "Feature":
         content = [content]
     if not isinstance(content, list):
-        raise ValueError(f"it is no GeoJSON FeatureCollection; its type is {kind!r}")
+        raise ValueError(f"it is not a GeoJSON FeatureCollection; its type is {kind!r}")
     for feature in content:
         if not isinstance(feature, dict) or feature.get("type") != "Feature":
-            raise ValueError(f"{str(feature)[:40]!r} is no GeoJSON Feature")
+            raise ValueError(f"{str(feature)[:40]!r} is not a GeoJSON Feature")
     return content
 
 
 def _polygons(geometry: Mapping[str, Any]) -> Iterator[Any]:
-    """The polygons of a geometry, each a list of rings: the outline, then the holes."""
+    """Polygons of a geometry, each a list of rings: the outline, then the holes."""
     if geometry["type"] == "Polygon":
         yield from [geometry["coordinates"]] if geometry["coordinates"] else []
     elif geometry["type"] == "MultiPolygon":

@@ -1,4 +1,4 @@
-"""Files that belong to a slide by their name."""
+"""Look-up of companion files of a slide by name."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from spatialdl.slides.reading.paths import slide_aliases, slide_files
 
 
 def find_beside(folder: Path, slide: Path, suffixes: Sequence[str], what: str) -> Path:
-    """The file in `folder` that is named like a slide: `a.png` or `a.svs.png` for `a.svs`.
+    """Find the file in `folder` named like a slide: `a.png` or `a.svs.png` for `a.svs`.
 
-    Of a DICOM series it has the name of its folder, where that has no other slide, or its UID.
+    For a DICOM series, the name is that of its folder, if it has no other slide, or its UID.
 
     Args:
-        folder: may be the slide's own; the slide itself is not its own mask.
+        folder: may be the slide's own; the slide itself does not match.
         slide: the slide.
-        suffixes: of the files looked for, in small or in capital letters.
-        what: "mask" and the like, for messages.
+        suffixes: of the file, in lower or upper case.
+        what: kind of file for messages, such as "mask".
 
     Raises:
-        SlideError: there is none, or more than one.
+        SlideError: no file matches, or more than one.
     """
-    found: list[Path] = []
+    matches: list[Path] = []
     names, own = slide_aliases(slide), slide_files(slide)
     for name in names:
         for suffix in suffixes:
             for path in (folder / f"{name}{suffix}", folder / f"{name}{suffix.upper()}"):
-                # a file system may take both spellings for one file
-                if path.is_file() and not any(path.samefile(k) for k in (*own, *found)):
-                    found.append(path)
-    if not found:
+                # on case-insensitive file systems both paths are the same file
+                if path.is_file() and not any(path.samefile(k) for k in (*own, *matches)):
+                    matches.append(path)
+    if not matches:
         raise SlideError(
             f"slide {slide} has no {what}: there is no {names[0]}{suffixes[0]} in {folder} "
             f"(nor {', '.join(suffixes[1:])})"
         )
-    if len(found) > 1:
-        names = " and ".join(path.name for path in found)
+    if len(matches) > 1:
+        names = " and ".join(path.name for path in matches)
         raise SlideError(f"slide {slide} has more than one {what} in {folder}: {names}; keep one")
-    return found[0]
+    return matches[0]

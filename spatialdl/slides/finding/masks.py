@@ -1,4 +1,4 @@
-"""Tissue as other tools saw it: a mask image for every slide."""
+"""Tissue masks from other tools: one image per slide."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from spatialdl.slides.finding.tissue import Mask, Tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 SUFFIXES = (".png", ".tif", ".tiff")
-_MOST_PIXELS = 2**28  # read at once
+_MOST_PIXELS = 2**28  # of a mask, which is read completely
 _SAME_SHAPE = 0.01
 
 
 def find_mask(folder: Path, slide: Path) -> Path:
-    """The mask of a slide: `a.png` or `a.svs.png` (also .tif, .tiff) for `a.svs`.
+    """Find the mask of `a.svs`: `a.png` or `a.svs.png` (also .tif, .tiff).
 
     Raises:
-        SlideError: there is none, or more than one.
+        SlideError: there is no such file, or more than one.
     """
     return find_beside(folder, slide, SUFFIXES, "mask")
 
@@ -33,9 +33,9 @@ def find_mask(folder: Path, slide: Path) -> Path:
 def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
     """Read the tissue of a slide from a mask image.
 
-    What is not zero (in any colour, where not transparent) is tissue. The mask may have any
-    resolution; it is averaged onto the pixels of the thumbnail, which are tissue from a half.
-    Of a pyramid the coarsest level is read that is at least as fine.
+    Pixels that are non-zero (in any channel) and not transparent are tissue. The mask may have any
+    resolution; it is averaged over the pixels of the thumbnail, which are tissue from one half.
+    In a pyramid the coarsest level that is at least as fine is read.
 
     Args:
         path: a PNG or TIFF.
@@ -43,8 +43,8 @@ def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
         thumbnail: of the slide.
 
     Raises:
-        SlideError: the file is no such image, or its rows and columns are not in the ratio of
-            the slide's (within 1 %, or a pixel).
+        SlideError: the file is not such an image, or its aspect ratio is not that of the slide
+            (within 1 %, or a pixel).
     """
     rows, cols = thumbnail.missing.shape
     try:
@@ -60,9 +60,9 @@ def read_mask(path: Path, slide: Slide, thumbnail: Thumbnail) -> Tissue:
     if abs(height * across - width * down) > max(_SAME_SHAPE * height * across, across + down):
         raise SlideError(
             f"mask {path} has {height} x {width} pixels, but slide {slide.path} {down} x {across}: "
-            "they must be in one ratio; make the mask of the whole slide, not of a part"
+            "aspect ratios must match; the mask must be of the whole slide, not of a part"
         )
-    # the last pixels of the thumbnail may end beyond the slide, and the mask ends with it
+    # padded, since the last pixels of the thumbnail may end beyond the slide and the mask
     bottom, right = rows * thumbnail.scale * height / down, cols * thumbnail.scale * width / across
     more = max(0, ceil(bottom - height)), max(0, ceil(right - width))
     image = Image.fromarray(
@@ -78,7 +78,7 @@ def _read(path: Path, wanted: tuple[int, int]) -> Mask:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path, formats=["PNG"]) as image:
-                # not the numbers of a palette but its colours: what people see
+                # colours of the palette, not its indices
                 mode = "RGBA" if image.has_transparency_data else "RGB"
                 return _tissue(np.asarray(image.convert(mode) if image.mode == "P" else image))
     with tifffile.TiffFile(path) as file:
@@ -86,7 +86,8 @@ def _read(path: Path, wanted: tuple[int, int]) -> Mask:
         fine = [k for k in levels if min(np.divide(k.shape[:2], wanted)) >= 1] or levels[:1]
         if np.prod(fine[-1].shape[:2], dtype=float) > _MOST_PIXELS:
             raise ValueError(
-                f"its coarsest fitting level has {fine[-1].shape[:2]} pixels; make it smaller"
+                f"its coarsest fitting level has {fine[-1].shape[:2]} pixels, too many to read; "
+                "make it smaller"
             )
         return _tissue(fine[-1].asarray())
 
@@ -96,5 +97,5 @@ def _tissue(pixels: npt.NDArray[np.generic]) -> Mask:
         solid = pixels[..., -1] != 0 if pixels.shape[2] in (2, 4) else True
         return np.asarray((pixels[..., : 3 if pixels.shape[2] > 2 else 1] != 0).any(-1) & solid)
     if pixels.ndim != 2:
-        raise ValueError(f"it has the shape {pixels.shape}, not rows x columns (x colours)")
+        raise ValueError(f"it has the shape {pixels.shape}, expected (rows, columns[, colours])")
     return np.asarray(pixels != 0)

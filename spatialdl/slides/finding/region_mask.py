@@ -1,4 +1,4 @@
-"""Annotated regions as the mask of a whole region: a class for each of its pixels."""
+"""Segmentation mask of a whole region from annotated regions."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from spatialdl.slides.finding.regions import Region, class_map, class_names
 BACKGROUND = "background"
 
 
-def class_list(found: Iterable[str]) -> list[str]:
-    """The classes of masks: that of pixels in no region, then the others by their names."""
-    return [BACKGROUND, *sorted({*found} - {BACKGROUND})]
+def class_list(names: Iterable[str]) -> list[str]:
+    """Return the classes of masks: background first, then the classes of regions, sorted."""
+    return [BACKGROUND, *sorted({*names} - {BACKGROUND})]
 
 
 class RegionMask:
-    """A mask as something that gives its rows: `mask[row0:row1]`.
+    """A mask that is drawn by rows: `mask[row0:row1]`.
 
-    A pixel is in a region if its centre is, in the smallest of several. In none it is background;
-    in one without a class nobody knows what it is.
+    A pixel belongs to the smallest region that contains its centre. In no region it is background;
+    in a region without a class it is unlabelled.
 
     Args:
         regions: in level-0 pixels.
-        classes: that values are indices into, see `class_list`.
-        corner: level-0 x, y of its top-left corner.
+        classes: class names, see `class_list`; values are indices into them.
+        corner: level-0 x, y of the top-left corner of the mask.
         size: rows and columns.
         scale: level-0 pixels per pixel.
 
     Raises:
-        SlideError: there are more classes than a mask can tell.
+        SlideError: there are more classes than values of a mask.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RegionMask:
     ) -> None:
         if len(classes) > UNLABELLED:
             raise SlideError(
-                f"the annotations have {len(classes)} classes, a mask can tell {UNLABELLED}"
+                f"the annotations have {len(classes)} classes, a mask supports {UNLABELLED}"
             )
         x, y = corner
         self._regions = [region.moved((-x, -y)) for region in regions]
@@ -57,7 +57,7 @@ class RegionMask:
         self.shape, self._scale = size, scale
 
     def __getitem__(self, rows: slice) -> npt.NDArray[np.uint8]:
-        """Those rows, uint8 (rows, columns)."""
+        """Draw rows, uint8 (rows, columns)."""
         first, last, _ = rows.indices(self.shape[0])
         up = (0.0, -first * self._scale)
         moved = [region.moved(up) for region in self._regions]

@@ -1,4 +1,4 @@
-"""Annotated regions of a slide, and what part of each tile they cover."""
+"""Annotated regions of a slide, and their rasterisation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy.typing as npt
 Ring = npt.NDArray[np.float64]  # (corners, 2): level-0 x, y; the last is joined to the first
 Mask = npt.NDArray[np.bool_]
 
-_CROSSINGS = 2**20  # of rows by edges, at a time
-NOTHING = 0  # in a map of classes: no region
+_CROSSINGS = 2**20  # intersections of edges and rows computed at a time
+NOTHING = 0  # value of a class map in no region
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A polygon that someone drew: its outline, the holes in it, and its class if it has one."""
+    """An annotated polygon: its outline, its holes, and its class, if any."""
 
     outline: Ring
     holes: tuple[Ring, ...] = ()
@@ -25,17 +25,17 @@ class Region:
 
     @property
     def area(self) -> float:
-        """Of the outline, in level-0 pixels."""
+        """Area of the outline, in level-0 pixels."""
         x, y = self.outline.T
         return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 
     def moved(self, by: tuple[float, float]) -> Region:
-        """The region elsewhere, by level-0 x, y."""
+        """Return the region moved by level-0 x, y."""
         return Region(self.outline + by, tuple(hole + by for hole in self.holes), self.label)
 
 
 def class_names(regions: Sequence[Region]) -> list[str | None]:
-    """The classes of regions, in order of their names, those without class first."""
+    """Return the classes of regions, sorted by name; None, for no class, comes first."""
     names: set[str | None] = {region.label for region in regions}
     return sorted(names, key=lambda name: (name is not None, name or ""))
 
@@ -43,20 +43,20 @@ def class_names(regions: Sequence[Region]) -> list[str | None]:
 def class_map(
     regions: Sequence[Region], shape: tuple[int, int], scale: float
 ) -> npt.NDArray[np.uint16]:
-    """Which class every pixel of a thumbnail has: 1 + its index in `class_names`, or 0.
+    """Rasterise regions: for each pixel 1 + the index of its class in `class_names`, or 0.
 
-    A pixel is in a region if its centre is. Where regions overlap the smallest counts: what is
-    drawn inside of a larger region is more specific.
+    A pixel belongs to a region that contains its centre. Of overlapping regions the smallest
+    wins: regions inside of a larger one are more specific.
 
     Args:
-        regions: in level-0 pixels; what is outside of the slide is cut off.
-        shape: rows and columns of the thumbnail.
-        scale: level-0 pixels per pixel of it.
+        regions: in level-0 pixels; clipped to the slide.
+        shape: rows and columns of the map.
+        scale: level-0 pixels per pixel of the map.
     """
     names = class_names(regions)
     classes = np.full(shape, NOTHING, np.uint16)
     for region in sorted(regions, key=lambda region: -region.area):
-        # only where it is: there may be thousands
+        # only its bounding box: there may be thousands of regions
         first = np.clip(np.floor(region.outline.min(0) / scale), 0, shape[::-1]).astype(int)
         last = np.clip(np.ceil(region.outline.max(0) / scale), 0, shape[::-1]).astype(int)
         part = classes[first[1] : last[1], first[0] : last[0]]
@@ -68,19 +68,19 @@ def class_map(
 
 
 def filled(ring: Ring, shape: tuple[int, ...]) -> Mask:
-    """The pixels whose centres are inside of a polygon, by the even-odd rule.
+    """Fill a polygon: pixels with centres inside, by the even-odd rule.
 
-    Every edge flips, in each row that it crosses, all pixels right of the crossing.
+    In each row that it crosses, an edge flips all pixels right of the crossing.
     """
     rows, cols = shape
-    # pixel centres to integers
+    # pixel centres become integers
     x0, y0 = ring.T - 0.5
     x1, y1 = np.roll(x0, -1), np.roll(y0, -1)
-    # an edge has the rows in [its upper end, its lower end), so corners count once
+    # an edge covers rows [upper end, lower end), so that corners count once
     first = np.clip(np.ceil(np.minimum(y0, y1)), 0, rows).astype(np.int64)
     last = np.clip(np.ceil(np.maximum(y0, y1)), 0, rows).astype(np.int64)
     flips = np.zeros(rows * (cols + 1), np.int64)
-    # some edges at a time: many long ones would take all memory
+    # in groups of edges, to limit the memory
     for some in _shares(last - first):
         counts = (last - first)[some]
         edge = np.repeat(np.arange(len(ring))[some], counts)
@@ -93,7 +93,7 @@ def filled(ring: Ring, shape: tuple[int, ...]) -> Mask:
 
 
 def _shares(counts: npt.NDArray[np.int64]) -> Iterator[slice]:
-    """Parts of edges that cross some rows each, so many together."""
+    """Slices of edges with at most `_CROSSINGS` row crossings each, or a single edge."""
     ends = counts.cumsum()
     begin = 0
     while begin < len(counts):

@@ -1,4 +1,4 @@
-"""Where on a slide tissue is: colourful places on bright glass, bright places on a dark ground."""
+"""Tissue detection: saturated pixels on bright glass, bright pixels on a dark background."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Mask = npt.NDArray[np.bool_]
 Background = Literal["auto", "bright", "dark"]
 BACKGROUNDS: tuple[Background, ...] = ("auto", "bright", "dark")
 
-# Otsu always splits: a slide of glass alone in noise, one of tissue alone in pale and dark.
-# Glass is below the first saturation (0 to 255), stained tissue above the second.
+# Limits for Otsu's threshold, which also splits slides of only glass or only tissue: saturation
+# (0 to 255) of glass is below the first, that of stained tissue above the second.
 _GLASS, _STAINED = 13, 38
 _BLACK = 25  # darker than any tissue: borders of the scanned field, where saturation is noise
-# likewise values of fluorescence: a camera's noise is below the first, cells above the second
+# limits for fluorescence: values of camera noise are below the first, those of cells above
 _NOISE, _GLOWING = 10, 50
 _WHITE = 200
 
-# parts of the thumbnail or of the tissue in it, so that no slide is too small or too large
-_GAP = 1 / 500  # of the longer side: gaps up to twice this are closed
-_SPECK, _SPECK_OF_TISSUE = 1e-4, 1e-3  # areas; smaller pieces are dust
-_HOLE_OF_TISSUE = 2e-3  # smaller holes are lumens, vessels, fat: filled
-_SEEN = 16  # pixels of a thumbnail; less is noise at any size
+# fractions of the thumbnail or of its tissue, to be independent of the size of slides
+_GAP = 1 / 500  # of the longer side; gaps up to twice this are closed
+_SPECK, _SPECK_OF_TISSUE = 1e-4, 1e-3  # areas below which pieces are dust
+_HOLE_OF_TISSUE = 2e-3  # area below which holes (lumens, vessels, fat) are filled
+_SEEN = 16  # pixels of a thumbnail; smaller pieces are noise at any size
 
 
 class Tissue(NamedTuple):
     """Tissue of a slide.
 
-    `mask` is bool (rows, cols) on the pixels of the thumbnail; what could not be looked at there
-    is `unknown`, and not in it. More saturation (0 to 255) than `threshold` is tissue, or more
-    brightness where the background is `dark`.
+    `mask` is bool (rows, cols) on the pixels of the thumbnail; unreadable pixels are `unknown` and
+    not in `mask`. Saturation (0 to 255) above `threshold` is tissue; on a `dark` background it is
+    brightness.
     """
 
     mask: Mask
@@ -47,25 +47,25 @@ class Tissue(NamedTuple):
     dark: bool = False
 
     def part_of(self, image: Bytes) -> float:
-        """Part of an image of the same slide, uint8 (rows, cols, 3), that is tissue."""
+        """Return the fraction of tissue in an image of the slide, uint8 (rows, cols, 3)."""
         return float(_standing_out(*_channels(image), self.threshold, self.dark).mean())
 
     def shown(self, image: Bytes) -> Bytes:
-        """An image of the same slide to look at: stretched to its tissue if the slide is dark."""
+        """Return an image of the slide for display, contrast-stretched if the slide is dark."""
         return stretched(image, image.max(-1) > self.threshold) if self.dark else image
 
 
 def find_tissue(thumbnail: Thumbnail, background: Background = "auto") -> Tissue:
-    """Mark the tissue of a thumbnail.
+    """Find the tissue of a thumbnail.
 
-    Otsu's threshold on the saturation (on the logarithm of the brightness where the background
-    is dark), gaps closed, holes of up to 0.2 % of the tissue filled, pieces of less than 0.1 % of
-    it or 0.01 % of the slide dropped.
+    Applies Otsu's threshold to the saturation (on a dark background, to the logarithm of the
+    brightness), closes gaps, fills holes of up to 0.2 % of the tissue, and drops pieces of less
+    than 0.1 % of the tissue or 0.01 % of the slide.
 
     Args:
         thumbnail: of the whole slide.
         background: "bright" (stained tissue on glass), "dark" (fluorescence), or "auto": dark
-            where more than half of the slide is dark and less than half of the rest is glass.
+            if more than half of the slide is dark and less than half of the rest is glass.
     """
     seen = thumbnail.seen
     saturation, value = _channels(thumbnail.image)
@@ -78,16 +78,16 @@ def find_tissue(thumbnail: Thumbnail, background: Background = "auto") -> Tissue
 
 
 def _channels(image: Bytes) -> tuple[Bytes, Bytes]:
-    """Saturation and value, the noise of single pixels taken out."""
+    """Saturation and value, median-filtered against noise of single pixels."""
     bands = Image.fromarray(image).convert("HSV")
     saturation, value = (_median(np.asarray(bands.getchannel(name))) for name in "SV")
     return saturation, value
 
 
 def _median(band: Bytes) -> Bytes:
-    """Of 3 x 3 pixels: the columns sorted, then the middle of what can still be it.
+    """Median of 3 x 3 pixels: sorts columns, then takes the median of the remaining candidates.
 
-    Several times faster than the filters of libraries, which are for any size.
+    Several times faster than the filters of libraries, which support any size.
     """
     padded = np.pad(band, 1, mode="edge")
     a, b, c = padded[:-2], padded[1:-1], padded[2:]
@@ -114,7 +114,7 @@ def _is_dark(saturation: Bytes, value: Bytes) -> bool:
     lit = value >= _GLOWING
     if not value.size or 2 * lit.sum() >= value.size:
         return False
-    # a bright slide in a wide black frame still shows glass
+    # glass means a bright slide in a wide black frame
     glass = (value >= _WHITE) & (saturation <= _STAINED)
     return bool(2 * glass.sum() <= lit.sum())
 
@@ -123,7 +123,7 @@ def _threshold(values: Bytes, dark: bool) -> float:
     low, high = (_NOISE, _GLOWING) if dark else (_GLASS, _STAINED)
     if not values.size or values.min() == values.max():
         return low
-    # the few bright cells of a dark slide would hide the many faint ones
+    # logarithm: few bright cells of a dark slide would raise the threshold above the faint ones
     scaled = np.log1p(values.astype(np.float32)) if dark else values
     otsu = float(threshold_otsu(scaled))  # type: ignore[no-untyped-call]
     return float(np.clip(np.expm1(otsu) if dark else otsu, low, high))
@@ -139,7 +139,7 @@ def _tidied(tissue: Mask) -> Mask:
 
 
 def _closed(mask: Mask, reach: int) -> Mask:
-    """Closing by a square, as two passes along rows and columns: fast whatever its size."""
+    """Morphological closing by a square, separable, so that its cost is independent of `reach`."""
     padded = np.pad(mask.astype(np.uint8), reach, mode="edge")
     for step in (ndimage.maximum_filter1d, ndimage.minimum_filter1d):
         for axis in (0, 1):
@@ -148,7 +148,7 @@ def _closed(mask: Mask, reach: int) -> Mask:
 
 
 def _smaller(mask: Mask, area: float, *, inner: bool) -> Mask:
-    """Pieces with less than `area` pixels; `inner`: only those that do not touch the edge."""
+    """Mask of pieces with less than `area` pixels; `inner`: only pieces not at the edge."""
     pieces, _ = ndimage.label(mask)
     small = np.bincount(pieces.ravel()) < area
     small[0] = False

@@ -1,4 +1,4 @@
-"""Looking into slides and into what is cut from them."""
+"""Inspection and verification of slides, data sets and HDF5 files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a file or folder, whatever it is: said in lines of text."""
+"""Description of slides, data sets, shards, coordinate files and folders of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from spatialdl.slides.reading.paths import SLIDE_SUFFIXES, series_at, slides_amo
 from spatialdl.text import aligned, fitted
 
 _HDF5_SUFFIXES = (".h5", ".hdf5")
-_CLAM = "coords/clam/patches"  # TRIDENT's files say the same
-_LONGEST_NAME = 64  # columns of the console; UIDs have up to 64 characters
+_CLAM = "coords/clam/patches"  # TRIDENT's files have the same coordinates
+_LONGEST_NAME = 64  # characters; DICOM UIDs have up to 64
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """Say what is in a slide, a data set folder, one of its shards, a file of coordinates.
+    """Describe a slide, a data set folder, one of its shards, or a file of coordinates.
 
-    Of a folder of slides, of folders of one DICOM series each, or of HDF5 files, it says a line
-    for each; of those that cannot be read it is the reason.
+    For a folder of slides, of folders with one DICOM series each, or of HDF5 files, the result has
+    one line for each, with the error if it cannot be read.
 
     Raises:
         SlideError: there is no such file, or it cannot be read as a slide.
-        ShardError: a data set or an HDF5 file is damaged, or a folder has nothing of ours.
+        ShardError: a data set or an HDF5 file is damaged, or a folder has no such files.
     """
     path = Path(path)
     if path.is_dir():
@@ -49,16 +49,16 @@ def _is_hdf5(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(HDF5_START)) == HDF5_START
     except OSError:
-        return False  # opening it as a slide says why
+        return False  # opening it as a slide raises the error
 
 
 def _folder(path: Path) -> str:
     try:
         inside = sorted(path.iterdir())
     except OSError as error:
-        raise ShardError(f"cannot look into folder {path}: {error.strerror}") from error
-    files = [one for one in inside if one.is_file()]
-    folders = [one for one in inside if one.is_dir()]
+        raise ShardError(f"cannot read folder {path}: {error.strerror}") from error
+    files = [entry for entry in inside if entry.is_file()]
+    folders = [entry for entry in inside if entry.is_dir()]
     series = [folder for folder in folders if series_at(folder) is not None]
     plain = [file for file in files if file.suffix.lower() in PLAIN_SUFFIXES]
     slides = sorted([*slides_among(path, files), *plain, *series])
@@ -77,7 +77,7 @@ def _folder(path: Path) -> str:
         notes.append(note)
     lines = []
     if slides:
-        # the notes are no column: a long one would push the numbers of all others away
+        # notes after the table: a long note would widen a column for all rows
         table = aligned(rows, left=(0, 1))
         lines = [f"{line}  {note}".rstrip() for line, note in zip(table, notes, strict=True)]
     for file in stored:
@@ -93,7 +93,7 @@ def _line(file: Path) -> tuple[tuple[str, ...], str]:
     try:
         return slide_in_a_line(file)
     except SlideError as error:
-        # the name stands before it
+        # the line begins with the name
         why = _one_line(error).removeprefix(f"cannot open slide {file}: ")
         return ("",) * (len(HEADS) - 1), why
 

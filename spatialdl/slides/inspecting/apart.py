@@ -1,8 +1,7 @@
-"""HDF5 files looked into by a process of their own, which may crash or never end.
+"""Description of HDF5 files in a subprocess, since HDF5 may crash or hang on damaged files.
 
-Text of a length that differs lies in heaps of which HDF5 believes what they say of themselves: a
-few damaged bytes, and it goes round in them for ever. Reading pixels needs none of it; only who
-wants to know all that is in a file has to ask.
+HDF5 does not validate the heaps of variable-length strings: a few damaged bytes cause an endless
+loop. Reading pixels does not use these heaps, describing all of a file does.
 """
 
 from __future__ import annotations
@@ -18,18 +17,22 @@ from spatialdl.errors import ShardError
 from spatialdl.slides.inspecting.hdf5 import check_start, describe_hdf5
 
 PATIENCE_S = 60.0
-_ASK = "from spatialdl.slides.inspecting.apart import answer; answer()"
+_PROGRAM = "from spatialdl.slides.inspecting.apart import answer; answer()"
 
 
 def describe_apart(path: Path, patience_s: float = PATIENCE_S) -> str:
-    """As `describe_hdf5`; raises what it raises, also where HDF5 fails."""
+    """Call `describe_hdf5` in a subprocess.
+
+    Raises:
+        ShardError: as `describe_hdf5`, and if HDF5 crashes or does not end in time.
+    """
     check_start(path)
     home = str(Path(spatialdl.__file__).parents[1])
-    known = os.pathsep.join([home, *filter(None, [os.getenv("PYTHONPATH")])])
+    import_path = os.pathsep.join([home, *filter(None, [os.getenv("PYTHONPATH")])])
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK, os.fspath(path)],
-            env={**os.environ, "PYTHONPATH": known},
+            [sys.executable, "-P", "-c", _PROGRAM, os.fspath(path)],
+            env={**os.environ, "PYTHONPATH": import_path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=patience_s,
@@ -38,7 +41,7 @@ def describe_apart(path: Path, patience_s: float = PATIENCE_S) -> str:
         is_read, text = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         raise ShardError(
-            f"cannot read {path}: it is damaged so that HDF5 does not get through it; copy it again"
+            f"cannot read {path}: HDF5 crashed or timed out, as the file is damaged; copy it again"
         ) from None
     if not is_read:
         raise ShardError(str(text))
@@ -46,9 +49,9 @@ def describe_apart(path: Path, patience_s: float = PATIENCE_S) -> str:
 
 
 def answer() -> None:
-    """What the process does: its file is the argument."""
+    """Describe the file in the argument; the entry point of the subprocess."""
     try:
-        found = True, describe_hdf5(Path(sys.argv[1]))
+        result = True, describe_hdf5(Path(sys.argv[1]))
     except ShardError as error:
-        found = False, str(error)
-    sys.stdout.write(json.dumps(found))
+        result = False, str(error)
+    sys.stdout.write(json.dumps(result))

@@ -1,4 +1,4 @@
-"""What a data set folder holds: its samples by class and split, its shards."""
+"""Description of a data set folder: its samples by class and split, its shards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LONGEST_NAME = 60  # columns of the console
 
 
 def describe_dataset(path: Path) -> str:
-    """A data set folder, in lines of text.
+    """Describe a data set folder, in lines of text.
 
     Raises:
-        ShardError: it has no manifest, or a damaged one.
+        ShardError: the manifest is missing or damaged.
     """
     manifest = Manifest.load(path)
     slides = Counter(sample.slide for sample in manifest.samples)
@@ -26,7 +26,7 @@ def describe_dataset(path: Path) -> str:
         ("tile size", " x ".join(map(str, manifest.tile_size or ()))),
         ("sizes", _sizes(manifest)),
         ("spacing", _spacing(manifest)),
-        ("mpp", "not said" if manifest.mpp is None else f"{manifest.mpp:g}"),
+        ("mpp", "unknown" if manifest.mpp is None else f"{manifest.mpp:g}"),
         ("channels", str(manifest.channels)),
         ("dtype", manifest.dtype),
         ("codec", manifest.codec),
@@ -35,13 +35,13 @@ def describe_dataset(path: Path) -> str:
         ("shards", _shards(manifest.shards)),
     ]
     if manifest.kind != "tiles":
-        facts = [fact for fact in facts if fact[0] != "mpp"]  # each has its own
+        facts = [fact for fact in facts if fact[0] != "mpp"]  # each sample has its own
     lines = [f"{name:<10} {text}" for name, text in facts if text]
     lines += ["", *_samples(manifest)]
-    lines += [""] * bool(missing := _wrong(path, manifest.shards)) + missing
-    made = {name: value for name, value in manifest.made_with.items() if value is not None}
-    if made:
-        lines += ["", "made with", *(f"  {name}: {value}" for name, value in made.items())]
+    lines += [""] * bool(problems := _problems(path, manifest.shards)) + problems
+    settings = {name: value for name, value in manifest.made_with.items() if value is not None}
+    if settings:
+        lines += ["", "made with", *(f"  {name}: {value}" for name, value in settings.items())]
     return "\n".join(lines)
 
 
@@ -55,14 +55,14 @@ def _sizes(manifest: Manifest) -> str:
 
 
 def _spacing(manifest: Manifest) -> str:
-    """Least and largest spacing of volumes along each dim."""
+    """Smallest and largest spacing of volumes along each dim."""
     volumes = [sample for sample in manifest.samples if isinstance(sample, VolumeSample)]
     known = [volume.spacing for volume in volumes if volume.spacing is not None]
     if not known:
-        return "not said" if volumes else ""
+        return "unknown" if volumes else ""
     named = zip(spatial_names(3), zip(*known, strict=True), strict=True)
-    said = ", ".join(f"{min(mm):g} to {max(mm):g} mm ({name})" for name, mm in named)
-    return said + (f", of {len(known)} of {len(volumes)} volumes" * (len(known) < len(volumes)))
+    ranges = ", ".join(f"{min(mm):g} to {max(mm):g} mm ({name})" for name, mm in named)
+    return ranges + (f", of {len(known)} of {len(volumes)} volumes" * (len(known) < len(volumes)))
 
 
 def _shards(shards: list[ShardInfo]) -> str:
@@ -70,27 +70,27 @@ def _shards(shards: list[ShardInfo]) -> str:
 
 
 def _samples(manifest: Manifest) -> list[str]:
-    """How many samples there are of each class (down) and split (across)."""
-    found = Counter((sample.label, sample.split) for sample in manifest.samples)
+    """Table of the number of samples by class (rows) and split (columns)."""
+    samples = Counter((sample.label, sample.split) for sample in manifest.samples)
     splits: list[str | None] = [*manifest.splits]
-    if any(split is None for _, split in found):
+    if any(split is None for _, split in samples):
         splits.append(None)
     labels: list[int | None] = [*range(len(manifest.classes))]
-    if any(label is None for label, _ in found):
+    if any(label is None for label, _ in samples):
         labels.append(None)
     rows = [("class", *(split or "no split" for split in splits), "all")]
     for label in labels:
-        counts = [found[label, split] for split in splits]
+        counts = [samples[label, split] for split in splits]
         name = "no class" if label is None else fitted(manifest.classes[label], _LONGEST_NAME)
         rows.append((name, *(f"{count:,}" for count in (*counts, sum(counts)))))
     if len(labels) > 1:
-        counts = [sum(found[label, split] for label in labels) for split in splits]
+        counts = [sum(samples[label, split] for label in labels) for split in splits]
         rows.append(("all", *(f"{count:,}" for count in (*counts, sum(counts)))))
     return aligned(rows)
 
 
-def _wrong(path: Path, shards: list[ShardInfo]) -> list[str]:
-    """What can be seen to be wrong with the shards without reading them."""
+def _problems(path: Path, shards: list[ShardInfo]) -> list[str]:
+    """Remarks on missing shards and wrong sizes, without reading the shards."""
     lines = []
     for shard in shards:
         try:

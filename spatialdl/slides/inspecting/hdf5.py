@@ -1,4 +1,4 @@
-"""What an HDF5 file holds: a shard of ours, or the coordinates that CLAM and TRIDENT write."""
+"""Description of an HDF5 file: a shard, or coordinates of CLAM or TRIDENT."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from spatialdl.text import aligned, counted, fitted, readable_bytes
 
 HDF5_START = b"\x89HDF\r\n\x1a\n"
 _LFS = b"version https://git-lfs"
-_MOST = 40  # datasets that are named: a shard of regions may have thousands
-_LONGEST = 100  # columns of the console for a value
+_MOST = 40  # datasets listed: a shard of regions may have thousands
+_LONGEST = 100  # characters of a value
 
 
 def describe_hdf5(path: Path) -> str:
-    """An HDF5 file, in lines of text: datasets, shapes, chunks, attributes.
+    """Describe an HDF5 file, in lines of text: datasets, shapes, chunks, attributes.
 
     Raises:
-        ShardError: it is not HDF5, or damaged.
+        ShardError: the file is not HDF5, or damaged.
     """
     with _opened(path) as file:
         datasets, attributes = _contents(file)
@@ -43,10 +43,10 @@ def describe_hdf5(path: Path) -> str:
 
 
 def hdf5_in_a_line(path: Path) -> str:
-    """What kind of file it is and how large.
+    """Describe the kind and size of an HDF5 file.
 
     Raises:
-        ShardError: it is not HDF5, or damaged.
+        ShardError: the file is not HDF5, or damaged.
     """
     with _opened(path) as file:
         return f"{_kind(file)}, {_size(path)}"
@@ -54,7 +54,7 @@ def hdf5_in_a_line(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    """The file; what fails while it is read is a ShardError, too."""
+    """Open a file; errors while it is read are raised as ShardError, too."""
     check_start(path)
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -67,7 +67,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 
 def check_start(path: Path) -> None:
-    """Whether it begins as HDF5 does.
+    """Check that a file has the signature of HDF5.
 
     Raises:
         ShardError: it does not, or cannot be read.
@@ -109,23 +109,22 @@ def _kind(file: h5py.File) -> str:
     if isinstance(regions, h5py.Group):
         return f"shard with parts of {counted(len(regions), 'region')}"
     if isinstance(coords, h5py.Dataset) and coords.ndim:
-        return f"coordinates of {counted(len(coords), 'tile')}{_who(coords)}"
-    return f"HDF5 file of {counted(len(file), 'item')}, not one of ours"
+        return f"coordinates of {counted(len(coords), 'tile')}{_tools(coords)}"
+    return f"HDF5 file of {counted(len(file), 'item')}, of unknown kind"
 
 
 def _own(file: h5py.File, name: str) -> Any:
-    """What lies in the file itself; None where a link leads elsewhere, or values lie there."""
+    """An item in the file itself; None if it is a link or has its values in other files."""
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         return None
-    found = file[name]
-    return None if isinstance(found, h5py.Dataset) and is_elsewhere(found) else found
+    item = file[name]
+    return None if isinstance(item, h5py.Dataset) and is_elsewhere(item) else item
 
 
-def _who(coords: h5py.Dataset) -> str:
+def _tools(coords: h5py.Dataset) -> str:
     names = {"patch_level": "CLAM", "patch_size_level0": "TRIDENT"}
-    who = [tool for attribute, tool in names.items() if attribute in coords.attrs]
-    has = "has" if len(who) == 1 else "have"
-    return f", as {' and '.join(who)} {has} them" if who else ""
+    tools = [tool for attribute, tool in names.items() if attribute in coords.attrs]
+    return f", in the format of {' and '.join(tools)}" if tools else ""
 
 
 def _size(path: Path) -> str:
@@ -134,15 +133,15 @@ def _size(path: Path) -> str:
 
 def _row(name: str, data: h5py.Dataset) -> tuple[str, ...]:
     text = h5py.check_string_dtype(data.dtype) is not None
-    made = data.id.get_create_plist()
-    filters = [made.get_filter(k) for k in range(made.get_nfilters())]
+    properties = data.id.get_create_plist()
+    filters = [properties.get_filter(k) for k in range(properties.get_nfilters())]
     shape = "in other files" if is_elsewhere(data) else " x ".join(map(str, data.shape or ()))
     return (
         fitted(name, _LONGEST),
         shape,
         "text" if text else str(data.dtype),
         " x ".join(map(str, data.chunks or ())),
-        # those that are not HDF5's own may have a number only
+        # third-party filters may have only a number
         ", ".join(f[3].decode() or str(f[0]) for f in filters) or "raw",
     )
 

@@ -1,4 +1,4 @@
-"""What a slide is: its resolution, its levels, what else is in the file."""
+"""Description of a slide: its resolution, levels, and associated images."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from spatialdl.slides.reading.resolution import mpp_of, power_of
 from spatialdl.text import aligned, fitted, readable_bytes
 
 HEADS = ("slide", "format", "rows", "columns", "mpp", "power", "levels", "size")
-_PROBE = 64  # pixels that are read, to see whether any can
-_LONGEST = 100  # columns of the console for what the file says of itself
+_PROBE = 64  # side of a box that is read to check that the slide can be read
+_LONGEST = 100  # characters of the comment
 _ASSOCIATED = re.compile(r"openslide\.associated\.(.+)\.width")
 
 
 def describe_slide(path: Path) -> str:
-    """A slide, in lines of text.
+    """Describe a slide, in lines of text.
 
     Raises:
-        SlideError: it cannot be opened; says why.
+        SlideError: the slide cannot be opened.
     """
     with Slide(path) as slide:
-        says, (rows, cols) = slide.properties, slide.size
+        properties, (rows, cols) = slide.properties, slide.size
         facts = [
             ("slide", str(path)),
             ("format", _format(slide)),
             ("file", _file_size(path)),
             ("size", f"{rows} rows x {cols} columns{_millimetres(slide)}"),
-            ("mpp", _mpp(says)),
+            ("mpp", _mpp(properties)),
             ("power", _power(slide)),
-            ("background", f"#{says.get('openslide.background-color', 'FFFFFF').strip('#')}"),
-            ("bounds", _bounds(says)),
-            ("associated", _associated(says)),
-            ("says", fitted(" ".join(says.get("openslide.comment", "").split()), _LONGEST)),
+            ("background", f"#{properties.get('openslide.background-color', 'FFFFFF').strip('#')}"),
+            ("bounds", _bounds(properties)),
+            ("associated", _associated(properties)),
+            (
+                "comment",
+                fitted(" ".join(properties.get("openslide.comment", "").split()), _LONGEST),
+            ),
         ]
         levels = _levels(slide)
         remarks = _remarks(slide)
@@ -48,10 +51,10 @@ def describe_slide(path: Path) -> str:
 
 
 def slide_in_a_line(path: Path) -> tuple[tuple[str, ...], str]:
-    """The cells of a slide below `HEADS` but its name, and what is odd about it.
+    """Return the cells of a slide for `HEADS`, without its name, and its remarks.
 
     Raises:
-        SlideError: it cannot be opened; says why.
+        SlideError: the slide cannot be opened.
     """
     with Slide(path) as slide:
         power = power_of(slide.properties)
@@ -95,11 +98,11 @@ def _millimetres(slide: Slide) -> str:
     return f", {down:.2f} x {across:.2f} mm"
 
 
-def _mpp(says: Mapping[str, str]) -> str:
-    x, y = (says.get(f"openslide.mpp-{axis}") for axis in "xy")
+def _mpp(properties: Mapping[str, str]) -> str:
+    x, y = (properties.get(f"openslide.mpp-{axis}") for axis in "xy")
     if x is None and y is None:
-        return "not said"
-    return f"{x or '?'} across, {y or '?'} down"
+        return "unknown"
+    return f"{x or '?'} horizontally, {y or '?'} vertically"
 
 
 def _power(slide: Slide) -> str:
@@ -107,41 +110,41 @@ def _power(slide: Slide) -> str:
     if power is not None:
         return f"{power:g}x"
     try:
-        return f"not said; {slide.objective_power:.3g}x by its mpp"
+        return f"unknown; {slide.objective_power:.3g}x by its mpp"
     except SlideError:
-        return "not said"
+        return "unknown"
 
 
-def _bounds(says: Mapping[str, str]) -> str:
+def _bounds(properties: Mapping[str, str]) -> str:
     names = ("x", "y", "width", "height")
-    values = [says.get(f"openslide.bounds-{name}") for name in names]
+    values = [properties.get(f"openslide.bounds-{name}") for name in names]
     return ", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True) if v is not None)
 
 
-def _associated(says: Mapping[str, str]) -> str:
-    names = sorted(match[1] for match in map(_ASSOCIATED.fullmatch, says) if match)
+def _associated(properties: Mapping[str, str]) -> str:
+    names = sorted(match[1] for match in map(_ASSOCIATED.fullmatch, properties) if match)
     sizes = (
-        f"{name} {says.get(f'openslide.associated.{name}.height', '?')} x "
-        f"{says[f'openslide.associated.{name}.width']}"
+        f"{name} {properties.get(f'openslide.associated.{name}.height', '?')} x "
+        f"{properties[f'openslide.associated.{name}.width']}"
         for name in names
     )
     return ", ".join(sizes)
 
 
 def _levels(slide: Slide) -> list[str]:
-    says, mpp = slide.properties, slide.known_mpp
+    properties, mpp = slide.properties, slide.known_mpp
     rows: list[tuple[str, ...]] = [
         ("level", "rows", "columns", "downsample", "mpp", "tile", "read")
     ]
     for level, down in enumerate(slide.downsamples):
         size, tile = (
-            [says.get(f"openslide.level[{level}].{what}{side}") for side in ("height", "width")]
-            for what in ("", "tile-")
+            [properties.get(f"openslide.level[{level}].{of}{side}") for side in ("height", "width")]
+            for of in ("", "tile-")
         )
         rows.append(
             (
                 str(level),
-                *(str(given or own) for given, own in zip(size, slide.size, strict=True)),
+                *(str(length or own) for length, own in zip(size, slide.size, strict=True)),
                 f"{down:.4g}",
                 "" if mpp is None else f"{mpp * down:.4g}",
                 " x ".join(map(str, tile)) if None not in tile else "",
@@ -159,7 +162,7 @@ def _remarks(slide: Slide) -> list[str]:
         remarks.append(str(error))
     if slide.remark:
         remarks.append(slide.remark)
-    # a plain image may have to be decoded whole for one pixel
+    # not for plain images, which may have to be decoded completely
     if "openslide.vendor" in slide.properties:
         scale = slide.downsamples[-1]
         y, x = (max(0, int(length / 2 - _PROBE / 2 * scale)) for length in slide.size)
@@ -167,5 +170,5 @@ def _remarks(slide: Slide) -> list[str]:
             slide.read_scaled(x, y, (_PROBE, _PROBE), scale)
         except SlideError as error:
             remarks.append(str(error))
-    # which slide that is was said
+    # without the path, which is printed already
     return [" ".join(r.replace(f"slide {slide.path}", "slide").split()) for r in remarks]

@@ -1,4 +1,4 @@
-"""Whether a data set is what was written: every checksum of it."""
+"""Verification of a data set against its checksums."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spatialdl.text import counted, readable_bytes
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of it.
+    """Result of a verification.
 
     Attributes:
         path: the data set.
-        shards, bytes: that it has, as its manifest says.
-        problems: a sentence for every shard that is missing, damaged or another, with the samples
-            that are; empty if none.
+        shards, bytes: number and total size of its shards, from its manifest.
+        problems: a sentence for every missing, damaged or replaced shard, with its damaged
+            samples; empty if there are none.
     """
 
     path: Path
@@ -35,30 +35,30 @@ class Verified:
     problems: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        """Whether all of it is as it was written."""
+        """Return whether all files have their checksums."""
         return not self.problems
 
     def __str__(self) -> str:
-        """The outcome, in lines of text."""
+        """Return the result in lines of text."""
         what = f"{counted(self.shards, 'shard')}, {readable_bytes(self.bytes)}"
         if not self.problems:
-            return f"{self.path}: {what}, all as they were written"
+            return f"{self.path}: {what}, all checksums match"
         head = (
-            f"{self.path}: {len(self.problems)} of {counted(self.shards, 'shard')} not as written; "
+            f"{self.path}: {len(self.problems)} of {counted(self.shards, 'shard')} damaged; "
             "copy or write the data set again"
         )
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
 
 
 def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
-    """Read every file of a data set and compare it with what was noted when it was written.
+    """Compare every file of a data set with its recorded size and checksum.
 
-    These are the shards of the manifest or, of `spatialdl-tile --format coords`, the files of
-    coordinates. All are looked at, whatever is wrong with those before.
+    These are the shards of the manifest or, for `spatialdl-tile --format coords`, the files of
+    coordinates. Verification continues after damaged files.
 
     Args:
         path: the data set folder.
-        progress: show a bar, where somebody looks at it.
+        progress: show a progress bar on a terminal.
 
     Raises:
         ShardError: the folder is missing, or its manifest is missing or damaged.
@@ -67,7 +67,7 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
     try:
         coords = (path / COORDS).is_dir() and not (path / MANIFEST).exists()
     except OSError as error:
-        raise ShardError(f"cannot look into {path}: {error.strerror}") from error
+        raise ShardError(f"cannot read folder {path}: {error.strerror}") from error
     manifest = None if coords else Manifest.load(path)
     shards = _files_of_coords(path) if manifest is None else manifest.shards
     total = sum(shard.bytes for shard in shards)
@@ -98,12 +98,12 @@ def _problem(folder: Path, shard: ShardInfo, progress: Callable[[int], object]) 
         size = shard_status(folder, shard).st_size
         if size != shard.bytes:
             progress(shard.bytes)
-            return f"has {size} bytes, {shard.bytes} were written; it was cut or replaced"
-        found = sha256_of(folder / shard.file, progress)
+            return f"has {size} bytes, expected {shard.bytes}; it was truncated or replaced"
+        actual = sha256_of(folder / shard.file, progress)
     except ShardError as error:
         return str(error)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if found != shard.sha256:
-        return f"its contents changed (SHA-256 {found[:12]}..., written {shard.sha256[:12]}...)"
+    if actual != shard.sha256:
+        return f"its contents changed (SHA-256 {actual[:12]}..., expected {shard.sha256[:12]}...)"
     return ""

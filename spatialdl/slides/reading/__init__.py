@@ -1,1 +1,1 @@
-"""Slides as pixels: any box at any resolution."""
+"""Reading pixels of slides: any box at any resolution."""

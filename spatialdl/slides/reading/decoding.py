@@ -1,8 +1,8 @@
-"""Decoding the compressed tiles of a TIFF to RGB, as openslide does.
+"""Decoding of the compressed tiles of a TIFF to RGB, as openslide does.
 
-libjpeg patches over damage in a JPEG stream with a warning; openslide then refuses the tile, and
-imagecodecs says nothing. simplejpeg, where it is installed, tells; without it openslide has to be
-asked about every tile (`Decoder.silent`), which takes as long as decoding it.
+libjpeg conceals damage in a JPEG stream and only warns; openslide turns the warning into an error,
+imagecodecs ignores it. simplejpeg, if installed, reports it; without simplejpeg every tile must be
+checked by openslide (`Decoder.silent`), which takes as long as decoding it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from spatialdl.data import jpeg
 
 Bytes = npt.NDArray[np.uint8]
 
-TELLS_OF_DAMAGE = jpeg.tells_of_damage()
-"""Whether JPEG tiles are decoded by what notices damage, so that openslide need not be asked."""
+DETECTS_DAMAGE = jpeg.tells_of_damage()
+"""Whether the JPEG decoder detects damage, so that openslide need not check tiles."""
 
 JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
 GREY, RGB, YCBCR = 1, 2, 6  # of PhotometricInterpretation
 _START = b"\xff\xd8"
-# an Adobe marker tells libjpeg whether colours are RGB (0) or YCbCr (1)
+# the Adobe marker, whose last byte selects RGB (0) or YCbCr (1) in libjpeg
 _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 
 
 class WholeJpeg(NamedTuple):
-    """How a tile as stored becomes a JPEG that any decoder reads as `Decoder.decode` does.
+    """Conversion of a stored tile to a complete JPEG, which any decoder reads correctly.
 
-    `whole` puts in the tables that tiles share and what says which colours they have; it raises
-    ValueError where there is no JPEG. `channels` is 1 for grey, else 3.
+    `whole` inserts the shared tables and the marker of the colour space; it raises ValueError if
+    the data is not a JPEG. `channels` is 1 for grey, else 3.
     """
 
     whole: Callable[[bytes], bytes]
@@ -40,10 +40,10 @@ class WholeJpeg(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """How the tiles of one level are decoded.
+    """Decoder for the tiles of one level.
 
-    `decode` takes a tile as stored and gives uint8 (rows, cols, 3), or raises. If `silent`, it
-    may give wrong pixels for a damaged one. `jpeg` is there where the tiles are JPEG.
+    `decode` takes a stored tile and returns uint8 (rows, cols, 3), or raises. If `silent`, it
+    may return wrong pixels for a damaged tile. `jpeg` is None if the tiles are not JPEG.
     """
 
     decode: Callable[[bytes], Bytes]
@@ -54,11 +54,11 @@ class Decoder(NamedTuple):
 def decoder_of(
     compression: int, photometric: int, samples: int, tables: bytes | None
 ) -> Decoder | None:
-    """The decoder of a page; None for a kind that is left to openslide.
+    """Choose the decoder of a page; None if only openslide can decode it.
 
     Args:
-        compression, photometric, samples: what the tags of the page say.
-        tables: its JPEGTables, which abbreviated streams share.
+        compression, photometric, samples: TIFF tags of the page.
+        tables: its JPEGTables, shared by abbreviated streams.
     """
     if samples != (1 if photometric == GREY else 3):
         return None
@@ -74,13 +74,13 @@ def decoder_of(
 
 
 def _jpeg(photometric: int, tables: bytes | None) -> Decoder:
-    # a whole stream: start, colours, the tables without their start and end, the tile's own
+    # order: start marker, Adobe marker, tables without start and end markers, data of the tile
     colours = b"" if photometric == GREY else _ADOBE + bytes([int(photometric == YCBCR)])
     head = _START + colours + (tables[2:-2] if tables else b"")
 
     def whole(data: bytes) -> bytes:
         if data[:2] != _START:
-            raise ValueError(f"not a JPEG: it begins with {data[:2].hex()}")
+            raise ValueError(f"not a JPEG: first bytes are {data[:2].hex()}")
         return head + data[2:]
 
     channels = 1 if photometric == GREY else 3
@@ -91,16 +91,16 @@ def _jpeg(photometric: int, tables: bytes | None) -> Decoder:
 
 
 def _three(pixels: Bytes) -> Bytes:
-    """RGB of grey; other arrays must be (rows, cols, 3) bytes."""
+    """Repeat grey values to RGB; other arrays must be uint8 (rows, cols, 3)."""
     if pixels.dtype == np.uint8 and pixels.ndim == 2:
         return np.repeat(pixels[..., None], 3, 2)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"decoded to {pixels.dtype} {pixels.shape}, expected 3 channels of bytes")
+        raise ValueError(f"decoded to {pixels.dtype} {pixels.shape}, expected uint8, 3 channels")
     return pixels
 
 
 def _rgb_of_ycbcr(pixels: Bytes) -> Bytes:
-    """JFIF's transform (ITU-T T.871, section 7) in integers."""
+    """Transform of JFIF (ITU-T T.871, section 7) in integers."""
     y = pixels[..., 0].astype(np.int32)
     red_of, green_cb, green_cr, blue_of = _TABLES
     rgb = np.empty(pixels.shape, np.int32)

@@ -1,4 +1,4 @@
-"""How many files a process holds open: the slide that was longest not read gives its own back."""
+"""Limit on the open slides of a process: the least recently read one is closed first."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from abc import ABC, abstractmethod
 from threading import Lock, RLock
 
 LIMIT = 16
-"""Slides open at a time; one holds two or three descriptors, and up to 64 MB of decoded tiles."""
+"""Slides open at a time; each has two or three descriptors and up to 64 MB of decoded tiles."""
 
 
 class ReopenedFile(ABC):
-    """What holds a file open, and opens it again when it is read next.
+    """A file that may be closed between reads and is reopened on demand.
 
-    It reads under `_lock`, and calls `HANDLES.used(self)` before.
+    Reads hold `_lock` and call `HANDLES.used(self)` first.
     """
 
     def __init__(self) -> None:
         self._lock = RLock()
 
     def release(self) -> bool:
-        """Close the file until it is read again; false if it is just being read."""
+        """Close the file until the next read; false if it is being read."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -36,11 +36,11 @@ class ReopenedFile(ABC):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Give files and memory back."""
+        """Release files and memory."""
 
 
 class Handles:
-    """At most `limit` holders have their files open; more slides than that may be in use.
+    """LRU set of open files, at most `limit`; more slides than that may be in use.
 
     ::
 
@@ -50,29 +50,29 @@ class Handles:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self._open: dict[int, ReopenedFile] = {}  # longest unused first
+        self._open: dict[int, ReopenedFile] = {}  # least recently used first
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Holders that have their files open."""
+        """Return the number of open files."""
         return len(self._open)
 
-    def used(self, holder: ReopenedFile) -> None:
-        """Note that a holder opens or reads its file; others are closed for it."""
+    def used(self, file: ReopenedFile) -> None:
+        """Mark a file as most recently used, and close the least recently used ones."""
         with self._lock:
-            self._open.pop(id(holder), None)
+            self._open.pop(id(file), None)
             for key, other in list(self._open.items()):
                 if len(self._open) < self.limit:
                     break
                 if other.release():
                     del self._open[key]
-            self._open[id(holder)] = holder
+            self._open[id(file)] = file
 
-    def forget(self, holder: ReopenedFile) -> None:
-        """Note that a holder was closed."""
+    def forget(self, file: ReopenedFile) -> None:
+        """Remove a closed file."""
         with self._lock:
-            self._open.pop(id(holder), None)
+            self._open.pop(id(file), None)
 
 
 HANDLES = Handles()
-"""Those of this process."""
+"""The open slides of this process."""

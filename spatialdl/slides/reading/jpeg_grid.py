@@ -1,4 +1,4 @@
-"""A level of a slide, or a box of it, as the JPEG tiles of the file, nothing decoded."""
+"""JPEG tiles of a level of a slide, or of a box of it, without decoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spatialdl.data.jpeg import JpegStream
 
 
 class JpegGrid(EncodedImage):
-    """The tiles of a level that is natively JPEG, for `ShardWriter.add`.
+    """The tiles of a level stored as JPEG, for `ShardWriter.add`.
 
     ::
 
@@ -17,16 +17,14 @@ class JpegGrid(EncodedImage):
         if grid is not None:
             writer.add(grid.box(0, 512, 256, 1024), slide=slide.name, xy=(256, 0))
 
-    Tiles at the right and lower edge of the level are whole, too; what they have beyond it is
-    whatever the scanner filled them with.
+    Tiles at the right and bottom edge of the level are complete, padded by the scanner.
 
     Args:
-        shape: rows, columns and channels (1 where the JPEGs are grey, else 3), in pixels of the
-            level.
+        shape: rows, columns and channels (1 for grey JPEGs, else 3), in pixels of the level.
         chunk: rows and columns of a tile.
         downsample: level-0 pixels per pixel.
-        stream: gives the tile at a row and column of the level's grid, or raises SlideError.
-        first: row and column of the first tile there.
+        stream: returns the tile at a row and column of the level's grid, or raises SlideError.
+        first: row and column of the first tile in the level's grid.
     """
 
     def __init__(
@@ -49,11 +47,11 @@ class JpegGrid(EncodedImage):
         return -(-self.shape[0] // self.chunk[0]), -(-self.shape[1] // self.chunk[1])
 
     def encoded(self, row: int, col: int) -> JpegStream:
-        """The tile at a row and column of the grid: a JPEG with all its tables, found whole.
+        """Return a tile by row and column of the grid: a complete JPEG, checked for damage.
 
         Raises:
-            SlideError: the file has no such tile, or a damaged one; says where.
-            IndexError: it is not in the grid.
+            SlideError: the tile is missing or damaged.
+            IndexError: the tile is not in the grid.
         """
         rows, cols = self.tiles
         if not (0 <= row < rows and 0 <= col < cols):
@@ -61,10 +59,10 @@ class JpegGrid(EncodedImage):
         return self._stream(self._first[0] + row, self._first[1] + col)
 
     def box(self, row0: int, row1: int, col0: int, col1: int) -> JpegGrid:
-        """A box of it, half-open, that begins where a tile begins; it may end anywhere.
+        """Return a half-open box that begins at a tile boundary; it may end anywhere.
 
         Raises:
-            ValueError: it begins within a tile, is empty, or not inside.
+            ValueError: the box begins within a tile, is empty, or not inside.
         """
         (rows, cols, channels), (high, wide) = self.shape, self.chunk
         if not (0 <= row0 < row1 <= rows and 0 <= col0 < col1 <= cols):
@@ -74,22 +72,22 @@ class JpegGrid(EncodedImage):
         if row0 % high or col0 % wide:
             raise ValueError(
                 f"box begins at row {row0}, column {col0}, within a tile of {high} x {wide}; "
-                "begin it where a tile begins"
+                "align it with the tiles"
             )
         first = self._first[0] + row0 // high, self._first[1] + col0 // wide
         shape = row1 - row0, col1 - col0, channels
         return JpegGrid(shape, self.chunk, self.downsample, self._stream, first)
 
     def at(self, x: int, y: int, size: tuple[int, int]) -> JpegGrid | None:
-        """The box whose pixels `Slide.read_scaled(x, y, size, scale)` gives, if there is one.
+        """Return the box with the pixels of `Slide.read_scaled(x, y, size, scale)`.
 
         Args:
-            x: level-0 column of the top-left corner, counted from that of this grid.
-            y: level-0 row of it.
+            x: level-0 column of the top-left corner, relative to that of this grid.
+            y: level-0 row of the corner.
             size: rows and columns, in pixels of the level.
 
         Returns:
-            None where it begins between pixels or within a tile, or is not inside.
+            None if the box begins between pixels or within a tile, or is not inside.
         """
         row, col = y / self.downsample, x / self.downsample
         inside = 0 <= row <= self.shape[0] - size[0] and 0 <= col <= self.shape[1] - size[1]

@@ -1,8 +1,8 @@
-"""Reading boxes of a TIFF slide from its own tiles, several times as fast as through openslide.
+"""Decoding of a TIFF slide's own tiles, several times as fast as openslide.
 
-Only what is plainly understood is read so: JPEG or Aperio's JPEG 2000 tiles of 8-bit grey or
-colour, a level that one page of the file alone can be. Everything else, and every tile that is
-missing or does not decode, is left to openslide, which also says what is wrong with it.
+Supports JPEG and Aperio's JPEG 2000 tiles of 8-bit grey or colour, for levels that match exactly
+one page of the file. Openslide reads all other levels, and every tile that is missing or does not
+decode, and raises the errors.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from spatialdl.slides.reading.decoding import Decoder, decoder_of
 Bytes = npt.NDArray[np.uint8]
 Background = tuple[int, int, int]
 
-_VENDORS = ("aperio", "generic-tiff")  # whose levels are pages as they are
-_CACHE = 2**25  # bytes of decoded tiles kept: two rows of 256-pixel tiles of most slides
+_VENDORS = ("aperio", "generic-tiff")  # formats with one page per level
+_CACHE = 2**25  # bytes of decoded tiles cached: two rows of 256-pixel tiles of most slides
 _LARGEST_TILE = 2**24  # pixels
 _CONTIGUOUS = 1
 _SIDES = ("height", "width")
 
-# what tifffile thinks of odd files is for nobody: openslide decides about them
+# warnings of tifffile are irrelevant: openslide decides whether a file is valid
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 
 class TileLevel(NamedTuple):
-    """Where the tiles of a level lie.
+    """Layout of the tiles of a level in the file.
 
     `size` and `tile` are (rows, cols) of the level and of its tiles; tiles are numbered row by
-    row, `across` in a row, each with its offset and length in bytes.
+    row, `across` per row, each with its offset and length in bytes.
     """
 
     size: tuple[int, int]
@@ -49,17 +49,17 @@ class TileLevel(NamedTuple):
     decoder: Decoder
 
     def corner(self, number: int) -> tuple[int, int]:
-        """Row and column of the top-left pixel of a tile."""
+        """Return the row and column of the top-left pixel of a tile."""
         return number // self.across * self.tile[0], number % self.across * self.tile[1]
 
 
 class NativeTiles:
-    """The tiles of a slide, decoded here.
+    """Decoder of the tiles of a slide, with a cache.
 
     Args:
         path: the TIFF.
-        levels: those that can be read so, by their number.
-        sound: asked before a tile of a silent decoder is believed: (level, tile number).
+        levels: the supported levels, by number.
+        sound: whether a tile (level, tile number) is undamaged; called for silent decoders.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class NativeTiles:
     def read(
         self, level: int, row: int, col: int, size: tuple[int, int], background: Background
     ) -> Bytes | None:
-        """A box of a level; `background` where it lies outside.
+        """Read a box of a level; `background` outside of the level.
 
         Returns:
             uint8 (rows, cols, 3); None if a tile in it is missing or damaged, or the level is
-            not read so.
+            not supported.
         """
         if level not in self.levels:
             return None
@@ -114,16 +114,16 @@ class NativeTiles:
         return box
 
     def stream(self, level: int, number: int) -> JpegStream:
-        """A tile as a JPEG of its own, found whole.
+        """Return a tile as a complete JPEG stream, checked for damage.
 
         Raises:
-            ValueError: the tile is missing or damaged, or no JPEG.
+            ValueError: the tile is missing, damaged or not a JPEG.
         """
         place = self.levels[level]
         if place.decoder.jpeg is None:
-            raise ValueError("the tile is no JPEG")
+            raise ValueError("the tile is not a JPEG")
         if not place.lengths[number]:
-            raise ValueError("the file has no tile there")
+            raise ValueError("the tile is missing")
         if place.decoder.silent and not self._sound(level, number):
             raise ValueError("openslide cannot read the tile")
         whole, channels = place.decoder.jpeg
@@ -157,24 +157,24 @@ class NativeTiles:
             return None
         try:
             tile = place.decoder.decode(self._stored(level, number))
-        except (ValueError, RuntimeError):  # imagecodecs raises its own kinds of the latter
+        except (ValueError, RuntimeError):  # errors of imagecodecs are RuntimeErrors
             return None
         return tile if tile.shape == (*place.tile, 3) else None
 
     def _stored(self, level: int, number: int) -> bytes:
         place = self.levels[level]
         if place.offsets[number] + place.lengths[number] > os.fstat(self._file.fileno()).st_size:
-            raise ValueError("the tile ends after the file does")
-        # without a position in the file: processes that were forked share it
+            raise ValueError("the tile extends beyond the end of the file")
+        # pread, since forked processes share the position in the file
         return os.pread(self._file.fileno(), int(place.lengths[number]), int(place.offsets[number]))
 
 
 def tile_levels(path: Path, properties: Mapping[str, str]) -> dict[int, TileLevel]:
-    """The levels of a slide that can be read from their tiles; empty where none can.
+    """Find the levels of a slide that can be read from their tiles.
 
     Args:
         path: the file.
-        properties: what openslide says of it.
+        properties: its openslide properties.
     """
     if properties.get("openslide.vendor") not in _VENDORS:
         return {}
@@ -182,7 +182,7 @@ def tile_levels(path: Path, properties: Mapping[str, str]) -> dict[int, TileLeve
         with tifffile.TiffFile(path) as tiff:
             pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
             return _levels_of(pages, properties)
-    except Exception:  # whatever tifffile stumbles over: openslide has opened it and reads it
+    except Exception:  # tifffile raises many kinds; openslide has opened the file and reads it
         return {}
 
 
@@ -191,23 +191,23 @@ def _levels_of(
 ) -> dict[int, TileLevel]:
     tiled = [page for page in pages if page.is_tiled]
     aperio = properties["openslide.vendor"] == "aperio"
-    found: dict[int, TileLevel] = {}
+    levels: dict[int, TileLevel] = {}
     for level in range(int(properties["openslide.level-count"])):
         size, tile = (
             tuple(int(properties[f"openslide.level[{level}].{what}{side}"]) for side in _SIDES)
             for what in ("", "tile-")
         )
-        those = [page for page in tiled if (page.imagelength, page.imagewidth) == size]
-        if len(those) != 1 or (those[0].tilelength, those[0].tilewidth) != tile:
+        matches = [page for page in tiled if (page.imagelength, page.imagewidth) == size]
+        if len(matches) != 1 or (matches[0].tilelength, matches[0].tilewidth) != tile:
             continue
-        place = _level_of(those[0])
+        place = _level_of(matches[0])
         if place is not None:
-            found[level] = place
-        if aperio and not all(those[0].databytecounts):
-            # openslide draws what is missing from the level before, in all further levels too
-            found.pop(level, None)
+            levels[level] = place
+        if aperio and not all(matches[0].databytecounts):
+            # openslide fills missing tiles from the previous level, in all further levels too
+            levels.pop(level, None)
             break
-    return found
+    return levels
 
 
 def _level_of(page: tifffile.TiffPage) -> TileLevel | None:

@@ -1,4 +1,4 @@
-"""Opening what may be a slide: by openslide, else as a plain image, else saying what it is."""
+"""Opening of slides: by openslide, else as a plain image, else with an error that says why."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from spatialdl.slides.reading.plain_image import Header, PlainImage
 Bytes = npt.NDArray[np.uint8]
 
 _LFS = b"version https://git-lfs"
-_NAMED = 3  # slides of a folder that a message names
+_NAMED = 3  # slides of a folder listed in a message
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 PLAIN_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 class PixelSource(Protocol):
-    """An open file with pixels in it, whatever reads it; `remark` is what is odd about it."""
+    """An open file with pixels; `remark` describes its irregularities."""
 
     size: tuple[int, int]
     downsamples: tuple[float, ...]
@@ -38,13 +38,13 @@ class PixelSource(Protocol):
     is_patchy: bool
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
-        """A box of a level over the background, uint8 (rows, cols, 3); see `OpenSlideFile`."""
+        """Read a box of a level over the background, uint8 (rows, cols, 3)."""
 
     def is_native(self, level: int) -> bool:
         """Whether a level is read without openslide."""
 
     def jpeg_grid(self, level: int) -> JpegGrid | None:
-        """The JPEG tiles of a level as they are in the file, if that is what it has."""
+        """Return the JPEG tiles of a level, not decoded; None if it has none."""
 
     def close(self) -> None:
         """Close the file."""
@@ -58,7 +58,7 @@ def open_source(path: Path, native: bool = True) -> PixelSource:
         native: read tiles without openslide where that gives the same pixels.
 
     Raises:
-        SlideError: it cannot be read; says why.
+        SlideError: the file cannot be read.
     """
     series = None if path.is_file() else series_at(path)
     first = path if series is None else series.files[0]
@@ -93,7 +93,7 @@ def _slides_in(folder: Path) -> str:
 
 
 def _why_unsupported(path: Path, start: bytes) -> str:
-    """The same error stands for several causes; tell them apart by how the file begins."""
+    """Why openslide does not support a file, from its first bytes."""
     if not start:
         return "the file is empty; copy it again"
     if start.startswith(_LFS):
@@ -101,8 +101,8 @@ def _why_unsupported(path: Path, start: bytes) -> str:
     if b"\0" not in start and _is_text(start):
         return "it is a text file; give the slide itself"
     if is_dicom(start):
-        return "it is a DICOM file, but not of a whole-slide image that openslide reads"
-    return "openslide does not read this format; convert it to a tiled TIFF"
+        return "it is a DICOM file, but not a whole-slide image that openslide supports"
+    return "openslide does not support this format; convert it to a tiled TIFF"
 
 
 def _is_text(start: bytes) -> bool:
@@ -114,7 +114,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def is_plain(start: bytes) -> bool:
-    """Whether a file that begins so is a TIFF, PNG or JPEG."""
+    """Whether a file with these first bytes is a TIFF, PNG or JPEG."""
     return start.startswith((*TIFF_STARTS, PNG_START, JPEG_START))
 
 
@@ -126,7 +126,7 @@ def open_plain(path: Path, start: bytes) -> PlainImage:
         start: its first bytes.
 
     Raises:
-        SlideError: it is cut short, of a kind that is not read, or would take too much memory.
+        SlideError: the file is truncated, not supported, or needs too much memory.
     """
     if start.startswith(TIFF_STARTS):
         header = plain_tiff.header(path)

@@ -1,4 +1,4 @@
-"""Files that openslide reads: its regions, or the tiles themselves where these are the same."""
+"""Files opened by openslide, read from their own tiles where the pixels are the same."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from spatialdl.slides.reading.native import NativeTiles, tile_levels
 
 Bytes = npt.NDArray[np.uint8]
 
-_ROUNDING = 1  # levels of colour by which they may differ
+_ROUNDING = 1  # accepted difference of colour levels between native tiles and openslide
 
 
 class OpenSlideFile(ReopenedFile):
-    """A slide that openslide opens.
+    """A slide opened by openslide.
 
-    Whether the tiles of a level can be read without it is found out when the level is first
-    read, on a few of them; see `spatialdl.slides.reading.native`.
+    The first read of a level compares a few of its tiles with openslide to decide whether they
+    can be decoded natively; see `spatialdl.slides.reading.native`.
 
     Args:
         path: the file.
-        native: read tiles without openslide where that gives the same pixels.
-        slide: what messages call it; the file if None.
+        native: decode tiles without openslide where that gives the same pixels.
+        slide: path used in messages; the file if None.
 
     Attributes:
-        background: shown where the slide has no pixels.
-        is_patchy: whether some box that was read had such places.
+        background: colour of places without pixels.
+        is_patchy: whether some box read so far had such places.
 
     Raises:
-        openslide.OpenSlideError: it cannot be opened.
+        openslide.OpenSlideError: the file cannot be opened.
     """
 
     remark = ""
@@ -49,9 +49,9 @@ class OpenSlideFile(ReopenedFile):
         self._handle: openslide.OpenSlide | None = None
         self._spoiled = False
         self._tiles: NativeTiles | None = None
-        self._believed: dict[int, bool] = {}
+        self._native_levels: dict[int, bool] = {}
         handle = self._opened()
-        # asked now: a handle that failed once does not even answer these
+        # read now: a handle that failed once does not return these either
         self.size: tuple[int, int] = handle.dimensions[::-1]
         self.downsamples = tuple(float(factor) for factor in handle.level_downsamples)
         self.properties: Mapping[str, str] = dict(handle.properties)
@@ -64,10 +64,10 @@ class OpenSlideFile(ReopenedFile):
 
         Args:
             x: level-0 column of the top-left corner, may be negative.
-            y: level-0 row of it.
+            y: level-0 row of the corner.
             level: of the slide.
             size: rows and columns, in pixels of the level.
-            again: try a second time, with a fresh handle, what failed.
+            again: repeat a failed read once, with a new handle.
 
         Returns:
             uint8 (rows, cols, 3).
@@ -81,15 +81,15 @@ class OpenSlideFile(ReopenedFile):
             return self._from_openslide(x, y, level, size, again) if pixels is None else pixels
 
     def is_native(self, level: int) -> bool:
-        """Whether the tiles of a level are read without openslide."""
+        """Whether the tiles of a level are decoded without openslide."""
         with self._lock:
             HANDLES.used(self)
-            if level not in self._believed:
-                self._believed[level] = level in self._levels and self._same_pixels(level)
-            return self._believed[level]
+            if level not in self._native_levels:
+                self._native_levels[level] = level in self._levels and self._same_pixels(level)
+            return self._native_levels[level]
 
     def jpeg_grid(self, level: int) -> JpegGrid | None:
-        """The tiles of a level as they are; None where it is not read from JPEG tiles."""
+        """Return the JPEG tiles of a level, not decoded; None if it is not read from JPEG tiles."""
         if not self.is_native(level):
             return None
         place, down = self._levels[level], self.downsamples[level]
@@ -113,14 +113,14 @@ class OpenSlideFile(ReopenedFile):
                 ) from error
 
     def _from_tiles(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes | None:
-        # between two pixels of the level openslide interpolates
+        # openslide interpolates between pixels of the level
         col, row = x / self.downsamples[level], y / self.downsamples[level]
         if not (col.is_integer() and row.is_integer() and self.is_native(level)):
             return None
         return self._opened_tiles().read(level, int(row), int(col), size, self.background)
 
     def _same_pixels(self, level: int) -> bool:
-        """Whether openslide has the same pixels in the first tile, the last, and the largest."""
+        """Whether openslide gives the same pixels in the first, middle, last and largest tile."""
         place = self._levels[level]
         count = len(place.lengths)
         probes = {0, int(place.lengths.argmax()), count - 1, count // 2}
@@ -128,26 +128,26 @@ class OpenSlideFile(ReopenedFile):
         for number in sorted(probes & set(range(count))):
             (row, col), (th, tw) = place.corner(number), place.tile
             size = min(th, place.size[0] - row), min(tw, place.size[1] - col)
-            mine = self._opened_tiles().read(level, row, col, size, self.background)
-            if mine is None:
+            tile = self._opened_tiles().read(level, row, col, size, self.background)
+            if tile is None:
                 continue
-            theirs = self._region_of_level(level, row, col, size)
-            if theirs is None:
+            expected = self._region_of_level(level, row, col, size)
+            if expected is None:
                 continue
-            if np.abs(mine.astype(np.int16) - theirs).max() > _ROUNDING:
+            if np.abs(tile.astype(np.int16) - expected).max() > _ROUNDING:
                 return False
             compared += 1
         return compared > 0
 
     def _sound(self, level: int, number: int) -> bool:
-        """Whether openslide finds nothing wrong with a tile; one pixel of it is enough to ask."""
+        """Whether openslide can decode a tile; it decodes all of it to read one pixel."""
         row, col = self._levels[level].corner(number)
         return self._region_of_level(level, row, col, (1, 1)) is not None
 
     def _region_of_level(
         self, level: int, row: int, col: int, size: tuple[int, int]
     ) -> Bytes | None:
-        """Pixels of a level from openslide; None where it cannot, or has no such place."""
+        """Pixels of a level from openslide; None if unreadable or not at a level-0 pixel."""
         down = self.downsamples[level]
         x, y = round(col * down), round(row * down)
         if (x / down, y / down) != (col, row):
@@ -163,7 +163,7 @@ class OpenSlideFile(ReopenedFile):
         try:
             image = self._opened().read_region((x, y), level, (size[1], size[0]))
         except openslide.OpenSlideError as error:
-            self._spoiled = True  # after one error every read of this handle fails
+            self._spoiled = True  # after an error every read with this handle fails
             if again:
                 return self._from_openslide(x, y, level, size, again=False)
             raise SlideError(
@@ -198,7 +198,7 @@ class OpenSlideFile(ReopenedFile):
 
 
 def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
-    """The colour of glass: what the file says, else white."""
+    """The background colour in the file's metadata, else white."""
     text = properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "")
     try:
         value = bytes.fromhex(text.removeprefix("#"))
@@ -208,7 +208,7 @@ def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def composited(image: Image.Image, background: tuple[int, int, int]) -> Bytes:
-    """RGB over the background; `convert("RGB")` alone would make missing pixels black."""
+    """Composite RGBA over the background; `convert("RGB")` would make missing pixels black."""
     if image.getchannel("A").getextrema() == (255, 255):
         return np.asarray(image.convert("RGB"))
     canvas = Image.new("RGB", image.size, background)

@@ -1,7 +1,7 @@
-"""Paths of slides: files, and DICOM series, which are several files.
+"""Paths of slides: files, and DICOM series, which consist of several files.
 
-The path of a series is its folder, where nothing else lies in that, else FOLDER/UID, where UID is
-its SeriesInstanceUID. A series of a single file may also be given as that file.
+The path of a series is its folder, if it is the only slide there, else FOLDER/UID, where UID is its
+SeriesInstanceUID. The path of a series with a single file may also be that file.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ SLIDE_SUFFIXES = (
     *(".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".ndpis", ".scn", ".svs", ".svslide"),
     *(".tif", ".tiff", ".vms", ".vmu", ".zvi"),
 )
-"""Of files that are slides, wherever they lie; PNG and JPEG images may be anything."""
+"""Suffixes of slides in folders; PNG and JPEG images need not be slides."""
 
-_FOLDERS = 1024  # whose contents are kept
-_SETTLED_NS = 2_000_000_000  # a folder may change again within one tick of its file system's clock
+_FOLDERS = 1024  # size of the cache of folder contents
+_SETTLED_NS = 2_000_000_000  # age of a folder; newer ones may change within a tick of the clock
 
 
 class _Contents(NamedTuple):
-    """A folder.
+    """Contents of a folder.
 
-    `series` are its DICOM series that are slides, `others` other files with the suffix of a slide;
-    `members` and `by_uid` have the series of all kinds, by their files and their UIDs.
+    `series` are the DICOM series that are slides, `others` other files with the suffix of a slide;
+    `members` and `by_uid` are the series of all kinds, by their files and their UIDs.
     """
 
     series: Sequence[Series]
@@ -38,43 +38,40 @@ class _Contents(NamedTuple):
 
     @property
     def whole(self) -> Series | None:
-        """The series, if the folder has one and no other slide.
-
-        A DICOM file that cannot be read is none.
-        """
+        """The series, if it is the only slide of the folder; unreadable DICOM files are ignored."""
         one = len(self.series) == 1 and all(map(may_be_dicom, self.others))
         return self.series[0] if one else None
 
 
 def slides_among(folder: Path, files: Iterable[Path]) -> list[Path]:
-    """The paths of the slides among the files of one folder, in order.
+    """List the paths of the slides among the files of one folder, sorted.
 
-    DICOM files of other kinds, such as annotations, are passed over.
+    DICOM files of other kinds, such as annotations, are ignored.
     """
-    found = _contents(files)
-    if found.whole is not None:
-        return sorted([folder, *found.others])
-    series = [k.files[0] if len(k.files) == 1 else folder / k.uid for k in found.series]
-    return sorted([*series, *found.others])
+    contents = _contents(files)
+    if contents.whole is not None:
+        return sorted([folder, *contents.others])
+    series = [k.files[0] if len(k.files) == 1 else folder / k.uid for k in contents.series]
+    return sorted([*series, *contents.others])
 
 
 def series_at(path: Path) -> Series | None:
-    """The series that a path stands for: its folder, FOLDER/UID, or one of its files.
+    """Return the series of a path: its folder, FOLDER/UID, or one of its files.
 
     Returns:
-        None where the path is no series, or a folder with another slide in it.
+        None if the path is not a series, or a folder with several slides.
     """
     if path.is_dir():
         return _contents_of(path).whole
     is_file = path.is_file()
     if not (may_be_dicom(path) if is_file else is_uid(path.name)):
         return None
-    found = _contents_of(path.parent)
-    return found.members.get(path) if is_file else found.by_uid.get(path.name)
+    contents = _contents_of(path.parent)
+    return contents.members.get(path) if is_file else contents.by_uid.get(path.name)
 
 
 def slide_path(path: Path) -> Path:
-    """The path of the slide that a file belongs to: itself, or its series."""
+    """Return the path of the slide that a file belongs to: the file itself, or its series."""
     series = series_at(path)
     if series is None or path.is_dir() or len(series.files) == 1:
         return path
@@ -82,18 +79,18 @@ def slide_path(path: Path) -> Path:
 
 
 def slide_files(path: Path) -> Sequence[Path]:
-    """The files of a slide, where these are known: those of a series, else itself."""
+    """Return the files of a series; for all other slides the path itself."""
     series = series_at(path)
     return (path,) if series is None else series.files
 
 
 def slide_bytes(path: Path) -> int:
-    """Length of the files of a slide."""
+    """Return the total length of the files of a slide."""
     return sum(file.stat().st_size for file in slide_files(path))
 
 
 def slide_source(path: Path) -> Path:
-    """Where a slide lies, the same however it is given: a file, or FOLDER/UID of a series."""
+    """Return the canonical path of a slide: the resolved file, or FOLDER/UID of a series."""
     series = series_at(path)
     if series is None:
         return path.resolve()
@@ -101,41 +98,41 @@ def slide_source(path: Path) -> Path:
 
 
 def slide_name(path: Path) -> str:
-    """The name of a slide: that of its folder or its UID for a series, else without suffix."""
+    """Return the name of a slide: folder or UID of a series, else the name without suffix."""
     if path.is_file() or series_at(path) is None:
-        # a stem of dots alone would be a folder
+        # a stem of only dots would be a folder
         return path.stem if path.stem.strip(".") else path.name
     return path.resolve().name
 
 
 def slide_aliases(path: Path) -> Sequence[str]:
-    """Names by which files and tables refer to a slide, `slide_name` first."""
+    """Return the names by which files and tables refer to a slide, `slide_name` first."""
     series = series_at(path)
     uid = [] if series is None else [series.uid]
     return list(dict.fromkeys((slide_name(path), *([path.name] if path.name else []), *uid)))
 
 
 def slide_addresses(path: Path) -> Sequence[Path]:
-    """Absolute paths that stand for a slide: its own, and of a series its folder and its files."""
+    """Return all absolute paths of a slide: its own; for a series its folder and files, too."""
     series = series_at(path)
     if series is None:
         return [path.resolve()]
     folder = series.files[0].parent.resolve()
-    found = [folder / series.uid, *(folder / file.name for file in series.files)]
-    return [folder, *found] if series_at(folder) is not None else found
+    paths = [folder / series.uid, *(folder / file.name for file in series.files)]
+    return [folder, *paths] if series_at(folder) is not None else paths
 
 
 def _contents(files: Iterable[Path]) -> _Contents:
     files = sorted(files)
     series = grouped(files)
-    members = {file: one for one in series for file in one.files}
+    members = {file: each for each in series for file in each.files}
     others = [k for k in files if k.suffix.lower() in SLIDE_SUFFIXES and k not in members]
-    slides = [one for one in series if one.is_slide]
-    return _Contents(slides, others, members, {one.uid: one for one in series})
+    slides = [each for each in series if each.is_slide]
+    return _Contents(slides, others, members, {each.uid: each for each in series})
 
 
 def _contents_of(folder: Path) -> _Contents:
-    """What is in a folder; it is read again once files were added or removed."""
+    """Contents of a folder, cached until files are added or removed."""
     try:
         status = folder.stat()
     except OSError:

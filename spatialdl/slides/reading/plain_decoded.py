@@ -1,4 +1,4 @@
-"""PNG and JPEG, which have to be decoded whole: in memory, or large ones into a temporary file."""
+"""PNG and JPEG images, decoded completely: into memory, or large ones into a temporary file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 
 IN_MEMORY = 2**28
 """Images of more bytes than this are decoded into a temporary file."""
-_COEFFICIENTS = 2**29  # bytes; a progressive JPEG, an interlaced PNG hold everything at once
-_END_WITHIN = 2**16  # bytes after the end of a JPEG that are none of its pixels
+_COEFFICIENTS = 2**29  # bytes; decoders hold all of a progressive JPEG or interlaced PNG in memory
+_END_WITHIN = 2**16  # last bytes of a file in which the end marker of a JPEG must be
 
 
 class Kind(NamedTuple):
-    """A format: its name, how it is decoded into an array, and what its header says."""
+    """A format: its name, a decoder into an array, and a reader of the shape in the header."""
 
     name: str
     decode: Callable[[mmap.mmap, Bytes], None]
@@ -34,14 +34,14 @@ class Kind(NamedTuple):
 
 
 class DecodedPixels:
-    """The pixels of a PNG or JPEG, all decoded when it is opened.
+    """The pixels of a PNG or JPEG, decoded when it is opened.
 
     Args:
         path: the file.
         kind: `PNG` or `JPEG`.
 
     Raises:
-        SlideError: it is damaged, or the temporary folder has no room for its pixels.
+        SlideError: the file is damaged, or the temporary folder has no space for its pixels.
     """
 
     premultiplied = False
@@ -72,11 +72,11 @@ class DecodedPixels:
             ) from error
 
     def box(self, top: int, bottom: int, left: int, right: int) -> Bytes:
-        """A box inside the image, (rows, cols, channels)."""
+        """Return a box inside the image, (rows, cols, channels)."""
         return np.array(self._image[top:bottom, left:right])
 
     def close(self) -> None:
-        """Give memory and temporary file back."""
+        """Release the memory and the temporary file."""
         self._image = np.empty((0, 0, 1), np.uint8)
         if self._spool is not None:
             self._spool.close()
@@ -84,10 +84,10 @@ class DecodedPixels:
 
 
 def checked_size(path: Path, kind: Kind) -> tuple[int, int]:
-    """Rows and columns of an image that can be decoded.
+    """Return the rows and columns of an image, and check that it can be decoded.
 
     Raises:
-        SlideError: it cannot.
+        SlideError: the format is not supported, or there is not enough memory or disk space.
     """
     rows, cols, channels = _shape(path, kind)
     if rows * cols * channels > IN_MEMORY:
@@ -106,7 +106,7 @@ def _shape(path: Path, kind: Kind) -> tuple[int, int, int]:
     except ValueError as error:
         raise SlideError(f"cannot open slide {path}: {error}") from None
     if min(rows, cols) < 1:
-        raise SlideError(f"cannot open slide {path}: its header says {rows} x {cols} pixels")
+        raise SlideError(f"cannot open slide {path}: its header has {rows} x {cols} pixels")
     return rows, cols, channels
 
 
@@ -115,9 +115,9 @@ def _check_room(path: Path, bytes_: int) -> None:
     free = shutil.disk_usage(folder).free
     if bytes_ > free:
         raise SlideError(
-            f"cannot open slide {path}: decoded it takes {bytes_ / 1e9:.1f} GB, and the temporary "
-            f"folder {folder} has {free / 1e9:.1f} GB free; set TMPDIR to a larger one, or "
-            "convert it to a tiled TIFF"
+            f"cannot open slide {path}: it needs {bytes_ / 1e9:.1f} GB when decoded, and the "
+            f"temporary folder {folder} has {free / 1e9:.1f} GB free; set TMPDIR to a larger one, "
+            "or convert the slide to a tiled TIFF"
         )
 
 
@@ -133,12 +133,12 @@ def _png_shape(file: IO[bytes]) -> tuple[int, int, int]:
     start = file.read(33)
     cols, rows, bits, colour, _, _, interlaced = struct.unpack(">IIBBBBB", start[16:29])
     if bits == 16:
-        raise ValueError("the PNG has 16 bits a channel, and only 8 are read; convert it to 8")
+        raise ValueError("the PNG has 16 bits per channel, supported are 8; convert it to 8")
     if colour not in _PNG_CHANNELS:
-        raise ValueError(f"the PNG has colour type {colour}, which there is not; copy it again")
+        raise ValueError(f"the PNG has the invalid colour type {colour}; copy it again")
     channels = _PNG_CHANNELS[colour] + _has_transparent_colour(file) * (1 if colour < 4 else 0)
     if interlaced:
-        _refuse_if_held_whole("interlaced PNG", rows * cols * channels)
+        _check_memory("interlaced PNG", rows * cols * channels)
     return rows, cols, channels
 
 
@@ -172,7 +172,7 @@ def _jpeg_shape(file: IO[bytes]) -> tuple[int, int, int]:
     if components not in (1, 3):
         raise ValueError(f"the JPEG has {components} channels (CMYK); convert it to RGB")
     if marker & 0xFF == _PROGRESSIVE:
-        _refuse_if_held_whole("progressive JPEG", 2 * rows * cols * components)
+        _check_memory("progressive JPEG", 2 * rows * cols * components)
     file.seek(0, 2)
     file.seek(-min(_END_WITHIN, file.tell()), 2)
     if b"\xff\xd9" not in file.read():
@@ -180,10 +180,10 @@ def _jpeg_shape(file: IO[bytes]) -> tuple[int, int, int]:
     return rows, cols, components
 
 
-def _refuse_if_held_whole(what: str, bytes_: int) -> None:
+def _check_memory(what: str, bytes_: int) -> None:
     if bytes_ > _COEFFICIENTS:
         raise ValueError(
-            f"to decode this {what} takes {bytes_ / 1e9:.1f} GB of memory, more than "
+            f"decoding this {what} needs {bytes_ / 1e9:.1f} GB of memory, more than "
             f"{_COEFFICIENTS / 1e9:.1f}; convert it to a tiled TIFF"
         )
 

@@ -1,4 +1,4 @@
-"""An image of one level as a slide, whatever decodes its pixels."""
+"""An image without pyramid levels as a slide."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Pixels(Protocol):
     """The pixels of an open image.
 
     `shape` is rows, columns and channels: 1 grey, 2 grey and alpha, 3 RGB, 4 RGB and alpha.
-    `premultiplied` says that colours are already weighted by alpha.
+    `premultiplied`: colours are already multiplied by alpha.
     """
 
     shape: tuple[int, int, int]
     premultiplied: bool
 
     def box(self, top: int, bottom: int, left: int, right: int) -> Bytes:
-        """A box inside the image, (rows, cols, channels)."""
+        """Return a box inside the image, (rows, cols, channels)."""
 
     def close(self) -> None:
-        """Give files and memory back."""
+        """Release files and memory."""
 
 
 class Header(NamedTuple):
-    """What is known of an image before its pixels are: rows and columns, properties, a remark."""
+    """Rows and columns, properties and remark of an image, read without its pixels."""
 
     size: tuple[int, int]
     properties: Mapping[str, str]
@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
 
 class PlainImage(ReopenedFile):
-    """An image of one level, opened when it is read.
+    """An image of one level, opened at the first read.
 
     Args:
         path: the file.
@@ -53,7 +53,7 @@ class PlainImage(ReopenedFile):
     """
 
     downsamples: tuple[float, ...] = (1.0,)
-    is_patchy = False  # a box has all its pixels
+    is_patchy = False  # no box has places without pixels
 
     def __init__(self, path: Path, header: Header, opener: Callable[[], Pixels]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class PlainImage(ReopenedFile):
         self._failed: SlideError | None = None
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
-        """A box of the image, over white where it is transparent; see `OpenSlideFile.read`."""
+        """Read a box of the image, composited over white; see `OpenSlideFile.read`."""
         top, left = max(y, 0), max(x, 0)
         bottom, right = min(y + size[0], self.size[0]), min(x + size[1], self.size[1])
         out = np.full((*size, 3), self.background, np.uint8)
@@ -87,14 +87,14 @@ class PlainImage(ReopenedFile):
         return out
 
     def is_native(self, level: int) -> bool:
-        """Always: openslide has no part in it."""
+        """Return true: openslide is not used."""
         return True
 
     def jpeg_grid(self, level: int) -> None:
-        """None: only slides that openslide opens are taken tile by tile."""
+        """Return None: supported only for slides opened by openslide."""
 
     def _opened(self) -> Pixels:
-        if self._failed is not None:  # decoding all of it again would end the same
+        if self._failed is not None:  # decoding again would fail again
             raise self._failed
         if self._pixels is None:
             try:

@@ -1,4 +1,4 @@
-"""TIFFs that openslide does not read: striped ones above all, read strip by strip."""
+"""TIFFs that openslide does not support, mostly striped ones, read strip by strip."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from spatialdl.slides.reading.tiff_check import missing_part, slide_problem
 
 Bytes = npt.NDArray[np.uint8]
 
-_CACHE = 2**27  # bytes of decoded strips kept
+_CACHE = 2**27  # bytes of decoded strips cached
 _LARGEST_STRIP = 2**28  # bytes
 _WHITE_IS_0, _GREY, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _CHANNELS = {_WHITE_IS_0: 1, _GREY: 1, _RGB: 3, _PALETTE: 1, _YCBCR: 3}
 _SEPARATE, _PREMULTIPLIED = 2, 1
 _JPEG = 7
-_UNITS = {2: 25_400.0, 3: 10_000.0}  # micrometres in an inch, in a centimetre
+_UNITS = {2: 25_400.0, 3: 10_000.0}  # micrometres per inch and per centimetre
 
 
 class TiffPixels:
     """The pixels of the first page of a TIFF.
 
-    Strips or tiles are decoded when they are wanted, and some kept. Where all pixels lie in one
-    piece as they are, they are mapped.
+    Strips or tiles are decoded on demand and cached. Contiguous uncompressed pixels are
+    memory-mapped.
 
     Args:
-        path: a TIFF that `header` has checked.
+        path: a TIFF checked by `header`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class TiffPixels:
         self._bytes = 0
 
     def box(self, top: int, bottom: int, left: int, right: int) -> Bytes:
-        """A box inside the image, (rows, cols, channels); white where the file has nothing."""
+        """Return a box inside the image, (rows, cols, channels); missing strips are white."""
         if self._mapped is not None:
             box = np.array(self._mapped[top:bottom, left:right])
         else:
@@ -85,7 +85,7 @@ class TiffPixels:
         return box
 
     def _segment(self, number: int) -> Bytes | None:
-        """A strip or tile, (rows, cols, channels); None if the file has nothing there."""
+        """A strip or tile, (rows, cols, channels); None if it is missing."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
@@ -109,65 +109,64 @@ class TiffPixels:
         part = page.decode(data, number, **more)[0]
         if part is None:
             return None
-        return np.asarray(part[0])  # of one plane in depth
+        return np.asarray(part[0])  # without the depth dim, of size 1
 
 
 def header(path: Path) -> Header:
-    """Size and resolution of a TIFF that `TiffPixels` can read.
+    """Read the size and resolution of a TIFF, and check that `TiffPixels` can read it.
 
     Raises:
-        SlideError: it is cut short, of a kind that is not read, would take too much memory, or is
-            of a slide format, so that openslide should read it.
+        SlideError: the file is truncated, not supported, needs too much memory, or is of a slide
+            format that openslide should read.
     """
     size = path.stat().st_size
     again = "copy it again, or convert it to a tiled TIFF"
     try:
-        why = missing_part(path)
-        if why:
-            why = f"the TIFF is cut short or damaged ({why}); {again}"
+        problem = missing_part(path)
+        if problem:
+            problem = f"the TIFF is cut short or damaged ({problem}); {again}"
         else:
             with tifffile.TiffFile(path) as tiff:
                 page = tiff.pages.first
                 remark, is_slide = slide_problem(tiff)
-                why = f"{remark}; {again}" if is_slide else _why_not(page)
-                found = Header((page.imagelength, page.imagewidth), _resolution(page), remark)
+                problem = f"{remark}; {again}" if is_slide else _unsupported(page)
+                info = Header((page.imagelength, page.imagewidth), _resolution(page), remark)
     except Exception as error:  # tifffile raises many kinds for a damaged file
         raise SlideError(
-            f"cannot open slide {path}: the TIFF is cut short or of a kind that openslide does "
-            f"not read ({size} bytes); compare its size with the original, or convert it to a "
-            "tiled TIFF"
+            f"cannot open slide {path}: the TIFF is cut short or not supported by openslide "
+            f"({size} bytes); compare its size with the original, or convert it to a tiled TIFF"
         ) from error
-    if why:
-        raise SlideError(f"cannot open slide {path}: {why}")
-    return found
+    if problem:
+        raise SlideError(f"cannot open slide {path}: {problem}")
+    return info
 
 
-def _why_not(page: tifffile.TiffPage) -> str:
-    """Why a page is not read; empty if it is."""
+def _unsupported(page: tifffile.TiffPage) -> str:
+    """Why a page is not supported; empty if it is."""
     photometric = int(page.photometric)
     if page.dtype != np.uint8 or page.bitspersample != 8:
-        what = f"{page.bitspersample} bits a channel"
-        return f"the TIFF has {what}, and only 8 are read; convert it to 8 bits"
+        bits = f"{page.bitspersample} bits per channel"
+        return f"the TIFF has {bits}, supported are 8; convert it to 8 bits"
     alpha = page.samplesperpixel - _CHANNELS.get(photometric, 0)
     if photometric not in _CHANNELS or not 0 <= alpha <= 1 or page.imagedepth != 1:
         kind = getattr(page.photometric, "name", photometric)
         return (
-            f"the TIFF is {kind} with {page.samplesperpixel} channels, and only grey and RGB, "
-            "with alpha or without, are read; convert it to RGB"
+            f"the TIFF is {kind} with {page.samplesperpixel} channels, supported are grey and "
+            "RGB, with or without alpha; convert it to RGB"
         )
     if photometric == _YCBCR and int(page.compression) != _JPEG:
-        return "the TIFF is YCbCr and not JPEG; convert it to RGB"
+        return "the TIFF is YCbCr without JPEG compression; convert it to RGB"
     strip = int(np.prod(page.chunks))
     if strip > _LARGEST_STRIP and _mapped(page) is None:
         return (
-            f"a strip of the TIFF takes {strip / 1e9:.1f} GB of memory, more than "
+            f"a strip of the TIFF needs {strip / 1e9:.1f} GB of memory, more than "
             f"{_LARGEST_STRIP / 1e9:.1f}; convert it to a tiled TIFF"
         )
     return ""
 
 
 def _mapped(page: tifffile.TiffPage) -> Bytes | None:
-    """All pixels in the file, where they lie there in one piece as they are."""
+    """All pixels, memory-mapped; None unless they are contiguous and uncompressed."""
     if not page.is_memmappable or page.planarconfig == _SEPARATE:
         return None
     shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
@@ -175,7 +174,7 @@ def _mapped(page: tifffile.TiffPage) -> Bytes | None:
 
 
 def _palette(page: tifffile.TiffPage) -> Bytes:
-    """RGB of each byte; the file has 16 bits a colour."""
+    """RGB of each byte; the file has 16 bits per colour."""
     if page.colormap is None:
         raise ValueError("the TIFF has no colour map")
     return np.asarray(page.colormap.T >> 8, np.uint8)
@@ -183,9 +182,9 @@ def _palette(page: tifffile.TiffPage) -> Bytes:
 
 def _resolution(page: tifffile.TiffPage) -> dict[str, str]:
     unit = _UNITS.get(int(page.tags.valueof("ResolutionUnit", 2)))
-    found = {}
+    properties = {}
     for axis in "xy":
         above, below = page.tags.valueof(f"{axis.upper()}Resolution", (0, 1))
         if unit and above and below:
-            found[f"openslide.mpp-{axis}"] = repr(unit * below / above)
-    return found
+            properties[f"openslide.mpp-{axis}"] = repr(unit * below / above)
+    return properties

@@ -1,4 +1,4 @@
-"""Reading slides: any box at any resolution, with clear errors and no black corners."""
+"""Slide reader: any box at any resolution; places without pixels have the background colour."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ Mask = npt.NDArray[np.bool_]
 
 _AT_A_TIME = 2**25  # pixels read from a level at a time
 _REACH = 3  # of the filter, in pixels of the result
-# pixels of a thumbnail and of level 0, the more, that are left out together
+# smallest side of an unreadable box of a thumbnail that is bisected: the larger of these, in
+# pixels of the thumbnail and of level 0
 _PATCH, _PATCH_OF_SLIDE = 12, 192
 _ROUNDING = 1e-6  # of a pixel
-_HALF = 0.5  # of a pixel: resampling that moves none by more over the whole region is none
-_FAILURES = 500  # after so many the rest of a thumbnail is not taken apart any more
+_HALF = 0.5  # of a pixel: no resampling if it would move every pixel of the region by less
+_FAILURES = 500  # failed reads of a thumbnail after which unreadable boxes are not bisected
 
 
 class Thumbnail(NamedTuple):
-    """A small picture of a slide.
+    """A downscaled picture of a whole slide.
 
     `image` is uint8 (rows, cols, 3), `missing` (rows, cols) is true where the file could not be
     read, `scale` is level-0 pixels per pixel. `empty` (rows, cols) is true where the file has no
-    pixels, as between scanned parts; None where it has all.
+    pixels, such as between scanned parts; None if it has all.
     """
 
     image: Bytes
@@ -55,24 +56,25 @@ class Thumbnail(NamedTuple):
 
     @property
     def seen(self) -> Mask:
-        """Where it shows the slide."""
+        """Mask of pixels that are neither missing nor empty."""
         return ~self.missing if self.empty is None else ~(self.missing | self.empty)
 
 
 class Slide:
     """A slide open for reading.
 
-    Boxes come from the file's own tiles where that gives the pixels of openslide, else from
-    openslide. Many slides may be open: those not read for long give their files back meanwhile.
+    Boxes are decoded from the file's own tiles where that gives the pixels of openslide, else by
+    openslide. Many slides may be open: the files of the least recently read ones are closed and
+    reopened on demand.
 
     Args:
-        path: any format that openslide reads, or a plain TIFF, PNG or JPEG; of a DICOM series its
-            folder, one of its files, or FOLDER/UID.
-        mpp: micrometres per level-0 pixel, in place of what the file says.
-        native: false reads all that openslide can through openslide.
+        path: any format that openslide supports, or a plain TIFF, PNG or JPEG; for a DICOM series
+            its folder, one of its files, or FOLDER/UID.
+        mpp: micrometres per level-0 pixel, overrides the file's metadata.
+        native: false reads with openslide all files that it supports.
 
     Raises:
-        SlideError: the file is missing or cannot be read as a slide; says which and why.
+        SlideError: the file is missing or cannot be read as a slide.
         ValueError: `mpp` is not between 0.05 and 20.
     """
 
@@ -92,12 +94,12 @@ class Slide:
 
     @property
     def name(self) -> str:
-        """File name without its suffix; of a DICOM series that of its folder, or its UID."""
+        """File name without its suffix; for a DICOM series its folder's name, or its UID."""
         return slide_name(self.path)
 
     @property
     def properties(self) -> Mapping[str, str]:
-        """What the file says, by the names of openslide; a plain image says little."""
+        """Metadata of the file, by openslide's property names; a plain image has little."""
         return self._source.properties
 
     @property
@@ -107,12 +109,12 @@ class Slide:
 
     @property
     def downsamples(self) -> tuple[float, ...]:
-        """How many level-0 pixels a pixel of each level spans, along one dim."""
+        """Level-0 pixels per pixel of each level, along one dim."""
         return self._downsamples
 
     @property
     def background(self) -> tuple[int, int, int]:
-        """Colour of places without pixels: what the file says, else white; can be set."""
+        """Colour of places without pixels: from the file's metadata, else white; can be set."""
         return self._source.background
 
     @background.setter
@@ -121,27 +123,27 @@ class Slide:
 
     @property
     def quickhash(self) -> str:
-        """What openslide takes for the identity of the slide; empty where it does not say."""
+        """Openslide's hash of the slide; empty if there is none."""
         return self._source.properties.get("openslide.quickhash-1", "")
 
     @property
     def scanned_from(self) -> tuple[int, int]:
-        """Level-0 (x, y) where the scanned part begins, as MIRAX slides say; else (0, 0)."""
-        says = [self._source.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
-        return (int(says[0]), int(says[1])) if all(map(str.isdecimal, says)) else (0, 0)
+        """Level-0 (x, y) where the scanned part begins, in MIRAX slides; else (0, 0)."""
+        bounds = [self._source.properties.get(f"openslide.bounds-{axis}", "0") for axis in "xy"]
+        return (int(bounds[0]), int(bounds[1])) if all(map(str.isdecimal, bounds)) else (0, 0)
 
     @property
     def mpp(self) -> float:
         """Micrometres per level-0 pixel.
 
         Raises:
-            SlideError: the file says nothing, or nothing that can be right.
+            SlideError: the file has no resolution, or an implausible one.
         """
         return self._resolution().mpp
 
     @property
     def known_mpp(self) -> float | None:
-        """Micrometres per level-0 pixel, None where the file does not say them plausibly."""
+        """Micrometres per level-0 pixel; None if the file has no plausible value."""
         try:
             return self.mpp
         except SlideError:
@@ -149,17 +151,17 @@ class Slide:
 
     @property
     def objective_power(self) -> float:
-        """Power of the objective: what the file says, else 10 / mpp by convention.
+        """Objective power: from the file's metadata, else 10 / mpp by convention.
 
         Raises:
-            SlideError: the file says neither.
+            SlideError: the file has neither.
         """
         power = power_of(self._source.properties) if self._given_mpp is None else None
         return MPP_AT_1X / self.mpp if power is None else power
 
     @property
     def remark(self) -> str:
-        """What is odd about the file and its resolution; empty if nothing is."""
+        """Irregularities of the file and its resolution; empty if there are none."""
         try:
             resolution = self._resolution().remark
         except SlideError:
@@ -167,39 +169,39 @@ class Slide:
         return "; ".join(filter(None, (self._source.remark, resolution)))
 
     def level(self, scale: float) -> int:
-        """The level that is read for `scale`: the coarsest that is at least as fine."""
+        """Return the level to read for `scale`: the coarsest one that is at least as fine."""
         fine = [k for k, down in enumerate(self._downsamples) if down <= scale * (1 + SAME)]
         return max(fine, key=lambda k: self._downsamples[k], default=0)
 
     def level_size(self, level: int) -> tuple[int, int]:
-        """Rows and columns of a level."""
+        """Return the rows and columns of a level."""
         if level == 0:
             return self._size
-        says = self._source.properties
+        properties = self._source.properties
         return (
-            int(says[f"openslide.level[{level}].height"]),
-            int(says[f"openslide.level[{level}].width"]),
+            int(properties[f"openslide.level[{level}].height"]),
+            int(properties[f"openslide.level[{level}].width"]),
         )
 
     def is_exact(self, scale: float, size: tuple[int, int]) -> bool:
-        """Whether boxes of a region at `scale` have its very pixels, however it is divided.
+        """Whether boxes of a region at `scale` have the same pixels, however it is divided.
 
-        Where pixels are resampled, or lie between those of a level, they may differ by two levels
-        or so of 255, as filters round.
+        Pixels that are resampled, or lie between those of a level, may differ by about two levels
+        of 255, as filters round.
         """
         down = self._downsamples[self.level(scale)]
         return down.is_integer() and abs(scale / down - 1) * max(size) < _HALF
 
     def is_native(self, scale: float) -> bool:
-        """Whether reads at `scale` take the file's own tiles, without openslide."""
+        """Whether reads at `scale` decode the file's own tiles, without openslide."""
         return self._source.is_native(self.level(scale))
 
     def jpeg_grid(self, scale: float) -> JpegGrid | None:
-        """The file's own JPEG tiles at `scale`, to be stored as they are.
+        """Return the file's own JPEG tiles at `scale`, for storage without re-encoding.
 
         Returns:
-            None where reads at `scale` are not taken from a level as it is, or that level is not
-            of JPEG tiles whose pixels were found to be those of openslide (see `is_native`).
+            None if reads at `scale` need resampling, or the level does not consist of JPEG tiles
+            with the same pixels as openslide (see `is_native`).
         """
         level = self.level(scale)
         down = self._downsamples[level]
@@ -208,28 +210,28 @@ class Slide:
         return self._source.jpeg_grid(level)
 
     def scale(self, mpp: float) -> float:
-        """Level-0 pixels per pixel at a resolution; that of a level within 1 % of it.
+        """Return level-0 pixels per pixel at a resolution, rounded to a level within 1 %.
 
-        So tiles wanted at 0.5 of a slide that has 0.499 are its own pixels, not resampled ones.
+        So tiles at 0.5 of a slide with 0.499 have its own pixels, without resampling.
         """
         return self.nearest(mpp / self.mpp)
 
     def nearest(self, scale: float) -> float:
-        """The scale of a level within 1 % of `scale`, else `scale`."""
+        """Return the scale of a level within 1 % of `scale`, else `scale`."""
         nearest = min(self._downsamples, key=lambda down: abs(down - scale))
         return nearest if abs(nearest / scale - 1) < SAME else scale
 
     def read(self, x: int, y: int, size: tuple[int, int], mpp: float) -> Bytes:
-        """Read a region at a wanted resolution.
+        """Read a region at a given resolution.
 
-        The level used is the coarsest that is at least as fine as wanted; what remains is
-        resampled with antialiasing. Places outside the slide have the background colour.
+        Reads the coarsest level that is at least as fine and resamples it with antialiasing.
+        Places outside the slide have the background colour.
 
         Args:
             x: level-0 column of the top-left corner; may be negative.
-            y: level-0 row of it.
-            size: rows and columns wanted.
-            mpp: micrometres per pixel wanted.
+            y: level-0 row of the corner.
+            size: rows and columns of the result.
+            mpp: micrometres per pixel of the result.
 
         Returns:
             uint8 (rows, cols, 3).
@@ -242,9 +244,9 @@ class Slide:
     def read_scaled(
         self, x: int, y: int, size: tuple[int, int], scale: float, *, again: bool = True
     ) -> Bytes:
-        """As `read`, at `scale` level-0 pixels per pixel, whatever the slide's resolution.
+        """Read a region as `read` does, at `scale` level-0 pixels per pixel.
 
-        A read that fails is tried again with a fresh handle, unless `again` is false.
+        A failed read is repeated with a new handle, unless `again` is false.
         """
         return self.read_rows(x, y, size, scale, (0, size[0]), again=again)
 
@@ -258,11 +260,11 @@ class Slide:
         *,
         again: bool = True,
     ) -> Bytes:
-        """Rows of a region, as they are in it: without seams where several are put together.
+        """Read rows of a region; parts of a region can be joined without seams.
 
         Args:
             x, y, size, scale, again: of the region; see `read_scaled`.
-            rows: the first, and the one behind the last.
+            rows: half-open range of rows of the region.
 
         Returns:
             uint8 (rows, cols, 3).
@@ -282,7 +284,7 @@ class Slide:
         *,
         again: bool = True,
     ) -> Bytes:
-        """A box of a region, as it is in it: without seams where several are put together.
+        """Read a box of a region; boxes of a region can be joined without seams.
 
         See `is_exact`.
 
@@ -314,7 +316,7 @@ class Slide:
         if abs(factor - 1) * max(size) < _HALF:
             place = round(x + left * down), round(y + first * down)
             return read(*place, level, (last - first, cols))
-        # some at a time: a slide without levels is not read into memory whole
+        # in steps of rows: a slide without levels does not fit into memory
         step = max(1, int(_AT_A_TIME / (factor * max(1.0, cols * factor))))
         col0, col1 = _reach(left, right, factor, size[1])
         parts = []
@@ -330,23 +332,23 @@ class Slide:
         return np.concatenate(parts)
 
     def thumbnail(self, scale: float) -> Thumbnail:
-        """The whole slide at `scale` level-0 pixels per pixel; parts may be missing in it.
+        """Read the whole slide at `scale` level-0 pixels per pixel; parts may be missing.
 
-        Its last row and column may end beyond the slide; they show what is inside.
+        The last row and column may end beyond the slide; they show the part inside.
         """
-        found = self._thumbnail(scale)
+        thumbnail = self._thumbnail(scale)
         if not self._source.is_patchy:
-            return found
-        # what has no pixels follows the background
+            return thumbnail
+        # empty places are those that change with the background colour
         before = self.background
         other = tuple(255 * (colour < 128) for colour in before)
         try:
             self.background = other[0], other[1], other[2]
-            changes = np.abs(self._thumbnail(scale).image.astype(np.int16) - found.image)
+            changes = np.abs(self._thumbnail(scale).image.astype(np.int16) - thumbnail.image)
         finally:
             self.background = before
         most = np.abs(np.subtract(other, before))
-        return found._replace(empty=(2 * changes > most).all(-1) & ~found.missing)
+        return thumbnail._replace(empty=(2 * changes > most).all(-1) & ~thumbnail.missing)
 
     def _thumbnail(self, scale: float) -> Thumbnail:
         rows, cols = (ceil(length / scale - _ROUNDING) for length in self.size)
@@ -371,7 +373,7 @@ class Slide:
         return thumbnail
 
     def _read_inside(self, x: int, y: int, level: int, size: tuple[int, int]) -> Bytes:
-        """A box of a level; what lies beyond its last row and column repeats these."""
+        """A box of a level, padded beyond its last row and column by repeating these."""
         (height, width), down = self.level_size(level), self._downsamples[level]
         rows, y = _inside(y, down, height, size[0])
         cols, x = _inside(x, down, width, size[1])
@@ -385,7 +387,7 @@ class Slide:
         self._source.close()
 
     def __enter__(self) -> Self:
-        """The slide itself."""
+        """Return the slide itself."""
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -406,10 +408,10 @@ def _quarters(box: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
 
 
 def _inside(start: int, down: float, length: int, wanted: int) -> tuple[int, int]:
-    """Pixels of a level, of `length`, that there are from a level-0 place on; at least the last.
+    """Clip a range that begins at level-0 `start` to a level of `length` pixels, to >= 1 pixel.
 
     Returns:
-        How many, up to those wanted, and the place where they begin.
+        The number of pixels, at most `wanted`, and the level-0 place where they begin.
     """
     first = ceil(start / down - _ROUNDING)
     if first < length:
@@ -418,7 +420,7 @@ def _inside(start: int, down: float, length: int, wanted: int) -> tuple[int, int
 
 
 def _reach(first: int, last: int, factor: float, length: int) -> tuple[int, int]:
-    """Pixels of a level that the filter looks at for some of the result, along one dim."""
+    """Range of level pixels within reach of the filter for a range of the result, in one dim."""
     margin = ceil(_REACH * max(1.0, factor)) + 1
     return (
         max(0, floor(first * factor) - margin),
@@ -429,9 +431,9 @@ def _reach(first: int, last: int, factor: float, length: int) -> tuple[int, int]
 def _resampled(
     pixels: Bytes, box: tuple[float, float, float, float], size: tuple[int, int]
 ) -> Bytes:
-    """Bring a box (left, top, right, bottom; may begin and end within a pixel) to `size`.
+    """Resample a box (left, top, right, bottom; in fractions of pixels) to `size`.
 
-    Antialiased; pixels beside the box count where they are in reach of the filter.
+    Antialiased; the filter includes pixels outside of the box within its reach.
     """
     image = Image.fromarray(pixels)
     return np.asarray(image.resize((size[1], size[0]), Image.Resampling.LANCZOS, box))

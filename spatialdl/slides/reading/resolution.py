@@ -1,4 +1,4 @@
-"""Which resolution a slide has, by what its file says."""
+"""Resolution of a slide from its metadata."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ PLAUSIBLE_MPP = (0.05, 20.0)
 MPP_AT_1X = 10.0
 """Micrometres per pixel at an objective power of 1, by convention: 20x is 0.5, 40x is 0.25."""
 SAME = 0.01
-"""Sizes or resolutions that differ by less than this part are the same."""
+"""Relative difference below which sizes or resolutions are equal."""
 _SQUARE_ENOUGH = 0.05
 
 
 class FileMpp(NamedTuple):
-    """Micrometres per level-0 pixel, and what is odd about them, a sentence or nothing."""
+    """Micrometres per level-0 pixel, and a remark on irregularities, or "" ."""
 
     mpp: float
     remark: str
 
 
 def is_plausible(mpp: float) -> bool:
-    """Whether a slide can have so many micrometres per pixel."""
+    """Whether a value is a plausible resolution of a slide, in micrometres per pixel."""
     return PLAUSIBLE_MPP[0] <= mpp <= PLAUSIBLE_MPP[1]
 
 
 def mpp_of(properties: Mapping[str, str], path: Path) -> FileMpp:
-    """What the properties of a slide say of its resolution.
+    """Return the resolution in the properties of a slide.
 
-    Pixels that are not quite square, by up to 5 %, have the mean of both directions.
+    For pixels that are not quite square, by up to 5 %, it is the mean of both directions.
 
     Raises:
-        SlideError: they say nothing, or nothing that can be right.
+        SlideError: the properties have no resolution, or an implausible one.
     """
-    says = [properties.get(f"openslide.mpp-{axis}") for axis in "xy"]
-    if None in says:
+    values = [properties.get(f"openslide.mpp-{axis}") for axis in "xy"]
+    if None in values:
         raise SlideError(
-            f"slide {path} does not say its micrometres per pixel; give them with --slide-mpp, or "
-            "a column mpp of the labels"
+            f"slide {path} has no micrometres per pixel in its metadata; set them with "
+            "--slide-mpp, or a column mpp of the labels"
         )
     try:
-        x, y = (float(str(value)) for value in says)
+        x, y = (float(str(value)) for value in values)
     except ValueError:
         x, y = 0.0, 0.0
     if not (is_plausible(x) and is_plausible(y)):
         raise SlideError(
-            f"slide {path} says {_short(says[0])} x {_short(says[1])} micrometres per "
+            f"slide {path} has {_short(values[0])} x {_short(values[1])} micrometres per "
             f"pixel, which is not between {PLAUSIBLE_MPP[0]:g} and {PLAUSIBLE_MPP[1]:g}; "
-            "give the right value with --slide-mpp"
+            "set the right value with --slide-mpp"
         )
-    apart = abs(x - y) / max(x, y)
-    if apart > _SQUARE_ENOUGH:
+    difference = abs(x - y) / max(x, y)
+    if difference > _SQUARE_ENOUGH:
         raise SlideError(
-            f"slide {path} says {x:g} micrometres per pixel across and {y:g} down, "
-            "and pixels that are not square cannot be tiled; if that is wrong, give the "
-            "right value with --slide-mpp"
+            f"slide {path} has {x:g} micrometres per pixel horizontally and {y:g} vertically, "
+            "and only square pixels can be tiled; if that is wrong, set the right value with "
+            "--slide-mpp"
         )
     mean = (x + y) / 2
     remark = ""
-    if apart > SAME:
+    if difference > SAME:
         remark = (
-            f"pixels are not square: {x:g} micrometres across, {y:g} down; {mean:g} is used for "
-            "both"
+            f"pixels are not square: {x:g} micrometres horizontally, {y:g} vertically; using "
+            f"{mean:g} for both"
         )
     return FileMpp(mean, remark)
 
 
 def power_of(properties: Mapping[str, str]) -> float | None:
-    """The power of the objective that the properties tell, if they do and it can be right."""
+    """Return the objective power in the properties; None if it is missing or implausible."""
     try:
         power = float(properties.get("openslide.objective-power", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is wrong with a TIFF that openslide refuses: parts beyond its end, or a slide format."""
+"""Diagnosis of TIFFs that openslide rejects: truncated files, damaged slide formats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAKERS = {
     **{"svs": _APERIO, "ndpi": "Hamamatsu", "scn": "Leica", "philips": "Philips"},
     "bif": "Ventana",
 }
-"""Slide formats that openslide reads, by the names of tifffile."""
+"""Manufacturers of slide formats that openslide supports, by tifffile's names."""
 
 
 class _Layout(NamedTuple):
-    """Of directories: struct formats of the number of tags and of an offset, bytes of a tag."""
+    """Layout of TIFF directories: struct formats of tag count and offset, bytes of a tag."""
 
     tags: str
     tag_bytes: int
@@ -26,15 +26,15 @@ class _Layout(NamedTuple):
 
 
 def missing_part(path: Path) -> str:
-    """The first directory or image of a TIFF that the file does not have whole; empty if none.
+    """Describe the first truncated directory or image of a TIFF; empty if it is complete.
 
     Raises:
-        Exception: tifffile cannot read it; it raises many kinds.
+        Exception: tifffile cannot read the file; it raises many kinds.
     """
     size = path.stat().st_size
-    found = _broken_directory(path, size)
-    if found:
-        return found
+    broken = _broken_directory(path, size)
+    if broken:
+        return broken
     with tifffile.TiffFile(path) as tiff:
         for number, page in enumerate(tiff.pages):
             end = _data_end(page)
@@ -50,11 +50,11 @@ def _data_end(page: tifffile.TiffPage | tifffile.TiffFrame) -> int:
 
 
 def slide_problem(tiff: tifffile.TiffFile) -> tuple[str, bool]:
-    """What is odd about a TIFF by a maker of slides that openslide refuses.
+    """Describe why a TIFF of a scanner manufacturer was rejected by openslide.
 
     Returns:
         A sentence, and whether the file must not be read as a plain image; empty and false for
-        other TIFFs. ImageScope writes regions of slides as TIFFs of strips, which are no slides.
+        other TIFFs. ImageScope exports regions of slides as striped TIFFs, which are not slides.
     """
     page = tiff.pages.first
     maker = next((name for kind, name in _MAKERS.items() if getattr(page, f"is_{kind}", False)), "")
@@ -62,15 +62,15 @@ def slide_problem(tiff: tifffile.TiffFile) -> tuple[str, bool]:
         return "", False
     if maker == _APERIO and not page.is_tiled:
         return (
-            f"the TIFF names {_APERIO} as its maker, but its first image has strips in place of "
-            "tiles, so that openslide does not take it for a slide; read as a plain image",
+            f"the TIFF is from {_APERIO}, but its first image has strips instead of tiles, so "
+            "openslide does not accept it as a slide; reading it as a plain image",
             False,
         )
-    return f"openslide refuses this slide of {maker}: it is damaged or incomplete", True
+    return f"openslide rejects this slide of {maker}: it is damaged or incomplete", True
 
 
 def _broken_directory(path: Path, size: int) -> str:
-    """The first directory that does not lie in the file, or is part of a circle."""
+    """Describe the first directory beyond the end of the file or in a cycle; else empty."""
     with path.open("rb") as file:
         head = file.read(16)
         order = "<" if head.startswith(b"II") else ">"
@@ -82,16 +82,16 @@ def _broken_directory(path: Path, size: int) -> str:
         while offset:
             where = f"directory {len(seen)}, at byte {offset},"
             if offset in seen:
-                return f"{where} was read before: the directories form a circle"
+                return f"{where} was read before: the directories form a cycle"
             seen.add(offset)
             file.seek(offset)
             raw = file.read(width)
             if len(raw) < width:
-                return f"{where} lies beyond the end of the file, at byte {size}"
+                return f"{where} is beyond the end of the file, at byte {size}"
             (tags,) = struct.unpack(order + layout.tags, raw)
             file.seek(offset + width + tags * layout.tag_bytes)
             raw = file.read(struct.calcsize(order + layout.offset))
             if len(raw) < struct.calcsize(order + layout.offset):
-                return f"{where} goes beyond the end of the file, at byte {size}"
+                return f"{where} extends beyond the end of the file, at byte {size}"
             (offset,) = struct.unpack(order + layout.offset, raw)
     return ""

@@ -1,4 +1,4 @@
-"""Which resolution is wanted of a slide."""
+"""Target resolution of tiles."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.reader import Slide
 
-_FINEST = 0.9  # of the slide's own resolution: beyond it pixels would be invented
+_FINEST = 0.9  # smallest mpp relative to the slide's own; less would interpolate pixels
 
 
 class Wanted(NamedTuple):
-    """The resolution that tiles are to have; exactly one of the three is given.
+    """Target resolution of tiles; exactly one of the three is set.
 
-    `mpp` is micrometres per pixel, `mag` the power of an objective, `level` one of the slide's.
+    `mpp` is micrometres per pixel, `mag` an objective power, `level` a level of the slide.
     """
 
     mpp: float | None = None
@@ -21,10 +21,10 @@ class Wanted(NamedTuple):
     level: int | None = None
 
     def scale(self, slide: Slide) -> float:
-        """Level-0 pixels per pixel, those of a level where that is within 1 %.
+        """Return level-0 pixels per pixel, rounded to a level within 1 %.
 
         Raises:
-            SlideError: the slide does not say what is needed, is coarser, or has no such level.
+            SlideError: the slide has no resolution, a coarser one, or no such level.
         """
         if self.level is not None:
             return _of_level(slide, self.level)
@@ -33,14 +33,14 @@ class Wanted(NamedTuple):
             if self.mpp < _FINEST * own:
                 raise SlideError(
                     f"slide {slide.path} has {own:g} micrometres per pixel and cannot give "
-                    f"{self.mpp:g}; ask for an mpp of {own:g} or more"
+                    f"{self.mpp:g}; set an mpp of {own:g} or more"
                 )
             return slide.scale(self.mpp)
         mag, power = self.mag or 0.0, slide.objective_power
         if mag > power / _FINEST:
             raise SlideError(
                 f"slide {slide.path} was taken at {power:g}x and cannot give {mag:g}x; "
-                f"ask for {power:g} or less"
+                f"set {power:g} or less"
             )
         return slide.nearest(power / mag)
 
@@ -49,6 +49,6 @@ def _of_level(slide: Slide, level: int) -> float:
     if level >= len(slide.downsamples):
         raise SlideError(
             f"slide {slide.path} has levels 0 to {len(slide.downsamples) - 1}, and no level "
-            f"{level}; ask for one of them, or for an mpp"
+            f"{level}; set one of them, or an mpp"
         )
     return slide.downsamples[level]

@@ -1,1 +1,1 @@
-"""Slides drawn here, for demonstrations, benchmarks and tests."""
+"""Synthetic slides for demonstrations, benchmarks and tests."""

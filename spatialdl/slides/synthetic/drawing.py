@@ -1,14 +1,14 @@
-"""Synthetic slides: pyramidal TIFFs that look like stained tissue and have a class to learn.
+"""Synthetic slides: pyramidal TIFFs that look like stained tissue, with a class to learn.
 
 Both kinds are glands: a pale lumen, lined by epithelium with dark nuclei, in a fibrous stroma.
-In a "ring" the lumens are discs, in a "strand" they are long winding channels. Everything near a
-lumen is drawn by the same rules from the distance to its edge, and the sizes are chosen so that
-lumen and epithelium cover the same area, so colours, densities and small windows (64 pixels)
-look alike; only a window that sees a whole gland (512 pixels) tells the kinds apart.
+In a "ring" the lumens are discs, in a "strand" long winding channels. Everything near a lumen is
+drawn by the same rules from the distance to its edge, and the sizes are chosen so that lumen and
+epithelium cover the same area. So colours, densities and small windows (64 pixels) are alike; only
+a window with a whole gland (512 pixels) distinguishes the kinds.
 
-The slide is drawn block by block. What is in a block follows from the seed and from the place
-alone (sums of plane waves, hashed lattice cells), so blocks meet without a seam and a slide of
-any size takes little memory.
+The slide is drawn block by block. The content of a block depends on the seed and its position
+alone (sums of plane waves, hashed lattice cells), so there are no seams and a slide of any size
+needs little memory.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from spatialdl.slides.synthetic.staining import (
 
 KINDS = ("ring", "strand")
 ARRANGEMENTS = ("facing", "averted")
-"""Kinds whose glands are the same, and stand to each other in another way; see `crescents`."""
+"""Kinds with the same glands in different arrangements; see `Crescents`."""
 
 _BLOCK = (1024, 2048)  # rows, columns drawn at a time
-_MARGIN = 112  # pixels around a block that can matter to it
+_MARGIN = 112  # pixels around a block that can influence it
 _COARSE = 4  # tissue and distances are computed at a quarter of the resolution
 
-# a lumen is what is nearer than this to its core: a disc in a ring, a line in a strand
+# a lumen is the area closer than this to its core: a disc in a ring, a line in a strand
 _AROUND_CORE = 37.0
 _RING_SPACING, _RING_CORE = 396.0, 65.0
 _STRAND_WAVELENGTH = 704.0
@@ -70,15 +70,15 @@ def write_synthetic_slide(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Write a synthetic slide that openslide reads.
+    """Write a synthetic slide in a format that openslide supports.
 
     Args:
-        path: the TIFF to write; an old one is replaced when the new one is whole.
+        path: the TIFF to write; an existing one is replaced atomically.
         kind: one of `KINDS` or `ARRANGEMENTS`.
         size: rows and columns at level 0.
-        mpp: micrometres per pixel that the file claims; the drawing is the same in pixels.
-        seed: another seed is another slide, with another stain.
-        progress: told the number of rows that were drawn, again and again.
+        mpp: micrometres per pixel in the metadata; the drawing is the same in pixels.
+        seed: determines the drawing and the stain.
+        progress: called with the number of rows drawn since the last call.
 
     Raises:
         ValueError: an unknown kind, or a size or mpp that is not positive.
@@ -89,10 +89,12 @@ def write_synthetic_slide(
     if min(size) < 1 or mpp <= 0:
         raise ValueError(f"size {size} and mpp {mpp} must be positive")
     picture = _Picture(kind, size, seed)
-    write_pyramid(Path(path), _told(picture.bands(), progress), size, mpp)
+    write_pyramid(Path(path), _with_progress(picture.bands(), progress), size, mpp)
 
 
-def _told(bands: Iterator[Bytes], progress: Callable[[int], object] | None) -> Iterator[Bytes]:
+def _with_progress(
+    bands: Iterator[Bytes], progress: Callable[[int], object] | None
+) -> Iterator[Bytes]:
     for band in bands:
         yield band
         if progress is not None:
@@ -108,14 +110,14 @@ class _Block(NamedTuple):
     width: int
 
     def axes(self) -> tuple[Axis, Axis]:
-        """Centres of the coarse pixels that cover it and its margin."""
+        """Return the centres of the coarse pixels of the block and its margin."""
         first = -_MARGIN + _COARSE / 2
         rows = np.arange(first, self.height + _MARGIN + _COARSE, _COARSE, dtype=np.float64)
         cols = np.arange(first, self.width + _MARGIN + _COARSE, _COARSE, dtype=np.float64)
         return rows + self.row0, cols + self.col0
 
     def fine(self, coarse: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-        """From coarse pixels (with margin) to its own pixels, bilinear."""
+        """Resample coarse pixels (with margin) to the pixels of the block, bilinear."""
         height, width = coarse.shape
         image = Image.fromarray(coarse).resize(
             (width * _COARSE, height * _COARSE), Image.Resampling.BILINEAR
@@ -126,16 +128,16 @@ class _Block(NamedTuple):
 
 @dataclass
 class _Coarse:
-    """What is known of a block at a quarter of the resolution."""
+    """Fields of a block at a quarter of the resolution."""
 
     tissue: Floats  # positive inside a piece of tissue, 1 about 15 pixels from its edge
     distance: Floats  # to the edge of the nearest lumen, in pixels, negative inside
-    bend: Floats  # how far the fibres are shifted
-    inflamed: Floats  # how many lymphocytes there are
+    bend: Floats  # shift of the fibres
+    inflamed: Floats  # density of lymphocytes
 
 
 class _Picture:
-    """One slide: the fields that its pixels follow from."""
+    """The random fields of one slide, which determine its pixels."""
 
     def __init__(self, kind: str, size: tuple[int, int], seed: int) -> None:
         self._kind = kind
@@ -154,11 +156,11 @@ class _Picture:
         self._fibres, self._grain = textures(int(random.integers(1 << 31)))
         self._edge = self._outline_at_coverage(float(random.uniform(0.58, 0.68)))
         if kind in ARRANGEMENTS:
-            self._edge = -self._piece  # tissue but for the border
+            self._edge = -self._piece  # tissue everywhere but at the border
             self._crescents = Crescents(random, size, facing=kind == "facing")
 
     def bands(self) -> Iterator[Bytes]:
-        """Bands of rows from top to bottom, (rows, columns, 3)."""
+        """Yield bands of rows from top to bottom, (rows, columns, 3)."""
         rows, cols = self._size
         for row in range(0, rows, _BLOCK[0]):
             height = min(_BLOCK[0], rows - row)
@@ -180,7 +182,7 @@ class _Picture:
             _BEND * self._bend(rows, cols),
             np.clip(self._inflamed(rows, cols) - np.float32(0.9), 0, 1),
         )
-        # the section is thicker here and thinner there, so stains are never of one strength
+        # the thickness of the section varies, and the strength of stains with it
         thickness = np.clip(5 * tissue + 0.5, 0, 1) * (1 + 0.1 * self._thickness(rows, cols))
         present = np.asarray(block.fine(to_byte(128 * thickness)), np.uint8)
         distance = block.fine(to_byte(DISTANCE_ZERO + DISTANCE_UNIT * coarse.distance))
@@ -196,7 +198,7 @@ class _Picture:
         return rgb(self._colours[index])
 
     def _bent_fibres(self, block: _Block, bend: npt.NDArray[np.generic]) -> Bytes:
-        """The fibre texture, its rows shifted from place to place."""
+        """The fibre texture, its rows shifted by `bend`."""
         row0, col0, height, width = block
         index = bend.astype(np.int32)
         index += np.arange(row0, row0 + height, dtype=np.int32)[:, None]
@@ -206,7 +208,7 @@ class _Picture:
         return self._fibres.ravel()[index]
 
     def _outline_field(self, rows: Axis, cols: Axis) -> Floats:
-        # its slope at the edge of a piece is the same on slides of any size
+        # scaled so that the slope at the edge of a piece is the same on slides of any size
         height, width = self._size
         field = np.float32(0.0106 * self._piece) * self._outline(rows, cols)
         for fringe, depth in zip(self._fringes, (4.0, 0.8), strict=True):
@@ -218,7 +220,7 @@ class _Picture:
         return np.asarray(field - 0.04 * self._piece * border, np.float32)
 
     def _outline_at_coverage(self, coverage: float) -> float:
-        """The level above which the outline covers this part of the slide."""
+        """The level above which the outline covers the given fraction of the slide."""
         rows, cols = (np.linspace(0, n, 384) for n in self._size)
         return float(np.quantile(self._outline_field(rows, cols), 1 - coverage))
 
@@ -231,14 +233,14 @@ class _Picture:
         if not edge.any():
             return np.full(inside.shape, 100, np.float32)
         far = ndimage.distance_transform_edt(~edge).astype(np.float32) * _COARSE
-        if self._kind != "strand":  # which has its core where the sides meet, others all inside
+        if self._kind != "strand":  # whose core is the boundary; other cores are areas
             far[inside] *= -1
         np.clip(far, -100, 120, out=far)
         smooth = ndimage.gaussian_filter(far, 1.2, truncate=3)
         return np.asarray(smooth - np.float32(_AROUND_CORE))
 
     def _inside(self, rows: Axis, cols: Axis) -> npt.NDArray[np.bool_]:
-        """The cores of the lumens, or one side of them."""
+        """Mask of the cores of the lumens; for strands, of one side of them."""
         if self._kind == "ring":
             return self._ring_cores(rows, cols)
         if self._kind == "strand":
@@ -246,11 +248,11 @@ class _Picture:
         return self._crescents(rows, cols)
 
     def _sides(self, rows: Axis, cols: Axis) -> npt.NDArray[np.bool_]:
-        """Which side of the strands a place is on."""
+        """Mask of one side of the strands."""
         return np.asarray(self._winding(rows, cols) + 0.12 * self._warp[0](rows, cols) > 0)
 
     def _ring_cores(self, rows: Axis, cols: Axis) -> npt.NDArray[np.bool_]:
-        """The cores of the rings: discs on a jittered hexagonal lattice, a little out of round."""
+        """Mask of the cores of rings: slightly deformed discs on a jittered hexagonal lattice."""
         warp_rows, warp_cols = (14 * waves(rows, cols) for waves in self._warp)
         cores = np.zeros((len(rows), len(cols)), bool)
         step = _RING_SPACING * 0.866
@@ -271,7 +273,7 @@ class _Picture:
 
 
 def _draw_nuclei(hematoxylin: Bytes, block: _Block, coarse: _Coarse, key: int) -> None:
-    """Stamp the nuclei of a block: at most one in each cell of a lattice."""
+    """Draw the nuclei of a block, at most one per cell of a lattice."""
     step, reach = _NUCLEUS_SPACING, SPRITE // 2
     i, j = _lattice(
         ((block.row0 - reach) // step - 1, (block.row0 + block.height + reach) // step + 2),
@@ -286,7 +288,7 @@ def _draw_nuclei(hematoxylin: Bytes, block: _Block, coarse: _Coarse, key: int) -
     in_stroma = np.where(near > EPITHELIUM, 0.13 + 0.6 * inflamed, 0.0)
     chance = np.where(in_epithelium, 0.86, in_stroma)
     kept = (u[:, 2] < chance) & (coarse.tissue[place] > 1.0)
-    # families of sprites: 0 in epithelium, 1 spindles of stroma, 2 lymphocytes where inflamed
+    # families of sprites: 0 epithelium, 1 spindles of stroma, 2 lymphocytes
     family = np.where(in_epithelium, 0, np.where(u[:, 5] < 0.15 + inflamed, 2, 1))
     form = (u[:, 4] * SHAPES).astype(np.int64) + SHAPES * family
     angle = _directions(coarse, place, in_epithelium) + 0.5 * (u[:, 3] - 0.5)
@@ -301,7 +303,7 @@ def _directions(
     place: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     in_epithelium: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.float64]:
-    """Angles of nuclei: upright on the edge of the lumen, or along the fibres of the stroma."""
+    """Angles of nuclei: normal to the edge of the lumen, or along the fibres of the stroma."""
     slope_rows, slope_cols = (np.asarray(np.gradient(coarse.distance, axis=k)) for k in (0, 1))
     upright = np.arctan2(slope_rows[place], slope_cols[place])
     along = np.arctan(-np.asarray(np.gradient(coarse.bend, axis=1))[place] / _COARSE)
@@ -311,7 +313,7 @@ def _directions(
 def _lattice(
     rows: tuple[int, int], cols: tuple[int, int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Row and column of every cell of a lattice, flat."""
+    """Flat arrays of the row and column of every cell of a lattice."""
     i, j = np.meshgrid(np.arange(*rows), np.arange(*cols), indexing="ij")
     return i.ravel(), j.ravel()
 
@@ -321,20 +323,20 @@ def _window(axis: Axis, centre: float, reach: float) -> slice:
     return slice(int(first), int(last))
 
 
-APART = 1024.0  # pixels between the columns, on average
-_JITTER = 160.0  # of a crescent's place, in all directions
-_DOWN = 480.0  # pixels between the rows
-_RADIUS, _BITE = 105.0, 95.0  # of the disc, and of the disc taken out of it
-_ASIDE = 62.0  # pixels between the centres of these two
+APART = 1024.0  # mean distance of the columns in pixels
+_JITTER = 160.0  # largest shift of a crescent, in each direction
+_DOWN = 480.0  # mean distance of the rows in pixels
+_RADIUS, _BITE = 105.0, 95.0  # radii of the disc, and of the disc cut out of it
+_ASIDE = 62.0  # distance of the centres of these two in pixels
 
 
 class Crescents:
-    """The cores of the lumens of one slide.
+    """Crescent-shaped cores of lumens, in pairs.
 
     Args:
-        random: where they stand follows from it; not whether they face each other.
+        random: determines the positions, not whether the crescents face each other.
         size: rows and columns of the slide.
-        facing: whether the open sides of a pair look at each other.
+        facing: whether the open sides of a pair face each other.
     """
 
     def __init__(self, random: np.random.Generator, size: tuple[int, int], facing: bool) -> None:
@@ -348,7 +350,7 @@ class Crescents:
         self._all = np.concatenate([place, open_to[..., None]], -1).reshape(-1, 3)
 
     def __call__(self, rows: Axis, cols: Axis) -> npt.NDArray[np.bool_]:
-        """Whether each (row, column) is in a core."""
+        """Return whether each (row, column) is in a core."""
         inside = np.zeros((len(rows), len(cols)), bool)
         for row, col, open_to in self._all.tolist():
             dy, dx = rows[:, None] - row, cols[None, :] - col

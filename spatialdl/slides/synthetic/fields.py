@@ -1,4 +1,4 @@
-"""Random fields that can be asked anywhere: what they are at a place depends on it alone."""
+"""Random fields as functions of the position, so that blocks can be drawn independently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Waves:
     def __init__(
         self, random: np.random.Generator, wavelength: float, spread: float, count: int
     ) -> None:
-        # directions evenly around the circle: no field has a direction of its own
+        # directions evenly around the circle, so that the field is isotropic
         direction = (np.arange(count) + random.uniform(0, 1, count)) * 2 * pi / count
         number = 2 * pi / (wavelength * (1 + spread * random.uniform(-1, 1, count)))
         self._down = number * np.sin(direction)
@@ -26,7 +26,7 @@ class Waves:
         self._phase = random.uniform(0, 2 * pi, count)
 
     def __call__(self, rows: Axis, cols: Axis) -> Floats:
-        """The field at every (row, column), as one matrix product: cos(a + b) is separable."""
+        """Evaluate the field at every (row, column), as a matrix product: cos(a + b) separates."""
         a = rows[:, None] * self._down + self._phase
         b = cols[:, None] * self._across
         left = np.concatenate([np.cos(a), -np.sin(a)], 1).astype(np.float32)
@@ -37,7 +37,7 @@ class Waves:
 def hashed(
     key: int, i: npt.NDArray[np.int64], j: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[np.float64]:
-    """`count` numbers in [0, 1) for every lattice cell (i, j): (cells, count)."""
+    """Return `count` pseudo-random numbers in [0, 1) for every cell (i, j): (cells, count)."""
     with np.errstate(over="ignore"):
         x = i.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         x = mix(x ^ mix(j.astype(np.uint64) + np.uint64(key)))
@@ -47,7 +47,7 @@ def hashed(
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
+    """Apply the finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

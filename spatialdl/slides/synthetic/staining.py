@@ -1,4 +1,4 @@
-"""How tissue looks: stains as light that they absorb, textures, and nuclei to stamp."""
+"""Appearance of synthetic tissue: stains by absorbed light, textures, and sprites of nuclei."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scipy import ndimage
 
 from spatialdl.slides.synthetic.fields import Bytes, Floats
 
-EPITHELIUM = 54.0  # its thickness in pixels
+EPITHELIUM = 54.0  # thickness in pixels
 DISTANCE_ZERO, DISTANCE_UNIT = 64, 1.5  # a distance in pixels is (byte - zero) / unit
 PERIOD = 1024  # of the textures
-SPRITE, SHAPES, TURNS = 25, 12, 24  # nuclei: side in pixels, shapes a family, directions
+SPRITE, SHAPES, TURNS = 25, 12, 24  # nuclei: side in pixels, shapes per family, directions
 
 
 @lru_cache(maxsize=1)
 def stain_tables() -> tuple[Bytes, Bytes]:
-    """Hematoxylin and eosin for each byte of distance: lumen, epithelium, stroma."""
+    """Return hematoxylin and eosin for each byte of distance: lumen, epithelium, stroma."""
     d = (np.arange(256) - DISTANCE_ZERO) / DISTANCE_UNIT
     lumen_edge, outer_edge = _step(d, 0, 2.5), _step(d, EPITHELIUM, 4)
     brush = np.exp(-(((d - 3) / 3) ** 2))
@@ -30,7 +30,7 @@ def stain_tables() -> tuple[Bytes, Bytes]:
 
 
 def colour_table(random: np.random.Generator) -> npt.NDArray[np.uint32]:
-    """Packed RGB for every (hematoxylin, eosin) pair of bytes: light absorbed by both stains."""
+    """Return packed RGB for every (hematoxylin, eosin) pair of bytes, by their absorption."""
     absorbs_h = np.array([0.65, 0.72, 0.29]) + random.normal(0, 0.01, 3)
     absorbs_e = np.array([0.14, 0.92, 0.38]) + random.normal(0, 0.01, 3)
     strength_h, strength_e = 1.75 * random.uniform(0.94, 1.06), 1.15 * random.uniform(0.94, 1.06)
@@ -48,7 +48,7 @@ def rgb(packed: npt.NDArray[np.uint32]) -> Bytes:
 
 
 def textures(seed: int) -> tuple[Bytes, Bytes]:
-    """Fibres and grain, periodic, as bytes around 128."""
+    """Return textures of fibres and grain, periodic, as bytes around 128."""
     random = np.random.default_rng(seed)
     noise = random.normal(0, 1, (2, PERIOD, PERIOD)).astype(np.float32)
     fibres = _unit(ndimage.gaussian_filter(noise[0], (1.6, 22), mode="wrap"))
@@ -66,14 +66,14 @@ def _unit(field: Floats) -> Floats:
 
 
 def cut(texture: Bytes, row0: int, col0: int, height: int, width: int) -> Bytes:
-    """A window of a texture that repeats for ever."""
+    """Return a window of a periodic texture."""
     rows, cols = row0 % PERIOD, col0 % PERIOD
     times = -(-(rows + height) // PERIOD), -(-(cols + width) // PERIOD)
     return np.tile(texture, times)[rows : rows + height, cols : cols + width]
 
 
 def multiply(values: Bytes, factor: Bytes) -> None:
-    """In place `values * factor / 128`, cut off at 255; some rows at a time stay in the cache."""
+    """Compute `values * factor / 128` in place, clipped to 255, in blocks of rows for the cache."""
     for row in range(0, len(values), 32):
         part = values[row : row + 32]
         product = np.multiply(part, factor[row : row + 32], dtype=np.uint16)
@@ -83,7 +83,7 @@ def multiply(values: Bytes, factor: Bytes) -> None:
 
 @lru_cache(maxsize=1)
 def nucleus_sprites() -> list[list[Bytes]]:
-    """Nuclei to stamp, in all directions: of epithelium, spindles of stroma, lymphocytes."""
+    """Return sprites in all directions: nuclei of epithelium, spindles, lymphocytes."""
     random = np.random.default_rng(7)
     down, across = np.mgrid[:SPRITE, :SPRITE] - SPRITE // 2
     sprites = []
@@ -105,7 +105,7 @@ def nucleus_sprites() -> list[list[Bytes]]:
 
 
 def stamp(image: Bytes, sprite: Bytes, row: int, col: int) -> None:
-    """Lay a sprite over an image where it is darker; parts outside are cut off."""
+    """Overlay an image with a sprite by the maximum, clipped to the image."""
     top, left = max(row, 0), max(col, 0)
     view = image[top : max(row + SPRITE, 0), left : max(col + SPRITE, 0)]
     part = sprite[top - row :, left - col :][: view.shape[0], : view.shape[1]]

@@ -323,20 +323,20 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
         with pytest.raises(ValueError, match=words):
             e2e.step(given, target, F.cross_entropy, count)
 
-    refused(tiles[:0], None, "a slide without tiles")
-    refused(read(tiles, 0)[0], None, "give count=")
+    refused(tiles[:0], None, "the slide has no tiles")
+    refused(read(tiles, 0)[0], None, "pass count=")
     refused(read(tiles, 0)[0], -1, "must not be negative")
-    refused(own, 6, "count=6 tiles, but ranks bring")
-    refused(own.clone().requires_grad_(), None, "require a gradient")
+    refused(own, 6, "count=6 tiles, but ranks passed")
+    refused(own.clone().requires_grad_(), None, "must not require a gradient")
     refused([own], None, "got list")
     if RANKS > 1:
-        refused(own if RANK else read(tiles, 0)[0], 5, "other tiles of one slide")
+        refused(own if RANK else read(tiles, 0)[0], 5, "inconsistent across ranks")
     with pytest.raises(ValueError, match="scalar loss"):
         e2e.step(own, target, lambda y, t: y)
     for wrong in ({"slice_size": 0}, {"mode": "both"}):
         with pytest.raises(ValueError, match="slice_size must be at least 1 and mode"):
             EndToEnd(*both, mesh_of(), **wrong)
-    with pytest.raises(ValueError, match="a grid of one number"):
+    with pytest.raises(ValueError, match="a grid with one axis"):
         EndToEnd(*both, init_mesh((RANKS, 1)))
 
 
@@ -349,7 +349,7 @@ def test_a_function_that_gives_other_tiles_the_second_time_is_noticed():
         seen.append(start)
         return bag[0][start:stop] + len(seen)
 
-    with pytest.raises(RuntimeError, match="gives other features for tiles"):
+    with pytest.raises(RuntimeError, match="first run for tiles"):
         e2e.step(tiles, bag[1], F.cross_entropy, 4 * RANKS)
-    with pytest.raises(ValueError, match=r"must give 4 tiles as a tensor, got \(1,"):
+    with pytest.raises(ValueError, match=r"must return 4 tiles as a tensor, got \(1,"):
         e2e.step(lambda start, stop: bag[0][:1], bag[1], F.cross_entropy, 4 * RANKS)

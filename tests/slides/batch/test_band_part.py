@@ -37,13 +37,13 @@ def sample(plan: WholePlan, bands: list[RegionBand]) -> RegionSample:
 
 def test_bands_together_are_the_region(tmp_path: Path, slide: Slide) -> None:
     region = sample(PLAN, bands_of(PLAN, 2, 1, 512))
-    rows, told, taken = [], [], []
+    rows, counts, taken = [], [], []
     for number in range(2):
         folder, part = tmp_path / str(number), PartRecord()
         folder.mkdir()
-        piece, crew = BandPart(PLAN, region, number), SerialExecutor(told.append)
+        piece, crew = BandPart(PLAN, region, number), SerialExecutor(counts.append)
         seen = crew.submit(lambda p=piece, f=folder, q=part: p.cut(slide, cutting(slide), f, q))
-        assert crew.told() == piece.count == len(seen.result())
+        assert crew.counted() == piece.count == len(seen.result())
         assert part.shard is not None
         assert holds(folder, part.shard)
         with h5py.File(folder / part.shard.file) as file:
@@ -88,7 +88,9 @@ def test_native_bands_are_the_tiles_of_the_file(tmp_path: Path, slide: Slide) ->
 
 def test_a_native_region_begins_with_a_tile(slide: Slide) -> None:
     assert native_region(slide, PLAN).shape == (1100, 1301, 3)
-    with pytest.raises(SlideError, match=r"from x=257, y=256, begins with none of its JPEG tiles"):
+    with pytest.raises(
+        SlideError, match=r"region at x=257, y=256 is not aligned with its JPEG tiles"
+    ):
         native_region(slide, WholePlan(257, 256, (100, 100), 1.0))
 
 

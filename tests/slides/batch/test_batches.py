@@ -72,7 +72,7 @@ def test_a_signal_ends_it_with_its_code_and_says_what_is_kept(
     done = in_python("-c", program)
     assert done.returncode == code, done.stderr
     kept = tmp_path / ".set.partial"
-    said = f"interrupted; what is done is kept in {kept}; run the same again to go on"
+    said = f"interrupted; partial results are in {kept}; run the same command again to resume"
     assert done.stderr.splitlines()[-1] == said
     assert "Traceback" not in done.stderr
     assert len(list(kept.glob("parts/*/*/part.json"))) == 2
@@ -116,15 +116,15 @@ def test_a_batch_that_was_killed_goes_on(tmp_path: Path, small: Path, jobs: int)
 
 KILLED = """
 import os, signal
-from spatialdl.slides.batch.running import Run
+from spatialdl.slides.batch.running import BatchRun
 from spatialdl.slides.command import main
 
-def killed(self, order, planned, parts, number, found):
-    assert not isinstance(found, Exception), found
+def killed(self, order, planned, parts, number, part):
+    assert not isinstance(part, Exception), part
     os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    Run._cut = killed
+    BatchRun._cut = killed
     main({arguments})
 """
 
@@ -187,11 +187,11 @@ def test_a_finished_shard_that_was_changed_is_cut_again(
     changed(out / "shard-00004.h5")
     damaged = contents(out)
     assert tile(small / "a.tiff", "--out", out, *TILES) == 2
-    assert "has slide b in it, files of which are missing or damaged" in capsys.readouterr().err
+    assert "has slide b in it, with missing or damaged files" in capsys.readouterr().err
     assert contents(out) == damaged
     (out / "records" / "b.json").write_text("{")
     assert tile(small / "a.tiff", "--out", out, *TILES) == 2
-    assert "has slide b in it, files of which" in capsys.readouterr().err
+    assert "has slide b in it, with missing or damaged" in capsys.readouterr().err
 
 
 def test_two_at_once(tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +225,7 @@ def test_slides_are_added(
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     for slides in (small, small / "a.tiff"):
         assert tile(slides, "--out", out, *TILES) == 0
-        assert f"nothing to do: {out} has all that can be had" in capsys.readouterr().out
+        assert f"nothing to do: {out} is complete" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == stamps
     assert cut == []
     assert inside(tmp_path) == ["expected", "set"]
@@ -279,9 +279,8 @@ def test_a_slide_that_cannot_be_read_any_more_keeps_its_tiles(
     before = contents(out)
     (slides / "a.tiff").write_bytes(b"")
     assert tile(slides, "--out", out, *TILES) == 1
-    assert (
-        "a.tiff: the file is empty; copy it again; its 12 samples of an earlier run are kept"
-        in (capsys.readouterr().err)
+    assert "a.tiff: the file is empty; copy it again; kept its 12 samples of an earlier run" in (
+        capsys.readouterr().err
     )
     assert contents(out) == before
     shutil.copy(small / "a.tiff", slides / "c.tiff")
@@ -388,9 +387,9 @@ WHY = {
     "empty": ("failed", "the file is empty; copy it again"),
     "text": ("failed", "it is a text file; give the slide itself"),
     "pointer": ("failed", "it is a Git LFS pointer, not the slide; fetch it"),
-    "noise": ("failed", "openslide does not read this format"),
+    "noise": ("failed", "openslide does not support this format"),
     "cut": ("failed", "slide"),
-    "image": ("failed", "does not say its micrometres per pixel"),
+    "image": ("failed", "has no micrometres per pixel"),
     "white": ("no tiles", "no tissue found in any of 20 tiles (0 of 20"),
     "tiny": ("no tiles", "smaller than a tile: it has 40 x 50 pixels, a tile spans 64"),
     "mpp0": ("failed", "micrometres per pixel"),
@@ -427,7 +426,7 @@ def test_a_level_that_is_missing(tmp_path: Path, small: Path) -> None:
     assert tile(small, "--out", out, "--tile-size", 64, "--level", 7) == 1
     for row in rows(out).values():
         assert row["status"] == "failed"
-        assert "and no level 7; ask for one of them, or for an mpp" in row["reason"]
+        assert "and no level 7; set one of them, or an mpp" in row["reason"]
     assert not (out / "manifest.json").exists()
     assert leftovers(tmp_path) == []
 
@@ -473,7 +472,7 @@ def test_a_disk_too_full_for_reports(tmp_path: Path, small: Path) -> None:
     done = in_python("-c", FULL.format(limit=4_000, arguments=arguments))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: [Errno 27] File too large"
-    assert inside(tmp_path) == []  # nothing was done that could be kept
+    assert inside(tmp_path) == []  # there are no results to keep
     done = in_python("-c", FULL.format(limit=10, arguments=arguments))
     assert (done.returncode, inside(tmp_path)) == (1, [])
 
@@ -492,7 +491,7 @@ def test_a_disk_that_is_full_in_the_end(
     with monkeypatch.context() as patch:
         patch.setattr(command, "save_batch", full)
         assert tile(small, "--out", out, *TILES) == 1
-    kept = f"No space left on device; what is done is kept in {tmp_path / '.set.partial'}"
+    kept = f"No space left on device; partial results are in {tmp_path / '.set.partial'}"
     assert kept in capsys.readouterr().err
     cut.clear()
     assert tile(small, "--out", out, *TILES) == 0

@@ -159,7 +159,7 @@ def test_annotations_give_classes_and_labels_give_splits(
         more = ("--annotations", folder, "--labels", tmp_path / "labels.csv", "--min-tissue", 0.3)
         assert run(tmp_path / name, synthetic["ring"].parent, *more) == 0
         said = capsys.readouterr().err
-        assert ("remark: classes are those of the annotations (stroma, vessel)" in said) == remarked
+        assert ("remark: using the classes of the annotations (stroma, vessel)" in said) == remarked
         data = ShardDataset(tmp_path / name)
         assert data.classes == ["stroma", "vessel"]
         samples = [data.sample(k) for k in range(len(data))]
@@ -263,11 +263,11 @@ def test_a_slide_with_bad_annotations_does_not_end_the_others(
     (folder / "strand.xml").unlink()
     for features, says in [
         ([], "its annotations are empty"),
-        ([polygon(9000, 0, 9900, 900, "far")], "none of its 1 annotated regions meets"),
+        ([polygon(9000, 0, 9900, 900, "far")], "none of its 1 annotated regions overlaps"),
     ]:
         annotate(folder, "strand", *features)
         assert run(out, synthetic["ring"].parent, "--annotations", folder) == 0
-        assert f"strand gave no tiles: {says}" in capsys.readouterr().err
+        assert f"strand has no tiles: {says}" in capsys.readouterr().err
 
 
 def test_filters_are_counted(
@@ -287,9 +287,9 @@ def test_filters_are_counted(
     assert (picture == (240, 150, 0)).all(-1).sum() > 500
     assert run(tmp_path / "none", synthetic["ring"], "--filter", "white=0,black") == 1
     err = capsys.readouterr().err
-    assert "ring gave no tiles: filters dropped every tile" in err
+    assert "ring has no tiles: filters dropped every tile" in err
     assert "of those" in err
-    assert "none of 1 slides gave a tile" in err
+    assert "none of 1 slides has a tile" in err
 
 
 @pytest.mark.parametrize("method", ["macenko", "reinhard", "vahadane"])
@@ -358,7 +358,7 @@ def test_a_reference_of_ones_own(tmp_path: Path, synthetic: dict[str, Path]) -> 
         (["--overlap", "-1"], "--overlap is -1"),
         (["--mask-dir", "nowhere"], "--mask-dir nowhere is not a folder"),
         (["--annotations", "nowhere"], "--annotations nowhere is not a folder"),
-        (["--stain-reference", "a.png"], "without --stain-normalise"),
+        (["--stain-reference", "a.png"], "requires --stain-normalise"),
         (["--stain-normalise", "reinhard", "--stain-reference", "a.png"], "cannot read stain ref"),
     ],
 )
@@ -379,7 +379,9 @@ def test_a_filter_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path / "set", synthetic["ring"], "--filter", "red")
-    assert "there is no filter 'red'; there are black, white, pen, blur" in capsys.readouterr().err
+    assert (
+        "unknown filter 'red', expected one of black, white, pen, blur" in capsys.readouterr().err
+    )
 
 
 def test_a_dark_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,4 +398,7 @@ def test_a_dark_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     more = ("--filter", "pen,blur", "--stain-normalise", "macenko")
     assert run(tmp_path / "other", slide, *more) == 1
     err = capsys.readouterr().err
-    assert "has a dark background, and --filter pen, --stain-normalise macenko suits bright" in err
+    assert (
+        "has a dark background, and --filter pen, --stain-normalise macenko supports only bright"
+        in err
+    )

@@ -91,7 +91,7 @@ def test_folders_are_found(cases: Path, flat: Path) -> None:
 
 
 def test_one_series_in_two_folders_is_refused(cases: Path, flat: Path) -> None:
-    with pytest.raises(ValueError, match=f"{A} lies in .*case.a and in .*flat"):
+    with pytest.raises(ValueError, match=f"{A} is in .*case.a and in .*flat"):
         find_slides([cases / "case.a", flat])
 
 
@@ -105,7 +105,7 @@ def test_what_is_no_slide_is_passed_over_in_folders(
     with pytest.raises(ValueError, match="has no slides"):
         find_slides([tmp_path / "notes"])
     assert tile(note, "--out", tmp_path / "set", *TILES) == 1
-    assert "DICOM file, but not of a whole-slide image" in capsys.readouterr().err
+    assert "DICOM file, but not a whole-slide image" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")
@@ -133,9 +133,9 @@ def test_labels_must_tell_series_apart(
 ) -> None:
     words = [cases, "--recursive", "--out", tmp_path / "set", *TILES, "--labels"]
     assert tile(*words, labelled(tmp_path / "labels.csv", "case.a", A)) == 2
-    assert f"slide '{A}' was named before" in capsys.readouterr().err
+    assert f"slide '{A}' is a duplicate" in capsys.readouterr().err
     assert tile(*words, labelled(tmp_path / "labels.csv", "level-0.dcm", B)) == 2
-    assert "may be " in capsys.readouterr().err
+    assert "is ambiguous: " in capsys.readouterr().err
     assert tile(*words, labelled(tmp_path / "labels.csv", "case", B)) == 2
     assert "names case, which is not among" in capsys.readouterr().err
 

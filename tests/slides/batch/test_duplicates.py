@@ -24,7 +24,7 @@ def three(tmp_path: Path, small: Path) -> list[Path]:
 
 def test_the_same_slide_in_two_splits_is_refused(three: list[Path]) -> None:
     one, two, other = three
-    with pytest.raises(ValueError, match=r"one\.tiff \(train\) and .*two\.tiff \(val\); leave"):
+    with pytest.raises(ValueError, match=r"one\.tiff \(train\) and .*two\.tiff \(val\); remove"):
         check_duplicates(three, {one: TRAIN, two: VAL, other: VAL}, None)
     for labels in ({}, {one: TRAIN, two: TRAIN, other: VAL}):
         (line,) = check_duplicates(three, labels, None)

@@ -26,7 +26,7 @@ from tests.vision import import_path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def told_and_pid(tiles: int) -> int:
+def count_and_pid(tiles: int) -> int:
     count_tiles(tiles)
     return os.getpid()
 
@@ -40,10 +40,10 @@ def test_this_process_does_it_at_once_and_tells() -> None:
     seen: list[int] = []
     with batch_executor(1, None, seen.append) as crew:
         assert isinstance(crew, SerialExecutor)
-        futures = [crew.submit(partial(told_and_pid, tiles)) for tiles in (16, 5)]
+        futures = [crew.submit(partial(count_and_pid, tiles)) for tiles in (16, 5)]
         assert [future.result() for future in futures] == [os.getpid()] * 2
         assert isinstance(crew.submit(refused).exception(), SlideError)
-        assert crew.told() == 22
+        assert crew.counted() == 22
     assert seen == [16, 21, 22]
 
 
@@ -53,12 +53,12 @@ def test_telling_where_nobody_watches_does_nothing() -> None:
 
 def test_processes_do_it_and_tell() -> None:
     with batch_executor(2, None, lambda tiles: None) as crew:
-        futures = [crew.submit(partial(told_and_pid, 16)) for _ in range(crew.room)]
+        futures = [crew.submit(partial(count_and_pid, 16)) for _ in range(crew.room)]
         assert os.getpid() not in {future.result() for future in futures}
         error = crew.submit(refused).exception()
         assert isinstance(error, SlideError)
         assert str(error) == "slide a.svs: é"
-        assert crew.told() == 16 * crew.room + 1
+        assert crew.counted() == 16 * crew.room + 1
 
 
 def test_processes_are_replaced_when_one_dies() -> None:
@@ -87,18 +87,18 @@ def test_stopping_does_not_wait_for_work() -> None:
 AFTER_A_LOADER = """
 import signal
 from spatialdl.data.loader import Loader
-from spatialdl.slides.batch.executors import Processes, tell
+from spatialdl.slides.batch.executors import ProcessExecutor, count_tiles
 from tests.data.numbers import batching, views
 def work():
-    tell(1)
+    count_tiles(1)
     signal.pause()
 if __name__ == "__main__":
     loader = Loader(views(4), batching(2), workers=1)
     list(loader.batches())
     loader.close()
-    crew = Processes(1)
+    crew = ProcessExecutor(1)
     crew.submit(work)
-    while not crew.told():
+    while not crew.counted():
         pass
     crew.stop()
     print("stopped", flush=True)
@@ -121,9 +121,9 @@ def test_stopping_ends_processes_of_the_fork_server_of_a_loader(tmp_path) -> Non
 
 ORPHANS = """
 import os, signal, sys
-from spatialdl.slides.batch.executors import Processes
+from spatialdl.slides.batch.executors import ProcessExecutor
 if __name__ == "__main__":
-    crew = Processes(2)
+    crew = ProcessExecutor(2)
     for future in [crew.submit(os.getpid) for _ in range(4)]:
         future.result()
     crew.submit(signal.pause)
@@ -148,14 +148,14 @@ def test_processes_end_when_their_parent_is_killed(tmp_path) -> None:
 RANKS = """
 import os
 from functools import partial
-from spatialdl.slides.batch.executors import crew_of, executor_of_ranks, Ranks
+from spatialdl.slides.batch.executors import RankExecutor, batch_executor, executor_of_ranks
 
 int_of_x = partial(int, "x")
 
 with executor_of_ranks() as (first, executor):
     if first:
-        with crew_of(1, executor, print) as crew:
-            assert isinstance(crew, Ranks)
+        with batch_executor(1, executor, print) as crew:
+            assert isinstance(crew, RankExecutor)
             found = [crew.submit(os.getpid) for _ in range(40)]
             error = type(crew.submit(int_of_x).exception()).__name__
             pids = {future.result() for future in found}
@@ -197,6 +197,6 @@ def test_a_rank_that_died_is_not_replaced() -> None:
         num_workers = 3
 
     crew = RankExecutor(Executor())
-    assert (crew.room, crew.told()) == (6, 0)
+    assert (crew.room, crew.counted()) == (6, 0)
     with pytest.raises(BrokenProcessPool, match="rank"):
         crew.renew()

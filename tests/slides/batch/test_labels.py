@@ -38,7 +38,7 @@ def test_slides_are_named_with_or_without_suffix(tmp_path: Path, text: str) -> N
         ("slide;label;split\na;b;train\n", "its first line is 'slide;label;split'"),
         ("slide,label,split\na,g,train\nb.1,g,val\nc,g,val\n", "names c, which is not among"),
         ("slide,label,split\na,g,train\n", r"no line for b\.1\.tiff"),
-        ("slide,label,split\na,g,train\na.svs,g,val\n", "line 3.*named before"),
+        ("slide,label,split\na,g,train\na.svs,g,val\n", "line 3.*is a duplicate"),
         ("slide,label,split\na,,train\n", "line 2: label is empty"),
         ("slide,label,split\na,g\n", "line 2: split is empty"),
         ("slide,label,split\na,g,validation\n", "'validation', expected train, val, test"),
@@ -68,7 +68,7 @@ def test_labels_may_be_empty_where_classes_come_from_elsewhere(tmp_path: Path) -
 def test_a_name_that_fits_two_slides_needs_its_suffix(tmp_path: Path) -> None:
     slides = [Path("a.svs"), Path("a.tiff")]
     head = "slide,label,split\n"
-    with pytest.raises(ValueError, match=r"may be a\.svs, a\.tiff"):
+    with pytest.raises(ValueError, match=r"is ambiguous: a\.svs, a\.tiff"):
         read_labels(write(tmp_path, head + "a,g,train\n"), slides)
     found = read_labels(write(tmp_path, head + "a.svs,g,train\na.tiff,h,val\n"), slides)
     assert found[slides[1]].label == "h"

@@ -98,7 +98,7 @@ def test_the_label_of_a_slide_goes_before_that_of_a_region(slide: Slide) -> None
 
 def test_native_tiles_have_colours(tmp_path: Path, slide: Slide) -> None:
     assert native_tiles(slide, 1.0).chunk == (256, 256)
-    with pytest.raises(SlideError, match=r"no JPEG tiles at 1\.5 level-0 .*or for --codec jpeg"):
+    with pytest.raises(SlideError, match=r"no JPEG tiles at 1\.5 level-0 .*or --codec jpeg"):
         native_tiles(slide, 1.5)
     grey = [picture(512, 512)[..., 0]]
     path = write_tiff(tmp_path / "a.tiff", grey, jpeg, photometric="minisblack")

@@ -62,15 +62,15 @@ def test_tissue_outside_of_the_grid_has_a_column() -> None:
 def test_a_slide_without_tiles_says_where_they_went() -> None:
     (line,) = warnings([GOOD, INKED])
     assert line == (
-        "inked gave no tiles: filters (20 of 64 tiles have enough tissue; of those 12 "
+        "inked has no tiles: filters (20 of 64 tiles have enough tissue; of those 12 "
         "unannotated, 5 pen, 2 blur, 1 unreadable)"
     )
-    assert why_nothing([INKED]).startswith("none of 1 slides gave a tile")
+    assert why_nothing([INKED]).startswith("none of 1 slides has a tile")
 
 
 def test_warnings_name_slide_and_reason() -> None:
     assert warnings([GOOD, GLASS, PARTLY, BAD]) == [
-        "glass gave no tiles: no tissue found (0 of 7 tiles have enough tissue)",
+        "glass has no tiles: no tissue found (0 of 7 tiles have enough tissue)",
         "partly: 3 of 8 tiles could not be read; the last: "
         "cannot read slide partly.svs at x=1, y=2",
         "skipped: cannot open slide bad.svs: it is empty",
@@ -78,7 +78,7 @@ def test_warnings_name_slide_and_reason() -> None:
 
 
 def test_why_nothing_was_written() -> None:
-    assert "no tissue: none of 2 slides gave a tile (1 could not be read)" in why_nothing(
+    assert "no tissue: none of 2 slides has a tile (1 could not be read)" in why_nothing(
         [GLASS, BAD]
     )
     assert "none of 1 slides could be read" in why_nothing([BAD])
@@ -108,7 +108,7 @@ def test_reports_survive_json() -> None:
     assert TilingReport.from_json(json.loads(json.dumps(report.to_json()))) == report
     known = GOOD.to_json()
     for other in ({**known, "new": 1}, {k: v for k, v in known.items() if k != "file"}, {}):
-        with pytest.raises(ValueError, match="not the report of a slide"):
+        with pytest.raises(ValueError, match="slide report has other fields"):
             TilingReport.from_json(other)
 
 

@@ -103,10 +103,10 @@ def test_slides_that_are_not_given_have_to_be_whole(tmp_path: Path) -> None:
     before, folder = batch(tmp_path / "set", "a", "b"), tmp_path / "new"
     folder.mkdir()
     (before / "coords/clam/patches/b.h5").unlink()
-    with pytest.raises(ShardError, match=r"slide b in it, files of .*give that slide \(/in/b.svs"):
+    with pytest.raises(ShardError, match=r"slide b in it, with .*add that slide \(/in/b.svs"):
         keep_others(folder, before, {"a": Path("/in/a.svs")})
     (before / "records" / "b.json").write_text("")
-    with pytest.raises(ShardError, match="give that slide, too"):
+    with pytest.raises(ShardError, match="add that slide to"):
         keep_others(folder, before, {"a": Path("/in/a.svs")})
     assert keep_others(folder, before, {"b": Path("/in/b.svs")})[0].slide == "a"
 
@@ -123,7 +123,7 @@ def test_slides_that_fail_keep_what_there_was(tmp_path: Path) -> None:
     assert list(kept) == names_in(folder) == ["a", "b"]
     assert kept["a"] is None
     assert (failed["a"].written, failed["a"].status) == (2, "damaged")
-    assert failed["a"].note == "no; its 2 samples of an earlier run are kept"
+    assert failed["a"].note == "no; kept its 2 samples of an earlier run"
     assert kept["b"] == TilingReport("b", written=2, file="/in/b.svs")
     assert failed["b"].note == failed["c"].note == "no"
     assert keep_failed(folder, None, failed) == {}

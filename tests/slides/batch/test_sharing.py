@@ -68,10 +68,10 @@ def test_no_more_is_handed_out_than_there_is_room_for() -> None:
             self.waiting.append((future, call))
             self.most = max(self.most, len(self.waiting))
             if len(self.waiting) == self.room:
-                self.told()
+                self.counted()
             return future
 
-        def told(self) -> int:
+        def counted(self) -> int:
             while self.waiting:
                 future, call = self.waiting.pop()
                 future.set_result(call())
@@ -81,7 +81,7 @@ def test_no_more_is_handed_out_than_there_is_room_for() -> None:
             raise AssertionError
 
     crew, found = Crew(), []
-    share(crew, [Work((k,), partial(abs, k), noted(found)) for k in range(10)], crew.told)
+    share(crew, [Work((k,), partial(abs, k), noted(found)) for k in range(10)], crew.counted)
     assert sorted(found) == [*range(10)]
     assert crew.most == crew.room
 
@@ -143,7 +143,7 @@ def test_whoever_died_is_tried_with_nothing_beside_it() -> None:
             self.under_way.append((Future(), call))
             return self.under_way[-1][0]
 
-        def told(self) -> int:
+        def counted(self) -> int:
             return 0
 
         def renew(self) -> None:

@@ -8,7 +8,6 @@ import h5py
 import numpy as np
 import pytest
 from PIL import Image
-from tests.slides.batch.test_resume import batch as finished_batch
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.choosing import Choosing
@@ -19,6 +18,7 @@ from spatialdl.slides.batch.steps import BatchRequest, Task, cut_slide, finish_s
 from spatialdl.slides.cutting.tiling import plan_tiles
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.batch.batches import COORDS, TILES, WHOLE
+from tests.slides.batch.test_resume import batch as finished_batch
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -186,8 +186,8 @@ def test_what_is_odd_about_the_tissue_of_a_slide_is_remarked(tmp_path: Path) -> 
         how = ["--tile-size", "256", "--level", "0", "--min-tissue", "0", *more]
         return plan_slide(batch(None, path, how), task(path)).report.remark
 
-    assert "100% of it is taken for tissue" in remark((200, 90, 150), slice(0, 300))
-    assert "0% of it is taken for tissue" in remark((245, 245, 245), slice(0, 300))
+    assert "100% of it was classified as tissue" in remark((200, 90, 150), slice(0, 300))
+    assert "0% of it was classified as tissue" in remark((245, 245, 245), slice(0, 300))
     outside = remark((200, 90, 150), slice(200, 300), "--edge", "drop")
     assert outside.startswith("52% of its tissue is in no tile")
     assert "--edge pad or --edge shift" in outside

@@ -28,13 +28,13 @@ def slide(synthetic: dict[str, Path]) -> Iterator[Slide]:
 
 
 def test_tiles_are_written_in_order_and_told(tmp_path: Path, slide: Slide) -> None:
-    plan, told = plan_tiles(slide, 64, 0.5).part(3, 40), []
-    label, part, crew = SlideLabel("y", "val"), PartRecord(), SerialExecutor(told.append)
+    plan, counts = plan_tiles(slide, 64, 0.5).part(3, 40), []
+    label, part, crew = SlideLabel("y", "val"), PartRecord(), SerialExecutor(counts.append)
     pieces = TilePart(plan, False)
     how = cutting(slide, label=label, classes=["x", "y"])
     seen = crew.submit(lambda: pieces.cut(slide, how, tmp_path, part)).result()
     assert pieces.count == 37
-    assert told == [16, 32, 37]
+    assert counts == [16, 32, 37]
     assert part.taken == [(x, y, 1) for x, y in plan.places]
     assert part.shard is not None
     assert holds(tmp_path, part.shard)

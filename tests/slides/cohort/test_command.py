@@ -72,20 +72,20 @@ def test_slides_that_show_the_same_stay_together(tmp_path, capsys):
     out = tmp_path / "out.csv"
     shares = ["--val", "0.5", "--test", "0", "--out", str(out)]
     assert main([str(labels), "--slides", str(tmp_path), *shares]) == 0
-    assert "copy, s0 show the same" in capsys.readouterr().err
+    assert "copy, s0 have the same image" in capsys.readouterr().err
     splits = [row["split"] for row in rows_of(out)]
     assert splits[0] == splits[1] != splits[2] == splits[3]
     labels.write_text("slide,label,split\ncopy,a,val\ns0,a,train\ns1,a,val\ns2,a,val\n")
     assert main([str(labels), "--slides", str(tmp_path), "--check"]) == 1
-    assert "copy (val) and s0 (train) show the same" in capsys.readouterr().out
+    assert "copy (val) and s0 (train) have the same image" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--folds", "3"], "--out is missing"),
-        (["--folds", "3", "--val", "0.2", "--out", "x"], "--val goes without --folds"),
-        (["--val", "0.6", "--test", "0.5", "--out", "x"], "leave no slides to train on"),
+        (["--folds", "3", "--val", "0.2", "--out", "x"], "--val cannot be combined with --folds"),
+        (["--val", "0.6", "--test", "0.5", "--out", "x"], "leave no slides for train"),
         (["--by", "nothing", "--out", "x"], "no column nothing"),
         (["--folds", "13", "--out", "x"], "12 groups cannot be divided over 13 splits"),
         (["--slides", "/nowhere", "--out", "x"], "there is no such file"),

@@ -50,7 +50,7 @@ def test_a_slide_stored_again_in_another_split_is_refused(
         assert run(out, labels, leak, paths, "--jobs", jobs) == 2
         said = capsys.readouterr().err
         one, other, again = (str(path) for path in paths)
-        assert f"show the same: {one} (train) and {again} (test); give both" in said
+        assert f"have the same image: {one} (train) and {again} (test); assign both" in said
         assert other not in said
     assert not out.exists()
     assert run(out, labels, leak, paths, "--dry-run") == 2

@@ -87,10 +87,10 @@ def test_filters_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "there is no filter ''; there are black, white, pen, blur"),
-        ("blur,", "there is no filter ''"),
-        ("red", "there is no filter 'red'"),
-        ("pen,blur,pen=1", "filter pen is given twice"),
+        ("", "unknown filter '', expected one of black, white, pen, blur"),
+        ("blur,", "unknown filter ''"),
+        ("red", "unknown filter 'red'"),
+        ("pen,blur,pen=1", "filter pen is repeated"),
         ("pen=", "filter pen has '', expected a number between 0 and 1"),
         ("pen=x", "has 'x'"),
         ("pen=nan", "has 'nan'"),

@@ -103,7 +103,7 @@ def test_a_reference_that_is_none_is_refused(tmp_path: Path) -> None:
     for name, says in [
         ("none.png", "cannot read stain reference .*none.png"),
         ("text.png", "cannot read stain reference .*text.png: cannot identify"),
-        ("white.png", "stain reference .*white.png cannot be used: 0 of 2500 pixels"),
+        ("white.png", "stain reference .*white.png cannot be used: 0 of 2500 sampled pixels"),
     ]:
         with pytest.raises(ValueError, match=says):
             reference_colours("macenko", tmp_path / name)

@@ -116,9 +116,9 @@ def test_concentrations_are_the_best_that_are_not_negative() -> None:
 def test_too_little_tissue_is_refused(method: Method) -> None:
     pixels = np.full((5000, 3), 250, np.uint8)
     pixels[:99] = (150, 60, 140)
-    with pytest.raises(SlideError, match="99 of 5000 pixels looked at are stained, too few"):
+    with pytest.raises(SlideError, match="99 of 5000 sampled pixels are stained, too few"):
         colours_of(pixels, method)
-    with pytest.raises(SlideError, match="0 of 0 pixels"):
+    with pytest.raises(SlideError, match="0 of 0 sampled pixels"):
         colours_of(pixels[:0], method)
 
 
@@ -133,5 +133,5 @@ def test_one_colour_alone_gives_numbers(method: Method, colour: tuple[int, int, 
 
 def test_two_kinds_of_colours_do_not_mix() -> None:
     pixels = image().reshape(-1, 3)
-    with pytest.raises(TypeError, match="cannot be brought to"):
+    with pytest.raises(TypeError, match="cannot convert colours"):
         recoloured(image(), colours_of(pixels, "macenko"), colours_of(pixels, "reinhard"))

@@ -233,7 +233,7 @@ def test_why_no_tile_is_kept_in_regions(synthetic: dict[str, Path]) -> None:
         for regions, says in [
             ([], "its annotations are empty"),
             ([box(9000, 0, 9500, 500), box(-9, -9, -5, -5)], "none of its 2 annotated regions"),
-            ([box(600, 600, 700, 700)], "lies in an annotated region by 50%, the best tile by 15%"),
+            ([box(600, 600, 700, 700)], "50% of its area in an annotated region, the best has 15%"),
         ]:
             plan = plan_tiles(slide, 256, 0.5, regions=regions)
             assert says in plan.reason

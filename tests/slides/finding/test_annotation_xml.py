@@ -103,5 +103,5 @@ def test_what_is_missing_is_named() -> None:
         read_xml(ASAP.replace(b'X="40"', b"", 1))
     with pytest.raises(ValueError, match="could not convert"):
         read_xml(ASAP.replace(b'X="40"', b'X="forty"', 1))
-    with pytest.raises(ValueError, match="is no XML"):
+    with pytest.raises(ValueError, match="is not XML"):
         read_xml(b"\x00\x01")

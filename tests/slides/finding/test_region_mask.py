@@ -49,5 +49,5 @@ def test_no_region_is_background_and_a_class_of_that_name_is_it() -> None:
 
 
 def test_more_classes_than_a_byte_tells_are_refused() -> None:
-    with pytest.raises(SlideError, match="have 256 classes, a mask can tell 255"):
+    with pytest.raises(SlideError, match="have 256 classes, a mask supports 255"):
         RegionMask([], class_list(map(str, range(255))), (0, 0), (4, 5), 1.0)

@@ -76,7 +76,7 @@ def test_a_cut_shard(folder: Path, capsys: pytest.CaptureFixture[str], part: flo
     code, told = verified(folder, capsys)
     assert code == 1
     assert "shard-00002.h5: has " in told
-    assert "it was cut or replaced; " in told
+    assert "it was truncated or replaced; " in told
     assert "sample 2 (slide s2)" in told
 
 

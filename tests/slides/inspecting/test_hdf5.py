@@ -40,13 +40,13 @@ def test_coordinates_as_other_tools_write_them(tmp_path: Path) -> None:
             file.create_dataset("coords", data=np.zeros((5, 2), np.int64), compression="gzip")
             file["coords"].attrs.update(attributes)
     text = inspect(tmp_path / "clam.h5")
-    assert "kind  coordinates of 5 tiles, as CLAM has them" in text
+    assert "kind  coordinates of 5 tiles, in the format of CLAM" in text
     for line in ("coords patch_size: 256", "coords level_dim: [20, 10]", "coords name: a?b"):
         assert f"\n  {line}" in text
     assert "deflate" in text
-    assert "as TRIDENT has them" in inspect(tmp_path / "trident.h5")
+    assert "in the format of TRIDENT" in inspect(tmp_path / "trident.h5")
     lines = inspect(tmp_path).splitlines()
-    assert lines[0].startswith("clam.h5  coordinates of 5 tiles, as CLAM has them, ")
+    assert lines[0].startswith("clam.h5  coordinates of 5 tiles, in the format of CLAM, ")
     assert len(lines) == 2
 
 
@@ -66,7 +66,7 @@ def test_no_other_file_is_opened_that_a_file_names(tmp_path: Path) -> None:
         file.create_virtual_dataset("images", layout)
     lines = inspect(tmp_path / "set").splitlines()
     assert lines[0].startswith("linked.h5  coordinates of 5 tiles, ")
-    assert lines[1].startswith("virtual.h5  HDF5 file of 1 item, not one of ours, ")
+    assert lines[1].startswith("virtual.h5  HDF5 file of 1 item, of unknown kind, ")
     assert "5 x 2" in describe_hdf5(tmp_path / "set" / "linked.h5")
     assert "in other files" in describe_hdf5(tmp_path / "set" / "virtual.h5")
 

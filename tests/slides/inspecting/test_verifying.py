@@ -15,7 +15,7 @@ def test_a_whole_data_set_is_as_written(data_set: Path) -> None:
     size = sum(path.stat().st_size for path in data_set.glob("*.h5"))
     assert (found.shards, found.bytes) == (3, size)
     assert str(found).startswith(f"{data_set}: 3 shards, ")
-    assert str(found).endswith("all as they were written")
+    assert str(found).endswith("all checksums match")
 
 
 def test_every_bad_shard_is_named(data_set: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,9 +33,9 @@ def test_every_bad_shard_is_named(data_set: Path, capsys: pytest.CaptureFixture[
     assert [problem.split(":")[0] for problem in found.problems] == [
         *("shard-00000.h5", "shard-00001.h5", "shard-00002.h5")
     ]
-    says = ("No such file", "SHA-256", "it was cut or replaced")
+    says = ("No such file", "SHA-256", "it was truncated or replaced")
     assert all(what in problem for what, problem in zip(says, found.problems, strict=True))
-    assert "3 of 3 shards not as written" in str(found)
+    assert "3 of 3 shards damaged" in str(found)
     assert all(problem in str(found) for problem in found.problems)
     assert capsys.readouterr().err == ""
 

@@ -62,7 +62,9 @@ def test_large_ones_are_decoded_into_a_file(
     assert (whole(tmp_path / "a.png") == np.asarray(picture)).all()
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 0, 1000))
-    with pytest.raises(SlideError, match=r"takes 0\.0 GB, and the temporary folder .*TMPDIR"):
+    with pytest.raises(
+        SlideError, match=r"needs 0\.0 GB when decoded, and the temporary folder .*TMPDIR"
+    ):
         Slide(tmp_path / "a.png")
 
 
@@ -86,15 +88,15 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     frame = content.index(b"\xff\xc2")
     content[frame + 5 : frame + 9] = struct.pack(">HH", 60000, 60000)
     for name, data, says in [
-        ("16.png", png_of(5, 5, bits=16), "16 bits a channel"),
+        ("16.png", png_of(5, 5, bits=16), "16 bits per channel"),
         ("zero.png", png_of(0, 5), "0 x 5 pixels"),
-        ("interlaced.png", png_of(60000, 60000, interlaced=1), "interlaced PNG takes 10.8 GB"),
+        ("interlaced.png", png_of(60000, 60000, interlaced=1), "interlaced PNG needs 10.8 GB"),
         ("cut.png", png_of(5, 5)[:20], "cut short in its header"),
-        ("huge.png", png_of(2**30, 2**30), "decoded it takes 3458764513.8 GB"),
+        ("huge.png", png_of(2**30, 2**30), "it needs 3458764513.8 GB when decoded"),
         ("cut.jpg", jpeg.read_bytes()[:-200], "cut short: its end is missing"),
         ("head.jpg", jpeg.read_bytes()[:30], "cut short"),
         ("cmyk.jpg", cmyk.read_bytes(), "4 channels (CMYK)"),
-        ("prog.jpg", bytes(content), "progressive JPEG takes 21.6 GB of memory"),
+        ("prog.jpg", bytes(content), "progressive JPEG needs 21.6 GB of memory"),
     ]:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(SlideError, match=re.escape(says)) as caught:

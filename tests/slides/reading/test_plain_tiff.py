@@ -86,7 +86,7 @@ def test_resolution_is_that_of_its_tags(tmp_path: Path) -> None:
         with Slide(path) as slide:
             assert slide.mpp == pytest.approx(mpp)
     tifffile.imwrite(path, RGB, resolution=(72, 72), resolutionunit="INCH")
-    with Slide(path) as slide, pytest.raises(SlideError, match=r"says 352\.8 x 352\.8"):
+    with Slide(path) as slide, pytest.raises(SlideError, match=r"has 352\.8 x 352\.8"):
         assert slide.mpp
 
 
@@ -106,9 +106,9 @@ def test_few_strips_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.tif"
     for image, photometric, says in [
-        (RGB.astype(np.uint16), "rgb", "16 bits a channel, and only 8"),
-        (RGB.astype(np.float32), "rgb", "32 bits a channel"),
-        (RGB[..., 0] > 3, "minisblack", "1 bits a channel"),
+        (RGB.astype(np.uint16), "rgb", "16 bits per channel, supported are 8"),
+        (RGB.astype(np.float32), "rgb", "32 bits per channel"),
+        (RGB[..., 0] > 3, "minisblack", "1 bits per channel"),
         (np.concatenate([RGB, RGB[..., :1]], -1), "separated", "SEPARATED with 4 channels"),
     ]:
         tifffile.imwrite(path, image, photometric=photometric)
@@ -116,7 +116,7 @@ def test_what_is_not_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             Slide(path)
     tifffile.imwrite(path, RGB, photometric="rgb", compression="zlib", rowsperstrip=300)
     monkeypatch.setattr(plain_tiff, "_LARGEST_STRIP", 100_000)
-    with pytest.raises(SlideError, match=r"strip of the TIFF takes 0\.0 GB .* tiled TIFF"):
+    with pytest.raises(SlideError, match=r"strip of the TIFF needs 0\.0 GB .* tiled TIFF"):
         Slide(path)
 
 

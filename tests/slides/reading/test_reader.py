@@ -71,14 +71,14 @@ def test_outside_is_background_and_not_black(synthetic: dict[str, Path]) -> None
 
 def test_resolution_is_checked(tmp_path: Path) -> None:
     for mpp, says in [
-        ((353.0, 353.0), r"says 353 x 353 .* not between 0.05 and 20; .*--slide-mpp"),
+        ((353.0, 353.0), r"has 353 x 353 .* not between 0.05 and 20; .*--slide-mpp"),
         ((0.001, 0.001), "not between"),
-        ((0.5, 0.25), "0.5 micrometres per pixel across and 0.25 down.*--slide-mpp"),
+        ((0.5, 0.25), "0.5 micrometres per pixel horizontally and 0.25 vertically.*--slide-mpp"),
     ]:
         with Slide(tiff(tmp_path / "a.tiff", mpp)) as slide, pytest.raises(SlideError, match=says):
             assert slide.mpp
     with Slide(tiff(tmp_path / "b.tiff", None)) as slide:
-        with pytest.raises(SlideError, match=r"does not say .*--slide-mpp"):
+        with pytest.raises(SlideError, match=r"has no micrometres per pixel .*--slide-mpp"):
             assert slide.mpp
         assert slide.read_scaled(0, 0, (2, 3), 1.0).shape == (2, 3, 3)
     with Slide(tmp_path / "b.tiff", mpp=0.3) as slide:
@@ -94,7 +94,7 @@ def test_files_that_are_no_slides_say_what_they_are(tmp_path: Path) -> None:
         ("empty.svs", b"", "is empty"),
         ("lfs.svs", lfs.encode(), "git lfs pull"),
         ("text.svs", b"slide,label\n", "text file"),
-        ("other.svs", bytes(range(256)) * 4, "does not read this format"),
+        ("other.svs", bytes(range(256)) * 4, "does not support this format"),
         ("cut.tiff", whole[: len(whole) // 2], "Short read.*copy it again"),
         ("head.tiff", whole[:9], "cut short"),
     ]:

@@ -20,16 +20,18 @@ def test_pixels_nearly_square_have_the_mean_and_a_remark() -> None:
     assert mpp_of(says("0.25", "0.2510"), PATH).remark == ""
     mpp, remark = mpp_of(says("0.25", "0.26"), PATH)
     assert mpp == pytest.approx(0.255)
-    assert "0.25 micrometres across, 0.26 down; 0.255 is used" in remark
-    with pytest.raises(SlideError, match=r"0\.25 micrometres .* and 0\.27 down"):
+    assert "0.25 micrometres horizontally, 0.26 vertically; using 0.255" in remark
+    with pytest.raises(SlideError, match=r"0\.25 micrometres .* and 0\.27 vertically"):
         mpp_of(says("0.25", "0.27"), PATH)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "353", "nan", "inf", "half", ""])
 def test_what_cannot_be_right_is_refused(wrong: str) -> None:
-    with pytest.raises(SlideError, match=r"a\.svs says .*--slide-mpp"):
+    with pytest.raises(SlideError, match=r"a\.svs has .*--slide-mpp"):
         mpp_of({"openslide.mpp-x": wrong, "openslide.mpp-y": wrong}, PATH)
-    with pytest.raises(SlideError, match=r"does not say .*--slide-mpp, or a column mpp"):
+    with pytest.raises(
+        SlideError, match=r"has no micrometres per pixel .*--slide-mpp, or a column mpp"
+    ):
         mpp_of({"openslide.mpp-x": "0.5"}, PATH)
 
 

@@ -15,7 +15,7 @@ def test_magnification_is_that_of_the_objective(real: Path, synthetic: dict[str,
         assert Wanted(mag=20).scale(slide) == 1
         assert Wanted(mag=10).scale(slide) == 2
         assert Wanted(mag=20.1).scale(slide) == 1
-        with pytest.raises(SlideError, match="taken at 20x and cannot give 40x; ask for 20 or"):
+        with pytest.raises(SlideError, match="taken at 20x and cannot give 40x; set 20 or"):
             Wanted(mag=40).scale(slide)
     with Slide(synthetic["ring"]) as slide:  # 0.5, and no objective named
         assert Wanted(mag=5).scale(slide) == 4
