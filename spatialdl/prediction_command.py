@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
-from spatialdl.comm.liveness import say_last
+from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
@@ -126,7 +126,7 @@ class Command:
             run_log.tell_warnings(world)
         if not succeeded:
             if world.rank == 0:  # below what launchers say of ranks that end with an error
-                say_last(self.failed.format(run_dir=run_dir))
+                print_last(self.failed.format(run_dir=run_dir))
             sys.stdout.flush()
             world.barrier()  # no rank is ended before it has printed all
             sys.exit(1)

@@ -24,7 +24,7 @@ from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.limit import limit_waits
-from spatialdl.comm.liveness import answer
+from spatialdl.comm.liveness import report_start
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.consistency.compare import check_alike
@@ -58,7 +58,7 @@ def as_rank(work: Callable[[], object]) -> None:
     end_with_launcher()
     info = launched()
     if info is not None:
-        answer(info.rank)
+        report_start(info.rank)
     try:
         work()
     except SystemExit as stop:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.comm.liveness import say
+from spatialdl.comm.liveness import print_stderr
 from spatialdl.comm.waiting import noted
 
 MANY = 32
@@ -112,7 +112,7 @@ _NONE = timedelta(0)
 
 def fail(call: Call, error: BaseException) -> None:
     """End the job because of an error where no one would see an exception."""
-    say(
+    print_stderr(
         f"spatialdl: rank {call.group.rank}: {call} in {call.group} failed: {error}; ending the job"
     )
     end_job_for_sure()

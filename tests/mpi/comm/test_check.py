@@ -73,7 +73,7 @@ def test_without_it_the_last_communications_of_each_group_are_remembered(
         for number in range(2 * check.KEPT):
             check.agree(mesh.grid_comm, f"operation {number}")
         check.agree(gradients, "gradients")
-        done = check.done_last()
+        done = check.last_calls()
     finally:
         check.enable()
     if world.size == 1:
