@@ -80,7 +80,7 @@ def test_averaged_weights_have_the_plain_names_too(average, tmp_path, capsys):
         (["ckpt_path=latest"], "error: ckpt_path=latest of which run"),
         (["out=x"], "error: ckpt_path has no value"),
         (["ckpt_path=x", "average=maybe"], "error: average=maybe must be true or false"),
-        (["model=x"], "error: there is no key model"),
+        (["model=x"], "error: unknown key model"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence, tmp_path, monkeypatch):

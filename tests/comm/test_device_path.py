@@ -38,7 +38,9 @@ def test_ranks_on_cpus_need_no_path():
 
 
 def test_a_path_that_is_unknown():
-    with pytest.raises(ValueError, match="unknown comm.device_path=pigeon, must be one of auto, nccl"):
+    with pytest.raises(
+        ValueError, match=r"unknown comm\.device_path=pigeon, must be one of auto, nccl"
+    ):
         choose_device_path(SingleProcess(), CPU, "pigeon")
 
 

@@ -57,7 +57,9 @@ def slow(how: str) -> object:
 def test_ranks_that_part_are_named_with_what_each_does(tmp_path):
     done = run_program(tmp_path, PROGRAM, "parts")
     assert done.returncode != 0
-    assert re.search(r"CommMismatch: rank \d at '.*' received a message of unexpected size", done.stdout)
+    assert re.search(
+        r"CommMismatch: rank \d at '.*' received a message of unexpected size", done.stdout
+    )
     both = (
         r"ranks call different operations: rank 0 is at 'adaptive_avg_pool2d over ranks.*', "
         rf"rank 1 at 'sum over ranks.*'; look for control flow that depends on the rank; {SWITCH}"

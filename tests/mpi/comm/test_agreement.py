@@ -142,7 +142,9 @@ def test_other_weights_are_refused(mesh: Mesh) -> None:
     average_gradients(model, mesh)
     with torch.no_grad():
         model[0].bias[0] += LAST
-    with pytest.raises(ValueError, match=r"different weights: parameter 1 .* different values on rank"):
+    with pytest.raises(
+        ValueError, match=r"different weights: parameter 1 .* different values on rank"
+    ):
         average_gradients(model, mesh)
     wrapped = SpatialParallel(network(seed=RANK), mesh)
     with torch.no_grad():
@@ -262,7 +264,9 @@ def test_a_difference_is_named() -> None:
     named = {"a": image(), "b": image(seed=1) if LAST else image(), "c": image()}
     assert first_difference(comm, {"a": image()}) is None
     said = first_difference(comm, named)
-    assert said == f"b (float64 (2, 3, 16, 12)) has different values on rank {SIZE - 1} than on rank 0"
+    assert (
+        said == f"b (float64 (2, 3, 16, 12)) has different values on rank {SIZE - 1} than on rank 0"
+    )
 
 
 @pytest.fixture

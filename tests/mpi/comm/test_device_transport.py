@@ -382,7 +382,9 @@ def test_collectives_of_the_device_need_its_path(undecided: None) -> None:
     if backend_for(DEVICE) is None:
         pytest.skip("PyTorch has no collectives for the device")
     _Chosen.path = DevicePath("host", "as configured")
-    with pytest.raises(ValueError, match=r"comm\.backend=nccl needs .* path is host \(as configured\)"):
+    with pytest.raises(
+        ValueError, match=r"comm\.backend=nccl needs .* path is host \(as configured\)"
+    ):
         start("nccl")
 
 

@@ -19,11 +19,11 @@ def hosts(world, monkeypatch):
 
 
 def said(world, own: dict[str, RankState]) -> str:
-    with pytest.raises(ValueError, match="the ranks are not alike: ") as found:
+    with pytest.raises(ValueError, match="ranks differ: ") as found:
         check_alike(world, own)
     texts = world.allgather(str(found.value))
     assert texts == [texts[0]] * world.size
-    return texts[0].removeprefix("the ranks are not alike: ")
+    return texts[0].removeprefix("ranks differ: ")
 
 
 @pytest.mark.world(2, 3, 4)
