@@ -1,4 +1,4 @@
-"""Virtual ranks: a communicator whose ranks are threads that take turns, in some processes."""
+"""Virtual ranks: a communicator of threads that take turns, in one or more processes."""
 
 from __future__ import annotations
 

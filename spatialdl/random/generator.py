@@ -33,6 +33,8 @@ def key_of(*numbers: int) -> int:
 
 def signed(word: int) -> int:
     """The lowest 64 bits as an int64 value."""
+    word &= _WORD
+    return word - 2**64 if word >= 2**63 else word
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:

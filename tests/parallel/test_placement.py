@@ -208,7 +208,7 @@ def test_ranks_are_cut_where_their_virtual_tiles_are():
     ("stream", "more", "sentence"),
     [
         ((2,), {}, r"at least 1 for each of 2 spatial dims, got stream=\[2\]"),
-        ((2, 2, 1), {}, r"along each of 2 spatial dims.*got stream=\[2, 2, 1\]"),
+        ((2, 2, 1), {}, r"each of 2 spatial dims.*got stream=\[2, 2, 1\]"),
         ((2, 0), {}, r"of 2 spatial dims, got stream=\[2, 0\]"),
         ((2, 2), {"batch": (1, 2)}, "not supported for ranks that divide samples or channels"),
         ((1, 1), {"tensor": (2, 2)}, r"stream=\[1, 1\] cuts images into virtual tiles, which"),
