@@ -56,9 +56,9 @@ def changed(pixels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (lambda: image(seed=1), "other values"),
-        (lambda: changed(image()), "other values"),
-        (lambda: image().flip(-1), "other values"),
+        (lambda: image(seed=1), "different values"),
+        (lambda: changed(image()), "different values"),
+        (lambda: image().flip(-1), "different values"),
         (lambda: image(0, 2, 3, 20, 12), r"\(2, 3, 20, 12\)"),
         (lambda: image(0, 1, 3, 16, 12), r"\(1, 3, 16, 12\)"),
         (lambda: image().float(), "float32"),
@@ -131,7 +131,7 @@ def test_other_labels_of_pixels_are_refused(classes: bool, mesh: Mesh) -> None:
     labels[0, 0, 0] = LAST
     target = labels if classes else labels.double().unsqueeze(1).expand(2, 3, 16, 12)
     loss = F.cross_entropy if classes else F.mse_loss
-    with pytest.raises(ValueError, match="same labels, weights of pixels and masks"):
+    with pytest.raises(ValueError, match="same labels, pixel weights and masks"):
         loss(shard(image(), mesh), target)
 
 
@@ -150,7 +150,7 @@ def test_other_weights_are_refused(mesh: Mesh) -> None:
     with torch.no_grad():
         wrapped.module[4].bias[0] += LAST  # after it has made them alike
     loss = wrapped(shard(image(), mesh)).sum()
-    with pytest.raises(ValueError, match=r"different weights|other losses"):
+    with pytest.raises(ValueError, match=r"different weights|different losses"):
         loss.backward()
 
 
@@ -201,7 +201,7 @@ def test_ranks_that_divide_channels_have_one_image_and_one_label() -> None:
     mesh = init_mesh((1, 1), tensor=SIZE)
     with pytest.raises(ValueError, match=r"image .* has different values on rank"):
         shard(changed(image()) if LAST else image(), mesh)
-    with pytest.raises(ValueError, match=r"tile .* has other values .* divide channels"):
+    with pytest.raises(ValueError, match=r"tile .* has different values .* divide channels"):
         from_local(changed(image()) if LAST else image(), mesh, (16, 12))
     model = SpatialParallel(network(), mesh)
     for labels in (torch.tensor([0, 1]), torch.tensor([0, 2])):

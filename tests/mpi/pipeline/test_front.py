@@ -163,7 +163,7 @@ def test_ranks_with_other_batches_are_refused(world: Communicator) -> None:
     ):
         pipeline.step(images + WORLD.rank, targets)
     with pytest.raises(
-        ValueError, match=r"targets .* has other values .*: give every rank the same"
+        ValueError, match=r"targets .* has different values .*: give every rank the same"
     ):
         pipeline.step(images, (targets + WORLD.rank) % 5)
     own = BATCH - WORLD.rank
