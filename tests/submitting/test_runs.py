@@ -199,9 +199,7 @@ def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, 
 def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
     code, _, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
     assert code == 1
-    assert err.endswith(
-        "(run launcher=slurm data.batch_size=0 of the sweep; none was submitted)\n"
-    )
+    assert err.endswith("(run launcher=slurm data.batch_size=0 of the sweep; none was submitted)\n")
     assert list((tmp_path / "given").iterdir()) == []
 
 

@@ -32,7 +32,7 @@ def test_all_ranks_hear_of_both_sides(one: str, other: str, world: MPI.Intracomm
     mesh = init_mesh((world.size, 1))
     x = shard(torch.rand(2, 2, 12, 8), mesh)
     name = one if world.rank == 0 else other
-    with pytest.raises(CommMismatch, match="ranks do different things") as error:
+    with pytest.raises(CommMismatch, match="ranks call different operations") as error:
         OPERATIONS[name](x)
     text = str(error.value)
     assert f"rank {world.rank} is at '{name}" in text
