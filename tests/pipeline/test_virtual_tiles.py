@@ -371,7 +371,7 @@ def test_an_error_in_one_virtual_tile_ends_the_step(place, tile):
         ("nothing", "3 of 4 virtual ranks wait for each other, and 1 have ended: the network"),
         (
             "mean",
-            "one of 4 virtual ranks calls another operation than those before it: the network",
+            "one of 4 virtual ranks calls another operation than those before it: the",
         ),
     ],
 )

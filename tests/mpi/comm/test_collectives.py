@@ -323,7 +323,7 @@ def test_a_leaf_that_needs_gradients_is_filled():
         (lambda: dist.scatter(zeros(2), [zeros(2)] * (size() + 1), rank()), "needs a list of"),
         (
             lambda: dist.all_gather([zeros(3)] * size(), zeros(4)),
-            "has 4 elements, but its output has 3",
+            "4 elements, .* output has 3",
         ),
     ],
 )
