@@ -1,26 +1,26 @@
-"""Exact training of ordinary vision networks on images split over many ranks.
+"""Exact training of unmodified vision networks on images split over many ranks.
 
-In a program of your own, on every rank::
+In a training loop, on every rank::
 
-    mesh = spatialdl.init_mesh(grid=(2, 1))      # which rank has which part of an image
+    mesh = spatialdl.init_mesh(grid=(2, 1))      # maps ranks to parts of an image
     x = spatialdl.shard(image, mesh)             # or from_local(tile, mesh, size=(H, W))
     loss = criterion(model(x), labels)           # any nn.Module; x.shape is the global one
     loss.backward()
     spatialdl.average_gradients(model, mesh)     # or model = SpatialParallel(model, mesh) before
 
 Images are (N, C, H, W) and split along H and W; sizes are (rows, columns) in pixels, boxes
-half-open (row0, row1, col0, col1). What cannot be done on a split image raises
-`UnsupportedSpatialOp`; a setting that does not fit raises ValueError before anything is computed.
+half-open (row0, row1, col0, col1). An operation that is not supported on a split image raises
+`UnsupportedSpatialOp`; an invalid setting raises ValueError before any computation.
 
-Without ranks, one tile after the other, with activations on a disk where memory ends::
+In a single process, tile by tile, with activations offloaded to disk if memory is full::
 
     loss = criterion(spatialdl.stream(model, image, grid=(8, 8), limit_gb=2), labels)
 
 `spatialdl.data` reads and writes data sets; commands are ``python -m spatialdl.train``, ``.plan``,
 ``.check``, ``.export`` and ``.bench``.
 
-Importing this package starts neither MPI nor a GPU; `init_mesh` does. Nor does it import PyTorch:
-a process that only launches ranks has no use for it. So most names are looked up when first used.
+Importing this package initialises neither MPI nor a GPU; `init_mesh` does. It does not import
+PyTorch either, which launcher processes do not need: most names are imported on first use.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _FOUND_IN = {
 
 
 def __getattr__(name: str) -> object:
-    """Look a name up when it is first used."""
+    """Import a name on first use."""
     if name in ("bags", "random"):
         return import_module(f"spatialdl.{name}")
     if name not in _FOUND_IN:
@@ -103,5 +103,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """All names, looked up or not."""
+    """All names, imported or not."""
     return sorted({*globals(), *__all__})

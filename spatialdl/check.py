@@ -1,8 +1,8 @@
 """``python -m spatialdl.check my_package.build_model num_classes=3 --size 96x80 --grid 2x2``
 
-Does one training step of a network on a split image and in one process, compares every number, and
-prints which operations are exact and which are refused, and where. Started as one process, it
-starts the ranks itself. Exit code 0 if all is exact, 1 if not.
+Runs one training step of a network on a split image and in one process, compares all results, and
+prints the exact and the rejected operations with their positions. Started as one process, it
+launches the ranks itself. Exit code 0 if all results are exact, else 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
         exact = _check(options)
         sys.exit(0 if exact or options.answer else 1)
     try:
-        _look(options)
+        _check_user_input(options)
         exact = _check(options) if prod(options.grid) == 1 else _start(options)
     except (ValueError, UnsupportedSpatialOp, OSError) as error:
         sys.exit(f"error: {describe_error(error)}")
@@ -53,7 +53,7 @@ def main() -> None:
 def _start(options: argparse.Namespace) -> bool:
     """Run this command on several ranks.
 
-    What they find comes back in a file: launchers complain about ranks that end with an error.
+    The result is returned in a file: launchers report ranks that exit with an error.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
@@ -65,22 +65,22 @@ def _start(options: argparse.Namespace) -> bool:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m spatialdl.check",
-        description="Compare a network on a split image with one process, number by number.",
+        description="Compare a network on a split image with a single process.",
     )
     parser.add_argument(
-        "network", help="package.module.function or file.py:function; makes the network"
+        "network", help="package.module.function or file.py:function that builds the network"
     )
     parser.add_argument(
-        "arguments", nargs="*", metavar="key=value", help="of the function: num_classes=3"
+        "arguments", nargs="*", metavar="key=value", help="of that function: num_classes=3"
     )
     parser.add_argument(
-        "--size", type=_sides, required=True, help="of an image: 96x80, 500, 32x32x32"
+        "--size", type=_sides, required=True, help="image size: 96x80, 500, 32x32x32"
     )
-    parser.add_argument("--grid", type=_sides, required=True, help="of ranks: 2x2, 4, 2x1x1")
+    parser.add_argument("--grid", type=_sides, required=True, help="grid of ranks: 2x2, 4, 2x1x1")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
-    parser.add_argument("--batch", type=int, default=2, help="images (default 2)")
+    parser.add_argument("--batch", type=int, default=2, help="number of images (default 2)")
     parser.add_argument(
-        "--channels", type=int, help="of an image (default: in_channels=N of the function, or 3)"
+        "--channels", type=int, help="image channels (default: in_channels=N of the function, or 3)"
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--train", dest="train", action="store_true", default=True)
@@ -95,20 +95,20 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _channels_of(words: Sequence[str]) -> int:
-    given = (re.fullmatch(r"in_chan(?:nel)?s=(\d+)", word) for word in words)
-    return next((int(one[1]) for one in given if one), 3)
+    matches = (re.fullmatch(r"in_chan(?:nel)?s=(\d+)", word) for word in words)
+    return next((int(match[1]) for match in matches if match), 3)
 
 
 def _sides(text: str) -> tuple[int, ...]:
     if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){0,2}", text) is None:
         raise argparse.ArgumentTypeError(
-            f"{text} is not one to three numbers above 0, such as 500, 96x80 or 32x32x32"
+            f"{text} must be one to three positive numbers, such as 500, 96x80 or 32x32x32"
         )
     return tuple(map(int, text.split("x")))
 
 
-def _look(options: argparse.Namespace) -> None:
-    """Find the user's mistakes before ranks start, so that they are told once."""
+def _check_user_input(options: argparse.Namespace) -> None:
+    """Check for user errors before ranks start, so that each is printed once."""
     from spatialdl.checking.compare import differences
     from spatialdl.checking.network import arguments_of, build
 
@@ -116,7 +116,7 @@ def _look(options: argparse.Namespace) -> None:
     if len(size) != len(grid):
         raise ValueError(
             f"an image of {by(size)} has {len(size)} dims, but the grid {by(grid)} has "
-            f"{len(grid)}: name as many numbers in --grid as in --size"
+            f"{len(grid)}: --grid and --size must have the same number of dims"
         )
     if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
         raise ValueError(
@@ -128,16 +128,16 @@ def _look(options: argparse.Namespace) -> None:
     changed = differences(second, first)
     if changed:
         raise ValueError(
-            f"one process gives other numbers each time ({changed[0]}), so there is nothing to "
-            "compare with: switch off what is random in the network, or take --eval"
+            f"results of a single process vary between runs ({changed[0]}), so there is no "
+            "reference: disable randomness in the network, or use --eval"
         )
 
 
 def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> Numbers:
-    """What one process gives; `network` is left as it was, but for its type, mode and dropout.
+    """Results of a single process; changes only dtype, mode and dropout of `network`.
 
     Raises:
-        ValueError: if it cannot do a step.
+        ValueError: if a step fails.
     """
     import torch
 
@@ -153,7 +153,7 @@ def _plain_step(options: argparse.Namespace, network: nn.Module, seed: int) -> N
         return one_step(copy.deepcopy(network), image)
     except Exception as error:
         raise ValueError(
-            f"one process cannot do a step with images {tuple(image.shape)} (--batch, --channels, "
+            f"a single process failed on images {tuple(image.shape)} (--batch, --channels, "
             f"--size): {type(error).__name__} at {users_line_of(error)}: {error}"
         ) from error
 
@@ -167,7 +167,7 @@ def _image(options: argparse.Namespace) -> Tensor:
 
 
 def _check(options: argparse.Namespace) -> bool:
-    """What every rank does: both steps, and the comparison; rank 0 prints it."""
+    """Run both steps and compare them, on every rank; rank 0 prints the report."""
     from spatialdl.checking.compare import differences, one_step
     from spatialdl.checking.network import arguments_of, build
     from spatialdl.checking.record import Recorder
@@ -189,42 +189,40 @@ def _check(options: argparse.Namespace) -> bool:
         refusal = str(error)
     everywhere = list(dict.fromkeys(one for rank in mesh.comm.allgather(found) for one in rank))
     exact = not (refusal or everywhere or recorder.refused)
-    way_out = _way_out(options, spare, mesh, plain, recorder) if recorder.refused else ""
+    workaround = _workaround(options, spare, mesh, plain, recorder) if recorder.refused else ""
     if mesh.comm.rank == 0:
         lines = _report(options, mesh, plain, recorder, refusal, everywhere)
-        if way_out:
-            lines.insert(len(lines) - 1, way_out)
+        if workaround:
+            lines.insert(len(lines) - 1, workaround)
         print("\n".join(lines), flush=True)
         if options.answer:
             options.answer.write_text(EXACT if exact else "not exact")
     return exact
 
 
-def _way_out(
+def _workaround(
     options: argparse.Namespace, network: nn.Module, mesh: Mesh, plain: Numbers, recorder: Recorder
 ) -> str:
-    """The module before which gathering makes the network exact, as a step with it has shown.
-
-    Every rank must call it.
+    """The module before which gathering makes the network exact, verified by a step; collective.
 
     Args:
-        network: as it was before the first step; stays so.
+        network: as before the first step; not modified.
     """
     from spatialdl.checking.compare import differences, one_step
     from spatialdl.spatial.gather import gather_before
 
     for name in dict.fromkeys(name for one in recorder.refusals for name in one.around):
-        other = copy.deepcopy(network)
-        gather_before(other, name)
+        candidate = copy.deepcopy(network)
+        gather_before(candidate, name)
         try:
-            found = differences(one_step(other, _image(options), mesh=mesh), plain)
+            found = differences(one_step(candidate, _image(options), mesh=mesh), plain)
         except UnsupportedSpatialOp:
             continue
         if not any(mesh.comm.allgather(bool(found))):
             return (
-                f'way out: spatialdl.gather_before(model, "{name}"), or '
-                f"parallel.gather_before={name}, gathers the image there: tried, all numbers are "
-                "equal to one process"
+                f'workaround: spatialdl.gather_before(model, "{name}"), or '
+                f"parallel.gather_before={name}, gathers the image there: tested, all results "
+                "equal a single process"
             )
     return ""
 
@@ -252,13 +250,13 @@ def _report(
         lines += ["refused in backward:", f"    {refusal}"]
     numbers = f"outputs, loss, {len(plain.gradients)} gradients and {len(plain.buffers)} buffers"
     if refusal:
-        lines.append("not compared: what is refused ended the run")
+        lines.append("not compared: the rejected operation aborted the step")
     elif found:
-        lines.append(f"NOT EQUAL to one process: {len(found)} of {numbers}")
+        lines.append(f"NOT EQUAL to a single process: {len(found)} of {numbers}")
         lines += [f"    {difference}" for difference in found[:MOST_DIFFERENCES]]
     else:
-        gathered = ", with what is refused done on the gathered image" if recorder.refused else ""
-        lines.append(f"equal to one process: {numbers}{gathered}")
+        gathered = ", with rejected operations on the gathered image" if recorder.refused else ""
+        lines.append(f"equal to a single process: {numbers}{gathered}")
     exact = not (found or refusal or recorder.refused)
     return [*lines, "exact" if exact else "not exact"]
 

@@ -1,18 +1,18 @@
-"""The exceptions that are ours; everything else is Python's own."""
+"""Exceptions of this package."""
 
 from __future__ import annotations
 
 
 class UnsupportedSpatialOp(NotImplementedError):
-    """An operation that cannot be done on a split image; nothing was computed."""
+    """An operation is not supported on a split image; nothing was computed."""
 
 
 class CommMismatch(RuntimeError):
-    """Ranks were about to talk about different things (found by ``comm.check``)."""
+    """Ranks called different operations (detected by ``comm.check``)."""
 
 
 class SlideError(ValueError):
-    """A slide cannot be used: missing, unreadable, or without what tiling needs."""
+    """A slide is missing, unreadable, or lacks metadata for tiling."""
 
 
 class ShardError(ValueError):
@@ -24,4 +24,4 @@ class CheckpointError(ValueError):
 
 
 class NotFinite(ArithmeticError):
-    """A number became NaN or infinite in training (see ``trainer.stop_on_nan``)."""
+    """A value became NaN or infinite in training (see ``trainer.stop_on_nan``)."""

@@ -1,7 +1,7 @@
-"""The evaluating command: ``python -m spatialdl.evaluate ckpt_path=... shards=... split=test``.
+"""The evaluation command: ``python -m spatialdl.evaluate ckpt_path=... shards=... split=test``.
 
-It predicts as ``spatialdl.predict`` does, on as many ranks as ``parallel`` needs, and compares with
-labels what came out; or it takes what was predicted before, ``predictions=DIR``.
+Predicts like ``spatialdl.predict``, on the number of ranks that ``parallel`` needs, and compares
+predictions with labels; or reads earlier predictions, ``predictions=DIR``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Evaluate, on as many ranks as the configuration asks for."""
+    """Evaluate on the number of ranks that the configuration needs."""
     _COMMAND.main()
 
 
@@ -42,8 +42,8 @@ _COMMAND = Command(
     check=check_evaluation,
     files=evaluation_files,
     run=_run,
-    failed="error: not all was predicted, so the metrics are those of the rest; see status "
-    "and reason in the tables of {run_dir}",
+    failed="error: some predictions failed, and the metrics exclude them; see status and reason "
+    "in the tables of {run_dir}",
 )
 
 if __name__ == "__main__":

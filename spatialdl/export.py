@@ -1,13 +1,13 @@
 """``python -m spatialdl.export ckpt_path=RUN out=model.safetensors``
 
-The weights and buffers of a checkpoint as one safetensors file, under the names of the plain
+Exports the weights and buffers of a checkpoint as one safetensors file, with the names of the plain
 network's state dict:
 
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
-Its metadata has `mean`, `std` and `scale` of the input, (pixel / scale - mean) / std, and `config`,
-`step` and `versions` of the run, each as JSON. `model.json` beside it has what is needed to use the
-network: the input, its size and channels, the task, the classes, and what builds the network.
+The metadata contains `mean`, `std` and `scale` of the input, (pixel / scale - mean) / std, and
+`config`, `step` and `versions` of the run, each as JSON. `model.json` beside it describes the
+use of the network: input, its size and channels, task, classes, and how to build the network.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from spatialdl.errors import CheckpointError
 KEYS = {
     "ckpt_path": "a run directory (its latest checkpoint), RUN/checkpoints/best, or one checkpoint",
     "out": "the file to write (model.safetensors)",
-    "average": "true (as it is) or false: the average of the weights that trainer.ema has kept",
+    "average": "true (default) or false: export the averaged weights of trainer.ema, if any",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Export, as the command line says."""
+    """Run the export command."""
     try:
-        given = _parse(arguments)
-        out, average = given.get("out", "model.safetensors"), given.get("average", "true")
+        values = _parse(arguments)
+        out, average = values.get("out", "model.safetensors"), values.get("average", "true")
         path, file, step, averaged = export(
-            given["ckpt_path"], Path(out), average=average == "true"
+            values["ckpt_path"], Path(out), average=average == "true"
         )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {describe_error(error)}")
@@ -44,16 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Path, int, bool]:
-    """Write one file with all weights and buffers of a checkpoint.
+    """Write all weights and buffers of a checkpoint to one file.
 
     Args:
-        ckpt_path: a run directory, whose latest checkpoint is taken, or a checkpoint.
-        out: a file, which is replaced if it is there.
-        average: whether to take averages of weights (``trainer.ema``) in their place, if the
-            checkpoint has some.
+        ckpt_path: a run directory, whose latest checkpoint is used, or a checkpoint.
+        out: output file; replaced if it exists.
+        average: whether to export averaged weights (``trainer.ema``), if the checkpoint has any.
 
     Returns:
-        The checkpoint, the file, the step, and whether averages were taken.
+        Checkpoint, file, step, and whether averaged weights were exported.
 
     Raises:
         CheckpointError: if there is no checkpoint, or it is damaged.
@@ -66,14 +65,14 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
     from spatialdl.training.checkpoints.writing import save
 
     if ckpt_path == LATEST:
-        raise CheckpointError("ckpt_path=latest of which run? name its directory")
+        raise CheckpointError("ckpt_path=latest names no run: use the run directory")
     path, *_ = candidates(ckpt_path, Path())
     found = damages(path, SingleProcess())
     if found:
         raise CheckpointError(f"{path} is damaged: {'; '.join(found)}; name another checkpoint")
     with Checkpoint(path) as checkpoint:
-        others = STATE, NUMBER, AVERAGE
-        names = [name for name in checkpoint.names("") if not name.startswith(others)]
+        not_weights = STATE, NUMBER, AVERAGE
+        names = [name for name in checkpoint.names("") if not name.startswith(not_weights)]
         averages = set(checkpoint.names(AVERAGE)) if average else set()
         tensors = {
             name: checkpoint.read(AVERAGE + name if AVERAGE + name in averages else name)
@@ -89,7 +88,7 @@ def export(ckpt_path: str, out: Path, *, average: bool = True) -> tuple[Path, Pa
 
 
 def card_of(out: Path) -> Path:
-    """The file beside exported weights that says how to use them."""
+    """Path of the JSON file beside exported weights that describes their use."""
     return out.with_suffix(".json")
 
 
@@ -109,14 +108,14 @@ def _card(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Mean and std of each channel and the scale, by which pixels become the network's input."""
+    """Mean and std of each channel, and scale, of the input normalisation."""
     from spatialdl.data.normalisation import Normalisation
 
     data = content["config"]["data"]
-    found = (content.get("data") or {}).get("input")
-    if found is None:  # older checkpoints, of unknown pixels
-        found = Normalisation.from_config(data).described(int(data["channels"]), None)
-    return {key: found[key] for key in ("mean", "std", "scale")}
+    values = (content.get("data") or {}).get("input")
+    if values is None:  # older checkpoints do not record the pixels
+        values = Normalisation.from_config(data).described(int(data["channels"]), None)
+    return {key: values[key] for key in ("mean", "std", "scale")}
 
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, str]:
@@ -126,18 +125,18 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, str]:
         description=f"{__doc__}\n{keys}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("given", nargs="+", metavar="key=value")
-    words = parser.parse_args(arguments).given
-    given = dict(word.partition("=")[::2] for word in words)
-    if given.get("average", "true") not in ("true", "false"):
-        raise ValueError(f"average={given['average']} must be true or false")
-    unknown = [key for key in given if key not in KEYS]
-    if given.get("out", "").endswith(".json"):
-        raise ValueError(f"out={given['out']} is the name of what is written beside the weights")
-    if unknown or not given.get("ckpt_path"):
-        what = f"there is no key {unknown[0]}" if unknown else "ckpt_path has no value"
+    parser.add_argument("words", nargs="+", metavar="key=value")
+    words = parser.parse_args(arguments).words
+    values = dict(word.partition("=")[::2] for word in words)
+    if values.get("average", "true") not in ("true", "false"):
+        raise ValueError(f"average={values['average']} must be true or false")
+    unknown = [key for key in values if key not in KEYS]
+    if values.get("out", "").endswith(".json"):
+        raise ValueError(f"out={values['out']} conflicts with the JSON file beside the weights")
+    if unknown or not values.get("ckpt_path"):
+        what = f"unknown key {unknown[0]}" if unknown else "ckpt_path has no value"
         raise ValueError(f"{what}: python -m spatialdl.export ckpt_path=RUN out=model.safetensors")
-    return given
+    return values
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The planning command: ``python -m spatialdl.plan key=value ... world=64``.
 
-It takes every key of ``spatialdl.train``, runs nothing, and lists the layouts that fit; of a layout
-that is named it tells what it takes.
+Accepts every key of ``spatialdl.train``, runs no training, and lists the layouts that fit; for a
+given layout it prints the cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spatialdl.comm.abort import describe_error
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
-from spatialdl.starting import check_words, composed_job, run_directory
+from spatialdl.starting import check_command_line, composed_job, run_directory
 
 if TYPE_CHECKING:
     from spatialdl.planning.search import Row
@@ -31,14 +31,14 @@ log = logging.getLogger("spatialdl.plan")
 
 
 def main() -> None:
-    """Plan, as the command line says."""
+    """Run the planning command."""
     flags = {"--calibrate": "calibrate=true"}
-    sys.argv[1:] = [flags.get(one, rewritten(one)) for one in sys.argv[1:]]
+    sys.argv[1:] = [flags.get(argument, rewritten(argument)) for argument in sys.argv[1:]]
     if wants_help(sys.argv[1:]):
         print_help("plan")
         return
     try:
-        check_words(flags_of(sys.argv[1:], "plan"), "plan")
+        check_command_line(flags_of(sys.argv[1:], "plan"), "plan")
         _hydra_main()
     except KeyboardInterrupt:
         sys.exit("interrupted")
@@ -60,10 +60,10 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row]:
-    """Print the table, draw the first layout.
+    """Print the table, and draw the first layout.
 
     Raises:
-        ValueError: if the configuration does not fit together, or no layout fits.
+        ValueError: if the configuration is inconsistent, or no layout fits.
     """
     from spatialdl.planning.calibrate import measured
     from spatialdl.planning.drawing import draw_layout, draw_timeline
@@ -73,14 +73,14 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     is_named = config.parallel.name not in ("none", "auto")
     if is_named and OmegaConf.is_missing(config, "world"):
         config = config.copy()
-        config.world = None  # as many as it needs
+        config.world = None  # computed from the layout
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{', '.join(missing)} has no value: add {missing[0]}=...")
     if config.launcher.name != "local":
-        raise ValueError(f"launcher={config.launcher.name} is for runs: planning takes no job")
+        raise ValueError(f"launcher={config.launcher.name} submits runs, but planning has no run")
     if config.parallel.name == "auto":
-        raise ValueError("parallel=auto is for training: leave it out, which looks for a layout")
+        raise ValueError("parallel=auto is for training: omit it to search for a layout")
     fit_model_keys(config, overrides)
     again = bool(config.calibrate)
     check_first(config, config.cluster.get("name") == MEASURED and (again or measured() is None))
@@ -94,7 +94,7 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
         rows = search(job, cluster, config.parallel, config.world, memory)
     print(table(rows[: int(config.rows)], job, cluster, len(rows)))
     if memory is not None and rows[0].memory > memory:
-        print(f"\nnote: a rank has {memory / 1e9:.2f} GB: it does not fit")
+        print(f"\nnote: does not fit: a rank has {memory / 1e9:.2f} GB")
     _write(rows[: int(config.rows)], folder)
     draw_layout(rows[0], job, folder / "layout.png")
     draw_timeline(rows[0], folder / "timeline.png")
@@ -103,7 +103,7 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
 
 
 def _write(rows: Sequence[Row], folder: Path) -> None:
-    """The same for programs; with the layouts' keys, as ``spatialdl.train`` takes them."""
+    """Write the rows as JSON, with the layouts' overrides for ``spatialdl.train``."""
     listed = [
         {
             "overrides": row.layout.overrides(),

@@ -1,6 +1,6 @@
-"""The predicting command: ``python -m spatialdl.predict ckpt_path=... slides=...``.
+"""The prediction command: ``python -m spatialdl.predict ckpt_path=... slides=...``.
 
-It starts as ``spatialdl.train`` does, on as many ranks as ``parallel`` needs.
+Starts like ``spatialdl.train``, on the number of ranks that ``parallel`` needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Predict, on as many ranks as the configuration asks for."""
+    """Predict on the number of ranks that the configuration needs."""
     _COMMAND.main()
 
 
@@ -41,8 +41,8 @@ _COMMAND = Command(
     check=check_config,
     files=prediction_files,
     run=_run,
-    failed="error: not all was predicted, see status and reason in the tables of {run_dir}; "
-    "the same command tries again what failed",
+    failed="error: some predictions failed, see status and reason in the tables of {run_dir}; "
+    "run the same command again to retry them",
 )
 
 if __name__ == "__main__":

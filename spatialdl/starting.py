@@ -1,9 +1,9 @@
-"""How commands with a Hydra configuration start: alone, under a launcher, or on ranks they start.
+"""Start of commands with a Hydra configuration: single process, under a launcher, or with ranks.
 
-Started as one process, a command is an ordinary Hydra application, which may start itself again on
-several ranks. Started by a launcher, every rank composes the configuration, and all take rank 0's
-run directory. Either way what Hydra would write there first, its records and the log, is written
-here, once no other run has the directory.
+Started as one process, a command is an ordinary Hydra application, which may launch itself on
+several ranks. Started by a launcher, every rank composes the configuration, and all use rank 0's
+run directory. In both cases Hydra's records and the log are written here, after the run directory
+is locked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spatialdl.comm.abort import describe_error, install_abort_hook
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.limit import limit_waits
-from spatialdl.comm.liveness import answer
+from spatialdl.comm.liveness import report_start
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.consistency.compare import check_alike
@@ -36,29 +36,29 @@ if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
 
 _RECORDS = ".hydra"
-_CHECKED = "hydra.output_subdir=null"  # changes nothing: that is so in our files
+_CHECKED = "hydra.output_subdir=null"  # has no effect: it is the default of our configuration
 
 # --- processes
 
 
-def alone(work: Callable[[], object]) -> None:
-    """Run a process that no launcher has started; what goes wrong is one line."""
+def run_single_process(work: Callable[[], object]) -> None:
+    """Run a process without a launcher; print errors in one line."""
     try:
         work()
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except (ValueError, OSError) as error:  # or Hydra cannot make the run directory
+    except (ValueError, OSError) as error:  # OSError if Hydra cannot create the run directory
         print(f"error: {describe_error(error)}", file=sys.stderr)
         sys.exit(1)
 
 
-def as_rank(work: Callable[[], object]) -> None:
-    """Run one of several ranks: what goes wrong on it ends all."""
+def run_as_rank(work: Callable[[], object]) -> None:
+    """Run one of several ranks; its errors abort all ranks."""
     install_abort_hook()
     end_with_launcher()
     info = launched()
     if info is not None:
-        answer(info.rank)
+        report_start(info.rank)
     try:
         work()
     except SystemExit as stop:
@@ -71,11 +71,11 @@ def as_rank(work: Callable[[], object]) -> None:
 # --- the configuration
 
 
-def check_words(flags: Namespace, command: str) -> None:
-    """Refuse what no configuration knows.
+def check_command_line(flags: Namespace, command: str) -> None:
+    """Reject keys that no configuration has.
 
     Raises:
-        ValueError: if there is something.
+        ValueError: if there is one.
     """
     elsewhere = flags.config_path is not None or flags.hydra_help or flags.shell_completion
     if not elsewhere:
@@ -84,14 +84,14 @@ def check_words(flags: Namespace, command: str) -> None:
 
 
 def composed_job() -> DictConfig:
-    """The configuration of this job of Hydra with Hydra's part."""
-    found = HydraConfig.instance().cfg
-    assert isinstance(found, DictConfig)
-    return found
+    """Configuration of this Hydra job, including the ``hydra`` group."""
+    config = HydraConfig.instance().cfg
+    assert isinstance(config, DictConfig)
+    return config
 
 
-def sources() -> list[str]:
-    """The flags that say where this job's configuration came from."""
+def config_source_flags() -> list[str]:
+    """Flags that reproduce the sources of this job's configuration."""
     job = HydraConfig.get()
     flags = ["--config-name", str(job.job.config_name)]
     for source in job.runtime.config_sources:
@@ -100,24 +100,24 @@ def sources() -> list[str]:
     return [*flags, *(o for o in job.overrides.hydra if o.startswith("hydra.searchpath="))]
 
 
-def into(run_dir: Path) -> list[str]:
-    """Overrides that send ranks to this job's directory, with its number in a sweep."""
+def run_dir_overrides(run_dir: Path) -> list[str]:
+    """Overrides that give ranks this job's directory, and its number in a sweep."""
     quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
     keys = ("hydra.job.id", "hydra.job.num")
-    found = {key: OmegaConf.select(composed_job(), key, throw_on_missing=False) for key in keys}
-    numbers = [f"{key}={value}" for key, value in found.items() if value is not None]
+    values = {key: OmegaConf.select(composed_job(), key, throw_on_missing=False) for key in keys}
+    numbers = [f"{key}={value}" for key, value in values.items() if value is not None]
     return [f"hydra.run.dir='{quoted}'", *numbers, _CHECKED]
 
 
-def was_sent(flags: Namespace) -> bool:
-    """Whether the process that started this rank has used `into`."""
+def has_run_dir_overrides(flags: Namespace) -> bool:
+    """Whether the starting process passed `run_dir_overrides` to this rank."""
     return _CHECKED in flags.overrides
 
 
 def composed_for(flags: Namespace, command: str) -> DictConfig:
-    """The configuration with Hydra's own part, as ``hydra.main`` would make it."""
+    """Configuration including the ``hydra`` group, as ``hydra.main`` would compose it."""
     if flags.config_path is not None:
-        raise ValueError("--config-path is not known here: name the folder with --config-dir")
+        raise ValueError("--config-path is not supported: pass the folder with --config-dir")
     overrides = list(flags.overrides)
     if flags.config_dir is not None:
         overrides.append(f"hydra.searchpath=['file://{os.path.abspath(flags.config_dir)}']")
@@ -128,19 +128,19 @@ def composed_for(flags: Namespace, command: str) -> DictConfig:
 def composed_by_rank(
     info: LaunchInfo, arguments: Sequence[str], command: str, application: Callable[[], object]
 ) -> tuple[Namespace, DictConfig] | None:
-    """The flags of a rank that a launcher has started, and its configuration with Hydra's part.
+    """Flags of a launched rank, and its configuration including the ``hydra`` group.
 
     Args:
-        info: of the launcher.
-        arguments: of the command line.
-        command: that is started, with a configuration of this name.
-        application: Hydra's, which answers questions of its own in rank 0.
+        info: from the launcher.
+        arguments: the command line.
+        command: name of the command and of its configuration.
+        application: Hydra application, which handles Hydra's information flags on rank 0.
 
     Returns:
-        Nothing if there was such a question.
+        None if there was such a flag.
 
     Raises:
-        ValueError: if something is unknown, or several jobs are asked for.
+        ValueError: if a key is unknown, or several jobs are requested.
     """
     flags = flags_of(arguments, command)
     if flags.hydra_help or flags.info or flags.cfg or flags.shell_completion:
@@ -149,26 +149,26 @@ def composed_by_rank(
         return None
     if flags.multirun:
         raise ValueError(
-            f"--multirun was started on {info.size} ranks, but starts the ranks of its jobs "
-            "itself: leave the launcher out"
+            f"--multirun was started on {info.size} ranks, but launches the ranks of its jobs "
+            "itself: start it without a launcher"
         )
-    if was_sent(flags):  # the one that starts ranks has looked
+    if has_run_dir_overrides(flags):  # checked by the starting process
         composed = composed_for(flags, command)
-        HydraConfig.instance().set_config(composed)  # for keys that refer to the job
+        HydraConfig.instance().set_config(composed)  # for keys that interpolate ${hydra:...}
         return flags, composed
-    check_words(flags, command)
+    check_command_line(flags, command)
     return flags, composed_for(flags, command)
 
 
 def check_same_start(world: Communicator, composed: DictConfig, files: RankState) -> None:
-    """Refuse ranks that were started with different things; all of them must call it.
+    """Check that all ranks were started with the same configuration and code; collective.
 
     Args:
-        composed: this rank's configuration with Hydra's part.
-        files: that every rank reads for itself.
+        composed: this rank's configuration including the ``hydra`` group.
+        files: files that every rank reads independently.
 
     Raises:
-        ValueError: on all ranks, telling what differs and which ranks have which.
+        ValueError: on all ranks, naming the differences and their ranks.
     """
     if world.size == 1:
         return
@@ -182,7 +182,7 @@ def check_same_start(world: Communicator, composed: DictConfig, files: RankState
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:
-    """The command's own keys."""
+    """The command's own keys, without the ``hydra`` group."""
     config = composed.copy()
     with open_dict(config):
         del config["hydra"]
@@ -196,22 +196,22 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 def run_directory(
     world: Communicator, composed: DictConfig, config: DictConfig, command: str
 ) -> Iterator[tuple[DictConfig, Path]]:
-    """Rank 0's configuration and its run directory, to which no other run writes meanwhile.
+    """Rank 0's configuration and its run directory, locked against other runs.
 
-    All ranks enter it, and leave it together. Rank 0 writes there how it was started, and logs into
-    a file named like the command.
+    Collective on entry and exit. Rank 0 records there how it was started, and logs into a file
+    named like the command.
 
     Args:
-        composed: this rank's configuration with Hydra's part.
-        config: the command's own keys, as they are to be recorded.
+        composed: this rank's configuration including the ``hydra`` group.
+        config: the command's own keys, as recorded.
 
     Raises:
-        ValueError: on rank 0, if another run has the directory; there is nothing changed then.
+        ValueError: on rank 0, if another run has locked the directory, which is left unchanged.
     """
     with ExitStack() as stack:
         run_dir = Path()
-        if world.rank == 0:  # only there: to resolve the name of a new folder makes it
-            run_dir = _place_of(composed)
+        if world.rank == 0:  # only there, as resolving a new directory's name creates it
+            run_dir = _run_dir_of(composed)
             stack.enter_context(held(run_dir))
         text, run_dir = world.bcast((OmegaConf.to_yaml(config), run_dir))
         with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
@@ -223,17 +223,17 @@ def run_directory(
         agreed = OmegaConf.create(text)
         OmegaConf.set_struct(agreed, True)
         yield agreed, run_dir
-    world.barrier()  # nobody watches over ranks that wait for each other in the end of MPI
+    world.barrier()  # the watchdog does not cover waits in MPI_Finalize
 
 
-def _place_of(composed: DictConfig) -> Path:
-    """Where Hydra has this job, or would have it."""
-    found = OmegaConf.select(composed, "hydra.runtime.output_dir", throw_on_missing=False)
-    return Path(found or composed.hydra.run.dir).absolute()
+def _run_dir_of(composed: DictConfig) -> Path:
+    """Directory of this job, as Hydra resolves it."""
+    output_dir = OmegaConf.select(composed, "hydra.runtime.output_dir", throw_on_missing=False)
+    return Path(output_dir or composed.hydra.run.dir).absolute()
 
 
 def _write_records(composed: DictConfig, config: DictConfig, folder: Path) -> None:
-    """What Hydra would write."""
+    """Write Hydra's records."""
     folder.mkdir(exist_ok=True)
     OmegaConf.save(config, folder / "config.yaml")
     OmegaConf.save(OmegaConf.create({"hydra": composed.hydra}), folder / "hydra.yaml")
@@ -243,17 +243,18 @@ def _write_records(composed: DictConfig, config: DictConfig, folder: Path) -> No
 # --- a rank
 
 
-def meet(
+def join_ranks(
     info: LaunchInfo, composed: DictConfig, files: Callable[[DictConfig], RankState]
 ) -> Communicator:
-    """Make this process one of the ranks, which are to have been started with the same things.
+    """Make this process one of the ranks; collective.
 
     Args:
-        composed: this rank's configuration with Hydra's part.
-        files: of a configuration, that every rank reads for itself.
+        composed: this rank's configuration including the ``hydra`` group.
+        files: of a configuration, the files that every rank reads independently.
 
     Raises:
-        ValueError: they were not, or the launcher and the transport do not fit together.
+        ValueError: if ranks were started differently, or the launcher and the transport do not
+            fit together.
     """
     from spatialdl.comm.device_path import choose_device_path, device_of
 
@@ -267,17 +268,17 @@ def meet(
 
 
 def choose_device(config: DictConfig, info: LaunchInfo) -> None:
-    """Take the accelerator of this rank, before MPI looks which one is current.
+    """Select the accelerator of this rank, before MPI reads the current device.
 
-    Ranks of a machine that follow each other share one if told so. A launcher may show each rank
-    its own only, so one may serve any rank.
+    With ``ranks_per_device`` consecutive ranks of a node share one. A launcher may expose only one
+    device to each rank, so a single one may serve any rank.
 
     Raises:
-        ValueError: if there are several, and none for this rank.
+        ValueError: if there are several, but none for this rank.
     """
     shared = config.comm.ranks_per_device
     if not isinstance(shared, int) or shared < 1:
-        raise ValueError(f"comm.ranks_per_device={shared} must be at least 1 rank")
+        raise ValueError(f"comm.ranks_per_device={shared} must be at least 1")
     if config.device == "cpu":
         return
     import torch
@@ -289,8 +290,8 @@ def choose_device(config: DictConfig, info: LaunchInfo) -> None:
     number, count = info.local_rank // shared, torch.accelerator.device_count()
     if number >= count > 1:
         raise ValueError(
-            f"rank {info.rank} is number {info.local_rank} of its machine, which has {count} "
-            f"devices: start at most {count * shared} ranks on it, or take "
+            f"rank {info.rank} has local rank {info.local_rank}, but its node has {count} devices: "
+            f"start at most {count * shared} ranks per node, or set "
             f"comm.ranks_per_device={-(-(info.local_rank + 1) // count)} or more"
         )
     take_device(number % count)

@@ -1,4 +1,4 @@
-"""Text for the console: columns that stay straight whatever is in them."""
+"""Console text: aligned columns, units and sizes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def print_lines(text: str) -> None:
-    """Print to standard output; its reader, such as `head`, may have closed the pipe."""
+    """Print to standard output; tolerates a reader, such as `head`, that closed the pipe."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # or Python would flush what is left when it exits
+        # or Python would fail again when it flushes at exit
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def width(text: str) -> int:
-    """Columns of a console that a text takes: accents none, Chinese letters two."""
+    """Console columns of a text: 0 for combining accents, 2 for wide characters."""
     return sum((not combining(c)) * (2 if east_asian_width(c) in "WF" else 1) for c in text)
 
 
 def fitted(text: str, most: int) -> str:
-    """A text in one line of at most `most` columns; of a longer one the middle is left out."""
+    """Text in one line of at most `most` columns, with the middle elided if necessary."""
     line = "".join(c if c.isprintable() else "?" for c in text)
     if width(line) <= most:
         return line
@@ -43,7 +43,7 @@ def fitted(text: str, most: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Rows of a table as lines: columns `left` begin, the others end, below each other."""
+    """Rows of a table as lines, with columns `left` left-aligned and all others right-aligned."""
     widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -69,7 +69,7 @@ def readable_bytes(count: int) -> str:
 
 
 def without_passwords(value: Any) -> Any:
-    """A text, or texts in lists and mappings, in which addresses have neither user nor password."""
+    """Replace user and password in URLs, in a string or in nested lists and mappings."""
     if isinstance(value, Mapping):
         return {key: without_passwords(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -78,10 +78,10 @@ def without_passwords(value: Any) -> Any:
 
 
 def size_in_bytes(text: str) -> int:
-    """The size that an option says: "256M" is 256 x 2**20.
+    """Parse a size: "256M" is 256 x 2**20.
 
     Raises:
-        ArgumentTypeError: it says none.
+        ArgumentTypeError: if the text is not a size.
     """
     match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
     if match is None or int(match[1]) < 1:
@@ -90,10 +90,10 @@ def size_in_bytes(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1, as a type of options.
+    """Parse an integer of at least 1, as an argparse type.
 
     Raises:
-        ArgumentTypeError: the text is none.
+        ArgumentTypeError: if the text is not one.
     """
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")

@@ -1,7 +1,7 @@
 """The training command: ``python -m spatialdl.train key=value ...``.
 
-Started as one process, it is an ordinary Hydra application that counts the ranks its layout needs.
-One rank is this process; for several it starts itself again under a launcher; see `starting`.
+Started as one process, it is an ordinary Hydra application that computes the number of ranks from
+the layout. One rank runs in this process; several are launched; see `starting`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from spatialdl.comm import early_signals
 
-    early_signals.keep()  # before anything else is imported, which takes a while
+    early_signals.keep()  # before other imports, which take seconds
 
 import logging
 import sys
@@ -31,15 +31,15 @@ from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
 from spatialdl.consistency.rank_state import training_files
 from spatialdl.starting import (
-    alone,
-    as_rank,
-    check_words,
+    check_command_line,
     composed_by_rank,
     composed_job,
-    into,
-    meet,
+    config_source_flags,
+    join_ranks,
+    run_as_rank,
+    run_dir_overrides,
     run_directory,
-    sources,
+    run_single_process,
     without_hydra,
 )
 from spatialdl.training import signals
@@ -54,7 +54,7 @@ log = logging.getLogger("spatialdl.train")
 
 
 def main() -> None:
-    """Train, on as many ranks as the configuration asks for."""
+    """Train on the number of ranks that the configuration needs."""
     arguments = sys.argv[1:] = [rewritten(argument) for argument in sys.argv[1:]]
     info = launched()
     if wants_help(arguments):
@@ -62,42 +62,42 @@ def main() -> None:
             print_help("train")
         return
     if info is None:
-        alone(lambda: _run_alone(arguments))
+        run_single_process(lambda: _run_alone(arguments))
         return
     signals.install()
-    as_rank(lambda: _run_rank(info, arguments))
+    run_as_rank(lambda: _run_rank(info, arguments))
 
 
 def _run_alone(arguments: Sequence[str]) -> None:
     let_end()
-    check_words(flags_of(arguments), "train")
+    check_command_line(flags_of(arguments), "train")
     _hydra_main()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="train")
 def _hydra_main(config: DictConfig) -> None:
-    """One job of Hydra, in a process that no launcher has started."""
+    """Run one Hydra job, in a process without a launcher."""
     job = HydraConfig.get()
     overrides = list(job.overrides.task)
     run_dir = Path(job.runtime.output_dir)
     try:
         if config.launcher.name == "slurm":
-            _hand_in(config, overrides, run_dir)
+            _submit(config, overrides, run_dir)
             return
         if config.parallel.name == "auto":
             from spatialdl.planning.auto import choose_alone
 
             config, overrides = choose_alone(config, overrides)
         if config.debug.name == "fakecomm":
-            _take_back(run_dir)
-            if not _look(config, overrides):
+            _remove_if_empty(run_dir)
+            if not _print_preflight(config, overrides):
                 sys.exit(1)
             return
         placement = check_config(config)
         if placement.world_size > 1:
             _check_data_and_network(config, placement, overrides)
             log.info("%s: starting %s", run_dir, placement.describe())
-            arguments = [*sources(), *overrides, *into(run_dir)]
+            arguments = [*config_source_flags(), *overrides, *run_dir_overrides(run_dir)]
             code = start_ranks(placement.world_size, "spatialdl.train", arguments, stops=True)
             if code:
                 sys.exit(code)
@@ -124,10 +124,10 @@ def _check_data_and_network(
 
 
 def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Build a network of the user's own once before ranks start, where its errors are seen.
+    """Build a user's network once before ranks start, where its errors are printed once.
 
     Raises:
-        ValueError: if it cannot be built, or the weights to begin with do not fit.
+        ValueError: if it cannot be built, or the initial weights do not fit.
     """
     if not is_own_network(config.model["_target_"]):
         return
@@ -141,15 +141,15 @@ def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
     make_network(config, data, SingleProcess())
 
 
-def _take_back(run_dir: Path) -> None:
-    """Remove the folder that Hydra has made for nothing, unless there is something in it."""
+def _remove_if_empty(run_dir: Path) -> None:
+    """Remove the run directory that Hydra created, if it is empty."""
     if run_dir != Path.cwd():
         with suppress(OSError):
             run_dir.rmdir()
 
 
-def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
-    """Tell what the ranks would do, and whether they would do it."""
+def _print_preflight(config: DictConfig, overrides: Sequence[str]) -> bool:
+    """Print the preflight report of the ranks; return whether they would run."""
     from spatialdl.planning.fakecomm import look
 
     errors = []
@@ -161,34 +161,34 @@ def _look(config: DictConfig, overrides: Sequence[str]) -> bool:
     return look(config, errors)
 
 
-def _hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
-    """Leave the run to a job of Slurm."""
-    from spatialdl.submitting.runs import hand_in
+def _submit(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+    """Submit the run as a Slurm job."""
+    from spatialdl.submitting.runs import submit_run
 
     fit_model_keys(config, overrides)
-    hand_in(config, overrides, run_dir)
+    submit_run(config, overrides, run_dir)
 
 
 def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
-    """What one of several ranks does: agree on configuration and run directory, then train."""
-    found = composed_by_rank(info, arguments, "train", _hydra_main)
-    if found is None:
+    """Agree on configuration and run directory, then train, on one of several ranks."""
+    flags_and_config = composed_by_rank(info, arguments, "train", _hydra_main)
+    if flags_and_config is None:
         return
-    flags, composed = found
+    flags, composed = flags_and_config
     config = without_hydra(composed)
     if config.debug.name == "fakecomm":
         raise ValueError(
-            f"debug=fakecomm was started on {info.size} ranks, but tells in one process what "
-            "ranks would do: leave the launcher out"
+            f"debug=fakecomm was started on {info.size} ranks, but simulates them in one process: "
+            "start it without a launcher"
         )
     if config.launcher.name != "local":
         raise ValueError(
             f"launcher={config.launcher.name} was started by {info.launcher} on {info.size} ranks, "
-            "but submits jobs that start theirs: leave one of the two out"
+            "but submits jobs that launch their own ranks: omit one of the two"
         )
     if config.parallel.name != "auto":
         check_config(config).check_world(info.size, f"parallel={config.parallel.name}")
-    world = meet(info, composed, training_files)  # from here on this process is a rank
+    world = join_ranks(info, composed, training_files)
     if config.parallel.name == "auto":
         config = _choose_together(world, config)
     _train(world, composed, config, flags.overrides)
@@ -196,7 +196,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
 
 
 def _choose_together(world: Communicator, config: DictConfig) -> DictConfig:
-    """The best layout for the ranks that are there, found by rank 0."""
+    """The best layout for the launched ranks, computed by rank 0."""
     from spatialdl.planning.auto import choose
 
     text = ""
@@ -210,7 +210,7 @@ def _choose_together(world: Communicator, config: DictConfig) -> DictConfig:
 def _train(
     world: Communicator, composed: DictConfig, config: DictConfig, overrides: Iterable[str]
 ) -> None:
-    """Train in this process, which is the only rank or one of several."""
+    """Train in this process, the only rank or one of several."""
     from spatialdl.training import trainer
 
     with run_directory(world, composed, config, "train") as (agreed, run_dir):

@@ -150,7 +150,7 @@ def test_an_exact_network(folder: Path) -> None:
         ["F.relu", "1"],
         ["F.dropout", "1"],
     ]
-    assert "equal to one process: outputs, loss, 7 gradients and 3 buffers" in lines
+    assert "equal to a single process: outputs, loss, 7 gradients and 3 buffers" in lines
     assert lines[-1] == "exact"
 
 
@@ -176,7 +176,7 @@ def test_refused_operations_are_named_with_their_lines(folder: Path) -> None:
     ), said
     assert f"refused {values}" in table
     assert f"refused: torch.cumsum at {cumsum} in the network (Refused)\n    cumsum cannot" in said
-    assert "with what is refused done on the gathered image" in said
+    assert "with rejected operations on the gathered image" in said
     assert said.splitlines()[-1] == "not exact"
 
 
@@ -203,8 +203,10 @@ def test_the_way_out_of_a_vision_transformer_is_tried_and_named(folder: Path) ->
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert "flip cannot be done" in done.stdout
-    assert lines[-2].startswith('way out: spatialdl.gather_before(model, "patch_embed.norm"), or')
-    assert lines[-2].endswith("tried, all numbers are equal to one process")
+    assert lines[-2].startswith(
+        'workaround: spatialdl.gather_before(model, "patch_embed.norm"), or'
+    )
+    assert lines[-2].endswith("tested, all results equal a single process")
 
 
 @pytest.mark.slow
@@ -212,7 +214,7 @@ def test_a_refusal_that_cannot_be_gathered_ends_the_run(folder: Path) -> None:
     done = check(folder, "my_package.networks.InPlace", "--size", "13x10", "--grid", "2x1")
     assert done.returncode == 1
     assert f"refused {folder}/my_package/networks.py:{line_of('cumsum_')}" in done.stdout
-    assert "not compared: what is refused ended the run" in done.stdout
+    assert "not compared: the rejected operation aborted the step" in done.stdout
 
 
 @pytest.mark.slow
@@ -244,7 +246,7 @@ def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
             "images (2, 5, 21, 18)",
         ),
         ("my_package.networks.needs", ("3",), "3 is not key=value, an argument of the function"),
-        ("my_package.networks.Noise", (), "one process gives other numbers each time"),
+        ("my_package.networks.Noise", (), "results of a single process vary between runs"),
         (
             "my_package.networks.Exact",
             ("--channels", "4"),
@@ -258,7 +260,7 @@ def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
         (
             "my_package.networks.Exact",
             ("--grid", "2x1x1"),
-            "an image of 21x18 has 2 dims, but the grid 2x1x1 has 3: name as many numbers",
+            "an image of 21x18 has 2 dims, but the grid 2x1x1 has 3: --grid and --size must",
         ),
     ],
 )
@@ -297,7 +299,7 @@ def test_what_is_no_size(
     with pytest.raises(SystemExit) as stop:
         command.main()
     assert stop.value.code == 2
-    assert f"{size} is not one to three numbers above 0" in capsys.readouterr().err
+    assert f"{size} must be one to three positive numbers" in capsys.readouterr().err
 
 
 def test_other_numbers_are_shown_also_under_a_launcher(folder: Path) -> None:
@@ -307,7 +309,7 @@ def test_other_numbers_are_shown_also_under_a_launcher(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "float32, evaluation, on 2x1 ranks" in done.stdout
-    assert "NOT EQUAL to one process" in done.stdout
+    assert "NOT EQUAL to a single process" in done.stdout
     assert "output: off by up to " in done.stdout
     assert done.stdout.splitlines()[-1] == "not exact"
     assert done.stdout.count("not exact") == 1

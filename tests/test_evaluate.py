@@ -144,7 +144,7 @@ def test_slides_are_evaluated_with_a_table(folder, here):
     code, said = here(*words, "level=0", "min_tissue=0.3", "hydra.run.dir=s")
     assert code == 1
     assert "bad: cannot open slide" in said
-    assert "the metrics are those of the rest" in said
+    assert "the metrics exclude them" in said
     told = json.loads((folder / "s" / "metrics.json").read_text())
     assert {name: one["units"] for name, one in told["levels"].items()} == {
         **{"tile": 3, "slide": 3, "patient": 2},

@@ -77,10 +77,10 @@ def test_averaged_weights_have_the_plain_names_too(average, tmp_path, capsys):
     ("words", "sentence"),
     [
         (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
-        (["ckpt_path=latest"], "error: ckpt_path=latest of which run"),
+        (["ckpt_path=latest"], "error: ckpt_path=latest names no run"),
         (["out=x"], "error: ckpt_path has no value"),
         (["ckpt_path=x", "average=maybe"], "error: average=maybe must be true or false"),
-        (["model=x"], "error: there is no key model"),
+        (["model=x"], "error: unknown key model"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence, tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def test_the_table_and_the_pictures_are_made(tmp_path, capsys):
         ([], "world has no value: add world="),
         (["world=2", "device_memory_gb=0"], "device_memory_gb=0 must be more than 0"),
         (["world=2", "device_memory_gb=0.1"], "fits 0.10 GB a rank: the nearest, parallel="),
-        (["world=2", "parallel=auto"], "parallel=auto is for training: leave it out"),
+        (["world=2", "parallel=auto"], "parallel=auto is for training: omit it"),
         (["world=3", "parallel=sp"], "world=3, but parallel=sp needs 2 ranks: leave world out"),
         (
             ["parallel=sp", "parallel.tensor=2", "parallel.stream=[2,1]"],
@@ -132,7 +132,7 @@ def test_a_named_layout_is_predicted_by_itself(tmp_path, capsys):
     assert row.prediction == same.prediction
     small = [*words, "device_memory_gb=0.01"]
     plan.plan(config(*SMALL, *small), [*SMALL, *small], tmp_path)
-    assert "note: a rank has 0.01 GB: it does not fit" in capsys.readouterr().out
+    assert "note: does not fit: a rank has 0.01 GB" in capsys.readouterr().out
 
 
 def test_virtual_tiles_have_memory_store_and_time(tmp_path, capsys):

@@ -234,7 +234,7 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
     assert code == 1
     assert "cannot open slide bad.svs: it is a text file" in said
     assert "failed: cannot open slide bad.svs" in said
-    assert said.splitlines()[-1].startswith("error: not all was predicted, see status and reason")
+    assert said.splitlines()[-1].startswith("error: some predictions failed, see status and reason")
     bad, good = case.table("bad/slides.csv")
     assert (bad["slide"], bad["status"], bad["tiles"]) == ("bad", "failed", "0")
     assert bad["reason"] == "cannot open slide bad.svs: it is a text file; give the slide itself"

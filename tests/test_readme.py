@@ -91,7 +91,7 @@ def test_the_network_that_is_checked_is_exact(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal to one process" in done.stdout
+    assert "equal to a single process" in done.stdout
 
 
 @pytest.mark.parametrize("words", commands("spatialdl.train"), ids=" ".join)

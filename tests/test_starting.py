@@ -8,7 +8,13 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from spatialdl.comm.launch import LaunchInfo
-from spatialdl.starting import check_words, choose_device, composed_for, was_sent, without_hydra
+from spatialdl.starting import (
+    check_command_line,
+    choose_device,
+    composed_for,
+    has_run_dir_overrides,
+    without_hydra,
+)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +52,11 @@ def flags(*words: str):
 
 
 def test_each_command_has_its_own_words_and_configuration():
-    check_words(flags("slides=a.svs", "parallel=sp"), "predict")
+    check_command_line(flags("slides=a.svs", "parallel=sp"), "predict")
     with pytest.raises(ValueError, match="slides is unknown"):
-        check_words(flags("slides=a.svs"), "train")
+        check_command_line(flags("slides=a.svs"), "train")
     config = without_hydra(composed_for(flags("slides=a.svs", "parallel=sp"), "predict"))
     assert (config.slides, config.parallel.grid) == ("a.svs", [2, 1])
     assert "hydra" not in config
-    assert was_sent(flags("hydra.output_subdir=null"))
-    assert not was_sent(flags("slides=a.svs"))
+    assert has_run_dir_overrides(flags("hydra.output_subdir=null"))
+    assert not has_run_dir_overrides(flags("slides=a.svs"))

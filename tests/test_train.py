@@ -425,7 +425,7 @@ def test_a_launcher_with_the_wrong_number_of_ranks_is_told_the_arithmetic(comman
 def test_ranks_of_a_launcher_submit_no_jobs(command, tmp_path):
     done = command("launcher=slurm", "parallel=dp", ranks=2)
     assert done.returncode != 0
-    told = "launcher=slurm was started by mpiexec on 2 ranks, but submits jobs that start theirs"
+    told = "launcher=slurm was started by mpiexec on 2 ranks, but submits jobs that launch"
     assert done.stderr.count(told) == 1
     assert not (tmp_path / "outputs").exists()
 

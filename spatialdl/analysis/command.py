@@ -18,7 +18,7 @@ from spatialdl.analysis import options as given
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.comm.world import start_world
-from spatialdl.starting import as_rank
+from spatialdl.starting import run_as_rank
 from spatialdl.text import counted, print_lines
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if launched() is not None:
-            as_rank(lambda: sys.exit(_run(start_world(), words)))
+            run_as_rank(lambda: sys.exit(_run(start_world(), words)))
             return _OK
         options = given.parser().parse_args(words)
         if options.ranks is not None:

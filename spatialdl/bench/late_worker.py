@@ -25,7 +25,7 @@ from spatialdl.channels.uses import uses_of, without_data
 from spatialdl.channels.weights import divide, whole_outputs
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.dry import Dry, listening
+from spatialdl.comm.dry import Dry, record_talks
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.spatial.replicas import BatchNormOver
@@ -160,7 +160,7 @@ class LateVariant:
             return 0
         model, comm = self._without_data, Dry(0, self._ranks)
         mesh = dry_mesh(self.mesh.grid)
-        with listening() as talks, torch.device("meta"):
+        with record_talks() as talks, torch.device("meta"):
             x = _input(self, mesh)
             if self.name == SIDES[2]:
                 divide(model, uses_of(model, comm, lambda shadow: shadow(without_data(x))), comm)

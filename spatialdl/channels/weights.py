@@ -146,7 +146,7 @@ class Weight(ChannelTensor):
             self.use.at, self.use.partition, self.use.is_known = at, partition, True
 
     def divide_as(self, partition: Partition) -> bool:
-        fits = partition.size == self.shape[self.at] and partition.leaves_none
+        fits = partition.size == self.shape[self.at] and partition.covers_all_ranks
         if fits and self.use.wished is None:  # heads come first
             self.use.wished = partition
         return self.use.wished == partition

@@ -1,1 +1,1 @@
-"""Tensors between ranks: moved between layouts, added up, handed on; and how ranks come to be."""
+"""Communication between ranks: repartition, reductions, hand-over; launch and watchdog of ranks."""

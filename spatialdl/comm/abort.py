@@ -1,9 +1,9 @@
-"""One rank's uncaught error ends the whole job, and says which rank it was and why.
+"""Aborts the whole job on one rank's uncaught error, and names the rank and the cause.
 
-Without this the other ranks wait for ever in their next exchange. A user's mistake is told in one
-sentence, everything else with its traceback. Most mistakes are met by all ranks at once; so that
-the sentence appears once, ranks other than 0 give rank 0 a second to print it and end the job. So
-does a rank that was left: the launcher is to see first who left it.
+Otherwise the other ranks would wait forever in their next exchange. User errors are printed in one
+sentence, all other errors with their traceback. All ranks usually raise a user error at once:
+ranks other than 0 wait a second for rank 0 to print it and abort the job, so that it appears once.
+A rank that lost a connection waits too, so that the launcher detects the failed rank first.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spatialdl.comm.ending import end_job
 from spatialdl.comm.launch import launched
-from spatialdl.comm.liveness import say, say_last
+from spatialdl.comm.liveness import print_last, print_stderr
 from spatialdl.errors import CommMismatch, NotFinite, UnsupportedSpatialOp
 
 USER_MISTAKES = (
     ValueError,
     UnsupportedSpatialOp,
     NotFinite,
-    OSError,  # a file or folder that is missing, full, or somebody else's
+    OSError,  # missing, full, or without permission
     HydraException,
     OmegaConfBaseException,
 )
 _HEAD_START_S = 1.0
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""How gloo says that a rank has gone; that one's own words are those that matter."""
+"""Messages of gloo for a peer that exited, whose own error is the relevant one."""
 
 
 def describe_error(error: BaseException) -> str:
-    """One sentence for a user's mistake, the traceback for anything else.
+    """Format an error: one sentence for a user error, else the traceback.
 
-    ``HYDRA_FULL_ERROR=1`` in the environment asks for the traceback always, as in Hydra.
+    ``HYDRA_FULL_ERROR=1`` in the environment enforces the traceback, as in Hydra.
     """
     if isinstance(error, USER_MISTAKES) and os.environ.get("HYDRA_FULL_ERROR", "0") in ("", "0"):
         text = str(error).partition("\nConfig search path:")[0]
@@ -51,8 +51,8 @@ def describe_error(error: BaseException) -> str:
         return " ".join(words) or type(error).__name__
     if _is_lost_connection(error):
         text = str(error).partition("\n")[0]
-        why = text.partition("] ")[2].partition(". This is typ")[0] or text
-        return f"another rank has gone, see what it or the launcher says ({why})"
+        reason = text.partition("] ")[2].partition(". This is typ")[0] or text
+        return f"lost the connection to another rank, see its error or the launcher's ({reason})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -61,7 +61,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def install_abort_hook() -> None:
-    """From now on an uncaught exception in the main thread ends the job on all ranks."""
+    """Abort the job on all ranks on an uncaught exception in the main thread."""
     sys.excepthook = _hook
 
 
@@ -74,23 +74,23 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
     if rank != 0 or is_lost:
         time.sleep(_HEAD_START_S)
     for handler in logging.getLogger().handlers:
-        handler.flush()  # what this rank has kept for rank 0 to say
-    who = f"rank {rank} on {socket.gethostname()}" if info else "error"
-    text = f"{who}: {describe_error(error)}"
+        handler.flush()  # messages buffered for rank 0
+    where_text = f"rank {rank} on {socket.gethostname()}" if info else "error"
+    text = f"{where_text}: {describe_error(error)}"
     if is_lost:
-        say(text)  # what the other one says matters more, and comes after it
+        print_stderr(text)  # the other rank's error matters more, and must come last
     else:
-        say_last(text)
+        print_last(text)
         if info and info.launcher == "torchrun":
-            _leave_to_torchrun(error)
+            _record_for_torchrun(error)
     end_job(1)
 
 
 def end_job_on_errors() -> None:
-    """From now on an uncaught exception in the main thread of a program ends all its ranks.
+    """Abort all ranks of a program on an uncaught exception in its main thread.
 
-    The hook that was there before prints it first. Nothing ends where Python is interactive. Other
-    threads are left to Python, which lets the program live when one of them ends.
+    The previous hook prints it first. Interactive sessions are not aborted. Exceptions in other
+    threads are left to Python, which does not end the program for them.
     """
     before = sys.excepthook
     if before is not _hook and getattr(before, "func", None) is not _end_after:
@@ -111,24 +111,24 @@ def _end_after(
     rank = f"rank {info.rank} on {socket.gethostname()}" if info else "this process"
     try:
         if not isinstance(error, KeyboardInterrupt) and (info is None or info.rank != 0):
-            time.sleep(_HEAD_START_S)  # or all ranks print what all have met
+            time.sleep(_HEAD_START_S)  # or all ranks print an error that all have
         if not _is_lost_connection(error):
             before(kind, error, where)
             if info and info.launcher == "torchrun":
-                _leave_to_torchrun(error)
+                _record_for_torchrun(error)
         first = describe_error(error) if _is_lost_connection(error) else str(error)
-        text = f"ends the job: {kind.__name__}: {first.strip().partition(chr(10))[0]}"
+        text = f"aborts the job: {kind.__name__}: {first.strip().partition(chr(10))[0]}"
         if isinstance(error, CommMismatch):
-            from spatialdl.comm.watchdog import end_job_with_reports  # which needs PyTorch
+            from spatialdl.comm.watchdog import end_job_with_reports  # imports PyTorch
 
             end_job_with_reports(text)
-        say(f"{rank} {text}")
+        print_stderr(f"{rank} {text}")
     finally:
         end_job(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _leave_to_torchrun(error: BaseException) -> None:
-    """Have the table that torchrun prints at the end show it."""
+def _record_for_torchrun(error: BaseException) -> None:
+    """Record the error for the table that torchrun prints at the end."""
     with suppress(Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

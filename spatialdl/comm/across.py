@@ -1,4 +1,4 @@
-"""What virtual ranks of several processes bring to one call, put together over the processes."""
+"""Combines the contributions of virtual ranks of several processes to one call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spatialdl.comm.waiting import noted
 
 
 class Sent(NamedTuple):
-    """What a virtual rank brings to an exchange.
+    """Contribution of a virtual rank to an exchange.
 
     Attributes:
-        pieces: by the rank to which they go, in their order.
+        pieces: in order, by receiving rank.
     """
 
     rank: int
@@ -28,19 +28,19 @@ class Sent(NamedTuple):
 
 
 class GivenUp(Exception):
-    """A step was given up, as the run is told to stop; weights and buffers are as before it."""
+    """A step was aborted by a stop request; weights and buffers are as before the step."""
 
 
 class Across:
-    """From the virtual ranks of this process to those of the others; all make it together.
+    """Link between the virtual ranks of several processes; collective.
 
     Args:
         comm: the processes.
-        ranks: for each process the numbers of its virtual ranks, of each as many.
+        ranks: virtual ranks of each process, the same number for each.
 
     Attributes:
-        stops: whether this process is told to stop. If one is, a later call raises `GivenUp`, the
-            same one in all processes. None where others than these wait for what they do.
+        stops: whether this process was requested to stop. If one was, a later call raises
+            `GivenUp`, the same call in all processes. None if other processes depend on this step.
     """
 
     stops: Callable[[], bool] | None = None
@@ -48,34 +48,34 @@ class Across:
     def __init__(self, comm: Communicator, ranks: Sequence[Sequence[int]]) -> None:
         self._comm = comm.duplicate()
         self._under_way: list[Crossing] = []
-        self._told: tuple[Tensor, Pending] | None = None
+        self._stop_request: tuple[Tensor, Pending] | None = None
         self.here = tuple(ranks[comm.rank])
-        self._process = {one: process for process, some in enumerate(ranks) for one in some}
-        # places in what is gathered, in the order of virtual ranks
-        gathered = [one for some in ranks for one in some]
-        self._order = [gathered.index(one) for one in range(len(gathered))]
+        self._process = {rank: process for process, some in enumerate(ranks) for rank in some}
+        # positions in gathered values, in the order of virtual ranks
+        gathered = [rank for some in ranks for rank in some]
+        self._order = [gathered.index(rank) for rank in range(len(gathered))]
 
     def is_here(self, rank: int) -> bool:
         return rank in self.here
 
     def objects(self, own: list[bytes]) -> list[bytes]:
-        """Of all virtual ranks, from those of this process."""
-        self._ask()
+        """Objects of all virtual ranks, given those of this process."""
+        self._check_stop()
         gathered = [one for some in self._comm.allgather(own) for one in some]
         return [gathered[place] for place in self._order]
 
     def sum(self, own: Tensor) -> Tensor:
-        self._ask()
+        self._check_stop()
         return self._comm.all_reduce(own)
 
     def stack(self, own: list[Tensor]) -> Tensor:
-        """(virtual ranks, ...), from those of this process."""
-        self._ask()
+        """(virtual ranks, ...), given the tensors of this process."""
+        self._check_stop()
         return self._comm.all_gather(torch.stack(own)).flatten(0, 1)[self._order]
 
     def exchange(self, sent: list[Sent]) -> Crossing:
-        """Start to move what passes between processes; what goes both ways has one order."""
-        self._ask()
+        """Start the messages between processes; each pair uses one order in both directions."""
+        self._check_stop()
         leaving = [
             (self._process[to], one.rank, to, piece)
             for one in sent
@@ -91,45 +91,45 @@ class Across:
         ]
         for some in (leaving, arriving):
             some.sort(key=lambda entry: entry[:3])  # stable: pieces of a pair keep their order
-        # those that only send are waited for by nobody, and their messages must stay in memory
+        # no rank waits for messages of a process that only sends, so they are kept until complete
         self._under_way = [one for one in self._under_way if not one.is_done()]
         crossing = Crossing(self._comm, leaving, arriving, sent[0].exchange.device)
         self._under_way.append(crossing)
         return crossing
 
     def finish(self) -> None:
-        """Wait until all that was sent has left; when virtual ranks of this process are done."""
+        """Wait until all messages are sent; called when virtual ranks of this process are done."""
         for one in self._under_way:
             one.wait()
         self._under_way = []
-        if self._told is not None:
-            self._told[1].wait()
-            self._told = None
+        if self._stop_request is not None:
+            self._stop_request[1].wait()
+            self._stop_request = None
 
-    def _ask(self) -> None:
-        """What the call before has asked all processes is known now; and ask again.
+    def _check_stop(self) -> None:
+        """Complete the previous all-reduce of stop requests, and start the next one.
 
         Raises:
-            GivenUp: one of them was told to stop.
+            GivenUp: a process was requested to stop.
         """
         if self.stops is None:
             return
-        if self._told is not None:
-            (told, pending), self._told = self._told, None
+        if self._stop_request is not None:
+            (flag, pending), self._stop_request = self._stop_request, None
             noted("agreeing to stop", self._comm.world_ranks, pending.wait)
-            if told[0] > 0:
+            if flag[0] > 0:
                 raise GivenUp
         with _disable_current_modes():
-            told = torch.tensor([float(self.stops())])
-            self._told = told, self._comm.start_all_reduce(told)
+            flag = torch.tensor([float(self.stops())])
+            self._stop_request = flag, self._comm.start_all_reduce(flag)
 
 
 _Entry = tuple[int, int, int, Tensor]
-"""The other process, who sends, who receives, and what."""
+"""Peer process, sending rank, receiving rank, piece."""
 
 
 class Crossing:
-    """Pieces under way to and from other processes, one message for each."""
+    """Pending pieces to and from other processes, one message for each process."""
 
     def __init__(
         self,
@@ -139,37 +139,37 @@ class Crossing:
         device: torch.device,
     ) -> None:
         self._comm, self._arriving = comm, arriving
-        sends, self._receives = _rooms(leaving), _rooms(arriving)
+        sends, self._receives = _buffers(leaving), _buffers(arriving)
         for entry, place in _places(leaving, sends):
             place.copy_(entry[-1])
         plan = MessageSizes(_counts(sends), _counts(self._receives))
         route = Route(range(comm.size), 0)
-        exchange = Exchange(plan, _held(sends), _held(self._receives), device, route=route)
+        exchange = Exchange(plan, _boxed(sends), _boxed(self._receives), device, route=route)
         self._pending = comm.start_exchange(exchange)
-        self._found: dict[int, dict[int, list[Tensor]]] | None = None
+        self._received: dict[int, dict[int, list[Tensor]]] | None = None
 
     def is_done(self) -> bool:
-        return self._found is not None or self._pending.is_done()
+        return self._received is not None or self._pending.is_done()
 
     def wait(self) -> None:
-        """Until what is sent has left, and what is received is there."""
+        """Wait until all sends and receives are complete."""
         noted("exchange of virtual ranks", self._comm.world_ranks, self._pending.wait)
 
     def arrived(self, rank: int) -> dict[int, list[Tensor]]:
-        """What a virtual rank has got, by giver; waits until all of this process is there."""
-        if self._found is None:
+        """Pieces received by a virtual rank, by sender; waits for all messages of this process."""
+        if self._received is None:
             self.wait()
-            self._found = {}
-            for (_, giver, taker, _view), place in _places(self._arriving, self._receives):
-                self._found.setdefault(taker, {}).setdefault(giver, []).append(place)
+            self._received = {}
+            for (_, sender, receiver, _view), place in _places(self._arriving, self._receives):
+                self._received.setdefault(receiver, {}).setdefault(sender, []).append(place)
             self._arriving, self._receives = (), {}
-        return self._found.pop(rank, {})
+        return self._received.pop(rank, {})
 
 
-def _rooms(entries: Sequence[_Entry]) -> dict[int, Tensor]:
-    """By process the memory (1, elements) of its message.
+def _buffers(entries: Sequence[_Entry]) -> dict[int, Tensor]:
+    """Message buffer (1, elements) of each process.
 
-    The transport knows its address: nobody who watches operations may move it away.
+    Modes are disabled: the transport knows the address, so no mode may move the memory.
     """
     counts: dict[int, int] = {}
     for process, _, _, piece in entries:
@@ -181,21 +181,21 @@ def _rooms(entries: Sequence[_Entry]) -> dict[int, Tensor]:
         }
 
 
-def _counts(rooms: Mapping[int, Tensor]) -> dict[int, int]:
-    return {process: room.shape[1] for process, room in rooms.items()}
+def _counts(buffers: Mapping[int, Tensor]) -> dict[int, int]:
+    return {process: buffer.shape[1] for process, buffer in buffers.items()}
 
 
-def _held(rooms: Mapping[int, Tensor]) -> list[BoxedTensor]:
-    return [BoxedTensor(room, MessageSizes.box(room.shape[1])) for room in rooms.values()]
+def _boxed(buffers: Mapping[int, Tensor]) -> list[BoxedTensor]:
+    return [BoxedTensor(buffer, MessageSizes.box(buffer.shape[1])) for buffer in buffers.values()]
 
 
 def _places(
-    entries: Sequence[_Entry], rooms: Mapping[int, Tensor]
+    entries: Sequence[_Entry], buffers: Mapping[int, Tensor]
 ) -> Iterator[tuple[_Entry, Tensor]]:
-    """Where each piece lies in the messages."""
-    start = dict.fromkeys(rooms, 0)
+    """View of each piece in the message buffers."""
+    start = dict.fromkeys(buffers, 0)
     for entry in entries:
         process, piece = entry[0], entry[-1]
         stop = start[process] + piece.numel()
-        yield entry, rooms[process][0, start[process] : stop].view(piece.shape)
+        yield entry, buffers[process][0, start[process] : stop].view(piece.shape)
         start[process] = stop

@@ -1,7 +1,7 @@
-"""What ranks must have alike in a program of a user's own: images, labels, weights.
+"""Compares state that must match across ranks in a user's program: images, labels, weights.
 
-It is compared in the first steps, and then now and then at growing intervals, over communicators
-of its own: most steps pay nothing, and wait for no device.
+Comparisons run in the first steps, then at growing intervals, over separate communicators: most
+steps have no cost and no device synchronisation.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from spatialdl.errors import CommMismatch
 
 FIRST, WINDOW, LONGEST = 8, 4, 1024
 OF_WEIGHTS = 2**16
-"""Elements of a parameter that are looked at."""
+"""Maximum number of compared elements of a parameter."""
 
-HOW_TO_SWITCH_OFF = "init_mesh(check=False) compares nothing"
+HOW_TO_SWITCH_OFF = "init_mesh(check=False) disables this comparison"
 
 
 _SAMPLER = "DistributedSampler(num_replicas=mesh.data, rank=mesh.replica)"
 
 
-def _who_deals_out() -> str:
-    """The usual reasons for which ranks of a grid have images of their own."""
-    return _accelerate() or f"; samples are dealt out to replicas, not to ranks, by {_SAMPLER}"
+def _sampler_advice() -> str:
+    """Usual reasons why ranks of a grid load different images."""
+    return _accelerate() or f"; distribute samples over replicas, not over ranks, by {_SAMPLER}"
 
 
 def _accelerate() -> str:
-    """How loaders of Accelerate deal out samples, in programs that have loaded it."""
+    """Advice about loaders of Accelerate, in programs that have imported it."""
     if "accelerate" not in sys.modules:
         return ""
     return (
-        "; accelerator.prepare gives each process samples of its own: leave the DataLoader out "
-        f"of it, and give it {_SAMPLER}"
+        "; accelerator.prepare gives each process different samples: do not pass it the "
+        f"DataLoader, and use {_SAMPLER}"
     )
 
 
 def is_due(number: int) -> bool:
-    """Whether the call of this number, from 1, compares.
+    """Whether call `number`, from 1, compares.
 
-    The first 8, and 4 each from 16, 32, 64 ... on, at last every 1,024: programs that call twice a
-    step, with an image and a mask, so have both compared.
+    The first 8, and 4 each from 16, 32, 64 ... on, finally every 1,024: so that programs with two
+    calls a step, for an image and a mask, have both compared.
     """
     if number <= FIRST:
         return True
@@ -57,17 +57,17 @@ def is_due(number: int) -> bool:
 
 
 class Agreement:
-    """Comparisons between the ranks of a mesh; raises on all of them alike.
+    """Comparisons between the ranks of a mesh; raises on all of them.
 
     Args:
         comm: all ranks, which have the same weights.
-        grid_comm: those that hold one image, and have the same images and labels.
-        tensor_comm: those of them that have the same tile.
-        channels_comm: those of them that have the same channels of other tiles.
+        grid_comm: ranks that hold one image, and have the same images and labels.
+        tensor_comm: ranks of them that have the same tile.
+        channels_comm: ranks of them that have the same channels of other tiles.
 
     Attributes:
-        compares: whether the current step is one of those that are compared.
-        any_compares: whether that of any mesh is.
+        compares: whether the current step is compared.
+        any_compares: whether the current step of any mesh is compared.
     """
 
     any_compares: ClassVar[bool] = False
@@ -89,26 +89,26 @@ class Agreement:
         self.compares = False
 
     def images(self, image: Tensor) -> None:
-        """At the beginning of a step: the whole image, which all ranks of the grid have.
+        """Compare the whole image at the start of a step; it must match across the grid.
 
         Raises:
-            ValueError: if they have other ones.
-            CommMismatch: if they have done different things before.
+            ValueError: if images differ.
+            CommMismatch: if ranks have called different operations before.
         """
         if self._begins():
             self._compare(
                 {"image": image},
-                "shard takes each rank's box of the image that it has: load, draw and augment the "
-                "same one on all ranks of a grid, or give from_local each rank's own tile"
-                f"{_who_deals_out()}",
+                "shard takes each rank's box from that rank's image: load, draw and augment the "
+                "same image on all ranks of a grid, or pass each rank's tile to from_local"
+                f"{_sampler_advice()}",
             )
 
     def tiles(self, tile: Tensor, size: Sequence[int]) -> None:
-        """At the beginning of a step: what the tiles of all ranks of the grid have in common.
+        """Compare common properties of the tiles of a grid at the start of a step.
 
         Raises:
-            ValueError: if it differs.
-            CommMismatch: if they have done different things before.
+            ValueError: if they differ.
+            CommMismatch: if ranks have called different operations before.
         """
         if not self._begins():
             return
@@ -118,37 +118,37 @@ class Agreement:
             if other != own:
                 ranks = self._grid_comm.world_ranks
                 raise ValueError(
-                    f"ranks bring tiles of different images: {own} on rank "
-                    f"{ranks[self._grid_comm.rank]}, {other} on rank {ranks[rank]} (type, samples "
-                    "and channels x size of the whole image): bring tiles of the same image"
+                    f"ranks have tiles of different images: {own} on rank "
+                    f"{ranks[self._grid_comm.rank]}, {other} on rank {ranks[rank]} (dtype, samples "
+                    "and channels x size of the whole image): pass tiles of the same image"
                 )
         if self._tensor_comm.size > 1:
             difference = first_difference(self._tensor_comm, {"tile": tile})
             if difference:
                 raise ValueError(
-                    f"{difference}: ranks of the tensor axis divide channels, and have one tile: "
-                    f"load, draw and augment the same one on all of them ({HOW_TO_SWITCH_OFF})"
+                    f"{difference}: ranks of the tensor axis divide channels, and share one tile: "
+                    f"load, draw and augment the same tile on all of them ({HOW_TO_SWITCH_OFF})"
                 )
 
     def operand(self, value: Tensor) -> None:
-        """A whole image beside a split one, such as labels, or this rank's channels of one.
+        """Compare a whole image beside a split one, such as labels, or this rank's channels of it.
 
         Raises:
-            ValueError: if ranks of the grid have other ones.
+            ValueError: if it differs between ranks of the grid.
         """
         if self.compares and self._channels_comm.size > 1:
             self._compare(
                 {"tensor beside a split image": value},
-                "each rank takes its box of the tensor that it has: give all ranks of a grid the "
-                "same labels, weights of pixels and masks",
+                "each rank takes its box from that rank's tensor: pass the same labels, pixel "
+                "weights and masks on all ranks of a grid",
                 self._channels_comm,
             )
 
     def gradient(self, grad: Tensor, compares: bool) -> None:
-        """The first gradient in a backward that reaches what all ranks of a grid have whole.
+        """Compare the first gradient in backward that reaches a tensor whole on all ranks.
 
         Raises:
-            ValueError: if it differs, hence the losses.
+            ValueError: if it differs, and hence the losses.
         """
         task = torch._C._current_graph_task_id()
         if task == self._backward:
@@ -157,16 +157,16 @@ class Agreement:
         if compares and self.compares and self._grid_comm.size > 1:  # from image to loss
             self._compare(
                 {"gradient of the loss": grad},
-                "the ranks of a grid have one output, but other losses: give all the same labels "
-                "and weights of the loss, and seed what draws random numbers after the last "
-                f"operation on a split image, such as dropout, alike{_accelerate()}",
+                "the ranks of a grid have one output, but different losses: use the same labels "
+                "and loss weights on all ranks, and the same seed for random operations after the "
+                f"last operation on a split image, such as dropout{_accelerate()}",
             )
 
     def weights(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Where gradients are averaged.
+        """Compare weights where gradients are averaged.
 
         Raises:
-            ValueError: if ranks have other weights.
+            ValueError: if weights differ between ranks.
         """
         self._averages += 1
         if not is_due(self._averages):
@@ -175,23 +175,23 @@ class Agreement:
         difference = first_difference(self._comm, named, OF_WEIGHTS)
         if difference:
             raise ValueError(
-                f"ranks have different weights: {difference}; seed all ranks alike before the "
-                "network is built, or wrap it in SpatialParallel, which gives all the weights of "
-                f"rank 0; load and change weights on every rank ({HOW_TO_SWITCH_OFF})"
+                f"ranks have different weights: {difference}; use the same seed on all ranks to "
+                "build the network, or wrap it in SpatialParallel, which broadcasts the weights "
+                f"of rank 0; load and change weights on every rank ({HOW_TO_SWITCH_OFF})"
             )
 
     def _begins(self) -> bool:
-        """Whether this step is compared; other threads, which may be ahead, are left alone."""
+        """Whether this step is compared; False in other threads, which may be ahead."""
         if threading.current_thread() is not threading.main_thread():
             return False
         self._images += 1
         self.compares = Agreement.any_compares = is_due(self._images)
         if not self.compares or self._grid_comm.size == 1:
             return False
-        done = dict(enumerate(self._grid_comm.allgather(check.done_last())))
-        parted = check.where_they_parted(done)
-        if parted:
-            raise CommMismatch(f"{parted}; {check.how_to_switch_on()}")
+        calls = dict(enumerate(self._grid_comm.allgather(check.last_calls())))
+        mismatch = check.first_mismatch(calls)
+        if mismatch:
+            raise CommMismatch(f"{mismatch}; {check.how_to_switch_on()}")
         return True
 
     def _compare(

@@ -1,7 +1,7 @@
-"""How ranks hear that one of them waits too long, while what they do themselves is stuck.
+"""Propagates timeouts between watchdogs while main threads block.
 
-By messages of MPI between the watchdogs' threads; where there is no MPI by the store of
-torch.distributed, which is asked by a thread of its own: it may be on the rank that hangs.
+Uses MPI messages between the watchdog threads; without MPI the store of torch.distributed, polled
+by a separate thread because the store may be on the rank that hangs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 MOST = 2000
-"""Characters that a rank tells: MPI sends short messages without asking the receiver."""
+"""Maximum length of a report in characters: MPI sends short messages eagerly."""
 
-_ASK, _ENDED = "ask", "ended"  # beside reports, which begin with the rank
+_QUERY, _EXITED = "ask", "ended"  # beside reports, which begin with the rank
 
 
 class AlarmReport(NamedTuple):
-    """What a rank tells the others.
+    """Report of a rank.
 
     Attributes:
-        raised: whether it waits too long itself; else it only answers.
+        raised: whether this rank raised the alarm; else it responds to one.
         waits: whether it waits for other ranks.
-        stopped: ranks of its machine that run no longer, and what the kernel says of them.
-        done: what it has done last with others, see `check.done_last`.
+        stopped: processes on its node that are not running, and their state in the kernel.
+        calls: its last communications, see `check.last_calls`.
     """
 
     rank: int
@@ -41,36 +41,36 @@ class AlarmReport(NamedTuple):
     raised: bool
     waits: bool
     stopped: dict[str, str]
-    done: Sequence[CommCall] = ()
+    calls: Sequence[CommCall] = ()
 
 
 class Alarm(Protocol):
-    """Told once a process: then the job ends."""
+    """Channel between watchdogs; at most one report per process, then the job aborts."""
 
     reaches: bool
-    """Whether other ranks hear it, as far as is known."""
+    """Whether other ranks receive reports, as far as known."""
 
-    def tell(self, report: AlarmReport) -> None:
-        """To all ranks if `raised`; else to those that have raised an alarm."""
+    def send(self, report: AlarmReport) -> None:
+        """Send to all ranks if `raised`; else to those that have raised an alarm."""
 
-    def heard(self) -> dict[int, AlarmReport]:
-        """By rank what others have told so far; does not wait."""
+    def received(self) -> dict[int, AlarmReport]:
+        """Reports received so far, by rank; does not block."""
 
-    def ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks for which this one waits to say so if they have ended their program."""
+    def query_exit(self, ranks: Sequence[int]) -> None:
+        """Request a notice from `ranks` once they exit; this rank waits for them."""
 
-    def ended(self) -> set[int]:
-        """Those of the asked ranks that have ended."""
+    def exited(self) -> set[int]:
+        """Queried ranks that have exited."""
 
-    def leave(self) -> None:
-        """Say so when asked, until all ranks have ended; where no rank can be asked, return."""
+    def serve_until_all_exit(self) -> None:
+        """Answer queries until all ranks have exited; return at once where unsupported."""
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
 
 
 def alarm_between(world: Communicator) -> Alarm:
-    """All ranks of the world make it together."""
+    """Open the alarm; collective over the world."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.COMM_WORLD.size == world.size:
         return ByMessages() if mpi.Query_thread() == mpi.THREAD_MULTIPLE else Unheard()
@@ -78,23 +78,23 @@ def alarm_between(world: Communicator) -> Alarm:
 
 
 class Unheard:
-    """Where MPI takes calls from one thread only: each rank finds out by itself."""
+    """No channel, as MPI allows calls from one thread only: each rank acts independently."""
 
     reaches = False
 
-    def tell(self, report: AlarmReport) -> None:
+    def send(self, report: AlarmReport) -> None:
         return None
 
-    def heard(self) -> dict[int, AlarmReport]:
+    def received(self) -> dict[int, AlarmReport]:
         return {}
 
-    def ask(self, ranks: Sequence[int]) -> None:
+    def query_exit(self, ranks: Sequence[int]) -> None:
         return None
 
-    def ended(self) -> set[int]:
+    def exited(self) -> set[int]:
         return set()
 
-    def leave(self) -> None:
+    def serve_until_all_exit(self) -> None:
         return None
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Unheard:
 
 
 class ByMessages:
-    """Over a communicator that nobody else uses."""
+    """Alarm over a separate MPI communicator."""
 
     reaches = True
 
@@ -111,61 +111,61 @@ class ByMessages:
 
         self._comm = MPI.COMM_WORLD.Dup()
         self._own: AlarmReport | None = None
-        self._heard: dict[int, AlarmReport] = {}
-        self._told: set[int] = {self._comm.rank}
-        self._asked_by: set[int] = set()
-        self._ended: set[int] = set()
-        self._has_ended = False
+        self._reports: dict[int, AlarmReport] = {}
+        self._sent_to: set[int] = {self._comm.rank}
+        self._queried_by: set[int] = set()
+        self._exited: set[int] = set()
+        self._has_exited = False
         self._lock = Lock()
-        self._sent: list[MPI.Request] = []  # never waited for: some rank takes no messages
+        self._sent: list[MPI.Request] = []  # never waited for: a hanging rank receives nothing
 
-    def tell(self, report: AlarmReport) -> None:
+    def send(self, report: AlarmReport) -> None:
         self._own = report
         if report.raised:
             self._send_to(range(self._comm.size))
-        self.heard()
+        self.received()
 
-    def heard(self) -> dict[int, AlarmReport]:
+    def received(self) -> dict[int, AlarmReport]:
         from mpi4py import MPI
 
-        if MPI.Is_finalized():  # by the program itself
+        if MPI.Is_finalized():  # by the user's program
             return {}
         with self._lock:
             while self._comm.iprobe():
-                self._take(self._comm.recv())
-            if self._has_ended:
-                for rank in self._asked_by:
-                    self._sent.append(self._comm.isend((_ENDED, self._comm.rank), rank))
-                self._asked_by.clear()
+                self._handle(self._comm.recv())
+            if self._has_exited:
+                for rank in self._queried_by:
+                    self._sent.append(self._comm.isend((_EXITED, self._comm.rank), rank))
+                self._queried_by.clear()
         if self._own is not None:
-            self._send_to([report.rank for report in self._heard.values() if report.raised])
-        return self._heard
+            self._send_to([report.rank for report in self._reports.values() if report.raised])
+        return self._reports
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         kind, rank = message[0], message[1]
-        if kind == _ASK:
-            self._asked_by.add(rank)
-        elif kind == _ENDED:
-            self._ended.add(rank)
+        if kind == _QUERY:
+            self._queried_by.add(rank)
+        elif kind == _EXITED:
+            self._exited.add(rank)
         else:
             report = AlarmReport(*message)
-            self._heard[report.rank] = report
+            self._reports[report.rank] = report
 
-    def ask(self, ranks: Sequence[int]) -> None:
-        self._sent += [self._comm.isend((_ASK, self._comm.rank), rank) for rank in ranks]
+    def query_exit(self, ranks: Sequence[int]) -> None:
+        self._sent += [self._comm.isend((_QUERY, self._comm.rank), rank) for rank in ranks]
 
-    def ended(self) -> set[int]:
-        return self._ended
+    def exited(self) -> set[int]:
+        return self._exited
 
-    def leave(self) -> None:
+    def serve_until_all_exit(self) -> None:
         from mpi4py import MPI
 
         if MPI.Is_finalized():
             return
-        self._has_ended = True
-        pause, all_ended = 1e-3, self._comm.Ibarrier()
-        while not all_ended.Test():
-            self.heard()
+        self._has_exited = True
+        pause, all_exited = 1e-3, self._comm.Ibarrier()
+        while not all_exited.Test():
+            self.received()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -173,13 +173,13 @@ class ByMessages:
         return None
 
     def _send_to(self, ranks: range | list[int]) -> None:
-        new = [rank for rank in ranks if rank not in self._told]
-        self._told.update(new)
+        new = [rank for rank in ranks if rank not in self._sent_to]
+        self._sent_to.update(new)
         self._sent += [self._comm.isend(tuple(self._own or ()), rank) for rank in new]
 
 
 class ByStore:
-    """Over keys of the store with which torch.distributed was initialised."""
+    """Alarm over keys of the store of torch.distributed."""
 
     reaches = False
     LOOK_S = 1.0
@@ -189,57 +189,57 @@ class ByStore:
         from torch.distributed.distributed_c10d import _get_default_store
 
         store = _get_default_store()
-        with suppress(Exception):  # not every kind can have a connection more
+        with suppress(Exception):  # not every kind of store can be cloned
             store = store.clone()  # type: ignore[attr-defined]
         self._store: Store = PrefixStore("spatialdl/alarm", store)
         self._rank, self._size = rank, size
         self._own: AlarmReport | None = None
-        self._heard: dict[int, AlarmReport] = {}
-        self._lock, self._stop, self._told = Lock(), Event(), Event()
+        self._reports: dict[int, AlarmReport] = {}
+        self._lock, self._stop, self._has_report = Lock(), Event(), Event()
         self._thread = Thread(target=self._listen, name="alarm", daemon=True)
         self._thread.start()
 
-    def tell(self, report: AlarmReport) -> None:
+    def send(self, report: AlarmReport) -> None:
         self._own = report
-        self._told.set()
+        self._has_report.set()
 
-    def heard(self) -> dict[int, AlarmReport]:
+    def received(self) -> dict[int, AlarmReport]:
         with self._lock:
-            return dict(self._heard)
+            return dict(self._reports)
 
-    def ask(self, ranks: Sequence[int]) -> None:
-        return None  # the end of a rank closes its connections, which is noticed
+    def query_exit(self, ranks: Sequence[int]) -> None:
+        return None  # an exit closes connections, which peers detect
 
-    def ended(self) -> set[int]:
+    def exited(self) -> set[int]:
         return set()
 
-    def leave(self) -> None:
+    def serve_until_all_exit(self) -> None:
         return None
 
     def close(self) -> None:
         self._stop.set()
-        self._told.set()
+        self._has_report.set()
         self._thread.join(self.LOOK_S)
 
     def _listen(self) -> None:
-        with suppress(Exception):  # the store has gone, and so has its rank
+        with suppress(Exception):  # the store is gone with its rank
             while not self._stop.is_set() and not self._store.check(["raised"]):
-                if self._told.wait(self.LOOK_S) and self._own is not None:
+                if self._has_report.wait(self.LOOK_S) and self._own is not None:
                     break
             while not self._stop.is_set():
-                self._pass_on()
+                self._exchange_reports()
                 time.sleep(0.1)
 
-    def _pass_on(self) -> None:
+    def _exchange_reports(self) -> None:
         own, self._own = self._own, None
         if own is not None:
             self._store.set(str(self._rank), json.dumps(own))
             if own.raised:
                 self._store.set("raised", "yes")
         for rank in range(self._size):
-            if rank not in self._heard and rank != self._rank and self._store.check([str(rank)]):
+            if rank not in self._reports and rank != self._rank and self._store.check([str(rank)]):
                 report = AlarmReport(*json.loads(self._store.get(str(rank))))
-                report = report._replace(done=tuple(CommCall(*one) for one in report.done))
+                report = report._replace(calls=tuple(CommCall(*call) for call in report.calls))
                 with self._lock:
-                    self._heard[rank] = report
+                    self._reports[rank] = report
         self.reaches = True

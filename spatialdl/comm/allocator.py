@@ -1,8 +1,8 @@
-"""Memory of large tensors on CPUs: mapped by itself, in huge pages.
+"""Memory of large CPU tensors: mapped separately, in huge pages.
 
-A training step asks for fresh memory for every activation, and most of the price is the first
-touch of each page. Pages of 2 MB instead of 4 KB make that cheap, so that less memory need be kept:
-glibc, left alone, keeps what is freed in a heap, where tensors of many sizes leave holes.
+A training step allocates new memory for every activation, and most of the cost is the first touch
+of each page. Pages of 2 MB instead of 4 KB make that cheap, so that less free memory must be kept:
+glibc by default keeps freed memory in a heap, which tensors of many sizes fragment.
 """
 
 from __future__ import annotations
@@ -16,76 +16,76 @@ from pathlib import Path
 from typing import ClassVar
 
 SWITCH = "THP_MEM_ALLOC_ENABLE"
-"""PyTorch's own for huge pages. 0, set by the user, leaves glibc as it is, too."""
+"""PyTorch's variable for huge pages. If the user sets it to 0, glibc is not configured either."""
 
 MAPPED_FROM = 8 * 2**20
 KEPT_UP_TO = 64 * 2**20
-"""Bytes: from which size memory is mapped by itself; how much free memory a heap may keep."""
+"""Bytes: minimum size of separate mappings; maximum free memory that a heap keeps."""
 
 NEAR = 0.9
-"""Of the most memory in use so far: what a process may take without giving back any."""
+"""Fraction of peak memory below which free memory is not returned."""
 
 HOLES_FROM = 32 * 2**20
-"""Bytes: free memory of a heap that is worth to be given back."""
+"""Bytes: minimum free memory of a heap that is worth returning."""
 
 LOOKS_EVERY = 0.05
-"""Seconds: to look at a heap takes up to a few tenths of a millisecond."""
+"""Seconds: inspecting a heap takes up to a few tenths of a millisecond."""
 
 ALONE_FROM = 128 * 2**10
-"""Bytes: the same for processes whose memory has a limit; what glibc begins with by itself."""
+"""Bytes: `MAPPED_FROM` for processes with a memory limit; glibc's initial default."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _TUNABLES = "GLIBC_TUNABLES"
-_GIVEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", _TUNABLES)
+_USER_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", _TUNABLES)
 
 
 def environment() -> dict[str, str]:
-    """What to add to the environment of processes that are started; nothing the user has set.
+    """Environment variables for processes to start; empty if the user has set any of them.
 
-    There glibc itself asks for huge pages. That takes less memory than PyTorch's switch, for which
-    every tensor begins at a multiple of 2 MB.
+    There glibc itself requests huge pages. This takes less memory than PyTorch's variable, which
+    aligns every tensor to 2 MB.
     """
-    if _is_left_alone():
+    if _is_set_by_user():
         return {}
     return {_TUNABLES: _settings(), SWITCH: "0"}
 
 
 def prepare() -> None:
-    """Set the same in this process, as well as can be once it runs.
+    """Apply the closest settings that are possible in a running process.
 
-    PyTorch reads its switch when it allocates for the first time, so this comes with the import.
+    PyTorch reads its variable at the first allocation, so this runs at import.
     """
-    if not sys.platform.startswith("linux") or _is_left_alone():
+    if not sys.platform.startswith("linux") or _is_set_by_user():
         return
     os.environ[SWITCH] = "1"
     _set(_M_MMAP_THRESHOLD, MAPPED_FROM)
     _set(_M_TRIM_THRESHOLD, KEPT_UP_TO)
 
 
-def return_what_is_freed() -> None:
-    """From now on, memory of `ALONE_FROM` bytes or more goes back to the system once it is freed.
+def return_freed_memory() -> None:
+    """Return memory blocks of `ALONE_FROM` bytes or more to the system once they are freed.
 
-    Tensors that come and go between others that stay leave holes in a heap: without this, a limit
-    on tensors is none on the process.
+    Short-lived tensors between long-lived ones fragment a heap: without this, a limit on tensor
+    memory does not limit the process.
     """
     if sys.platform.startswith("linux"):
         _set(_M_MMAP_THRESHOLD, ALONE_FROM)
 
 
 def available_memory() -> int:
-    """Bytes of this machine that programs can still take, by Linux's own estimate."""
+    """Bytes of this machine that programs can still allocate, by Linux's estimate."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     line = next(line for line in lines if line.startswith("MemAvailable:"))
     return int(line.split()[1]) * 1024
 
 
 class _Heap(ctypes.Structure):
-    """What glibc's mallinfo2 returns; bytes.
+    """Result of glibc's mallinfo2, in bytes.
 
     Attributes:
-        hblkhd: mapped by themselves, all in use.
-        uordblks: in use in the heap.
-        fordblks: free in the heap.
+        hblkhd: separate mappings, all in use.
+        uordblks: used memory of the heap.
+        fordblks: free memory of the heap.
     """
 
     _fields_: ClassVar = [
@@ -98,38 +98,38 @@ class _Heap(ctypes.Structure):
 
 
 class Holes:
-    """Free memory between memory in use, which goes back to the system near the peak of a step.
+    """Free memory between used memory, returned to the system near the peak of a step.
 
-    What a forward makes and drops leaves holes between what it keeps. They are used again later,
-    but at the peak they would add a quarter to what a rank takes. Given back where a process takes
-    less anyhow, they would only have to be mapped again.
+    Temporary tensors of a forward leave holes between saved ones. Later allocations reuse the
+    holes, but at the peak they would add a quarter to a rank's memory. Returned below the peak,
+    they would only have to be mapped again.
     """
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
         self._info = getattr(library, "mallinfo2", None)  # since glibc 2.33
         self._trim = getattr(library, "malloc_trim", None)
-        self._most = self._beside = 0  # bytes; resident beside the heap: libraries, stacks
+        self._most = self._beside = 0  # bytes; resident outside the heap: libraries, stacks
         self._next = 0.0
         if self._info is not None:
             self._info.restype = _Heap
 
-    def look(self) -> None:
-        """Give them back where it is worth it; called often, as it seldom looks."""
+    def poll(self) -> None:
+        """Return holes if worthwhile; cheap to call often, as it inspects seldom."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LOOKS_EVERY
             self.give_back()
 
     def give_back(self) -> bool:
-        """Return whether it was worth it."""
+        """Return whether memory was given back."""
         if self._info is None or self._trim is None or not _is_ours():
             return False
         heap = self._info()
         used = heap.hblkhd + heap.uordblks
         self._most = max(self._most, used)
         resident = _resident()
-        # of free memory, what was given back before is not resident
+        # free memory that was given back before is not resident
         holes = min(heap.fordblks, resident - used - self._beside)
         if holes < HOLES_FROM or resident < NEAR * (self._most + self._beside):
             return False
@@ -144,7 +144,7 @@ def _resident() -> int:
 
 
 def _set(parameter: int, value: int) -> None:
-    """By glibc's mallopt; other libraries have none."""
+    """Call glibc's mallopt; other C libraries have none."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(parameter, value)
@@ -152,8 +152,8 @@ def _set(parameter: int, value: int) -> None:
 
 @functools.cache
 def _is_ours() -> bool:
-    """Whether memory is as this module sets it, here or for the ranks that were started."""
-    return not _is_left_alone() or os.environ.get(_TUNABLES) == _settings()
+    """Whether this module configured memory, here or for launched ranks."""
+    return not _is_set_by_user() or os.environ.get(_TUNABLES) == _settings()
 
 
 def _settings() -> str:
@@ -161,5 +161,5 @@ def _settings() -> str:
     return ":".join(f"glibc.malloc.{name}={value}" for name, value in values.items())
 
 
-def _is_left_alone() -> bool:
-    return os.environ.get(SWITCH, "1") != "1" or any(name in os.environ for name in _GIVEN)
+def _is_set_by_user() -> bool:
+    return os.environ.get(SWITCH, "1") != "1" or any(name in os.environ for name in _USER_SETTINGS)

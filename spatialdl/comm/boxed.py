@@ -1,4 +1,4 @@
-"""Tensors, the boxes of the global image that they hold, and what of them moves along a plan."""
+"""Tensors with their boxes of the global image, and exchanges of their parts along a plan."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class BoxedTensor(NamedTuple):
 
 
 def pieces_of(plan: Plan, adjoint: bool) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """What this rank sends, and what it receives."""
+    """Pieces that this rank sends, and pieces that it receives."""
     return (plan.receives, plan.sends) if adjoint else (plan.sends, plan.receives)
 
 
 class Route(NamedTuple):
-    """Where the messages of a plan go if ranks come to them at different times.
+    """Destination of a plan's messages if ranks start them at different times.
 
     Attributes:
-        ranks: of the communicator, in the order of the plan; one may be there twice.
-        tag: tells them apart from other messages between the same ranks.
+        ranks: communicator ranks, in the order of the plan; may contain one twice.
+        tag: distinguishes them from other messages between the same ranks.
     """
 
     ranks: Sequence[int]
@@ -44,15 +44,15 @@ class Route(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What one rank moves along a plan.
+    """Tensors that one rank moves along a plan.
 
     Attributes:
-        sends: tensors that hold ``plan.sends`` (``plan.receives`` if `adjoint`); of several that
-            hold a piece the first counts.
+        sends: tensors that hold ``plan.sends`` (``plan.receives`` if `adjoint`); if several hold a
+            piece, the first is used.
         receives: tensors that hold ``plan.receives`` (``plan.sends`` if `adjoint`).
-        device: where the tensors lie; on ``meta`` nothing is moved.
-        adjoint: the plan backwards.
-        route: None if all ranks of the communicator come to it together.
+        device: of the tensors; on ``meta`` nothing is moved.
+        adjoint: whether the plan is reversed.
+        route: None if all ranks of the communicator start the exchange together.
     """
 
     plan: Plan
@@ -71,32 +71,32 @@ class Exchange(NamedTuple):
         return pieces_of(self.plan, self.adjoint)[1]
 
     def leaving(self) -> list[Tensor]:
-        """Views of what this rank sends."""
+        """Views of the sent pieces."""
         return views_of(self.outgoing, self.sends)
 
     def landing(self) -> list[Tensor]:
-        """Views that are filled with what it receives."""
+        """Views of the received pieces, filled by the exchange."""
         return views_of(self.incoming, self.receives)
 
 
-def views_of(pieces: tuple[Piece, ...], held: Sequence[BoxedTensor]) -> list[Tensor]:
-    """A view for each piece, of the first tensor that holds it."""
-    places = owners_of(pieces, tuple(each.box for each in held))
-    return [held[place].view(piece.box) for place, piece in zip(places, pieces, strict=True)]
+def views_of(pieces: tuple[Piece, ...], tensors: Sequence[BoxedTensor]) -> list[Tensor]:
+    """A view for each piece, into the first tensor that holds it."""
+    places = owners_of(pieces, tuple(boxed.box for boxed in tensors))
+    return [tensors[place].view(piece.box) for place, piece in zip(places, pieces, strict=True)]
 
 
 @lru_cache(maxsize=4096)
 def owners_of(pieces: tuple[Piece, ...], boxes: tuple[Box, ...]) -> tuple[int, ...]:
-    """For each piece the index of the first box that contains it.
+    """Index of the first box that contains each piece.
 
-    A box for each piece is that piece's own: what comes from two ranks may be the same pixels.
+    Boxes equal to the pieces match one to one: pieces from two ranks may have the same pixels.
     """
     if boxes == tuple(piece.box for piece in pieces):
         return tuple(range(len(pieces)))
-    found = []
+    owners = []
     for piece in pieces:
         inside = [i for i, box in enumerate(boxes) if box.intersect(piece.box) == piece.box]
         if not inside:
-            raise RuntimeError(f"no tensor holds {piece.box}, only {boxes}")
-        found.append(inside[0])
-    return tuple(found)
+            raise RuntimeError(f"no tensor holds {piece.box}, boxes are {boxes}")
+        owners.append(inside[0])
+    return tuple(owners)

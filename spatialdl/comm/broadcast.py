@@ -1,4 +1,4 @@
-"""The weights and buffers of one rank, given to all."""
+"""Broadcast of the weights and buffers of one rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PORTION_BYTES = 64 * 2**20
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, comm: Communicator) -> None:
-    """Overwrite all parameters and buffers with those of rank 0; all ranks must call it.
+    """Overwrite all parameters and buffers with those of rank 0; collective.
 
     Raises:
-        ValueError: on all ranks, if their networks have other names, shapes or types, or one is
+        ValueError: on all ranks, if networks differ in names, shapes or dtypes, or a parameter is
             not initialised.
     """
     named = dict([*module.named_parameters(), *module.named_buffers()])
     for name, tensor in named.items():
         if is_lazy(tensor):
             raise ValueError(
-                f"{name} of {type(module).__name__} has no shape yet: run the network once on an "
-                "image, on every rank, before it is wrapped"
+                f"{name} of {type(module).__name__} is not initialised: run the network once on an "
+                "image on every rank before wrapping it"
             )
     if comm.size == 1:
         return
@@ -40,7 +40,7 @@ def _compare(own: dict[str, str], other: dict[str, str], rank: int, other_rank: 
     for name in {**own, **other}:
         if own.get(name) != other.get(name):
             raise ValueError(
-                f"ranks have different networks: {name} is {own.get(name, 'missing')} on rank "
+                f"networks differ between ranks: {name} is {own.get(name, 'missing')} on rank "
                 f"{rank}, {other.get(name, 'missing')} on rank {other_rank}: build the same "
                 "network on every rank"
             )

@@ -1,11 +1,11 @@
-"""``comm.check``: before ranks talk they compare what they are about to say.
+"""``comm.check``: compares what ranks are about to communicate.
 
-A rank that takes another branch than its peers would hang or, worse, add up unrelated numbers.
-With the check on, every communication first compares its own description (operation, direction,
-plan) with the peers', and a difference ends the job with both sides named.
+A rank on another branch than its peers would hang or, worse, sum unrelated numbers. With the check
+on, every communication first compares its description (operation, direction, plan) between
+peers, and a mismatch aborts the job and names both sides.
 
 Without it the last descriptions are kept: where a message does not fit, or ranks wait too long,
-they tell where ranks parted.
+they show where ranks diverged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Arguments = TypeVarTuple("Arguments")
 TEXT_BYTES = 256
 KEPT, KEPT_GROUPS, KEPT_CHARACTERS = 8, 3, 70
 _VARIABLE = "SPATIALDL_COMM_CHECK"
-_TRANSPORTS_WORDS = (  # of gloo and MPICH, for messages of other sizes than expected
+_TRANSPORT_ERRORS = (  # of gloo and MPICH, for messages of unexpected size
     "op.preamble.length",
     "collective mismatch",
     "message sizes do not match",
@@ -43,7 +43,7 @@ class _Switch:
 
 
 def enable(on: bool = True) -> None:
-    """Switch the check on or off; all ranks must do so alike."""
+    """Switch the check on or off; collective."""
     _Switch.on = on
 
 
@@ -52,36 +52,36 @@ def enabled() -> bool:
 
 
 def agree(comm: Communicator, what: object) -> None:
-    """Compare ``str(what)`` over the ranks of `comm`, if the check is on; else remember it.
+    """Compare ``str(what)`` over the ranks of `comm` if the check is on; else record it.
 
     Raises:
-        CommMismatch: naming the first rank that says something else.
+        CommMismatch: names the first rank whose description differs.
     """
     if not _Switch.on:
-        _remember(comm, what)
+        _record(comm, what)
         return
     mine = encode(str(what))
-    everybody = comm.all_gather(as_tensor(mine))
+    gathered = comm.all_gather(as_tensor(mine))
     for rank in range(comm.size):
-        theirs = bytes(everybody[rank].numpy())
+        theirs = bytes(gathered[rank].numpy())
         if theirs != mine:
-            raise CommMismatch(_parted(comm.rank, str(what), rank, decode(theirs)))
+            raise CommMismatch(_mismatch(comm.rank, str(what), rank, decode(theirs)))
 
 
-def _parted(rank: int, text: str, other: int, other_text: str) -> str:
+def _mismatch(rank: int, text: str, other: int, other_text: str) -> str:
     return (
-        f"ranks do different things: rank {rank} is at '{text}', rank {other} at '{other_text}'; "
-        "look for control flow that depends on the rank"
+        f"ranks call different operations: rank {rank} is at '{text}', rank {other} at "
+        f"'{other_text}'; look for control flow that depends on the rank"
     )
 
 
 def encode(text: str) -> bytes:
-    """`text` as a message of fixed length."""
+    """Encode `text` as a message of fixed length."""
     return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
 
 
 def as_tensor(message: bytes) -> Tensor:
-    """A message as the transports take it."""
+    """Convert a message to a uint8 tensor, as transports expect."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
@@ -89,15 +89,15 @@ def decode(message: bytes) -> str:
     return message.rstrip(b"\0").decode(errors="replace")
 
 
-# --- without the check: what this rank has done last
+# --- without the check: the last calls of this rank
 
 
 class CallHistory:
-    """The last communications over one communicator.
+    """Last communications over one communicator.
 
     Attributes:
-        name: the same on all of its ranks.
-        count: of all communications over it.
+        name: identical on all of its ranks.
+        count: number of all communications over it.
     """
 
     def __init__(self, name: str) -> None:
@@ -106,21 +106,21 @@ class CallHistory:
 
 
 class CommCall(NamedTuple):
-    """A communication, as ranks tell each other of it: the `number` of those over a `group`."""
+    """One communication, as exchanged between ranks: call `number` over `group`."""
 
     group: str
     number: int
     text: str
 
 
-_groups: list[CallHistory] = []  # those that talked last, the latest at the end
+_groups: list[CallHistory] = []  # most recently used groups, the latest at the end
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-def _remember(comm: Communicator, what: object) -> None:
+def _record(comm: Communicator, what: object) -> None:
     if comm.size == 1:
         return
-    group: CallHistory = getattr(comm, "_done_last", None) or name_group(comm)
+    group: CallHistory = getattr(comm, "_call_history", None) or name_group(comm)
     group.count += 1
     group.last.append(what)
     if not _groups or _groups[-1] is not group:
@@ -128,16 +128,16 @@ def _remember(comm: Communicator, what: object) -> None:
 
 
 def name_group(comm: Communicator) -> CallHistory:
-    """Name a new communicator; its ranks must do so in the same order for all that they make."""
+    """Name a new communicator; its ranks must name their communicators in the same order."""
     ranks = tuple(comm.world_ranks)
     group = CallHistory(f"{'-'.join(map(str, ranks[:KEPT]))}/{_made[ranks]}")
     _made[ranks] += 1
-    comm._done_last = group  # type: ignore[attr-defined]
+    comm._call_history = group  # type: ignore[attr-defined]
     return group
 
 
-def done_last() -> list[CommCall]:
-    """What this rank has talked about last, in the groups that talked last."""
+def last_calls() -> list[CommCall]:
+    """Last calls of this rank in the most recently used groups."""
     return [
         CommCall(group.name, number, str(what)[:KEPT_CHARACTERS])
         for group in _groups
@@ -145,61 +145,61 @@ def done_last() -> list[CommCall]:
     ]
 
 
-def where_they_parted(ranks: Mapping[int, Sequence[CommCall]]) -> str:
-    """What the check would have said, from what some ranks have done last; or nothing.
+def first_mismatch(ranks: Mapping[int, Sequence[CommCall]]) -> str:
+    """Message of the first mismatch between the last calls of some ranks; else empty.
 
     Args:
-        ranks: `done_last` of each.
+        ranks: `last_calls` of each rank.
     """
-    everywhere: dict[tuple[str, int], dict[int, str]] = {}
-    for rank, done in ranks.items():
-        for one in done:
-            everywhere.setdefault((one.group, one.number), {})[rank] = one.text
-    for _, texts in sorted(everywhere.items()):
+    calls: dict[tuple[str, int], dict[int, str]] = {}
+    for rank, last in ranks.items():
+        for call in last:
+            calls.setdefault((call.group, call.number), {})[rank] = call.text
+    for _, texts in sorted(calls.items()):
         first = min(texts)
         for rank, text in texts.items():
             if text != texts[first]:
-                return _parted(first, texts[first], rank, text)
+                return _mismatch(first, texts[first], rank, text)
     return ""
 
 
 # --- errors of the transport
 
 
-def understood(
+def run_checked(
     comm: Communicator, do: Callable[[*Arguments], Result], *arguments: *Arguments
 ) -> Result:
-    """What `do` gives.
+    """Result of `do`.
 
     Raises:
-        CommMismatch: if the transport has had a message of another size than expected.
+        CommMismatch: if the transport reports a message of unexpected size.
     """
     try:
         return do(*arguments)
     except Exception as error:
         if not _is_mismatch(error):
             raise
-        group: CallHistory | None = getattr(comm, "_done_last", None)
+        group: CallHistory | None = getattr(comm, "_call_history", None)
         at = f"at '{group.last[-1]}' " if group is not None and group.last else ""
-        others = [rank for rank in comm.world_ranks if rank != comm.world_ranks[comm.rank]]
+        peers = [rank for rank in comm.world_ranks if rank != comm.world_ranks[comm.rank]]
         raise CommMismatch(
-            f"rank {comm.world_ranks[comm.rank]} {at}got a message that does not fit "
-            f"({error}), from one of the ranks {', '.join(map(str, others[:KEPT]))}: ranks do "
-            f"different things, or with images of different sizes; {how_to_switch_on()}"
+            f"rank {comm.world_ranks[comm.rank]} {at}received a message of unexpected size "
+            f"({error}) from one of the ranks {', '.join(map(str, peers[:KEPT]))}: ranks call "
+            f"different operations, or on images of different sizes; {how_to_switch_on()}"
         ) from error
 
 
 def how_to_switch_on() -> str:
     return (
-        f"{limit.setting('check', True)}, or {_VARIABLE}=1 in the environment, compares what "
-        "ranks do before each communication and names both sides"
+        f"{limit.setting('check', True)}, or {_VARIABLE}=1 in the environment, compares the "
+        "operations of ranks before each communication and names both sides"
     )
 
 
 def _is_mismatch(error: Exception) -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(error, mpi.Exception):
-        found: bool = error.Get_error_class() in (mpi.ERR_TRUNCATE, mpi.ERR_IN_STATUS)
-        if found:
+        is_size: bool = error.Get_error_class() in (mpi.ERR_TRUNCATE, mpi.ERR_IN_STATUS)
+        if is_size:
             return True
-    return any(words in str(error) for words in _TRANSPORTS_WORDS)
+    return any(words in str(error) for words in _TRANSPORT_ERRORS)

@@ -1,8 +1,8 @@
-"""What is asked of a communicator, whichever transport is behind it.
+"""Interface of a communicator, independent of the transport.
 
-There are three: MPI (`comm.mpi`), torch.distributed (`comm.distributed`), and a process by itself
-(`comm.alone`). Names in one word are those of mpi4py, and do what they do there; they take any
-object that can be pickled. The others take tensors on any device.
+Implementations: MPI (`comm.mpi`), torch.distributed (`comm.distributed`), virtual ranks
+(`comm.virtual`) and a single process (`comm.single_process`). Methods named as in mpi4py behave as
+in mpi4py and take any object that can be pickled. The other methods take tensors on any device.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from spatialdl.comm.boxed import Exchange
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """A pending operation."""
 
     def wait(self) -> None:
-        """Return when it is done, and its buffers may be used again."""
+        """Block until it is complete and its buffers may be reused."""
 
 
 class UnderWay(Pending, Protocol):
-    """Messages to and from other ranks."""
+    """Pending messages to and from other ranks."""
 
     def is_done(self) -> bool:
-        """Whether their buffers may be used again; does not wait."""
+        """Whether buffers may be reused; does not block."""
 
     def peers(self) -> Sequence[int]:
-        """Ranks, as the communicator numbers them, of what `wait` is at."""
+        """Communicator ranks of the message that `wait` would block on."""
 
 
 Message = tuple[Callable[[], object], Callable[[], bool], int | None]
-"""One that is under way, or a collective: returns when it is done; whether it is, without waiting;
-the other rank, numbered in the communicator, None of a collective."""
+"""A pending message or collective: its blocking wait; its non-blocking test; the peer's rank in the
+communicator, None of a collective."""
 
 
 class Messages:
-    """Messages under way, waited for in their order, and what to unpack when all are there.
+    """Pending messages, waited for in order, and buffers to unpack when all are complete.
 
     Args:
-        arrivals: views, and the buffers of which they get the contents.
+        arrivals: pairs of a view and the buffer to copy into it.
         keep: memory that must outlive the messages.
     """
 
@@ -57,93 +57,93 @@ class Messages:
         while self._under_way:
             self._under_way[0][0]()
             del self._under_way[0]
-        for view, landed in self._arrivals:
-            view.copy_(landed)
+        for view, received in self._arrivals:
+            view.copy_(received)
         self._arrivals, self._keep = (), None
 
     def is_done(self) -> bool:
         return all(is_done() for _, is_done, _ in self._under_way)
 
     def peers(self) -> list[int]:
-        """The rank of the message that `wait` is at."""
+        """Rank of the message that `wait` would block on."""
         return [peer for _, _, peer in self._under_way[:1] if peer is not None]
 
 
 Start = Callable[[Exchange], UnderWay]
-"""Starts to move tensors along a plan."""
+"""Starts an exchange."""
 
 
 class Communicator(Protocol):
-    """A number of ranks, as one of them sees them."""
+    """A group of ranks, from the view of one of them."""
 
     @property
     def rank(self) -> int:
-        """This process, from 0."""
+        """Rank of this process, from 0."""
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """What they are called in the world, for messages."""
+        """World ranks of all ranks, for messages."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether it saves time to sum tensors while this rank computes."""
+        """Whether a sum that overlaps with computation saves time."""
 
     def subset(self, ranks: Sequence[int]) -> Communicator:
-        """Some of the ranks, numbered in this order; all of these, and no others, must call it.
+        """Communicator of some ranks, numbered in this order; collective over exactly these.
 
-        Ranks that are in several subsets must make them in the same order.
+        Ranks in several subsets must create them in the same order.
         """
 
     def duplicate(self) -> Communicator:
-        """The same ranks with messages of their own; all ranks must call it."""
+        """Communicator of the same ranks with separate messages; collective."""
 
     def nodes(self) -> list[int]:
-        """For each rank the first one on the same machine; all ranks must call it."""
+        """For each rank the first rank on the same machine; collective."""
 
     def barrier(self) -> None:
-        """Return when all ranks have called it."""
+        """Block until all ranks have called it."""
 
     def bcast(self, obj: Any, root: int = 0, /) -> Any:
-        """The object of rank `root`."""
+        """Object of rank `root`."""
 
     def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
-        """The objects of all ranks on rank `root`, None elsewhere."""
+        """Objects of all ranks on rank `root`, None elsewhere."""
 
     def allgather(self, obj: Any, /) -> list[Any]:
-        """The objects of all ranks."""
+        """Objects of all ranks."""
 
     def allreduce(self, obj: Any, /, op: Any = ...) -> Any:
-        """The objects of all ranks put together by `op`, a function of two; their sum without."""
+        """Objects of all ranks reduced by the binary function `op`; by default their sum."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of `values` over the ranks, a new tensor, the same bits on every rank.
+        """Sum of `values` over the ranks, a new tensor, bitwise equal on all ranks.
 
         Raises:
-            TypeError: for types that cannot be added on the transport.
+            TypeError: for dtypes that the transport cannot sum.
         """
 
     def all_reduce_(self, values: Tensor) -> None:
-        """Add up, in place, a contiguous tensor."""
+        """Sum a contiguous tensor in place."""
 
     def start_all_reduce(self, values: Tensor) -> Pending:
-        """Start to add up, in place, a contiguous tensor."""
+        """Start to sum a contiguous tensor in place."""
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """(ranks, ...): the tensors of all ranks, which have one shape."""
+        """Tensors of all ranks, of equal shape, as (ranks, ...)."""
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
-        """Start to move tensors along a plan, see `comm.exchange`.
+        """Start an exchange, see `comm.exchange`.
 
         With a route, messages of one tag arrive in the order in which they were sent.
         """
 
 
 def fold(objects: Sequence[Any], op: Callable[[Any, Any], Any]) -> Any:
-    """Objects put together from left to right."""
+    """Reduce objects from left to right."""
     total = objects[0]
     for value in objects[1:]:
         total = op(total, value)

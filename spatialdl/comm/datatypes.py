@@ -1,8 +1,8 @@
-"""MPI datatypes for tensors: any strided view is sent from, and received into, where it lies.
+"""MPI datatypes of tensors: strided views are sent and received without packing.
 
-Elements travel in the logical order of the dims, not in the order in memory, so that two ranks
-understand each other even if one holds its tile channels-last. Only the bytes of an element
-matter for moving it, so bfloat16 and bool travel like any other type.
+Elements travel in the logical order of the dims, not in memory order, so that a channels-last
+tile matches a contiguous one. Moves depend on the size of an element only, so bfloat16 and bool
+are supported.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def mpi_type(view: Tensor) -> MPI.Datatype:
-    """A committed datatype that describes `view` relative to its first element."""
+    """Committed datatype that describes `view` relative to its first element."""
     return strided_type(tuple(view.shape), tuple(view.stride()), view.element_size())
 
 
 @lru_cache(maxsize=4096)
 def strided_type(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> MPI.Datatype:
-    """The same for a view that is not there yet; strides in elements."""
+    """`mpi_type` from shape, strides in elements and itemsize in bytes."""
     from mpi4py import MPI
 
     datatype = MPI.BYTE.Create_contiguous(itemsize)
@@ -37,7 +37,7 @@ def strided_type(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 
 
 def _merge(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(count, stride) per dim in logical order, dims that follow on each other made one."""
+    """(count, stride) per dim in logical order, with contiguous dims merged."""
     merged: list[tuple[int, int]] = []
     for count, stride in zip(shape, strides, strict=True):
         if count == 1:
@@ -50,10 +50,10 @@ def _merge(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, 
 
 
 def reduction_type(tensor: Tensor) -> MPI.Datatype:
-    """The MPI type with which `tensor` can be added up.
+    """MPI type to sum `tensor` with.
 
     Raises:
-        TypeError: for types that MPI cannot add (half precision).
+        TypeError: for dtypes that MPI cannot sum (half precision).
     """
     from mpi4py import MPI
 
@@ -65,12 +65,12 @@ def reduction_type(tensor: Tensor) -> MPI.Datatype:
         torch.uint8: MPI.UINT8_T,
     }
     if tensor.dtype not in types:
-        raise TypeError(f"MPI cannot add {tensor.dtype}; convert to float32 first")
+        raise TypeError(f"MPI cannot sum {tensor.dtype}; convert to float32 first")
     return types[tensor.dtype]
 
 
 def buffer(tensor: Tensor) -> MPI.buffer:
-    """The memory of a contiguous CPU tensor, for mpi4py."""
+    """Memory of a contiguous CPU tensor, for mpi4py."""
     from mpi4py import MPI
 
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -1,4 +1,4 @@
-"""Groups of ranks over the collectives that PyTorch has for an accelerator, as NCCL for CUDA."""
+"""Process groups over PyTorch's collectives for an accelerator, such as NCCL for CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
 
 def backend_for(device: torch.device) -> str | None:
-    """The name of PyTorch's backend for such devices; None if it is not there."""
+    """Name of PyTorch's backend for such devices; None if unavailable."""
     name = dist.Backend.default_device_backend_map.get(device.type)
     if name is None:
         return None
@@ -29,17 +29,17 @@ def backend_for(device: torch.device) -> str | None:
 def device_group(
     store: Store, ranks: tuple[int, ...], rank: int, device: torch.device, limit: timedelta
 ) -> Any:
-    """A group that torch.distributed does not hold on to; its ranks must make it together.
+    """Create a group that torch.distributed does not register; collective over its ranks.
 
     Args:
-        store: where they meet.
-        ranks: of the world, in the order in which the group numbers them.
+        store: rendezvous store.
+        ranks: world ranks, in the order of their numbers in the group.
         rank: this process in that order.
-        device: of this rank.
-        limit: how long they wait for each other.
+        device: device of this rank.
+        limit: timeout of operations.
 
     Returns:
-        A ``ProcessGroup`` in which all ranks are connected: an exchange may need only some.
+        A ``ProcessGroup`` with all ranks connected, because an exchange may involve only some.
     """
     name = backend_for(device)
     if name is None:
@@ -67,11 +67,11 @@ def _group(
 
 def _backend(name: str, store: Store, rank: int, size: int, limit: timedelta) -> Any:
     if name in _CLASSES:
-        made = getattr(dist, _CLASSES[name])
-        options = made.Options()
+        group_class = getattr(dist, _CLASSES[name])
+        options = group_class.Options()
         options._timeout = limit
-        return made(store, rank, size, options)
+        return group_class(store, rank, size, options)
     plugin = dist.Backend._plugins[name.upper()]
     if plugin.extended_api:
-        raise ValueError(f"the backend {name} is not known here: take comm.device_path=host")
+        raise ValueError(f"unsupported backend {name}: set comm.device_path=host")
     return plugin.creator_fn(store, rank, size, limit)

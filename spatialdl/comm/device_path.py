@@ -1,7 +1,7 @@
-"""By which way tensors on accelerators go from rank to rank: chosen once, for all ranks.
+"""Data path of accelerator tensors between ranks, chosen once for all ranks.
 
-``nccl``: NCCL, RCCL or what else PyTorch has for the device; every rank needs a device of its own.
-``mpi``: MPI reads and writes device memory. ``host``: through pinned memory of the host.
+``nccl``: NCCL, RCCL or PyTorch's equivalent for the device; every rank needs a separate device.
+``mpi``: MPI reads and writes device memory. ``host``: through pinned host memory.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("spatialdl.comm")
 
 PATHS = ("auto", "nccl", "mpi", "host")
 PROBES = (4096, 8 * 2**20)
-"""Bytes: MPI sends small messages at once and large ones after a handshake, in different ways."""
+"""Bytes: MPI uses an eager protocol for small messages and a rendezvous for large ones."""
 
 
 @dataclass(frozen=True)
 class DevicePath:
-    """How device tensors travel.
+    """Data path of device tensors.
 
     Attributes:
         name: ``nccl``, ``mpi`` or ``host``.
-        reason: why, for people.
-        store: where the groups of ``nccl`` meet.
+        reason: why it was chosen, as text.
+        store: rendezvous store for groups of ``nccl``.
     """
 
     name: str
@@ -52,14 +52,14 @@ class _Chosen:
 
 
 def device_path() -> DevicePath:
-    """What `choose_device_path` has found; through the host until then."""
-    return _Chosen.path or DevicePath("host", "nothing was chosen yet")
+    """Result of `choose_device_path`; through the host before that."""
+    return _Chosen.path or DevicePath("host", "not chosen yet")
 
 
 def current_device() -> torch.device:
-    """The current device of the accelerator that PyTorch sees, else the CPU.
+    """Current device of PyTorch's accelerator, else the CPU.
 
-    Apple's has neither streams of its own nor float64: the CPU is taken there.
+    Also the CPU for MPS, which has neither streams nor float64.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type == "mps":
@@ -68,28 +68,28 @@ def current_device() -> torch.device:
 
 
 def take_device(index: int) -> None:
-    """Make a device the current one, with a context: MPI looks for one when it is initialised.
+    """Make a device current and create its context, which MPI looks for when it is initialised.
 
-    Choosing a device makes none where it is the current one already, as device 0 is.
+    Setting the device creates none if it is current already, as device 0 is.
     """
     torch.accelerator.set_device_index(index)
     torch.empty(1, device=current_device())
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this rank, as ``device=`` names it; which one was chosen when it started.
+    """Device of this rank for ``device=name``; its index was chosen at start.
 
     Raises:
-        ValueError: if PyTorch sees none of that kind.
+        ValueError: if PyTorch has no device of that type.
     """
-    found = torch.device("cpu") if name == "cpu" else current_device()
-    if name not in ("auto", found.type):
-        raise ValueError(f"device={name}, but PyTorch sees no {name} here: take cpu or auto")
-    return found
+    device = torch.device("cpu") if name == "cpu" else current_device()
+    if name not in ("auto", device.type):
+        raise ValueError(f"device={name}, but PyTorch finds no {name} device: set cpu or auto")
+    return device
 
 
 class _Own(NamedTuple):
-    """What a rank brings to the choice: its device, and which ways it could go."""
+    """Device of a rank, and the paths that it supports."""
 
     kind: str
     device: object
@@ -101,40 +101,42 @@ class _Own(NamedTuple):
 def choose_device_path(
     comm: Communicator, device: torch.device, wanted: str = "auto"
 ) -> DevicePath | None:
-    """Agree how tensors on accelerators travel; all ranks of `comm` must call it.
+    """Agree on the data path of accelerator tensors; collective.
 
-    From then on backward runs on the thread that calls it, as MPI may not be called from the
-    threads that autograd has for devices.
+    Afterwards backward runs on the calling thread, as MPI may not be called from autograd's
+    device threads.
 
     Args:
-        comm: all ranks that will ever talk to each other.
-        device: this rank's.
+        comm: all ranks that will ever communicate.
+        device: this rank's device.
         wanted: one of `PATHS`.
 
     Returns:
-        None where ranks compute on CPUs.
+        None if ranks compute on CPUs.
 
     Raises:
-        ValueError: on all ranks, if they have devices of different kinds, or the way that is
-            wanted cannot be had.
+        ValueError: on all ranks, if they have devices of different types, or `wanted` is
+            unavailable.
     """
     if wanted not in PATHS:
-        raise ValueError(f"comm.device_path={wanted} is unknown: take one of {', '.join(PATHS)}")
-    everybody: list[_Own] = comm.allgather(_own(comm, device))
-    kinds = sorted({one.kind for one in everybody})
+        raise ValueError(f"unknown comm.device_path={wanted}, must be one of {', '.join(PATHS)}")
+    ranks: list[_Own] = comm.allgather(_own(comm, device))
+    kinds = sorted({one.kind for one in ranks})
     if kinds == ["cpu"]:
         return None
     if len(kinds) > 1:
         raise ValueError(
-            f"ranks compute on different kinds of device ({', '.join(kinds)}): choose one for all"
+            f"ranks use different device types ({', '.join(kinds)}): choose one for all ranks"
         )
     torch.autograd.set_multithreading_enabled(False)
-    chosen = {one.chosen for one in everybody}
+    chosen = {one.chosen for one in ranks}
     if chosen != {None}:
         return _kept(chosen, wanted)
-    _Chosen.path = _found(comm, device, wanted, everybody)
+    _Chosen.path = _available(comm, device, wanted, ranks)
     if comm.rank == 0:
-        log.info("tensors on %s go by %s: %s", kinds[0], _Chosen.path.name, _Chosen.path.reason)
+        log.info(
+            "data path of %s tensors: %s (%s)", kinds[0], _Chosen.path.name, _Chosen.path.reason
+        )
     return _Chosen.path
 
 
@@ -145,75 +147,76 @@ def _own(comm: Communicator, device: torch.device) -> _Own:
         device.type,
         (machine(), _identity(device)),
         backend_for(device) is not None,
-        _is_mpi(comm) and says_device_aware(device),
+        _is_mpi(comm) and reports_device_aware(device),
         None if _Chosen.path is None else _Chosen.path.name,
     )
 
 
 def _identity(device: torch.device) -> str:
-    """Identify a device among those of its machine, whichever of them a process sees.
+    """Identify a device within its machine, independent of the devices visible to a process.
 
-    By its PCI address, which NCCL compares: parts of one GPU (MIG) share it, though each has a UUID
-    of its own. On ROCm by the UUID: partitions of a GPU are devices of their own to RCCL.
+    By its PCI address, which NCCL compares: MIG parts of one GPU share it, though their UUIDs
+    differ. On ROCm by the UUID: RCCL treats partitions of a GPU as separate devices.
     """
-    found = torch.get_device_module(device).get_device_properties(device)
-    address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    properties = torch.get_device_module(device).get_device_properties(device)
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None not in address and torch.version.hip is None:
         return f"PCI {':'.join(map(str, address))}"
     visible = [os.environ.get(f"{name}_VISIBLE_DEVICES") for name in ("CUDA", "ROCR", "HIP")]
-    return str(getattr(found, "uuid", (visible, device.index)))
+    return str(getattr(properties, "uuid", (visible, device.index)))
 
 
 def _kept(chosen: set[str | None], wanted: str) -> DevicePath:
     if len(chosen) > 1 or _Chosen.path is None:
         raise ValueError(
-            "some ranks have chosen how device tensors travel, in a mesh of their own, and others "
-            "have not: make a mesh of all ranks first"
+            "some ranks have chosen their device path in an earlier mesh, and some have not: "
+            "create a mesh of all ranks first"
         )
     if wanted not in ("auto", _Chosen.path.name):
-        raise ValueError(f"device tensors go by {_Chosen.path.name} already, not by {wanted}")
+        raise ValueError(f"the device path is {_Chosen.path.name} already, not {wanted}")
     return _Chosen.path
 
 
-def _found(
-    comm: Communicator, device: torch.device, wanted: str, everybody: Sequence[_Own]
+def _available(
+    comm: Communicator, device: torch.device, wanted: str, ranks: Sequence[_Own]
 ) -> DevicePath:
-    """The first way that all can go; the same on all ranks."""
-    lacking: dict[str, Callable[[], str]] = {
-        "nccl": lambda: _lacks_nccl(device, everybody),
-        "mpi": lambda: _lacks_mpi(comm, device, everybody),
+    """The first path that all ranks support; the same on all ranks."""
+    obstacles: dict[str, Callable[[], str]] = {
+        "nccl": lambda: _lacks_nccl(device, ranks),
+        "mpi": lambda: _lacks_mpi(comm, device, ranks),
         "host": lambda: "",
     }
     missing: list[str] = []
-    for name in lacking if wanted == "auto" else (wanted,):
-        why_not = lacking[name]()
+    for name in obstacles if wanted == "auto" else (wanted,):
+        why_not = obstacles[name]()
         if not why_not:
-            reason = "; ".join(missing) or ("as wanted" if wanted != "auto" else _GOOD[name])
+            reason = "; ".join(missing) or ("as configured" if wanted != "auto" else _GOOD[name])
             return DevicePath(name, reason, _store(comm) if name == "nccl" else None)
         missing.append(why_not)
-    raise ValueError(f"comm.device_path={wanted} cannot be had: {missing[0]}")
+    raise ValueError(f"comm.device_path={wanted} is unavailable: {missing[0]}")
 
 
-_GOOD = {"nccl": "every rank has a device of its own", "mpi": "MPI takes device memory"}
+_GOOD = {"nccl": "every rank has a separate device", "mpi": "MPI is device-aware"}
 
 
-def _lacks_nccl(device: torch.device, everybody: Sequence[_Own]) -> str:
-    """Empty, or what is missing."""
-    if not all(one.has_group for one in everybody):
+def _lacks_nccl(device: torch.device, ranks: Sequence[_Own]) -> str:
+    """Why ``nccl`` is unavailable; else empty."""
+    if not all(one.has_group for one in ranks):
         return f"PyTorch has no collectives for {device.type} here"
-    device_of, count = Counter(one.device for one in everybody).most_common(1)[0]
+    device_of, count = Counter(one.device for one in ranks).most_common(1)[0]
     if count > 1:
-        ranks = [rank for rank, one in enumerate(everybody) if one.device == device_of]
-        return f"ranks {ranks[0]} and {ranks[1]} share a device"
+        sharing = [rank for rank, one in enumerate(ranks) if one.device == device_of]
+        return f"ranks {sharing[0]} and {sharing[1]} share a device"
     return ""
 
 
-def _lacks_mpi(comm: Communicator, device: torch.device, everybody: Sequence[_Own]) -> str:
-    if not all(one.has_aware_mpi for one in everybody):
-        return f"MPI does not say that it takes memory of {device.type}"
+def _lacks_mpi(comm: Communicator, device: torch.device, ranks: Sequence[_Own]) -> str:
+    """Why ``mpi`` is unavailable; else empty."""
+    if not all(one.has_aware_mpi for one in ranks):
+        return f"MPI does not report support for {device.type} memory"
     for nbytes in PROBES:
         if not all(comm.allgather(_moves_device_memory(comm, device, nbytes))):  # type: ignore[arg-type]
-            return f"MPI says that it takes memory of {device.type}, but does not move {nbytes} B"
+            return f"MPI reports support for {device.type} memory, but fails to move {nbytes} B"
     return ""
 
 
@@ -222,7 +225,7 @@ def _is_mpi(comm: Communicator) -> bool:
 
 
 def _store(comm: Communicator) -> Store:
-    """Where groups of any of these ranks meet."""
+    """Rendezvous store for groups of these ranks."""
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     from spatialdl.comm.store import store_by_mpi
@@ -230,7 +233,7 @@ def _store(comm: Communicator) -> Store:
     return store_by_mpi(comm)  # type: ignore[arg-type]
 
 
-# --- MPI that takes device memory
+# --- device-aware MPI
 
 _KINDS = {"cuda": ("cuda",), "hip": ("rocm", "hip"), "xpu": ("level_zero", "ze")}
 _QUERIES = {
@@ -241,10 +244,10 @@ _QUERIES = {
 _MPICH_NUMBERS = {"cuda": 0, "xpu": 1, "hip": 2}
 
 
-def says_device_aware(device: torch.device) -> bool:
-    """Whether the MPI library says that it takes memory of such devices.
+def reports_device_aware(device: torch.device) -> bool:
+    """Whether the MPI library reports support for memory of such devices.
 
-    By the info key of MPI 4.1, by the functions of Open MPI, of MPICH and of Cray MPICH.
+    Uses the info key of MPI 4.1, and functions of Open MPI, MPICH and Cray MPICH.
     """
     from mpi4py import MPI
 
@@ -256,28 +259,28 @@ def says_device_aware(device: torch.device) -> bool:
     queries = (getattr(library, name, None) for name in _QUERIES.get(kind, ()))
     if any(query is not None and query() for query in queries):
         return True
-    ask: Any = getattr(library, "MPIX_GPU_query_support", None)
-    answer = ctypes.c_int(0)
+    query_mpich: Any = getattr(library, "MPIX_GPU_query_support", None)
+    supported = ctypes.c_int(0)
     number = _MPICH_NUMBERS.get(kind)
-    if ask is None or number is None or ask(number, ctypes.byref(answer)) != 0:
+    if query_mpich is None or number is None or query_mpich(number, ctypes.byref(supported)) != 0:
         return False
-    return bool(answer.value)
+    return bool(supported.value)
 
 
 def _moves_device_memory(comm: MPI.Intracomm, device: torch.device, nbytes: int) -> bool:
-    """Send numbers around the ring, from device memory to device memory."""
+    """Test a ring exchange from device memory to device memory."""
     from mpi4py import MPI
 
     own = torch.full((nbytes // 4,), comm.rank, dtype=torch.int32, device=device)
-    landed = torch.full_like(own, -1)
+    received = torch.full_like(own, -1)
     torch.accelerator.current_stream(device).synchronize()
     ours, theirs = (
         [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.INT32_T]
-        for x in (own, landed)
+        for x in (own, received)
     )
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     try:
         comm.Sendrecv(ours, after, 0, theirs, before, 0)
     except MPI.Exception:
         return False
-    return bool((landed == before).all().item())
+    return bool((received == before).all().item())

@@ -1,8 +1,8 @@
-"""Tensors on an accelerator over each of the ways of `comm.device_path`.
+"""Transports of accelerator tensors over the paths of `comm.device_path`.
 
-Nothing waits for the device but where a library on the host must read or write what it computes:
-once for each message or sum, and for those of ``nccl`` never. Packing and unpacking run on a
-stream of their own with a high priority, so that the work which the network queues goes on.
+The host synchronises with the device only where a host library must read or write its results:
+once for each message or sum, never on ``nccl``. Packing and unpacking run on a separate
+high-priority stream, so that queued work of the network continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spatialdl.comm.waiting import noted
 
 
 class DeviceTransport(Protocol):
-    """What a `Communicator` asks for tensors on an accelerator; contiguous ones are summed."""
+    """Transport of a `Communicator` for accelerator tensors; sums need contiguous tensors."""
 
     def start_all_reduce(self, values: Tensor) -> Pending: ...
 
@@ -36,42 +36,42 @@ class DeviceTransport(Protocol):
 
 
 class OnHost(Protocol):
-    """A communicator, and how it gathers into memory that is there."""
+    """A communicator that can gather into given host memory."""
 
     def all_reduce_(self, values: Tensor) -> None: ...
 
-    def gather_into(self, everybody: Tensor, own: Tensor) -> None: ...
+    def gather_into(self, gathered: Tensor, own: Tensor) -> None: ...
 
     def start_exchange(self, exchange: Exchange) -> UnderWay: ...
 
 
 class ThroughHost:
-    """By pinned memory of the host, which PyTorch keeps for the next time.
+    """Through pinned host memory, which PyTorch caches.
 
     Args:
-        comm: moves tensors on the host.
+        comm: moves host tensors.
     """
 
     def __init__(self, comm: OnHost) -> None:
         self._comm = comm
 
     def start_all_reduce(self, values: Tensor) -> Pending:
-        return _Later(pinned_copy(values), self._comm.all_reduce_, values)
+        return _StagedSum(pinned_copy(values), self._comm.all_reduce_, values)
 
     def all_gather(self, values: Tensor) -> Tensor:
         own, ready = pinned_copy(values)
         size: int = self._comm.size  # type: ignore[attr-defined]
-        everybody = torch.empty((size, *own.shape), dtype=own.dtype, pin_memory=True)
+        gathered = torch.empty((size, *own.shape), dtype=own.dtype, pin_memory=True)
         ready.synchronize()
-        self._comm.gather_into(everybody, own)
-        return everybody.to(values.device, non_blocking=True)
+        self._comm.gather_into(gathered, own)
+        return gathered.to(values.device, non_blocking=True)
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         return PackedExchange(exchange, self._comm.start_exchange, pinned=True)
 
 
-class _Later:
-    """A sum on the host of what is being copied there."""
+class _StagedSum:
+    """A sum on the host of a tensor that is being copied there."""
 
     def __init__(
         self, copy: tuple[Tensor, torch.Event], add: Callable[[Tensor], None], values: Tensor
@@ -86,19 +86,19 @@ class _Later:
 
 
 def pinned_copy(values: Tensor) -> tuple[Tensor, torch.Event]:
-    """A copy in pinned memory, and when it is there."""
+    """A copy in pinned memory, and the event of its completion."""
     staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     staged.copy_(values.contiguous(), non_blocking=True)
     return staged, torch.accelerator.current_stream(values.device).record_event()
 
 
 class DeviceAware:
-    """MPI reads and writes device memory where it lies, once the device has written it.
+    """MPI reads and writes device memory in place, after the device has written it.
 
     Args:
-        add: in place.
-        gather_into: contiguous memory for all ranks, the own.
-        start: messages of contiguous pieces.
+        add: sums in place.
+        gather_into: gathers contiguous memory, given (all ranks, own).
+        start: starts messages of contiguous pieces.
     """
 
     def __init__(
@@ -117,24 +117,24 @@ class DeviceAware:
 
     def all_gather(self, values: Tensor) -> Tensor:
         own = values.contiguous()
-        everybody = own.new_empty((self._comm.size, *own.shape))
+        gathered = own.new_empty((self._comm.size, *own.shape))
         torch.accelerator.current_stream(values.device).synchronize()
-        self._gather_into(everybody, own)
-        return everybody
+        self._gather_into(gathered, own)
+        return gathered
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         return PackedExchange(exchange, self._start)
 
 
 class ByGroup:
-    """NCCL, or what PyTorch has in its place: queued on the device, the host never waits.
+    """NCCL, or PyTorch's equivalent: queued on the device without host synchronisation.
 
-    Its messages have no tags: what has a route goes by another way, or by a `Lane`.
+    Messages have no tags: exchanges with a route use `routed` or a `Lane`.
 
     Args:
-        path: with a store where groups meet.
-        device: of this rank.
-        routed: moves what has a route.
+        path: has the rendezvous store.
+        device: device of this rank.
+        routed: moves exchanges with a route.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ByGroup:
 
     @cached_property
     def _group(self) -> Any:
-        """Asked for the first time by all ranks together, which those of a route do not do."""
+        """Device group; the first access is collective, which exchanges with a route are not."""
         return _group(*self._place)
 
     def start_all_reduce(self, values: Tensor) -> Pending:
@@ -153,9 +153,9 @@ class ByGroup:
 
     def all_gather(self, values: Tensor) -> Tensor:
         own = values.contiguous()
-        everybody = own.new_empty((self._size, *own.shape))
-        self._group._allgather_base(_bytes(everybody), _bytes(own)).wait()
-        return everybody
+        gathered = own.new_empty((self._size, *own.shape))
+        self._group._allgather_base(_bytes(gathered), _bytes(own)).wait()
+        return gathered
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         if exchange.route is not None:
@@ -164,14 +164,14 @@ class ByGroup:
 
 
 class Lane:
-    """Messages with a route without tags: matched in the order in which both sides start them.
+    """Messages with a route but without tags: matched in the order in which both sides start them.
 
-    NCCL queues them in one stream, in which each waits until its peer has come to it. So a lane is
-    for one direction between ranks that send and ranks that receive; all must make it together.
+    NCCL queues them in one stream, where each waits for its peer. A lane therefore serves one
+    direction between sending and receiving ranks; collective over all of them.
 
     Args:
-        comm: has the ranks.
-        ranks: of `comm`, in the order of the plans.
+        comm: contains the ranks.
+        ranks: ranks of `comm`, in the order of the plans.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], device: torch.device) -> None:
@@ -186,11 +186,11 @@ def _group(path: DevicePath, ranks: tuple[int, ...], rank: int, device: torch.de
     assert path.store is not None
     limit = timeout_of_groups() or dist.default_pg_timeout
     make = (path.store, ranks, rank, device, limit)
-    return noted("setting up a group of devices", ranks, device_group, *make)
+    return noted("creation of a device group", ranks, device_group, *make)
 
 
 def _queue(group: Any, exchange: Exchange) -> UnderWay:
-    """Queue all messages of an exchange at once; they start after what the stream has."""
+    """Queue all messages of an exchange at once; they start after the work of the stream."""
     incoming = [(x, p.peer) for (x, _), p in _pairs(exchange.receives, exchange.incoming)]
     outgoing = [(x, p.peer) for (x, _), p in _pairs(exchange.sends, exchange.outgoing)]
     if not incoming and not outgoing:
@@ -206,12 +206,12 @@ def _queue(group: Any, exchange: Exchange) -> UnderWay:
 
 
 def _pairs(held: Sequence[BoxedTensor], pieces: Sequence[Piece]) -> list[tuple[BoxedTensor, Piece]]:
-    """What has bytes to move: images may have no samples."""
+    """Pairs with bytes to move: batches may be empty."""
     return [pair for pair in zip(held, pieces, strict=True) if pair[0].tensor.numel() > 0]
 
 
 class _Queued:
-    """A sum for which the current stream waits."""
+    """A sum that the current stream waits for."""
 
     def __init__(self, work: Any, values: Tensor) -> None:
         self._work, self._values = work, values
@@ -221,25 +221,25 @@ class _Queued:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as bytes: NCCL moves fewer types than there are."""
+    """View a contiguous tensor as bytes, because NCCL supports fewer dtypes."""
     return x.view(-1).view(torch.uint8)
 
 
 class PackedExchange:
-    """An exchange under way whose tensors lie on an accelerator.
+    """A pending exchange of accelerator tensors.
 
-    Its messages start when they are packed if they have a route, else when they are waited for.
+    Its messages start after packing if it has a route, else at `wait`.
 
     Args:
         start: starts to move contiguous buffers, one for each piece.
-        pinned: the buffers are in pinned memory of the host; else on the device.
-        at_once: `start` queues on the device; else it takes what is there, and the host waits.
+        pinned: the buffers are in pinned host memory; else on the device.
+        at_once: `start` queues on the device; else it needs packed data, and the host waits.
     """
 
     def __init__(
         self, exchange: Exchange, start: Start, pinned: bool = False, at_once: bool = False
     ) -> None:
-        self._keep: object = exchange  # or its memory would be used again
+        self._keep: object = exchange  # or its memory would be reused
         self._views, self._pinned, self._at_once = exchange.landing(), pinned, at_once
         self._device, self._stream = exchange.device, side_stream(exchange.device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -249,7 +249,7 @@ class PackedExchange:
                 for view, piece in zip(exchange.leaving(), exchange.outgoing, strict=True)
             ]
             incoming = [
-                BoxedTensor(self._room(view), piece.box)
+                BoxedTensor(self._receive_buffer(view), piece.box)
                 for view, piece in zip(self._views, exchange.incoming, strict=True)
             ]
             self._packed = self._stream.record_event()
@@ -261,7 +261,7 @@ class PackedExchange:
             self._messages = self._started()
 
     def _packed_copy(self, view: Tensor) -> Tensor:
-        """Packed on the device, or the host would wait for a copy that also packs."""
+        """Packed on the device first: a host copy that also packs would be synchronous."""
         packed = view.contiguous()
         return self._buffer(view).copy_(packed, non_blocking=True) if self._pinned else packed
 
@@ -270,10 +270,10 @@ class PackedExchange:
             return torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
         return torch.empty(view.shape, dtype=view.dtype, device=view.device)
 
-    def _room(self, view: Tensor) -> Tensor:
-        """Where a message lands: at its place, if it can."""
-        is_there = view.is_contiguous() and not self._pinned
-        return view if is_there else self._buffer(view)
+    def _receive_buffer(self, view: Tensor) -> Tensor:
+        """The view itself if a message can be received in place, else a buffer."""
+        in_place = view.is_contiguous() and not self._pinned
+        return view if in_place else self._buffer(view)
 
     def _started(self) -> UnderWay:
         if not self._at_once and (self._buffers.sends or not self._pinned):
@@ -288,13 +288,13 @@ class PackedExchange:
         return () if self._messages is None else self._messages.peers()
 
     def wait(self) -> None:
-        """Talk, and have the current stream wait for the unpacking."""
+        """Complete the messages; the current stream waits for unpacking."""
         self._messages = self._messages or self._started()
         with self._stream:
             self._messages.wait()
-            for view, landed in zip(self._views, self._buffers.receives, strict=True):
-                if landed.tensor is not view:
-                    view.copy_(landed.tensor, non_blocking=True)
+            for view, received in zip(self._views, self._buffers.receives, strict=True):
+                if received.tensor is not view:
+                    view.copy_(received.tensor, non_blocking=True)
         torch.accelerator.current_stream(self._device).wait_stream(self._stream)
         self._keep, self._views = None, []
         self._buffers = self._buffers._replace(sends=[], receives=[])
@@ -302,5 +302,5 @@ class PackedExchange:
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """The stream of a device on which views are packed and unpacked."""
+    """Stream of a device for packing and unpacking."""
     return torch.Stream(device, priority=-1)

@@ -1,4 +1,4 @@
-"""Tensors that are to be the same on several ranks, compared by a number each."""
+"""Comparison of tensors between ranks by one number each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import shard_of
 
 MOST = 2**22
-"""Of larger tensors so many elements are looked at, evenly spread."""
+"""Maximum number of compared elements, evenly spaced in larger tensors."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
-"""As a part of the largest value: other processors round differently."""
+"""Relative to the largest value: processor models round differently."""
 
 _HALF_TOLERANCE = 2e-2
 _CHUNK = 2**20
@@ -23,7 +23,7 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def digest(tensor: Tensor, most: int = MOST) -> Tensor:
-    """A number that depends on each element that is looked at and on its place, on the device."""
+    """A number, on the device, that depends on each sampled element and its position."""
     values = sample(tensor, most)
     integers = values.view(_AS_INTEGERS[values.element_size()])
     weights = _weights(min(len(integers), _CHUNK), integers.device)
@@ -34,7 +34,7 @@ def digest(tensor: Tensor, most: int = MOST) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern: steps of splitmix64."""
+    """Odd pseudo-random numbers: steps of splitmix64."""
     state = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -0x61C8864680B583EB
     state = (state ^ (state >> 30)) * -0x40A7B892E31B1A47
     state = (state ^ (state >> 27)) * -0x6B2FB644ECCEEE15
@@ -42,7 +42,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def sample(tensor: Tensor, most: int) -> Tensor:
-    """Up to about `most` elements of a tensor, evenly spread over its two largest dims."""
+    """Up to about `most` elements of a tensor, evenly spaced over its two largest dims."""
     values = shard_of(tensor.detach())
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -57,26 +57,27 @@ def sample(tensor: Tensor, most: int) -> Tensor:
 def first_difference(
     comm: Communicator, named: Mapping[str, Tensor], most: int = MOST
 ) -> str | None:
-    """Which of some tensors is not the same on all ranks of `comm`, and how; None if all are.
+    """Describe the first tensor that differs between ranks of `comm`; None if all are equal.
 
-    All ranks must call it, and get the same answer. Floats may differ by `TOLERANCE`.
+    Collective; the result is the same on all ranks. Floats may differ by `TOLERANCE`.
     """
     own = [
         (name, f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.")) for name, t in named.items()
     ]
     numbers = [int(digest(tensor, most)) for tensor in named.values()]
-    everybody = comm.allgather((own, numbers))
-    first, first_numbers = everybody[0]
-    for rank, (other, _) in enumerate(everybody):
+    gathered = comm.allgather((own, numbers))
+    first, first_numbers = gathered[0]
+    for rank, (other, _) in enumerate(gathered):
         if other != first:
             pairs = [pair for pair in zip(first, other, strict=False) if pair[0] != pair[1]]
             (name, text), (_, other_text) = pairs[0] if pairs else (("", "more"), ("", "fewer"))
             return f"{name} is {text} on {_name(comm, 0)}, {other_text} on {_name(comm, rank)}"
     for index, (name, tensor) in enumerate(named.items()):
-        rank = next((r for r, o in enumerate(everybody) if o[1][index] != first_numbers[index]), 0)
+        rank = next((r for r, o in enumerate(gathered) if o[1][index] != first_numbers[index]), 0)
         if rank and not _is_close(comm, tensor, most):
-            return f"{name} ({own[index][1]}) has other values on {_name(comm, rank)} than on " + (
-                _name(comm, 0)
+            return (
+                f"{name} ({own[index][1]}) has different values on {_name(comm, rank)} than on "
+                f"{_name(comm, 0)}"
             )
     return None
 

@@ -1,6 +1,6 @@
-"""The second transport: torch.distributed, over gloo; tensors on accelerators see `device_path`.
+"""Transport over torch.distributed with gloo; for tensors on accelerators see `device_path`.
 
-The same plans as over MPI. Views are packed, because gloo takes contiguous tensors only.
+Uses the same plans as MPI. Views are packed, because gloo requires contiguous tensors.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 class TorchCommunicator:
-    """A `Communicator` over a process group of its own, whose threads and sockets end with it.
+    """A `Communicator` over a separate process group, whose threads and sockets end with it.
 
     Args:
-        ranks: of the world, in the order in which they are numbered here. All of them must make
-            the communicators of these same ranks in the same order.
-        group: of these ranks, for tensors on the host; one over gloo if none is given.
-        by_host: tensors on accelerators go through the host, whatever was chosen.
+        ranks: world ranks, in the order of their numbers here. All of them must create
+            communicators of these ranks in the same order.
+        group: process group of these ranks for host tensors; by default a new one over gloo.
+        by_host: send tensors on accelerators through the host, independent of `device_path`.
     """
 
     def __init__(self, ranks: Sequence[int], group: Any = None, by_host: bool = False) -> None:
@@ -57,7 +57,7 @@ class TorchCommunicator:
 
     @classmethod
     def world(cls) -> TorchCommunicator:
-        """All ranks, once torch.distributed is initialised; all must call it."""
+        """All ranks of torch.distributed, which must be initialised; collective."""
         return cls(range(dist.get_world_size()))
 
     def subset(self, ranks: Sequence[int]) -> TorchCommunicator:
@@ -71,7 +71,7 @@ class TorchCommunicator:
         return [names.index(name) for name in names]
 
     def close(self) -> None:
-        """End the threads of gloo; nothing can be sent after that."""
+        """End the threads of gloo; the communicator cannot be used afterwards."""
         self._gloo = None
 
     def barrier(self) -> None:
@@ -105,12 +105,12 @@ class TorchCommunicator:
         return fold(self.allgather(obj), op)
 
     @property
-    def overlaps(self) -> bool:  # the threads of gloo take cores from those that compute
+    def overlaps(self) -> bool:  # gloo's threads compete with computation for cores
         return not self._by_host and device_path().name == "nccl"
 
     @cached_property
     def _on_device(self) -> DeviceTransport:
-        """Asked for the first time by all ranks together."""
+        """Device transport; the first access is collective."""
         path = device_path()
         if self._by_host or path.name != "nccl":
             return ThroughHost(self)
@@ -133,32 +133,32 @@ class TorchCommunicator:
         if values.device.type != "cpu":
             return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
         own = values.contiguous()
-        everybody = own.new_empty((self.size, *own.shape))
-        self.gather_into(everybody, own)
-        return everybody
+        gathered = own.new_empty((self.size, *own.shape))
+        self.gather_into(gathered, own)
+        return gathered
 
-    def gather_into(self, everybody: Tensor, own: Tensor) -> None:
+    def gather_into(self, gathered: Tensor, own: Tensor) -> None:
         """Fill (ranks, ...) on the host with the contiguous tensors of all ranks."""
-        noted("all-gather", self.world_ranks, dist.all_gather, list(everybody), own, self._gloo)
+        noted("all-gather", self.world_ranks, dist.all_gather, list(gathered), own, self._gloo)
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         if exchange.device.type != "cpu":
             return self._on_device.start_exchange(exchange)
         ranks, tag = exchange.route or (range(self.size), 0)
         views, incoming, outgoing = exchange.landing(), exchange.incoming, exchange.outgoing
-        landed = [_room_for(view) for view in views]
+        buffers = [_receive_buffer(view) for view in views]
         leaving = [view.contiguous() for view in exchange.leaving()]
-        to_receive = [(x, ranks[piece.peer]) for x, piece in zip(landed, incoming, strict=True)]
+        to_receive = [(x, ranks[piece.peer]) for x, piece in zip(buffers, incoming, strict=True)]
         to_send = [(x, ranks[piece.peer]) for x, piece in zip(leaving, outgoing, strict=True)]
         arrivals = [
-            (view, room) for view, room in zip(views, landed, strict=True) if room is not view
+            (view, room) for view, room in zip(views, buffers, strict=True) if room is not view
         ]
-        return Messages(self._under_way(to_receive, to_send, tag), arrivals, (landed, leaving))
+        return Messages(self._under_way(to_receive, to_send, tag), arrivals, (buffers, leaving))
 
     def _under_way(
         self, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]], tag: int
     ) -> list[Message]:
-        """Contiguous tensors from and to ranks, in the order in which the peers name them."""
+        """Start receives and sends of contiguous tensors, in the order of the peers' plans."""
         return [self._receive(room, peer, tag) for room, peer in receives] + [
             self._send(packed, peer, tag) for packed, peer in sends
         ]
@@ -175,7 +175,7 @@ class TorchCommunicator:
 
 
 class _ToSelf:
-    """Messages of a rank to itself, which gloo refuses; matched in order, tag by tag."""
+    """Messages of a rank to itself, which gloo rejects; matched in order for each tag."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], Tensor] = {}
@@ -186,7 +186,7 @@ class _ToSelf:
         return Completed().wait, Completed().is_done, None
 
     def receive(self, room: Tensor, tag: int) -> Message:
-        """Must be sent before it is waited for."""
+        """The matching send must precede its wait."""
         key = self._next("receive", tag)
         return lambda: room.copy_(self._sent.pop(key)), lambda: key in self._sent, None
 
@@ -197,21 +197,20 @@ class _ToSelf:
 
 @atexit.register
 def _close_all() -> None:
-    """End all threads of gloo while Python is still whole.
+    """End all threads of gloo before the interpreter shuts down.
 
-    Such a thread frees the tensors of its last message whenever it is scheduled, and one that does
-    so while the interpreter is being taken down ends the process: "terminate called without an
-    active exception".
+    Such a thread frees the tensors of its last message at an arbitrary time. If that happens during
+    interpreter shutdown, the process ends with "terminate called without an active exception".
     """
     for communicator in list(_open):
         communicator.close()
 
 
 def _gloo_group(ranks: tuple[int, ...]) -> Any:
-    """A group that torch.distributed does not hold on to.
+    """Create a group that torch.distributed does not register.
 
-    ``dist.new_group`` names a group after how many there are, so that one which a rank has ended
-    sooner than another rank, as garbage is collected, lets later names differ or clash.
+    ``dist.new_group`` names a group by the number of groups. If garbage collection removes one
+    earlier on one rank than on another, later names differ or clash.
     """
     store = PrefixStore(
         f"spatialdl/{'-'.join(map(str, ranks))}/{_made[ranks]}", _get_default_store()
@@ -220,12 +219,12 @@ def _gloo_group(ranks: tuple[int, ...]) -> Any:
     here = ranks.index(dist.get_rank())
     limit = timeout_of_groups() or dist.default_pg_timeout
     return noted(
-        "setting up a communicator", ranks, dist.ProcessGroupGloo, store, here, len(ranks), limit
+        "creation of a communicator", ranks, dist.ProcessGroupGloo, store, here, len(ranks), limit
     )
 
 
 def local_group(ranks: Sequence[int], backend: str) -> Any:
-    """A group that torch.distributed holds; these ranks, and no others, make it."""
+    """Create a group registered with torch.distributed; collective over exactly these ranks."""
     with _named_by_its_ranks():
         return dist.new_group(
             list(ranks),
@@ -237,10 +236,10 @@ def local_group(ranks: Sequence[int], backend: str) -> Any:
 
 @contextmanager
 def _named_by_its_ranks() -> Iterator[None]:
-    """A group is named by its ranks, and by how many of just these there are.
+    """Name new groups by their ranks, and by the number of groups of the same ranks.
 
-    PyTorch names it by how many groups of any ranks its process has: ranks that have been in
-    different numbers of groups before call the same group different names, and wait for ever.
+    PyTorch names a group by the number of all groups of its process: ranks with different numbers
+    of groups use different names for the same group, and hang.
     """
 
     def named(ranks: list[int]) -> str:
@@ -264,8 +263,8 @@ def _unpacked(values: Tensor) -> Any:
     return pickle.loads(values.numpy().tobytes())
 
 
-def _room_for(view: Tensor) -> Tensor:
-    """The view itself if a message can land in it, else a buffer."""
+def _receive_buffer(view: Tensor) -> Tensor:
+    """The view itself if it is contiguous, else a buffer."""
     if view.is_contiguous():
         return view
     return torch.empty(view.shape, dtype=view.dtype, device=view.device)

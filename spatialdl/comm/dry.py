@@ -1,6 +1,6 @@
-"""What ranks would say to each other, told by one process on the ``meta`` device.
+"""Dry communicator: communications of ranks, simulated by one process on the ``meta`` device.
 
-Where nothing is moved, what would have been is noted, if anybody listens.
+Moves no data, and records each communication for subscribers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spatialdl.comm.single_process import Completed, SingleProcess
 Kind = Literal["exchange", "sum", "gather"]
 Axis = Literal["grid", "tensor"]
 Givers = tuple[tuple[int, ...], ...]
-"""For each virtual rank of a process those of the same process from which it gets something."""
+"""For each virtual rank of a process the ranks of the same process that send to it."""
 
 
 class DryEvent(NamedTuple):
-    """What a virtual rank does of a call: others have their turns while it waits.
+    """Step of a virtual rank in a call: other virtual ranks run while it waits.
 
     Attributes:
-        kind: "bring" comes to it; "wait" for an exchange, or for a sum or gather of all.
-        pieces: bytes of what it brings to an exchange, piece by piece.
-        givers: of an exchange.
+        kind: "bring" enters a call; "wait" for an exchange, or for all in a sum or gather.
+        pieces: bytes of each piece of its contribution to an exchange.
+        givers: senders of an exchange.
     """
 
     kind: Literal["bring", "wait", "wait for all"]
@@ -39,13 +39,13 @@ class DryEvent(NamedTuple):
 
 
 class Talk(NamedTuple):
-    """One thing that a rank would say.
+    """One communication of a rank.
 
     Attributes:
         kind: "exchange" with some neighbours, "sum" or "gather" over all ranks.
-        ranks: neighbours of an exchange, else all ranks that take part.
-        bytes: that this rank would send; of a sum or gather, what it brings.
-        axis: of which ranks: those of the grid, or those that divide channels.
+        ranks: neighbours of an exchange, else all participating ranks.
+        bytes: that this rank would send; its contribution to a sum or gather.
+        axis: of the mesh: ranks of the grid, or ranks that divide channels.
     """
 
     kind: Kind
@@ -55,12 +55,12 @@ class Talk(NamedTuple):
 
 
 class Dry(SingleProcess):
-    """A communicator of `size` ranks of which there is one, and nobody answers.
+    """A communicator of `size` ranks of which one exists; it communicates with no peer.
 
     Args:
-        axis: of the mesh, to which its ranks belong.
-        processes: for each process its virtual ranks; () where each rank is a process. What is
-            noted is what passes between processes, all virtual ranks of this rank's together.
+        axis: mesh axis of its ranks.
+        processes: virtual ranks of each process; () if each rank is a process. Recorded are
+            messages between processes, for all virtual ranks of this rank's process together.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Dry(SingleProcess):
     ) -> None:
         self.rank, self.size, self.axis = rank, size, axis
         self.processes = processes
-        self.process_of = {one: number for number, some in enumerate(processes) for one in some}
+        self.process_of = {rank: number for number, some in enumerate(processes) for rank in some}
 
     def subset(self, ranks: object) -> Dry:
         return self
@@ -84,85 +84,85 @@ class Dry(SingleProcess):
         return [0] * self.size
 
 
-_heard: list[list[Talk]] = []
-_followed: list[Callable[[DryEvent], None]] = []
+_talk_lists: list[list[Talk]] = []
+_followers: list[Callable[[DryEvent], None]] = []
 
 
 @contextmanager
-def listening() -> Iterator[list[Talk]]:
-    """A list to which is added what would be said inside."""
+def record_talks() -> Iterator[list[Talk]]:
+    """Context that records simulated communications to a list."""
     talks: list[Talk] = []
-    _heard.append(talks)
+    _talk_lists.append(talks)
     try:
         yield talks
     finally:
-        _heard.remove(talks)
+        _talk_lists.remove(talks)
 
 
 @contextmanager
-def following(tell: Callable[[DryEvent], None]) -> Iterator[None]:
-    """Within it `tell` is called where a virtual rank comes to a call, and where it waits."""
-    _followed.append(tell)
+def follow_events(follower: Callable[[DryEvent], None]) -> Iterator[None]:
+    """Context that calls `follower` where a virtual rank enters a call, and where it waits."""
+    _followers.append(follower)
     try:
         yield
     finally:
-        _followed.remove(tell)
+        _followers.remove(follower)
 
 
-def note(comm: object, kind: Kind, ranks: int, size: int) -> None:
-    """Tell those who listen of a sum or gather; what runs again in backward says nothing twice.
+def record(comm: object, kind: Kind, ranks: int, size: int) -> None:
+    """Record a sum or gather, unless backward replays it.
 
     Args:
-        ranks: that take part, virtual ones included.
-        size: bytes that this rank brings.
+        ranks: number of participating ranks, virtual ones included.
+        size: bytes of this rank's contribution.
     """
     if replaying():
         return
     if isinstance(comm, Dry) and comm.processes:
-        _follow(DryEvent("bring"))
-        _follow(DryEvent("wait for all"))
+        _emit(DryEvent("bring"))
+        _emit(DryEvent("wait for all"))
         ranks = len(comm.processes)
-        if kind == "gather":  # a sum is taken within the process first
+        if kind == "gather":  # a sum is first reduced within the process
             size *= len(comm.processes[comm.process_of[comm.rank]])
-    _tell(comm, kind, ranks, size)
+    _record_talk(comm, kind, ranks, size)
 
 
 def exchange(comm: object, what: Exchange) -> Completed:
-    """Tell those who listen of an exchange of which nothing is moved."""
+    """Record an exchange, of which nothing is moved."""
     if replaying():
         return Completed()
     if isinstance(comm, Dry) and comm.processes:
         pieces = tuple(view.nbytes for view in what.leaving())
-        _follow(DryEvent("bring", pieces, _givers(comm, what.plan, what.adjoint)))
-        _tell(comm, "exchange", *_crossing(comm, what))
+        _emit(DryEvent("bring", pieces, _givers(comm, what.plan, what.adjoint)))
+        _record_talk(comm, "exchange", *_crossing(comm, what))
         return _Awaited()
     peers = {piece.peer for piece in (*what.outgoing, *what.incoming)}
-    _tell(comm, "exchange", len(peers), sum(view.nbytes for view in what.leaving()))
+    _record_talk(comm, "exchange", len(peers), sum(view.nbytes for view in what.leaving()))
     return Completed()
 
 
 class _Awaited(Completed):
     def wait(self) -> None:
-        _follow(DryEvent("wait"))
+        _emit(DryEvent("wait"))
 
 
-def _follow(event: DryEvent) -> None:
-    for tell in _followed:
-        tell(event)
+def _emit(event: DryEvent) -> None:
+    for follower in _followers:
+        follower(event)
 
 
-def _tell(comm: object, kind: Kind, ranks: int, size: int) -> None:
+def _record_talk(comm: object, kind: Kind, ranks: int, size: int) -> None:
     axis: Axis = comm.axis if isinstance(comm, Dry) else "grid"
-    alone = isinstance(comm, Dry) and len(comm.processes) == 1
-    for talks in [] if alone else _heard:
+    is_single = isinstance(comm, Dry) and len(comm.processes) == 1
+    for talks in [] if is_single else _talk_lists:
         talks.append(Talk(kind, ranks, size, axis))
 
 
 def _crossing(comm: Dry, what: Exchange) -> tuple[int, int]:
-    """Processes with which this one exchanges something, and bytes that it sends to them."""
+    """Number of processes that this one exchanges with, and bytes that it sends to them."""
     peers, pixels = _crossing_pixels(comm, what.plan, what.adjoint)
-    held = (one for one in (*what.sends, *what.receives) if not one.box.is_empty)
-    one = next(held, None)
+    boxed = (one for one in (*what.sends, *what.receives) if not one.box.is_empty)
+    one = next(boxed, None)
     return peers, 0 if one is None else pixels * one.tensor.nbytes // prod(one.box.shape)
 
 

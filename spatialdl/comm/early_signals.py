@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop before it can hear them: they are kept while it starts.
+"""Keeps stop signals that arrive before a run can handle them.
 
-Python dies of SIGTERM and SIGUSR1 until somebody listens, and there is much to import before. So a
-command calls `keep` before it imports anything else, and who listens later takes what has come.
+SIGTERM and SIGUSR1 kill Python until a handler is installed, and imports take long. A command
+calls `keep` before any other import, and the later handler takes the signals that arrived.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-_came: list[signal.Signals] = []
+_pending: list[signal.Signals] = []
 
 
 def keep() -> None:
-    """From now on `STOPPING` do nothing but wait for `take`."""
+    """Keep `STOPPING` signals until `take`."""
     for number in STOPPING:
         signal.signal(number, _note)
 
 
 def take() -> list[signal.Signals]:
-    """Those that have come and nobody has taken, in their order."""
-    taken = _came[:]
-    _came.clear()
+    """Remove and return the signals that arrived since the last call, in order."""
+    taken = _pending[:]
+    _pending.clear()
     return taken
 
 
 def let_end() -> None:
-    """Let SIGINT and SIGTERM end this process as ever, also one that has been kept."""
+    """Restore default handling of SIGINT and SIGTERM, and raise those already kept."""
     if signal.getsignal(signal.SIGTERM) is not _note:
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in take():
         if number == signal.SIGUSR1:
-            _came.append(number)
+            _pending.append(number)
         else:
             signal.raise_signal(number)
 
 
 def _note(number: int, _frame: FrameType | None) -> None:
-    _came.append(signal.Signals(number))
+    _pending.append(signal.Signals(number))

@@ -1,4 +1,4 @@
-"""Ending a job from one of its ranks."""
+"""Aborting a job from one of its ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 import threading
 import time
 
-from spatialdl.comm.liveness import leave
+from spatialdl.comm.liveness import report_exit
 
 _SURELY_S = 10.0
-_RELAYED_S = 0.2  # or launchers print their own words between pieces of what ranks have said
+_RELAYED_S = 0.2  # or launchers print their messages between the output of ranks
 
 
 def end_job(code: int) -> None:
-    """End this process, and all ranks of its MPI world if there are others, at once."""
-    leave()
+    """Exit at once with all ranks of the MPI world, if it has several."""
+    report_exit()
     sys.stdout.flush()
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")

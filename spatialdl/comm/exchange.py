@@ -1,4 +1,4 @@
-"""Messages along a plan: pieces of tensors go to its peers, on whichever transport."""
+"""Exchanges along a plan: pieces of tensors are sent to its peers, on any transport."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spatialdl.comm import allocator, check, dry, trace
 from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator, Pending, Start, UnderWay
 from spatialdl.comm.plan import Piece, Plan
-from spatialdl.comm.replay import exchange_once, taped
+from spatialdl.comm.replay import exchange_once, is_active
 from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted
 from spatialdl.errors import CommMismatch
@@ -26,31 +26,31 @@ _holes = allocator.Holes()
 def start_exchange(comm: Communicator, exchange: Exchange, name: str = "repartition") -> Pending:
     """Start to send the plan's pieces to its peers, and to receive theirs.
 
-    Every rank of `comm` must call it, with neighbours or without. Pieces must not be written into,
-    nor those received read, before ``wait()`` of what is returned.
+    Collective over `comm`, also for ranks without peers. Sent pieces must not be modified, nor
+    received pieces read, before ``wait()`` of the result.
 
     Args:
-        name: of the operation, for the check.
+        name: operation name, for the check.
     """
     is_meta = exchange.device.type == "meta"
-    if not exchange.plan.talks:
+    if not exchange.plan.communicates:
         return Completed()
     if is_meta:
         return dry.exchange(comm, exchange)
-    if taped():
+    if is_active():
         return exchange_once(lambda: _start(comm, exchange, name), exchange.landing())
     return _start(comm, exchange, name)
 
 
 def _start(comm: Communicator, exchange: Exchange, name: str) -> Pending:
     if exchange.device.type == "cpu":
-        _holes.look()
-    check.agree(comm, _Described(name, exchange.adjoint, exchange.plan))
-    return _Noted(comm, exchange, name)
+        _holes.poll()
+    check.agree(comm, _Description(name, exchange.adjoint, exchange.plan))
+    return _NotedExchange(comm, exchange, name)
 
 
-class _Described(NamedTuple):
-    """An exchange, for the check."""
+class _Description(NamedTuple):
+    """Description of an exchange, for the check."""
 
     name: str
     adjoint: bool
@@ -60,8 +60,8 @@ class _Described(NamedTuple):
         return f"{self.name} {'adjoint' if self.adjoint else 'forward'} {self.plan.describe()}"
 
 
-class _Noted:
-    """An exchange whose wait is noted, and recorded or counted."""
+class _NotedExchange:
+    """An exchange whose wait is recorded for hang reports and traces."""
 
     kind: trace.Kind = "halo"
 
@@ -69,15 +69,15 @@ class _Noted:
         self, comm: Communicator, exchange: Exchange, name: str, start: Start | None = None
     ) -> None:
         self._comm, self._plan, self._name = comm, exchange.plan, name
-        self._pending = check.understood(comm, start or comm.start_exchange, exchange)
+        self._pending = check.run_checked(comm, start or comm.start_exchange, exchange)
 
     def wait(self) -> None:
         with trace.span(self.kind, self._name):
             self.wait_unrecorded()
 
     def wait_unrecorded(self) -> None:
-        """For those who record what they wait for in one."""
-        noted(self, self._peers, check.understood, self._comm, self._wait)
+        """Wait without a trace span, for callers that record several waits as one."""
+        noted(self, self._peers, check.run_checked, self._comm, self._wait)
 
     def _wait(self) -> None:
         self._pending.wait()
@@ -90,17 +90,17 @@ class _Noted:
         return f"exchange for {self._name} ({self._plan.describe()})"
 
 
-# --- of ranks that do not come together
+# --- exchanges that ranks start at different times
 
 
-class PlanMessages(_Noted):
-    """A rank's part in an exchange with a route, from when it comes to it.
+class PlanMessages(_NotedExchange):
+    """This rank's part of an exchange with a route.
 
     With the check on, a line of text precedes each piece.
 
     Args:
-        name: of what moves, the same on both sides.
-        start: starts it, where that is not the communicator.
+        name: name of the data, the same on both sides.
+        start: starts the exchange, if not the communicator.
     """
 
     kind = "hand-over"
@@ -133,21 +133,21 @@ class PlanMessages(_Noted):
         self._announced.wait()
         for rank, line in self._lines:
             if not torch.equal(line, self._text):
-                mine, theirs = (check.decode(bytes(one.numpy())) for one in (self._text, line))
-                me = self._comm.world_ranks[self._comm.rank]
+                mine, theirs = (check.decode(bytes(text.numpy())) for text in (self._text, line))
+                own_rank = self._comm.world_ranks[self._comm.rank]
                 raise CommMismatch(
-                    f"ranks do different things: rank {me} expects '{mine}', rank {rank} sends "
-                    f"'{theirs}'"
+                    f"ranks call different operations: rank {own_rank} expects '{mine}', rank "
+                    f"{rank} sends '{theirs}'"
                 )
         self._pending.wait()
 
     def is_done(self) -> bool:
-        """Whether all has left and arrived; does not wait."""
+        """Whether all messages are sent and received; does not block."""
         return self._announced.is_done() and self._pending.is_done()
 
     def _peers(self) -> list[int]:
-        now = self._announced.peers() or self._pending.peers()
-        return [self._comm.world_ranks[rank] for rank in now]
+        peers = self._announced.peers() or self._pending.peers()
+        return [self._comm.world_ranks[rank] for rank in peers]
 
 
 _LINE = Box(((0, 1), (0, check.TEXT_BYTES)))
@@ -155,7 +155,7 @@ _LINE = Box(((0, 1), (0, check.TEXT_BYTES)))
 
 @lru_cache(maxsize=4096)
 def _lines_of(plan: Plan) -> Plan:
-    """The same messages, with a line of text in the place of each piece."""
+    """The same messages, with a line of text in place of each piece."""
     lines = copy(plan)
     lines.sends = tuple(Piece(piece.peer, _LINE) for piece in plan.sends)
     lines.receives = tuple(Piece(piece.peer, _LINE) for piece in plan.receives)

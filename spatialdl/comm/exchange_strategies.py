@@ -1,7 +1,7 @@
-"""Ways to move the pieces of a plan over MPI, and which of them is the fastest here.
+"""Exchange strategies over MPI, and a measurement of the fastest.
 
-By one neighbourhood collective, by a message for each piece straight from and into where it lies,
-or by a message for each packed piece. Which is best depends on the MPI library and the machine.
+One neighbourhood collective, one message for each piece from and into its own memory, or one
+message for each packed piece. The fastest depends on the MPI library and the machine.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from spatialdl.comm.waiting import noted
 from spatialdl.parallel.layout import Box
 
 TAG = 32767
-"""Of the messages of exchanges: the largest that every MPI has."""
+"""Tag of exchange messages: the largest that the MPI standard guarantees."""
 
 TRIALS, IN_A_ROW = 5, 4
-"""How often each way is timed, and how many exchanges at a time: single ones are too noisy."""
+"""Repetitions for each strategy, and exchanges per timing: single exchanges are too noisy."""
 
 CLEARLY = 0.9
-"""Another way than the first is taken only if it needs less than this part of its time."""
+"""A strategy other than the first is chosen only below this fraction of its time."""
 
 
 class Neighbours(MPI.Intracomm):
-    """Ranks of MPI, what they are called in the world, and their neighbours in a plan."""
+    """Ranks of MPI, their world ranks, and their neighbours in a plan."""
 
     @cached_property
     def world_ranks(self) -> tuple[int, ...]:
-        """What they are called in the world, for messages."""
+        """World ranks of all ranks, for messages."""
         here, world = self.Get_group(), MPI.COMM_WORLD.Get_group()
         ranks = here.Translate_ranks(range(here.size), world)
         here.Free()
@@ -49,27 +49,29 @@ class Neighbours(MPI.Intracomm):
         return {}
 
     def graph(self, plan: Plan, adjoint: bool) -> MPI.Distgraphcomm:
-        """The communicator in which a rank's neighbours are the plan's peers.
+        """Communicator in which a rank's neighbours are the plan's peers.
 
-        One per set of neighbours, because MPI libraries have few contexts to give away. Whether
-        one must be made follows from the whole plan, so all ranks make it together.
+        One per set of neighbours, because MPI libraries have few context ids. Creation depends on
+        the whole plan only, so it is collective.
         """
         key = (plan.graph, adjoint)
         if key not in self._graphs:
             sends, receives = pieces_of(plan, adjoint)
             sources, targets = [p.peer for p in receives], [p.peer for p in sends]
             make = self.Create_dist_graph_adjacent
-            self._graphs[key] = noted("setting up", self.world_ranks, make, sources, targets)
+            self._graphs[key] = noted(
+                "creation of a neighbourhood", self.world_ranks, make, sources, targets
+            )
         return self._graphs[key]
 
 
-Way = Callable[[Neighbours, Exchange], Messages]
+Strategy = Callable[[Neighbours, Exchange], Messages]
 
 
 def by_neighbours(comm: Neighbours, exchange: Exchange) -> Messages:
     """One collective among the plan's peers.
 
-    In few steps: they are most of what an exchange costs more than by hand.
+    Optimised for few Python steps, which dominate its overhead over a hand-written exchange.
     """
     key, bases = _described(exchange)
     outgoing, incoming = _both_sides(key)
@@ -80,14 +82,14 @@ def by_neighbours(comm: Neighbours, exchange: Exchange) -> Messages:
 
 
 def _absolute(messages: tuple[_Message, ...], bases: list[int]) -> list[Any]:
-    """Messages as the collective takes them: from where memory begins."""
+    """Messages as arguments of the collective, with absolute addresses."""
     addresses = [bases[message.tensor] + message.offset for message in messages]
     types = [message.datatype for message in messages]
     return [MPI.BOTTOM, [1] * len(messages), addresses, types]
 
 
 def by_messages(comm: Neighbours, exchange: Exchange) -> Messages:
-    """A message for each piece, from and into where it lies."""
+    """One message for each piece, from and into its own memory."""
     key, bases = _described(exchange)
     outgoing, incoming = _both_sides(key)
     ranks, tag = exchange.route or (range(comm.size), TAG)
@@ -101,21 +103,21 @@ def by_messages(comm: Neighbours, exchange: Exchange) -> Messages:
 
 
 def by_packing(comm: Neighbours, exchange: Exchange) -> Messages:
-    """A message for each piece, in one piece of memory."""
+    """One message for each piece, packed into contiguous memory."""
     views, packed = exchange.landing(), [view.contiguous() for view in exchange.leaving()]
-    landed = [torch.empty(view.shape, dtype=view.dtype) for view in views]
+    buffers = [torch.empty(view.shape, dtype=view.dtype) for view in views]
     requests = [
         under_way(start([buffer(room), MPI.BYTE], piece.peer, TAG), piece.peer)
         for start, rooms, pieces in (
-            (comm.Irecv, landed, exchange.incoming),
+            (comm.Irecv, buffers, exchange.incoming),
             (comm.Isend, packed, exchange.outgoing),
         )
         for room, piece in zip(rooms, pieces, strict=True)
     ]
-    return Messages(requests, list(zip(views, landed, strict=True)), packed)
+    return Messages(requests, list(zip(views, buffers, strict=True)), packed)
 
 
-WAYS: dict[str, Way] = {
+STRATEGIES: dict[str, Strategy] = {
     "a message for each piece": by_messages,
     "neighbourhood collective": by_neighbours,
     "packed pieces": by_packing,
@@ -123,33 +125,33 @@ WAYS: dict[str, Way] = {
 
 
 def fastest(comm: Neighbours, exchange: Exchange) -> str:
-    """The fastest way for this exchange, which is made a few times; all ranks find the same."""
-    own: list[list[float]] = [[] for _ in WAYS]
-    for trial in range(1 + TRIALS):  # in turn, so that a disturbance meets all of them
-        for number, way in enumerate(WAYS.values()):
+    """Fastest strategy for this exchange, by trial; collective, the same result on all ranks."""
+    own: list[list[float]] = [[] for _ in STRATEGIES]
+    for trial in range(1 + TRIALS):  # interleaved, so that a disturbance affects all of them
+        for number, strategy in enumerate(STRATEGIES.values()):
             started = time.perf_counter()
             for _ in range(IN_A_ROW):
-                way(comm, exchange).wait()
+                strategy(comm, exchange).wait()
             if trial > 0:  # the first sets up connections and datatypes
                 own[number].append(time.perf_counter() - started)
-    everybody = comm.allgather([statistics.median(times) for times in own])
-    slowest = [max(times) for times in zip(*everybody, strict=True)]
-    first, *others = zip(slowest, WAYS, strict=True)
-    best = min(others)
+    medians = comm.allgather([statistics.median(times) for times in own])
+    slowest = [max(times) for times in zip(*medians, strict=True)]
+    first, *rest = zip(slowest, STRATEGIES, strict=True)
+    best = min(rest)
     return best[1] if best[0] < CLEARLY * first[0] else first[1]
 
 
 def under_way(request: MPI.Request, peer: int | None = None) -> Message:
-    """A request of MPI, to or from a peer."""
+    """Message of an MPI request to or from a peer."""
     return request.Wait, request.Test, peer
 
 
 class _Message(NamedTuple):
-    """Where a piece of a plan lies, relative to the tensor that holds it.
+    """Location of a piece, relative to the tensor that holds it.
 
     Attributes:
-        tensor: its number among those of an exchange.
-        offset, span: bytes from its first element, and how many from there.
+        tensor: index among the tensors of an exchange.
+        offset, span: bytes from its first element, and number of bytes.
     """
 
     tensor: int
@@ -160,7 +162,7 @@ class _Message(NamedTuple):
 
 
 def _described(exchange: Exchange) -> tuple[tuple[Any, ...], list[int]]:
-    """An exchange without its places in memory, as `_both_sides` takes it; and those places."""
+    """An exchange without addresses, as the key of `_both_sides`; and the addresses."""
     key: list[object] = [exchange.plan, exchange.adjoint, len(exchange.sends)]
     bases = []
     for tensor, box in (*exchange.sends, *exchange.receives):
@@ -171,13 +173,13 @@ def _described(exchange: Exchange) -> tuple[tuple[Any, ...], list[int]]:
 
 @lru_cache(maxsize=4096)
 def _both_sides(key: tuple[Any, ...]) -> tuple[tuple[_Message, ...], tuple[_Message, ...]]:
-    """What is sent and what is received, in tensors counted through.
+    """Sent and received messages, with tensors numbered over both.
 
-    Kept for each plan and each way tensors lie in memory: an exchange then costs no slicing.
+    Cached for each plan and memory layout of tensors: a repeated exchange needs no slicing.
 
     Args:
-        key: plan, adjoint, number of tensors to be sent, then of each tensor its box, shape,
-            strides and type.
+        key: plan, adjoint, number of tensors to send, then of each tensor its box, shape,
+            strides and dtype.
     """
     plan, adjoint, sent, *rest = key
     described = [tuple(rest[i : i + 3]) for i in range(0, len(rest), 4)]
@@ -195,7 +197,7 @@ def _messages(
     first_tensor: int,
     itemsize: int,
 ) -> tuple[_Message, ...]:
-    found = []
+    messages = []
     inside = owners_of(pieces, tuple(box for box, _, _ in described))
     for piece, tensor in zip(pieces, inside, strict=True):
         box, shape, strides = described[tensor]
@@ -204,8 +206,8 @@ def _messages(
         first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         sizes = (piece.box.shape[0], *shape[1 : -len(spatial)], *piece.box.shape[1:])
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        span = 0 if 0 in sizes else last + 1  # without channels, or samples, nothing is sent
+        span = 0 if 0 in sizes else last + 1  # nothing is sent without channels or samples
         datatype = strided_type(sizes, strides, itemsize)
         place = (first_tensor + tensor, first * itemsize, span * itemsize)
-        found.append(_Message(*place, datatype, piece.peer))
-    return tuple(found)
+        messages.append(_Message(*place, datatype, piece.peer))
+    return tuple(messages)

@@ -1,8 +1,8 @@
-"""The gradient reducer: averages over the ranks that hold copies of a parameter, in buckets.
+"""Gradient reducer: averages over the ranks that hold copies of a parameter, in buckets.
 
 The objective is the mean over the ranks of each rank's loss. Backward computes the gradient of
-their sum (the backward of an all-reduce is an all-reduce), so the average over the ranks is right
-for spatial and data parallelism alike.
+their sum (the backward of an all-reduce is an all-reduce), so the average over the ranks is correct
+for both spatial and data parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 NAME = "average_gradients"
 BUCKET_BYTES = 2**20
-"""Smaller gradients travel together, in a copy; larger ones alone, from where they lie."""
+"""Smaller gradients share a message, in a copy; larger ones are sent from their own memory."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,10 @@ class Replicated:
 
     Attributes:
         module: the same on all ranks of `comm`.
-        axes: of the mesh, along which its parameters are replicated.
-        comm: the ranks along these axes.
-        copies: gradients that are summed; more than ranks where a rank holds several copies.
-        lane: the same ranks, for buckets that are sent while backward runs; None to send all of
-            them after it.
+        axes: mesh axes along which its parameters are replicated.
+        comm: ranks along these axes.
+        copies: number of summed gradients; exceeds the ranks if a rank holds several copies.
+        lane: the same ranks, for buckets that overlap with backward; None to send all after it.
     """
 
     module: nn.Module
@@ -50,22 +49,22 @@ class Replicated:
 
 
 def lane_of(comm: Communicator) -> Communicator | None:
-    """A lane where the transport overlaps; all ranks of `comm` must call it."""
+    """A lane if the transport overlaps; collective."""
     return comm.duplicate() if comm.size > 1 and comm.overlaps else None
 
 
 class Reducer:
-    """Averages gradients; all ranks get the same bits, whether or not buckets overlap backward.
+    """Averages gradients; bitwise equal on all ranks, with and without overlap.
 
-    All ranks send the same buckets in the same order, whichever are full first: module by module,
-    in each the last parameters first. What is trained is compared with each `reduce`, so that the
-    number of messages never depends on the gradients of one rank.
+    All ranks send the same buckets in the same order, independent of which are full first: module
+    by module, in each the last parameters first. Every `reduce` compares the trained parameters,
+    so that the number of messages never depends on the gradients of one rank.
 
     Args:
-        modules: ranks that share several of them have these in the same order.
+        modules: in the same order on ranks that share several of them.
 
     Attributes:
-        trained: the parameters that `follow` has found.
+        trained: parameters found by `follow`.
     """
 
     def __init__(self, modules: Iterable[Replicated]) -> None:
@@ -73,14 +72,14 @@ class Reducer:
         self.trained: list[nn.Parameter] = []
         self._handles: list[Any] = []
         self._plan: list[_Bucket] = []
-        self._of: dict[int, _Bucket] = {}
+        self._bucket_of: dict[int, _Bucket] = {}
         self._next = 0
 
     def follow(self) -> bool:
-        """Before a forward: see backwards of the parameters that are trained now.
+        """Hook the backward of parameters that are trained now; call before a forward.
 
         Returns:
-            Whether these are others than before.
+            Whether they differ from the previous ones.
         """
         lanes = [(p, one.lane) for one in self._modules for p in one.module.parameters()]
         trained = [p for p, _ in lanes if p.requires_grad]
@@ -97,58 +96,60 @@ class Reducer:
         return True
 
     def close(self) -> None:
-        """See no backwards any more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self.trained = [], []
 
     def last_backward(self, module: nn.Module) -> None:
-        """What the next backward of a module accumulates is complete."""
+        """Announce the last backward of a module: afterwards its gradients are complete."""
         for bucket in self._plan:
             if bucket.of.module is module and bucket.of.lane is not None and not check.enabled():
                 bucket.missing = {id(parameter) for parameter in bucket.parameters}
 
     def _accumulated(self, parameter: Tensor) -> None:
-        bucket = self._of.get(id(parameter))
+        bucket = self._bucket_of.get(id(parameter))
         if bucket is None or bucket.missing is None:
             return
         if bucket.total is not None:
             raise RuntimeError(
                 f"a parameter of {tuple(parameter.shape)} gets its gradient in several parts in "
-                "one backward, but the first was already sent: take use_reentrant=False for "
+                "one backward, but the first was already sent: set use_reentrant=False for "
                 "checkpoints of layers that share weights"
             )
         bucket.missing.discard(id(parameter))
-        # in order: ranks must not mix them up
+        # in order, because ranks match them by order
         while self._next < len(self._plan) and self._plan[self._next].missing == set():
             self._plan[self._next].send()
             self._next += 1
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Send what is not sent yet, and wait until all gradients are averaged.
+        """Send the remaining buckets, and wait until all gradients are averaged.
 
-        A parameter without a gradient on every rank keeps none; without one on some ranks only, it
+        A parameter without a gradient on every rank keeps none; a gradient missing on some ranks
         counts as zero there. Of DTensors the shards are averaged.
 
         Raises:
             ValueError: on all ranks, if some of them train a parameter that others do not.
         """
         trained = [(one, _agreed(one)) for one in self._modules]
-        new = _planned((one, [p for p in some if id(p) not in self._of]) for one, some in trained)
+        new = _planned(
+            (one, [p for p in some if id(p) not in self._bucket_of]) for one, some in trained
+        )
         todo = [*self._plan, *new]
         for bucket in todo:
             bucket.send()
         for bucket in todo:
             bucket.finish()
         self._next = 0
-        if new or len(self._of) != sum(len(some) for _, some in trained):
+        if new or len(self._bucket_of) != sum(len(some) for _, some in trained):
             self._plan = _planned(trained)
-            self._of = {id(p): bucket for bucket in self._plan for p in bucket.parameters}
+            self._bucket_of = {id(p): bucket for bucket in self._plan for p in bucket.parameters}
 
 
 def _agreed(replicated: Replicated) -> list[nn.Parameter]:
-    """The trained parameters, the last one first; zero is the gradient that only others have."""
+    """Trained parameters in reverse order; gradients that only other ranks have are set to zero."""
     named, size = dict(replicated.module.named_parameters()), replicated.comm.size
     flags = [(p.requires_grad, p.requires_grad and p.grad is not None) for p in named.values()]
     own = torch.tensor(flags, dtype=torch.int32)
@@ -165,11 +166,11 @@ def _agreed(replicated: Replicated) -> list[nn.Parameter]:
 
 
 class _Bucket:
-    """Parameters of a module whose gradients travel together.
+    """Parameters of a module whose gradients share a message.
 
     Attributes:
-        missing: those without their gradient in the last backward of a step, by id; None before it.
-        total: what is sent; None until then.
+        missing: ids of those without a gradient in the last backward of a step; None before it.
+        total: the sent tensor; None before.
     """
 
     def __init__(self, of: Replicated, parameters: list[nn.Parameter]) -> None:
@@ -180,7 +181,7 @@ class _Bucket:
         self._pending: Pending | None = None
 
     def send(self) -> None:
-        """Unless it is sent, or no rank has a gradient; without a lane, it is done at once."""
+        """Send unless sent already, or no rank has a gradient; blocks if there is no lane."""
         grads = [p.grad if p.requires_grad else None for p in self.parameters]
         if self.total is not None or all(grad is None for grad in grads):
             return
@@ -201,9 +202,9 @@ class _Bucket:
         if self._pending is not None and self.of.lane is not None:
             comm = self.of.lane
             with trace.span("reduce", NAME):
-                noted(NAME, comm.world_ranks, check.understood, comm, self._pending.wait)
+                noted(NAME, comm.world_ranks, check.run_checked, comm, self._pending.wait)
         if self.total is not None:
-            _part(self.total.div_(self.of.copies), self._grads)
+            _split(self.total.div_(self.of.copies), self._grads)
         self.missing = self.total = self._pending = None
 
 
@@ -212,15 +213,15 @@ def _planned(trained: Iterable[tuple[Replicated, list[nn.Parameter]]]) -> list[_
 
 
 def average_(tensors: Iterable[Tensor], comm: Communicator, copies: int) -> None:
-    """Average tensors over ranks, in place; all ranks must call it with the same ones."""
+    """Average tensors over ranks in place; collective, with the same tensors on all ranks."""
     for some in buckets(tensors, BUCKET_BYTES):
         total = _joined(some)
         add_over_ranks_(comm, total, NAME)
-        _part(total.div_(copies), some)
+        _split(total.div_(copies), some)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one type as one to be summed, half precision in float32; a large one itself."""
+    """Concatenate tensors of one dtype to sum, half precision in float32; a single one in place."""
     parts = [
         (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one).reshape(-1)
         for one in tensors
@@ -229,13 +230,13 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
 
-def _part(joined: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy to tensors what `_joined` has made of them."""
+def _split(joined: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the result of `_joined` back to the tensors."""
     joined = torch.view_as_complex(joined.view(-1, 2)) if tensors[0].is_complex() else joined
     parts = torch.split(joined, [one.numel() for one in tensors])
     shaped = [(one, part.view_as(one)) for one, part in zip(tensors, parts, strict=True)]
     elsewhere = [pair for pair in shaped if pair[0].data_ptr() != pair[1].data_ptr()]
-    if joined.is_complex():  # gradients may be conjugated lazily, of which lists are refused
+    if joined.is_complex():  # _foreach_copy_ rejects lazily conjugated gradients
         for one, part in elsewhere:
             one.copy_(part)
     elif elsewhere:
@@ -243,7 +244,7 @@ def _part(joined: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, where it lies; other tensors as they are."""
+    """This rank's shard of a DTensor, as a view; any other tensor unchanged."""
     dtensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and seldom needed
     if dtensors is None or not isinstance(tensor, dtensors.DTensor):
         return tensor
@@ -252,21 +253,21 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def buckets(tensors: Iterable[AnyTensor], limit: int) -> list[list[AnyTensor]]:
-    """Tensors of one type and device in portions of about `limit` bytes, by their last ones.
+    """Group tensors of one dtype and device into buckets of about `limit` bytes, by last tensor.
 
-    Larger tensors are alone.
+    Larger tensors get a bucket each.
     """
-    found: list[list[AnyTensor]] = []
+    full: list[list[AnyTensor]] = []
     filling: dict[Any, list[AnyTensor]] = {}
     sizes: Counter[Any] = Counter()
     for tensor in tensors:
         size, kind = shard_of(tensor).nbytes, (tensor.dtype, tensor.device)
         if size >= limit:
-            found.append([tensor])
+            full.append([tensor])
             continue
         filling.setdefault(kind, []).append(tensor)
         sizes[kind] += size
         if sizes[kind] >= limit:
-            found.append(filling.pop(kind))
+            full.append(filling.pop(kind))
             sizes[kind] = 0
-    return [*found, *filling.values()]
+    return [*full, *filling.values()]

@@ -1,6 +1,6 @@
-"""Groups of torch.distributed over a backend by name, whichever transport the ranks have.
+"""Groups of torch.distributed over a named backend, independent of the ranks' transport.
 
-``nccl`` stands for what PyTorch has for the accelerator, as in `device_path`.
+``nccl`` stands for PyTorch's backend of the accelerator, as in `device_path`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BACKENDS = ("mpi4py", "gloo", "nccl")
 
 
 class BackendCommunicator(TorchCommunicator):
-    """A `Communicator` that talks through a backend.
+    """A `Communicator` over a backend.
 
     Args:
-        ranks: of the world; these, and no others, must make it.
+        ranks: world ranks; collective over exactly these.
         name: one of `BACKENDS`.
 
     Raises:
-        ValueError: if the backend cannot be had here.
+        ValueError: if the backend is unavailable.
     """
 
     def __init__(self, ranks: Sequence[int], name: str) -> None:
@@ -47,42 +47,42 @@ class BackendCommunicator(TorchCommunicator):
 
 
 def backend_of(comm: Communicator, device: torch.device) -> str:
-    """The backend that goes with the transport of a communicator."""
+    """Backend that matches the transport of a communicator."""
     if not isinstance(comm, TorchCommunicator):
         return "mpi4py"
     return "nccl" if device.type != "cpu" and device_path().name == "nccl" else "gloo"
 
 
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group over a backend; these ranks, and no others, must call it, all in ascending order.
+    """Create a group over a backend; collective over exactly these ranks, in ascending order.
 
     Raises:
-        ValueError: if the backend cannot be had here.
+        ValueError: if the backend is unavailable.
     """
     start(name)
     group = local_group(ranks, (backend_for(current_device()) if name == "nccl" else None) or name)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
     return group
 
 
 def start(name: str) -> None:
-    """Initialise torch.distributed if nobody has; all ranks of the world must call it.
+    """Initialise torch.distributed if necessary; collective over the world.
 
     Raises:
-        ValueError: if the backend cannot be had here.
+        ValueError: if the backend is unavailable.
     """
     if name not in BACKENDS:
-        raise ValueError(f"the backend {name} is unknown: take one of {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown backend {name}, must be one of {', '.join(BACKENDS)}")
     if name == "nccl" and backend_for(current_device()) is None:
         raise ValueError(
-            f"the backend nccl needs GPUs, and PyTorch has no collectives for "
-            f"{current_device().type}: take mpi4py or gloo"
+            f"backend nccl needs GPUs, but PyTorch has no collectives for "
+            f"{current_device().type}: use mpi4py or gloo"
         )
     path = device_path()
     if name == "nccl" and path.name != "nccl":
         raise ValueError(
-            f"comm.backend=nccl needs comm.device_path=nccl, and device tensors go by {path.name} "
-            f"({path.reason}): take comm.backend=mpi4py or gloo"
+            f"comm.backend=nccl needs comm.device_path=nccl, but the device path is {path.name} "
+            f"({path.reason}): set comm.backend=mpi4py or gloo"
         )
     if name == "mpi4py":
         _register()
@@ -103,6 +103,6 @@ def _register() -> None:
 
     if dist.is_initialized() and dist.get_world_size() != MPI.COMM_WORLD.size:
         raise ValueError(
-            f"the backend mpi4py sees {MPI.COMM_WORLD.size} ranks, torch.distributed "
-            f"{dist.get_world_size()}: start them with mpiexec or srun, or take gloo"
+            f"backend mpi4py has {MPI.COMM_WORLD.size} ranks, but torch.distributed has "
+            f"{dist.get_world_size()}: launch with mpiexec or srun, or use gloo"
         )

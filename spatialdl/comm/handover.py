@@ -1,9 +1,9 @@
 """Hand-over between pipeline stages: a repartition from N ranks to M other ranks.
 
-The two sides come to its messages at different times; a rank that knows what it will be given next
-is ready for it before, so that they may land while it still works. Backward is the adjoint, times
-(ranks of the sender / ranks of the receiver): each stage's objective is the mean over its own
-ranks, and both must learn at one rate.
+The two sides start its messages at different times; a rank that knows its next input posts the
+receive early, so that messages arrive while it still computes. Backward is the adjoint, times
+(ranks of the sender / ranks of the receiver): each stage's objective is the mean over its ranks,
+and both stages must have the same learning rate.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class HandoverShape:
-    """What passes between two stages for a micro-batch: known to both sides beforehand.
+    """Tensor that passes between two stages for a micro-batch; known to both sides in advance.
 
     Attributes:
         shape: global shape.
-        sender, receiver: layouts on the two stages, of images or, of what is none, of (samples,
-            elements of a sample). Of a layout of one part every rank of the stage has a copy.
+        sender, receiver: layouts on the two stages: of images, or of (samples, elements of a
+            sample) for other tensors. With a layout of one part every rank of the stage has a copy.
     """
 
     shape: tuple[int, ...]
@@ -52,14 +52,14 @@ class HandoverShape:
         return len(self.shape) > len(size) and self.shape[-len(size) :] == size
 
     def local_shape(self, layout: Layout, part: int) -> tuple[int, ...]:
-        """The shape of what one rank holds."""
+        """Shape of one rank's part."""
         samples, *spatial = layout.boxes[part if len(layout.boxes) > 1 else 0].shape
         if self._is_image:
             return (samples, *self.shape[1 : -len(spatial)], *spatial)
         return (samples, *self.shape[1:]) if self.shape else ()
 
     def boxed(self, local: Tensor) -> Tensor:
-        """What one rank holds, seen so that boxes apply to it: (N, ..., *spatial)."""
+        """One rank's part as (N, ..., *spatial), so that boxes apply to it."""
         if self._is_image:
             return local
         return local.contiguous().view(len(local) if self.shape else 1, *self.sender.size)
@@ -67,20 +67,20 @@ class HandoverShape:
 
 @lru_cache(maxsize=4096)
 def _plan(what: HandoverShape, senders: int, receivers: int, me: int) -> Plan:
-    """Among [*senders, *receivers]; of equal copies the first one is sent."""
+    """Plan over [*senders, *receivers]; of equal copies the first is sent."""
     nothing = empty_box(len(what.sender.size))
-    given, taken = what.sender.boxes, what.receiver.boxes
-    owned = (*given, *(nothing,) * (senders + receivers - len(given)))
-    needed: tuple[Box, ...] = taken * receivers if len(taken) == 1 else taken
+    sent, received = what.sender.boxes, what.receiver.boxes
+    owned = (*sent, *(nothing,) * (senders + receivers - len(sent)))
+    needed: tuple[Box, ...] = received * receivers if len(received) == 1 else received
     return Plan(owned, (*(nothing,) * senders, *needed), me)
 
 
 class _Arriving(NamedTuple):
-    """What a rank is ready for.
+    """A posted receive.
 
     Attributes:
-        tile: what it is for.
-        rooms: backward, what the messages fill, because they overlap in the tile.
+        tile: the result.
+        rooms: in backward, separate buffers of the messages, because they overlap in the tile.
     """
 
     tile: Tensor
@@ -97,9 +97,9 @@ class Handover:
         senders: ranks of the sending stage, in the order of its parts.
         receivers: ranks of the receiving stage.
         me: index of this rank in ``[*senders, *receivers]``.
-        tag: a number for this border, below `tags`; borders between the same ranks differ.
-        lanes: for tensors on an accelerator, if both sides take all micro-batches in one order:
-            the host does not wait for them then.
+        tag: number of this border, below `tags`; differs between borders of the same ranks.
+        lanes: for accelerator tensors, if both sides process micro-batches in the same order:
+            avoids host synchronisation.
     """
 
     comm: Communicator
@@ -113,25 +113,25 @@ class Handover:
     _arriving: dict[int, deque[_Arriving]] = field(default_factory=dict)
 
     def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
-        """Sender, forward: start to send this rank's tile; returns at once.
+        """Sender, forward: start to send this rank's tile; does not block.
 
         Raises:
-            TypeError: if it is of another type than the receiver waits for.
+            TypeError: if its dtype differs from the receiver's.
         """
         if tile.dtype != what.dtype:
             raise TypeError(
-                f"a stage gives {tile.dtype} of {tuple(tile.shape)}, but the next one waits for "
-                f"{what.dtype}: the type must not depend on data or on training"
+                f"a stage outputs {tile.dtype} of {tuple(tile.shape)}, but the next stage expects "
+                f"{what.dtype}: the dtype must not depend on data or on training"
             )
         plan, tile = self._plan(what), tile.detach()
-        if "forward" in self.lanes:  # a network may make tensors on the host
+        if "forward" in self.lanes:  # a network may output host tensors
             tile = tile.to(self.lanes["forward"].device, non_blocking=True)
         self._leave(plan, BoxedTensor(what.boxed(tile), plan.own), microbatch, "forward")
 
     def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
-        """Receiver, forward: be ready for what the stage before makes; returns at once.
+        """Receiver, forward: post the receive from the previous stage; does not block.
 
-        What a micro-batch is given is received in the order in which it was expected.
+        Receives of a micro-batch complete in the order in which they were posted.
         """
         plan = self._plan(what)
         shape = what.local_shape(what.receiver, self.me - len(self.senders))
@@ -139,7 +139,7 @@ class Handover:
         self._expect(plan, tile, [BoxedTensor(what.boxed(tile), plan.need)], microbatch, "forward")
 
     def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
-        """Receiver, forward: this rank's part of what the stage before made."""
+        """Receiver, forward: this rank's part of the previous stage's output."""
         if not self._arriving.get(self._tag(microbatch, "forward")):
             self.expect(what, microbatch, device)
         return self._arrived(microbatch, "forward").tile
@@ -150,18 +150,18 @@ class Handover:
         self._leave(plan, BoxedTensor(what.boxed(grad), plan.need), microbatch, "backward")
 
     def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
-        """Sender, backward: be ready for the gradient of its tile; returns at once."""
+        """Sender, backward: post the receive of its tile's gradient; does not block."""
         plan, shape = self._plan(what), what.local_shape(what.sender, self.me)
         tile = torch.zeros(shape, dtype=what.dtype, device=device)
         rooms = rooms_back(what.boxed(tile), plan)
         self._expect(plan, tile, rooms, microbatch, "backward")
 
     def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
-        """Sender, backward: the gradient of its tile."""
+        """Sender, backward: gradient of its tile."""
         if not self._arriving.get(self._tag(microbatch, "backward")):
             self.expect_back(what, microbatch, device)
         grad, rooms, _ = self._arrived(microbatch, "backward")
-        # the stage after has it then, and the tile may go
+        # the gradient implies that the next stage has received the tile
         self._wait(self._tag(microbatch, "forward"))
         add_up(what.boxed(grad), self._plan(what), rooms)
         if len(self.senders) != len(self.receivers):
@@ -169,25 +169,25 @@ class Handover:
         return grad
 
     def wait_sent(self) -> None:
-        """Wait until all that was sent has left; the end of a step."""
-        with trace.span("hand-over", "until all has left"):
+        """Wait until all sends are complete, at the end of a step."""
+        with trace.span("hand-over", "completion of sends"):
             for tag in list(self._leaving):
                 self._wait(tag)
 
     def _wait(self, tag: int) -> None:
         for messages in self._leaving.pop(tag, ()):
-            noted("until it has left", None, messages.wait_unrecorded)
+            noted("completion of sends", None, messages.wait_unrecorded)
 
     def _plan(self, what: HandoverShape) -> Plan:
         return _plan(what, len(self.senders), len(self.receivers), self.me)
 
     def _leave(self, plan: Plan, held: BoxedTensor, microbatch: int, direction: Direction) -> None:
-        self._let_go()
+        self._release_sent()
         messages = self._messages(plan, [held], [], held.tensor.device, microbatch, direction)
         self._leaving.setdefault(self._tag(microbatch, direction), []).append(messages)
 
-    def _let_go(self) -> None:
-        """Of what has left; or all micro-batches would be kept until the step ends."""
+    def _release_sent(self) -> None:
+        """Drop completed sends, which would keep all micro-batches until the end of the step."""
         for tag, leaving in list(self._leaving.items()):
             if all(messages.is_done() for messages in leaving):
                 del self._leaving[tag]
@@ -222,7 +222,7 @@ class Handover:
         direction: Direction,
     ) -> PlanMessages:
         lane = self.lanes.get(direction)
-        # in a lane nothing overtakes, nor what is said of it if the check is on
+        # lanes match messages by order, and so do the lines of text if the check is on
         tag = self._tag(0 if lane else microbatch, direction)
         route = Route((*self.senders, *self.receivers), tag)
         is_adjoint = direction == "backward"

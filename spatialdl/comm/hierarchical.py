@@ -1,7 +1,7 @@
-"""Sums within nodes, then between them, then told within nodes.
+"""Hierarchical all-reduce: sum within nodes, then between nodes, then broadcast within nodes.
 
-Only for gloo, which adds up in one ring whatever nodes its ranks are on. NCCL, MPICH and Open MPI
-(from 5.0 on, by its component han) know nodes and do so themselves.
+Only for gloo, which uses one ring independent of nodes. NCCL, MPICH and Open MPI (from 5.0 on, by
+its component han) have hierarchical algorithms.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from spatialdl.comm.waiting import noted
 
 
 class HierarchicalCommunicator(TorchCommunicator):
-    """The ranks of a communicator, whose sums cross between nodes once for each of them.
+    """Communicator whose sums cross between nodes once per node.
 
     Args:
         comm: over gloo.
-        nodes: by rank the number of its node.
+        nodes: node index of each rank.
     """
 
     def __init__(self, comm: TorchCommunicator, nodes: Sequence[int]) -> None:
         super().__init__(comm.world_ranks, comm._gloo, by_host=True)
-        on = [
+        by_node = [
             [rank for rank, node in enumerate(nodes) if node == one] for one in dict.fromkeys(nodes)
         ]
-        own = next(ranks for ranks in on if self.rank in ranks)
-        first = [ranks[0] for ranks in on]
+        own = next(ranks for ranks in by_node if self.rank in ranks)
+        first = [ranks[0] for ranks in by_node]
         self._node = comm.subset(own)
         self._between = comm.subset(first) if self.rank in first else None
 
@@ -53,10 +53,10 @@ class HierarchicalCommunicator(TorchCommunicator):
 
 
 def by_nodes(comm: Communicator, node: int) -> Communicator:
-    """The same ranks, adding up by nodes if that saves anything; all of them must call it.
+    """Wrap `comm` with hierarchical sums where these are faster; collective.
 
     Args:
-        node: number of this rank's node.
+        node: index of this rank's node.
     """
     if not isinstance(comm, TorchCommunicator) or comm.overlaps:
         return comm

@@ -1,8 +1,7 @@
-"""Ranks: who started this process, and starting several of it.
+"""Detects the launcher of this process, and launches ranks.
 
-Whether to start ranks is decided from the launcher's environment, because importing ``mpi4py.MPI``
-would already make this process a world of its own. Nothing in this file imports it, but for
-`initialise_mpi`, by which a rank starts MPI.
+The launcher's environment decides whether to start ranks, because importing ``mpi4py.MPI``
+would already make this process an MPI world of one rank. Only `initialise_mpi` imports it here.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl.comm import allocator, early_signals
-from spatialdl.comm.liveness import Liveness, say
+from spatialdl.comm.liveness import Liveness, print_stderr
 
 GRACE_S = 10.0
-"""Ranks that were told to stop and have not after this long are killed."""
+"""Ranks that still run after this long since a stop signal are killed."""
 
-_STARTED_S = 60.0  # ranks on other machines, which do not answer, have started by then
+_STARTED_S = 60.0  # by then ranks on other machines, which cannot report, have started
 
 TERMINAL = "SPATIALDL_TERMINAL"
-"""Set for ranks whose output, though it goes through a launcher, ends in a terminal."""
+"""Set for ranks whose output ends in a terminal, although it passes through a launcher."""
 
-_SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5, on the machine of its mpiexec
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5, on the host of mpiexec
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HEAD_START_S = 0.25
 
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """What the launcher said about this process.
+    """Rank and size of this process from the launcher's environment.
 
     Attributes:
-        rank: number of this process, from 0.
-        size: number of processes that were started together.
-        local_rank: number of this process among those on its machine.
+        rank: rank of this process, from 0.
+        size: number of processes started together.
+        local_rank: rank of this process on its node.
         launcher: ``mpiexec``, ``srun`` or ``torchrun``.
     """
 
@@ -58,8 +57,8 @@ class LaunchInfo:
     launcher: str
 
 
-# Launcher, and its variables for rank, size and local rank (of several the first that is set).
-# Innermost first: inside a Slurm step may run an mpiexec or a torchrun, inside either a torchrun.
+# Launcher, and its variables for rank, size and local rank; of several names the first that is set.
+# Innermost first: a Slurm step may run mpiexec or torchrun, and either may run torchrun.
 _VARIABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "mpiexec",
@@ -83,86 +82,86 @@ def launched(environment: Mapping[str, str] | None = None) -> LaunchInfo | None:
     """Rank, size and local rank, or None if no launcher started this process.
 
     Args:
-        environment: where to look; ``os.environ`` by default.
+        environment: environment to read; ``os.environ`` by default.
     """
     environment = os.environ if environment is None else environment
     for launcher, *variables in _VARIABLES:
         if launcher != "torchrun" and "TORCHELASTIC_RUN_ID" in environment:
-            continue  # what started torchrun, on each host, has left its variables
+            continue  # torchrun inherits the variables of the launcher that started it on each host
         if launcher == "srun" and not _in_slurm_step(environment):
             continue
         rank, size, local_rank = (_first_integer(environment, names) for names in variables)
         if rank is not None and size is not None and local_rank is not None:
-            names = {"pmi": "srun" if _in_slurm_step(environment) else "mpiexec"}  # both speak it
+            names = {"pmi": "srun" if _in_slurm_step(environment) else "mpiexec"}  # both use PMI
             return LaunchInfo(rank, size, local_rank, names.get(launcher, launcher))
     return None
 
 
 def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> None:
-    """Find out that every process is a world of its own, though several were started together.
+    """Check that MPI and the launcher agree on the number of ranks.
 
     Args:
-        size: of ``MPI.COMM_WORLD``.
-        environment: of the launcher; ``os.environ`` by default.
+        size: size of ``MPI.COMM_WORLD``.
+        environment: environment of the launcher; ``os.environ`` by default.
 
     Raises:
-        ValueError: if the launcher started another number of ranks than MPI sees.
+        ValueError: if the launcher started another number of ranks than MPI reports.
     """
     environment = os.environ if environment is None else environment
     info = launched(environment)
     if info is None or info.size == size:
         return
-    found = f"{info.launcher} started {_ranks(info.size)}, but MPI sees a world of {size}: "
+    mismatch = f"{info.launcher} started {_ranks(info.size)}, but MPI_COMM_WORLD has size {size}: "
     if info.launcher == "torchrun":
         advice = (
-            "take comm.transport=torch, or start it with mpiexec or srun: torchrun sets up no MPI"
+            "set comm.transport=torch, or launch with mpiexec or srun; torchrun does not set up MPI"
         )
     elif _in_slurm_step(environment):
         advice = (
-            "srun and this MPI do not speak the same protocol, "
-            "take `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH"
+            "srun and this MPI use different PMI protocols, "
+            "use `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH"
         )
     else:
         advice = (
-            "mpiexec belongs to another MPI than the one mpi4py has loaded, take the mpiexec "
-            f"of {Path(sys.executable).parent} or of the module that mpi4py was built with"
+            "mpiexec belongs to another MPI than the one that mpi4py loaded, use the mpiexec "
+            f"in {Path(sys.executable).parent} or of the module that mpi4py was built with"
         )
-    raise ValueError(found + advice)
+    raise ValueError(mismatch + advice)
 
 
 def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: bool = False) -> int:
     """Run ``python -m module arguments...`` on several ranks and wait for them.
 
-    By ``srun`` inside a Slurm allocation, else by the ``mpiexec`` beside this Python, else by the
-    one on the path. Signals are passed on, and the ranks end when this process does.
+    Uses ``srun`` inside a Slurm allocation, else the ``mpiexec`` beside this Python, else the
+    first on PATH. Signals are forwarded, and the ranks end when this process does.
 
     Args:
         world_size: number of ranks.
-        module: the module to run.
+        module: module to run.
         arguments: its command line.
-        stops: whether the ranks end well by themselves after SIGUSR1, which launchers pass on to
-            them; for SIGTERM and Ctrl-C mpiexec would kill them. A second signal ends them.
+        stops: whether ranks exit cleanly on SIGUSR1, which launchers forward; on SIGTERM and
+            Ctrl-C mpiexec would kill them. A second signal kills them in any case.
 
     Returns:
-        The exit code of the job: 0 only if all ranks ended well.
+        Exit code of the job: 0 only if all ranks succeeded.
 
     Raises:
         FileNotFoundError: if there is no launcher.
     """
     command, environment = ranks_command(world_size, module, arguments)
     with Liveness(world_size) as ranks, _own_sessions(environment):
-        there = ranks.complete if stops else None
-        code = _supervise(command, {**environment, **ranks.environment}, there)
+        all_started = ranks.complete if stops else None
+        code = _supervise(command, {**environment, **ranks.environment}, all_started)
     vanished = ranks.vanished()
-    if vanished and code and code - 128 not in _ENDING:
-        say(f"error: {vanished}")
+    if vanished and code and code - 128 not in _STOP_SIGNALS:
+        print_stderr(f"error: {vanished}")
     return code
 
 
 def ranks_command(
     world_size: int, module: str, arguments: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line of `start_ranks`, and the environment that it runs in.
+    """Command line and environment of `start_ranks`.
 
     Raises:
         FileNotFoundError: if there is no launcher.
@@ -177,17 +176,17 @@ def ranks_command(
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
         if world_size > cores:
             environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-        if sys.stderr.isatty():  # not under srun, which passes on whole lines only
+        if sys.stderr.isatty():  # not under srun, which forwards whole lines only
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
     return [*launcher, sys.executable, "-m", module, *arguments], environment
 
 
-def close_to_others(environment: MutableMapping[str, str] | None = None) -> None:
-    """Have Open MPI open no port where all ranks are on one machine; before MPI is imported.
+def disable_tcp_on_one_machine(environment: MutableMapping[str, str] | None = None) -> None:
+    """Have Open MPI open no TCP port if all ranks are on one machine; call before importing MPI.
 
-    Its ranks would listen on all networks, for peers that they have not. What a site or a user says
-    of its transports stays as it is.
+    Its ranks would listen on all networks for peers that do not exist. Transports that the site
+    or the user has set are kept.
 
     Args:
         environment: of this rank; ``os.environ`` by default.
@@ -201,14 +200,14 @@ def close_to_others(environment: MutableMapping[str, str] | None = None) -> None
 
 
 def end_with_launcher() -> None:
-    """Have the kernel kill this rank if its launcher dies, which then cannot do so itself."""
+    """Have the kernel kill this rank if its launcher dies."""
     end = _end_with_parent(signal.SIGKILL)
     if end is not None:
         end()
 
 
 def _end_with_parent(number: signal.Signals) -> Callable[[], object] | None:
-    """What a process calls to get a signal when its parent ends; None where there is no way."""
+    """Call that sends this process a signal when its parent dies; None if unsupported."""
     if sys.platform != "linux":
         return None
     pr_set_pdeathsig = 1
@@ -219,9 +218,9 @@ def _srun(world_size: int) -> list[str]:
     if shutil.which("srun") is None:
         raise FileNotFoundError(
             f"job {os.environ['SLURM_JOB_ID']} is a Slurm allocation, but there is no srun on "
-            "the path: add Slurm's bin folder to PATH"
+            "PATH: add Slurm's bin folder to PATH"
         )
-    # without the second option the other ranks of an MPICH job wait for a dead one
+    # without the second option the other ranks of an MPICH job wait for a dead rank
     command = ["srun", "-n", str(world_size), "--kill-on-bad-exit=1", *_slurm_mpi_type()]
     if "SLURM_CPUS_PER_TASK" in os.environ:  # srun no longer takes it from the allocation
         command.append(f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}")
@@ -229,15 +228,15 @@ def _srun(world_size: int) -> list[str]:
 
 
 def _slurm_mpi_type() -> list[str]:
-    """How srun is to introduce the ranks to each other, where neither site nor user says it."""
+    """Option for srun's PMI type if neither the site nor the user sets one."""
     if "SLURM_MPI_TYPE" in os.environ:
         return []
-    if not re.search(r"MpiDefault\s*=\s*none", _answer("scontrol", "show", "config")):
+    if not re.search(r"MpiDefault\s*=\s*none", _output_of("scontrol", "show", "config")):
         return []
-    ask = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    library = _answer(sys.executable, "-c", ask + "print(MPI.Get_library_version())")
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    library = _output_of(sys.executable, "-c", code + "print(MPI.Get_library_version())")
     wanted = "pmix" if "Open MPI" in library else "pmi2"
-    return [f"--mpi={wanted}"] if wanted in _answer("srun", "--mpi=list").split() else []
+    return [f"--mpi={wanted}"] if wanted in _output_of("srun", "--mpi=list").split() else []
 
 
 def mpiexec_command(world_size: int) -> list[str]:
@@ -245,15 +244,15 @@ def mpiexec_command(world_size: int) -> list[str]:
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         raise FileNotFoundError(
-            f"{world_size} ranks need mpiexec, but there is none in {beside.parent} nor on the "
-            'path: pip install "spatialdl[mpi]", or load the MPI module of this site'
+            f"{world_size} ranks need mpiexec, which is neither in {beside.parent} nor on PATH: "
+            'pip install "spatialdl[mpi]", or load the MPI module of this site'
         )
     return [mpiexec, *_vendor_options(mpiexec), "-n", str(world_size)]
 
 
 def _vendor_options(mpiexec: str) -> list[str]:
-    """What Open MPI needs to be told; MPICH and its kin need nothing."""
-    version = re.search(r"Open MPI\D*(\d+)", _answer(mpiexec, "--version"))
+    """Options that Open MPI needs; MPICH and its derivatives need none."""
+    version = re.search(r"Open MPI\D*(\d+)", _output_of(mpiexec, "--version"))
     if version is None:
         return []
     # it would bind a rank with all its threads to one core
@@ -261,16 +260,16 @@ def _vendor_options(mpiexec: str) -> list[str]:
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     if sys.stderr.isatty() and int(version[1]) >= 5:
-        options += ["--stream-buffering", "0"]  # or a progress bar comes when it is over
+        options += ["--stream-buffering", "0"]  # or a progress bar appears only at the end
     return options
 
 
 @contextmanager
 def _own_sessions(environment: MutableMapping[str, str]) -> Iterator[None]:
-    """Give Open MPI a new folder for its files of this job, and remove it.
+    """Give Open MPI a new session folder for this job, and remove it afterwards.
 
-    In a folder of all jobs it names them by process ids only, and refuses to start ("listener
-    thread failed to start") where a killed job has left those of an id that has come again.
+    In a folder shared by jobs it names sessions by process id, and fails to start ("listener
+    thread failed to start") where a killed job with the same id has left its files.
     """
     if _SESSIONS in environment:
         yield
@@ -280,45 +279,47 @@ def _own_sessions(environment: MutableMapping[str, str]) -> Iterator[None]:
         yield
 
 
-def _answer(*command: str) -> str:
-    """What a program prints, nothing if it cannot be run."""
+def _output_of(*command: str) -> str:
+    """Output of a program, empty if it cannot be run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    return done.stdout + done.stderr
+    return completed.stdout + completed.stderr
 
 
 def _supervise(
-    command: Sequence[str], environment: Mapping[str, str], there: threading.Event | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    all_started: threading.Event | None = None,
 ) -> int:
-    """Run a launcher, hand every signal on to it, and leave nothing of it behind.
+    """Run a launcher, forward signals to it, and leave no process behind.
 
     Args:
-        there: given if ranks stop by SIGUSR1, and set once they would hear it.
+        all_started: given if ranks stop on SIGUSR1; set once they all handle it.
     """
     child: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        is_first = number in _ENDING and not any(one in _ENDING for one in received)
+    def forward(number: int, _frame: FrameType | None) -> None:
+        is_first = number in _STOP_SIGNALS and not any(one in _STOP_SIGNALS for one in received)
         received.append(number)
         if child is not None:
-            tell(child, signal.SIGUSR1 if is_first and there is not None else number)
+            send(child, signal.SIGUSR1 if is_first and all_started is not None else number)
 
-    def tell(launcher: subprocess.Popen[bytes], number: int) -> None:
-        if there is None or number != signal.SIGUSR1:
-            _tell(launcher, number)
+    def send(launcher: subprocess.Popen[bytes], number: int) -> None:
+        if all_started is None or number != signal.SIGUSR1:
+            _send_signal(launcher, number)
         else:  # it would kill a launcher that has just begun
-            later = threading.Timer(0, _tell_later, (launcher, number, there))
-            later.daemon = True
-            later.start()
+            delayed = threading.Timer(0, _send_when_started, (launcher, number, all_started))
+            delayed.daemon = True
+            delayed.start()
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    if there is not None:
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    if all_started is not None:
         received += early_signals.take()
     try:
-        # a session of its own, or Ctrl-C would reach the launcher twice
+        # a new session, or Ctrl-C would reach the launcher twice
         child = subprocess.Popen(
             command,
             env=environment,
@@ -327,32 +328,34 @@ def _supervise(
             preexec_fn=_end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (one system call)
         )
         for number in received:
-            tell(child, number)
+            send(child, number)
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    ending = [number for number in received if number in _ENDING]
-    if ending and not (there is not None and code == 0):
-        return 128 + ending[0]
+    stop_signals = [number for number in received if number in _STOP_SIGNALS]
+    if stop_signals and not (all_started is not None and code == 0):
+        return 128 + stop_signals[0]
     return code if code >= 0 else 128 - code
 
 
-def _tell_later(child: subprocess.Popen[bytes], number: int, there: threading.Event) -> None:
-    there.wait(_STARTED_S)
-    _tell(child, number)
+def _send_when_started(
+    child: subprocess.Popen[bytes], number: int, all_started: threading.Event
+) -> None:
+    all_started.wait(_STARTED_S)
+    _send_signal(child, number)
 
 
-def _tell(child: subprocess.Popen[bytes], number: int) -> None:
+def _send_signal(child: subprocess.Popen[bytes], number: int) -> None:
     child.send_signal(number)
-    if number in _ENDING:
+    if number in _STOP_SIGNALS:
         killer = threading.Timer(GRACE_S, child.kill)
         killer.daemon = True
         killer.start()
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script has no step, or one with a name."""
+    """Whether srun started this process; a batch script has no numeric step id."""
     return environment.get("SLURM_STEP_ID", "").isdigit()
 
 
@@ -365,15 +368,15 @@ def _ranks(count: int) -> str:
 
 
 def initialise_mpi() -> None:
-    """Initialise MPI; all ranks will have done so before one of them is sent anything.
+    """Initialise MPI, and wait until other ranks are likely to have done so.
 
-    Open MPI 5.0 crashes in a rank to which a message comes while it still waits in ``MPI_Init`` for
-    the others to get there (github.com/open-mpi/ompi/issues/12495). There is nothing by which they
-    could meet before, so the first message waits a moment.
+    Open MPI 5.0 crashes in a rank that receives a message while it still waits in ``MPI_Init`` for
+    other ranks (github.com/open-mpi/ompi/issues/12495). No synchronisation is available before,
+    so the first message is delayed by a fixed time.
     """
     if "mpi4py.MPI" in sys.modules:
         return
-    close_to_others()
+    disable_tcp_on_one_machine()
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.size > 1 and MPI.get_vendor()[0] == "Open MPI":

@@ -1,8 +1,8 @@
-"""Which rank ended first, and what ranks said last, as the process that started them hears it.
+"""Detects which rank died first, and prints final messages after the launcher's output.
 
-A launcher has words of its own when a job fails, and some name no rank. So ranks on the machine of
-the process that started them report to it, by messages to a socket in a folder that is private to
-the user. What a rank says last it prints when the launcher has ended: nothing comes after it.
+Launchers print messages of their own when a job fails, and some name no rank. Ranks on the machine
+of the process that started them therefore report to it over a socket in a folder private to the
+user. A rank's final message is printed after the launcher has exited, as the last output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Self
 
 SWITCH = "SPATIALDL_ROLL_CALL"
 HELD_BACK_S = 5.0
-"""Last words wait so long for the launcher to end."""
+"""How long final messages wait for the launcher to exit."""
 
 _MOST, _MOST_BYTES = 20_000, 200_000
 _CREDENTIALS = struct.Struct("3i")
@@ -36,39 +36,39 @@ _OOM_KILLS = {  # of cgroups(7), version 2 and 1
 # --- a rank
 
 
-def answer(rank: int) -> None:
-    """Tell who started this rank that it is there."""
-    _tell({"rank": rank})
+def report_start(rank: int) -> None:
+    """Report to the starting process that this rank runs."""
+    _send({"rank": rank})
 
 
-def leave() -> None:
-    """Tell that this rank ends, or is ended, on purpose."""
-    _tell({"said": ""})
+def report_exit() -> None:
+    """Report that this rank exits, or is killed, on purpose."""
+    _send({"said": ""})
 
 
-def say_last(text: str) -> None:
-    """Print what is to be read last; the job ends."""
-    if not _tell({"said": text[-_MOST:]}):
-        say(text)
+def print_last(text: str) -> None:
+    """Print a message after all other output of the aborted job."""
+    if not _send({"said": text[-_MOST:]}):
+        print_stderr(text)
 
 
-def say(text: str) -> None:
-    """To the standard error that the launcher sees, at once, or launchers mix lines."""
+def print_stderr(text: str) -> None:
+    """Print to the launcher's standard error, unbuffered: launchers mix partial lines."""
     stream = sys.__stderr__
     if stream is not None:
         stream.write(f"{text}\n")
         stream.flush()
 
 
-def _tell(message: dict[str, object]) -> bool:
-    """Whether it was heard."""
+def _send(message: dict[str, object]) -> bool:
+    """Send to the starting process; return whether it was received."""
     if SWITCH not in os.environ:
         return False
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to:
             to.settimeout(1)
             to.sendto(json.dumps(message).encode(), os.environ[SWITCH])
-    except OSError:  # it is on another machine
+    except OSError:  # the starting process is on another machine
         return False
     return True
 
@@ -77,14 +77,14 @@ def _tell(message: dict[str, object]) -> bool:
 
 
 class Liveness:
-    """Open while the ranks run.
+    """Monitors the ranks on this machine; a context manager around their run.
 
     Args:
-        world_size: ranks that are started.
+        world_size: number of ranks.
 
     Attributes:
-        environment: for the ranks; empty where none is told.
-        complete: set once all ranks have answered, which those on other machines cannot.
+        environment: environment variables for the ranks; empty where unsupported.
+        complete: set once all ranks have reported, which those on other machines cannot.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -93,8 +93,8 @@ class Liveness:
         self.complete = Event()
         self._folder: str | None = None
         self._pids: dict[int, int] = {}
-        self._gone: list[list[int]] = []
-        self._words: list[str] = []
+        self._exits: list[list[int]] = []
+        self._messages: list[str] = []
         self._expected = False
         self._oom_before = _oom_kills()
 
@@ -112,7 +112,7 @@ class Liveness:
         self.environment = {SWITCH: path}
         self._ends, self._end = os.pipe()
         self._thread = Thread(target=self._listen, name="roll call", daemon=True)
-        # a signal that this thread took would not wake up the main one, which waits for a process
+        # a signal handled by this thread would not interrupt the main thread's wait for a process
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._thread.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -126,74 +126,74 @@ class Liveness:
         if self._folder is not None:
             self._socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._speak()
+        self._print_messages()
 
     def vanished(self) -> str | None:
-        """After a failure of which no rank has said anything: who ended first; None if unknown."""
-        if self._expected or len(self._pids) < self._world_size or not self._gone:
+        """Description of the first rank that died without a message; None if unknown."""
+        if self._expected or len(self._pids) < self._world_size or not self._exits:
             return None
-        ranks = [f"rank {rank} (process {self._pids[rank]})" for rank in sorted(self._gone[0])]
-        who = ranks[0] if len(ranks) == 1 else f"one of {', '.join(ranks)}"
-        memory = _oom_kills() - self._oom_before
-        why = "the kernel kills for want of memory" if memory else "as by SIGKILL, or by a crash"
-        return f"{who} on {socket.gethostname()} vanished without a word, {why}"
+        ranks = [f"rank {rank} (process {self._pids[rank]})" for rank in sorted(self._exits[0])]
+        first = ranks[0] if len(ranks) == 1 else f"one of {', '.join(ranks)}"
+        out_of_memory = _oom_kills() - self._oom_before
+        cause = "killed by the kernel: out of memory" if out_of_memory else "by SIGKILL or a crash"
+        return f"{first} on {socket.gethostname()} died without an error message, {cause}"
 
     def _listen(self) -> None:
-        with selectors.DefaultSelector() as waits:
-            waits.register(self._socket, selectors.EVENT_READ)
-            waits.register(self._ends, selectors.EVENT_READ)
-            speaks_at: float | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._ends, selectors.EVENT_READ)
+            print_at: float | None = None
             while True:
-                pause = None if speaks_at is None else max(0.0, speaks_at - time.monotonic())
-                ready = [key for key, _ in waits.select(pause)]
+                pause = None if print_at is None else max(0.0, print_at - time.monotonic())
+                ready = [key for key, _ in selector.select(pause)]
                 if not ready:
-                    self._speak()
-                    speaks_at = None
-                gone = [key for key in ready if key.data is not None]
-                for key in gone:
-                    waits.unregister(key.fileobj)
+                    self._print_messages()
+                    print_at = None
+                exited = [key for key in ready if key.data is not None]
+                for key in exited:
+                    selector.unregister(key.fileobj)
                     os.close(key.fd)
-                if gone:
-                    self._gone.append([key.data for key in gone])
+                if exited:
+                    self._exits.append([key.data for key in exited])
                 if any(key.fileobj is self._socket for key in ready):
-                    self._hear(waits)
-                    if self._words and speaks_at is None:
-                        speaks_at = time.monotonic() + HELD_BACK_S
+                    self._receive(selector)
+                    if self._messages and print_at is None:
+                        print_at = time.monotonic() + HELD_BACK_S
                 elif any(key.fd == self._ends for key in ready):
                     return
 
-    def _hear(self, waits: selectors.BaseSelector) -> None:
+    def _receive(self, selector: selectors.BaseSelector) -> None:
         size = socket.CMSG_SPACE(_CREDENTIALS.size)
         data, ancillary, *_ = self._socket.recvmsg(_MOST_BYTES, size)
         with suppress(ValueError, KeyError, IndexError, OSError):
             message = json.loads(data)
             if "said" in message:
                 self._expected = True
-                if message["said"] and message["said"] not in self._words:
-                    self._words.append(str(message["said"]))
+                if message["said"] and message["said"] not in self._messages:
+                    self._messages.append(str(message["said"]))
                 return
             rank = int(message["rank"])
-            pid = _CREDENTIALS.unpack(ancillary[0][2])[0]  # as this process knows it
+            pid = _CREDENTIALS.unpack(ancillary[0][2])[0]  # in this process's pid namespace
             descriptor = os.pidfd_open(pid)
-            waits.register(descriptor, selectors.EVENT_READ, rank)
+            selector.register(descriptor, selectors.EVENT_READ, rank)
             self._pids[rank] = pid
             if len(self._pids) == self._world_size:
                 self.complete.set()
 
-    def _speak(self) -> None:
-        words, self._words = self._words, []
-        for text in words:
-            say(text)
+    def _print_messages(self) -> None:
+        messages, self._messages = self._messages, []
+        for text in messages:
+            print_stderr(text)
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for want of memory where this process is counted."""
-    found = 0
+    """Number of OOM kills in the cgroup of this process."""
+    total = 0
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             file = Path(_OOM_KILLS.get(controllers, "/none").format(group))
             with suppress(OSError, StopIteration):
                 counts = file.read_text().splitlines()
-                found += int(next(one for one in counts if one.startswith("oom_kill ")).split()[1])
-    return found
+                total += int(next(one for one in counts if one.startswith("oom_kill ")).split()[1])
+    return total

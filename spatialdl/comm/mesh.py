@@ -1,4 +1,4 @@
-"""Ranks as axes: data, stage, the spatial axes of the grid, and tensor."""
+"""`Mesh`: ranks arranged along the axes data, stage, spatial and tensor."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """The ranks that hold one image (and its data replicas), as this rank sees them.
+    """The ranks that hold one image and its data replicas, from the view of this rank.
 
     Attributes:
-        axes: how many ranks each axis has.
-        part: this rank's part of the layout, in row-major order.
-        replica: this rank's data replica.
-        comm: all ranks with this rank's channels, replica by replica: all of the mesh where the
-            tensor axis has one.
-        grid_comm: those of this replica, in the order of the layout's parts.
-        agreement: compares what ranks must have alike; None where nothing is compared.
-        tensor_comm: the ranks that divide the channels of this rank's part.
-        stream: into how many virtual tiles this rank cuts its part along each spatial dim, to work
-            on one after the other; () for none.
+        axes: number of ranks on each axis.
+        part: index of this rank's part in the layout, in row-major order.
+        replica: index of this rank's data replica.
+        comm: all ranks with this rank's channels, replica by replica: the whole mesh if the
+            tensor axis has size one.
+        grid_comm: the ranks of this replica, in the order of the layout's parts.
+        agreement: compares state that must match across ranks; None to compare nothing.
+        tensor_comm: ranks that divide the channels of this rank's part.
+        stream: number of virtual tiles along each spatial dim of this rank's part, processed in
+            sequence; () for none.
     """
 
     axes: Axes
@@ -62,62 +62,62 @@ class Mesh:
     stream: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
-        """Itself: ranks cannot be copied."""
+        """Return itself: communicators cannot be copied."""
         return self
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Into how many parts each spatial dim of an image is cut, one to three numbers."""
+        """Number of parts along each spatial dim of an image, one to three numbers."""
         return self.axes.spatial
 
     @property
     def tile_grid(self) -> tuple[int, ...]:
-        """As `grid`, but counting virtual tiles."""
+        """`grid` with virtual tiles counted as parts."""
         return finer_grid(self.grid, self.stream)
 
     @property
     def data(self) -> int:
-        """Data replicas."""
+        """Number of data replicas."""
         return self.axes.data
 
     @property
     def batch(self) -> int:
-        """Ranks of a replica that divide its samples instead of its images."""
+        """Number of ranks of a replica that divide its samples instead of its images."""
         return self.axes.batch
 
     @property
     def parts(self) -> int:
-        """Into how many tiles an image is cut."""
+        """Number of tiles of an image."""
         return self.axes.parts
 
     @property
     def tensor(self) -> int:
-        """Ranks that divide the channels of a part."""
+        """Number of ranks that divide the channels of a part."""
         return self.axes.tensor
 
     @property
     def channels(self) -> int:
-        """Which part of the channels this rank has."""
+        """Index of this rank's channels."""
         return self.tensor_comm.rank
 
     @property
     def counts(self) -> bool:
-        """Whether no other rank has what is whole here, or this is the first that has."""
+        """Whether this is the first rank that holds the values that are whole here."""
         return self.channels == 0 and (self.part == 0 or self.batch > 1)
 
     @property
     def size(self) -> int:
-        """All ranks that have this rank's channels."""
+        """Number of ranks with this rank's channels."""
         return self.axes.size // self.axes.tensor
 
     def replicated(self, module: nn.Module, sharded: bool = False) -> Replicated:
-        """A module on this mesh; if `sharded`, data replicas hold a part of its parameters each."""
+        """A module on this mesh; if `sharded`, data replicas hold shards of its parameters."""
         axes = self.axes.replicated(sharded)
         comm = self.grid_comm if sharded else self.comm
         return Replicated(module, axes, comm, prod(self.axes.degrees[axis] for axis in axes))
 
     def layout(self, samples: int, size: Sequence[int]) -> Layout:
-        """The default layout on this mesh of images whose spatial dims have `size`."""
+        """Default layout on this mesh of images of spatial size `size`."""
         return Layout.of_ranks(samples, size, self.grid, self.stream)
 
     def own_box(self, layout: Layout) -> Box:
@@ -125,20 +125,20 @@ class Mesh:
         return layout.boxes[self.part]
 
     def box(self, size: Sequence[int]) -> tuple[int, ...]:
-        """This rank's half-open box of an image: (row0, row1, col0, col1) of one of size (H, W).
+        """Half-open box of this rank: (row0, row1, col0, col1) for an image of size (H, W).
 
-        Of a volume (d0, d1, row0, row1, col0, col1), of a signal (start, stop).
+        For a volume (d0, d1, row0, row1, col0, col1), for a signal (start, stop).
 
         Args:
-            size: of the spatial dims of the whole image, in pixels, one for each number of the
-                grid; where there are fewer than parts, some boxes are empty.
+            size: spatial size of the whole image in pixels, one number for each dim of the
+                grid; where a dim has fewer pixels than parts, some boxes are empty.
 
         Raises:
-            ValueError: if there are more sizes, or fewer, than numbers of the grid.
+                ValueError: if `size` and the grid have different numbers of dims.
         """
         if isinstance(size, int) or len(size) != len(self.grid):
             raise ValueError(
-                f"mesh.box takes a size for each spatial dim: the grid is {self.grid}, got {size}"
+                f"mesh.box needs a size for each spatial dim: the grid is {self.grid}, got {size}"
             )
         own = self.own_box(self.layout(1, size))
         return tuple(bound for interval in own.spatial for bound in interval)
@@ -155,39 +155,39 @@ def init_mesh(
 ) -> Mesh:
     """Arrange the ranks of `comm` as data replicas x grid.
 
-    Every rank of `comm` must call it. All ranks are arranged so that a grid lies within a node
-    where it fits, whatever order the launcher has dealt them out in; those of a `comm` as they are.
+    Collective over `comm`. The default ranks are arranged so that a grid lies within a node where
+    it fits, independent of the launcher's order; ranks of an explicit `comm` keep their order.
 
-    From then on one rank that fails ends all, instead of leaving the others to wait for it: after
-    an uncaught exception, when a rank ends its program while others wait for it, and when one
-    waits longer than `timeout`, all say where they are. Of one rank nothing is ended.
+    From then on the failure of one rank aborts all ranks, instead of a hang: after an uncaught
+    exception, when a rank exits while other ranks wait for it, and when a rank waits longer than
+    `timeout`, all ranks report where they are. A single rank is not watched.
 
     Args:
-        grid: into how many parts each spatial dim is cut: one number for signals, two (rows,
+        grid: number of parts along each spatial dim: one number for signals, two (rows,
             columns) for images, three for volumes.
         data: number of data replicas.
-        comm: the ranks; by default ``MPI.COMM_WORLD``, or all ranks of torch.distributed where
-            the program has initialised that and no MPI launcher has started it.
-        timeout: seconds that a rank may wait for others within a communication before the job ends;
-            None for ever. By default 1800, as of torch.distributed, or what an earlier mesh has
-            set: longer than validation on one rank takes. Not watched if `comm` has not all ranks.
-        check: by default images, labels and weights that ranks of a mesh must have alike are
-            compared in the first steps, and then at growing intervals; False compares nothing.
-            True also compares what ranks are about to do before each communication, at the cost of
-            a small message more, and names both sides of a difference, as does
+        comm: the ranks; by default ``MPI.COMM_WORLD``, or all ranks of torch.distributed if
+            the program has initialised it and was not started by an MPI launcher.
+        timeout: seconds that a rank may wait in a communication before the job aborts; None for
+            no limit. Default 1800, as in torch.distributed, or the value of an earlier mesh; must
+            exceed validation on a single rank. Not watched if `comm` is not the whole world.
+        check: by default images, labels and weights that must match across ranks are compared
+            in the first steps, and then at growing intervals; False compares nothing. True also
+            compares the operations of ranks before each communication, at the cost of an
+            additional small message, and names both sides of a mismatch, as does
             ``SPATIALDL_COMM_CHECK=1`` in the environment.
-        tensor: ranks that divide the channels of weights and activations of a network in
-            `spatialdl.SpatialParallel`.
+        tensor: number of ranks that divide the channels of weights and activations of a network
+            in `spatialdl.SpatialParallel`.
 
     Raises:
-        ValueError: if ``data * prod(grid) * tensor`` is not the number of ranks, ranks call it with
-            different arguments, or MPI does not see those that were started together.
+        ValueError: if ``data * prod(grid) * tensor`` is not the number of ranks, if arguments
+            differ between ranks, or if MPI does not connect the ranks that were launched.
     """
     if timeout != "default":
         check_timeout(timeout, by_command=False)
     if not isinstance(grid, tuple | list):
         raise ValueError(
-            f"a grid has one to three numbers, as (rows, columns) for images, got {grid!r}"
+            f"a grid has one to three numbers, such as (rows, columns) for images, got {grid!r}"
         )
     axes = Axes(data, spatial=tuple(grid), tensor=tensor)
     placement = Placement(data, (axes.spatial,), tensor=(axes.tensor,))
@@ -198,10 +198,10 @@ def init_mesh(
     )
     mesh = stage_mesh(placement, placement.positions(world.rank)[0], world)
     if axes.size > 1 and check is not False:
-        alike = mesh.grid_comm
+        same_image = mesh.grid_comm
         if mesh.tensor > 1:
-            alike = world.subset(placement.replica_ranks(mesh.replica))
-        agreement = Agreement(mesh.comm, alike, mesh.tensor_comm, mesh.grid_comm)
+            same_image = world.subset(placement.replica_ranks(mesh.replica))
+        agreement = Agreement(mesh.comm, same_image, mesh.tensor_comm, mesh.grid_comm)
         mesh = replace(mesh, agreement=agreement)
     return mesh
 
@@ -215,24 +215,24 @@ def start_placement(
     function: str,
     arguments: dict[str, object],
 ) -> tuple[Communicator, Placement]:
-    """The ranks of a placement in a program of the user's own, protected; all must call it.
+    """Ranks of a placement in a user's program, with error handling; collective.
 
     Args:
-        comm: as of `init_mesh`, as are
-        timeout: and
-        check: are.
-        what: needs the placement, for messages.
-        function: that the user calls.
-        arguments: of it, which all ranks must have alike.
+        comm: as in `init_mesh`.
+        timeout: as in `init_mesh`.
+        check: as in `init_mesh`.
+        what: subject of messages about the placement.
+        function: name of the function that the user calls.
+        arguments: its arguments, which must match across ranks.
 
     Returns:
         The ranks, and the placement arranged by nodes.
 
     Raises:
-        ValueError: if the world has another size, or ranks have different arguments.
+        ValueError: if the world has another size, or arguments differ between ranks.
     """
     if comm is None:
-        limit_program(timeout)  # before torch.distributed makes groups, which have timeouts too
+        limit_program(timeout)  # before torch.distributed creates groups, which have timeouts too
     world = all_ranks() if comm is None else as_communicator(comm)
     if comm is None:
         check_mpi_world(world.size)
@@ -246,7 +246,7 @@ def start_placement(
 
 
 def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:
-    """The mesh of one stage of one copy; its ranks, and no others, must call it together.
+    """Mesh of one stage of one copy; collective over exactly its ranks.
 
     Args:
         comm: all ranks of the placement.
@@ -257,7 +257,7 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
         axes=placement.axes(stage),
         part=part,
         replica=replica,
-        comm=comm.subset([rank for one in ranks for rank in one]),
+        comm=comm.subset([rank for replica_ranks in ranks for rank in replica_ranks]),
         grid_comm=comm.subset(ranks[replica]),
         tensor_comm=comm.subset(placement.tensor_ranks(position))
         if placement.tensor_parts(stage) > 1
@@ -267,10 +267,10 @@ def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> 
 
 
 def dry_mesh(grid: tuple[int, ...], part: int = 0, processes: Sequence[Sequence[int]] = ()) -> Mesh:
-    """A mesh on which nobody talks, to find out shapes and layouts on the ``meta`` device.
+    """A mesh without communication, to compute shapes and layouts on the ``meta`` device.
 
     Args:
-        part: as which rank.
+        part: index of the simulated rank.
         processes: see `Dry`.
     """
     axes = Axes(spatial=grid)

@@ -1,7 +1,7 @@
-"""The first transport: MPI, by mpi4py.
+"""Transport over MPI, by mpi4py.
 
-Tensors travel straight from and into where they lie, described by datatypes, unless packing turns
-out to be faster here, see `comm.ways`.
+Tensors are sent from and received into their own memory, described by datatypes, unless packing
+measures faster here, see `comm.exchange_strategies`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from spatialdl.comm.datatypes import buffer, reduction_type
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceAware, DeviceTransport, ThroughHost
 from spatialdl.comm.exchange_strategies import (
-    WAYS,
+    STRATEGIES,
     Neighbours,
-    Way,
+    Strategy,
     by_messages,
     fastest,
     under_way,
@@ -32,27 +32,27 @@ from spatialdl.comm.waiting import noted
 
 
 class MpiCommunicator(Neighbours):
-    """A `Communicator` that is one of mpi4py's too.
+    """A `Communicator` that is also an mpi4py communicator.
 
     Attributes:
-        way: how it makes exchanges, a key of `ways.WAYS`; found out at the first one.
+        strategy: exchange strategy, a key of `STRATEGIES`; measured at the first exchange.
     """
 
-    way: str | None = None
+    strategy: str | None = None
 
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
-        everybody = self.Get_group()
-        chosen = everybody.Incl(ranks)
+        group = self.Get_group()
+        chosen = group.Incl(ranks)
         members = [self.world_ranks[rank] for rank in ranks]
         try:
-            made = noted("setting up a communicator", members, self.Create_group, chosen)
+            made = noted("creation of a communicator", members, self.Create_group, chosen)
             return _named(MpiCommunicator(made))
         finally:
             chosen.Free()
-            everybody.Free()
+            group.Free()
 
     def duplicate(self) -> MpiCommunicator:
-        made = noted("setting up a communicator", self.world_ranks, self.Dup)
+        made = noted("creation of a communicator", self.world_ranks, self.Dup)
         return _named(MpiCommunicator(made))
 
     def barrier(self) -> None:
@@ -68,7 +68,7 @@ class MpiCommunicator(Neighbours):
         return noted("all-gather", self.world_ranks, super().allgather, sendobj)
 
     def allreduce(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
-        """By a collection: in mpi4py's own no other thread of this process runs while it waits."""
+        """Uses all-gather: mpi4py's own all-reduce blocks other threads of this process."""
         return fold(noted("all-reduce", self.world_ranks, super().allgather, sendobj), op)
 
     def nodes(self) -> list[int]:
@@ -83,7 +83,7 @@ class MpiCommunicator(Neighbours):
 
     @cached_property
     def _on_device(self) -> DeviceTransport:
-        """Asked for the first time by all ranks together."""
+        """Device transport; the first access is collective."""
         path = device_path()
         if path.name == "mpi":
             messages = partial(by_messages, self)
@@ -117,25 +117,25 @@ class MpiCommunicator(Neighbours):
         if values.device.type != "cpu":
             return noted("all-gather", self.world_ranks, self._on_device.all_gather, values)
         own = values.contiguous()
-        everybody = own.new_empty((self.size, *own.shape))
-        self.gather_into(everybody, own)
-        return everybody
+        gathered = own.new_empty((self.size, *own.shape))
+        self.gather_into(gathered, own)
+        return gathered
 
-    def gather_into(self, everybody: Tensor, own: Tensor) -> None:
-        """Fill (ranks, ...) with the contiguous tensors of all ranks, where MPI can reach them."""
-        noted("all-gather", self.world_ranks, self.Allgather, buffer(own), buffer(everybody))
+    def gather_into(self, gathered: Tensor, own: Tensor) -> None:
+        """Fill (ranks, ...) with the contiguous tensors of all ranks; MPI must reach the memory."""
+        noted("all-gather", self.world_ranks, self.Allgather, buffer(own), buffer(gathered))
 
     def start_exchange(self, exchange: Exchange) -> UnderWay:
         if exchange.device.type != "cpu":
             return self._on_device.start_exchange(exchange)
-        return self._way(exchange)(self, exchange)
+        return self._strategy(exchange)(self, exchange)
 
-    def _way(self, exchange: Exchange) -> Way:
+    def _strategy(self, exchange: Exchange) -> Strategy:
         if exchange.route is not None:
             return by_messages
-        if self.way is None:
-            self.way = noted("timing of exchanges", self.world_ranks, fastest, self, exchange)
-        return WAYS[self.way]
+        if self.strategy is None:
+            self.strategy = noted("timing of exchanges", self.world_ranks, fastest, self, exchange)
+        return STRATEGIES[self.strategy]
 
 
 def _named(comm: MpiCommunicator) -> MpiCommunicator:

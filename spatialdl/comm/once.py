@@ -1,4 +1,4 @@
-"""Backward functions that cannot be differentiated again, in place of PyTorch's decorator."""
+"""`once_differentiable`: backward without second derivatives, stricter than PyTorch's decorator."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Result = TypeVar("Result")
 def once_differentiable(
     backward: Callable[Concatenate[Context, Grads], Result],
 ) -> Callable[Concatenate[Context, Grads], Result]:
-    """Refuse ``create_graph=True`` in the `backward` of an `autograd.Function`.
+    """Reject ``create_graph=True`` in the `backward` of an `autograd.Function`.
 
-    PyTorch's decorator of this name raises only where an incoming gradient is differentiable
-    itself. The first gradient of ``y.sum()`` is not: what a convolution makes of it counts as
-    constant there, and a gradient penalty loses its derivative without an error.
+    PyTorch's decorator of this name raises only if an incoming gradient is differentiable itself.
+    The first gradient of ``y.sum()`` is not: there the backward of a convolution counts as
+    constant, and a gradient penalty loses its derivative without an error.
 
     Raises:
         UnsupportedSpatialOp: if backward records a graph.
@@ -35,9 +35,9 @@ def once_differentiable(
     def once(ctx: Context, /, *grads: Grads.args, **named: Grads.kwargs) -> Result:
         if torch.is_grad_enabled():
             raise UnsupportedSpatialOp(
-                f"backward of {operation} with create_graph=True cannot be done on a split image: "
-                "second derivatives are not supported; leave create_graph out, or compute what "
-                "needs them, such as a gradient penalty, on whole images as plain tensors "
+                f"backward of {operation} with create_graph=True is not supported on a split "
+                "image: there are no second derivatives; omit create_graph, or compute what needs "
+                "them, such as a gradient penalty, on whole images as plain tensors "
                 "(parallel=none)"
             )
         return backward(ctx, *grads, **named)

@@ -1,4 +1,4 @@
-"""Who sends what to whom: the intersection of the boxes owned with the boxes needed."""
+"""Communication plans: intersections of the boxes owned with the boxes needed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from spatialdl.parallel.layout import Box
 
 
 class Piece(NamedTuple):
-    """A part of the global image that goes to, or comes from, a peer."""
+    """A part of the global image that is sent to, or received from, a peer."""
 
     peer: int
     box: Box
 
 
 class Plan:
-    """How one rank takes part in moving a tensor from the boxes owned to the boxes needed.
+    """One rank's part in moving a tensor from the boxes owned to the boxes needed.
 
     Args:
-        owned: per rank of the communicator the box it holds; boxes do not overlap.
-        needed: per rank the box it wants; boxes may overlap, be empty, lie outside the image.
+        owned: box that each rank of the communicator holds; boxes do not overlap.
+        needed: box that each rank needs; boxes may overlap, be empty, or exceed the image.
         rank: this rank.
 
     Attributes:
-        sends: what goes to other ranks, in their order.
-        receives: what comes from other ranks, in their order.
+        sends: pieces sent to other ranks, in rank order.
+        receives: pieces received from other ranks, in rank order.
         kept: the part of the own box that the rank itself needs; may be empty.
     """
 
@@ -49,8 +49,8 @@ class Plan:
         return tuple(Piece(p, box) for p, box in common if p != self.rank and not box.is_empty)
 
     @cached_property
-    def nobodys(self) -> tuple[Box, ...]:
-        """The parts of what is needed that no rank owns; may overlap with what some rank owns."""
+    def unowned(self) -> tuple[Box, ...]:
+        """Parts of the needed box that no rank owns; may overlap with owned parts."""
         parts = [self.kept, *(piece.box for piece in self.receives)]
         parts = [box for box in parts if not box.is_empty]
         if not parts:
@@ -63,13 +63,13 @@ class Plan:
         return self.need.without(around) if full else (self.need,)
 
     @cached_property
-    def unasked(self) -> tuple[Box, ...]:
-        """The parts of the own box that the rank itself does not need."""
+    def unneeded(self) -> tuple[Box, ...]:
+        """Parts of the own box that the rank itself does not need."""
         return self.own.without(self.kept)
 
     @cached_property
     def links(self) -> npt.NDArray[np.bool_]:
-        """Boolean (ranks, ranks): does row i send to column j? The same on every rank."""
+        """Boolean (ranks, ranks): whether row i sends to column j; the same on every rank."""
         owned = np.asarray(self.owned, dtype=np.int64)
         needed = np.asarray(self.needed, dtype=np.int64)
         start = np.maximum(owned[:, None, :, 0], needed[None, :, :, 0])
@@ -79,31 +79,31 @@ class Plan:
         return links
 
     @cached_property
-    def talks(self) -> bool:
-        """Whether any rank at all sends something: decided from the whole plan, alike on all."""
+    def communicates(self) -> bool:
+        """Whether any rank sends; computed from the whole plan, the same on every rank."""
         return bool(self.links.any())
 
     @cached_property
     def graph(self) -> bytes:
-        """A key that is the same for all plans with the same neighbours on all ranks."""
+        """Key shared by all plans with the same neighbours on all ranks."""
         return np.packbits(self.links).tobytes()
 
     def describe(self) -> str:
-        """Short text for messages; the same on every rank."""
+        """Short description for messages; the same on every rank."""
         return f"plan {hash((self.owned, self.needed)) & 0xFFFFFFFF:08x}"
 
 
 @lru_cache(maxsize=4096)
 def plan_for(owned: tuple[Box, ...], needed: tuple[Box, ...], rank: int) -> Plan:
-    """The plan, computed once for each (boxes owned, boxes needed)."""
+    """Plan for (boxes owned, boxes needed), cached."""
     return Plan(owned, needed, rank)
 
 
 class MessageSizes(Plan):
-    """One message to each of some peers and from each of others, of so many elements.
+    """Messages by number of elements, independent of an image.
 
     Args:
-        sends, receives: by peer the elements.
+        sends, receives: number of elements by peer.
     """
 
     def __init__(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
@@ -114,11 +114,11 @@ class MessageSizes(Plan):
 
     @staticmethod
     def box(count: int) -> Box:
-        """What a tensor (1, count) holds."""
+        """Box of a tensor (1, count)."""
         return Box(((0, 1), (0, count)))
 
     @cached_property
-    def talks(self) -> bool:
+    def communicates(self) -> bool:
         return True
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The machines of ranks, and which ranks of a machine share what."""
+"""Nodes and processes of ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _STATES = {
     "T": "stopped (SIGSTOP)",
     "t": "stopped by a debugger",
-    "D": "in the kernel, as where a disk or a file system does not answer",
+    "D": "in uninterruptible sleep, as when a disk or a file system does not respond",
     "Z": "dead",
     "X": "dead",
 }
 
 
 def machine() -> tuple[str, str]:
-    """What tells this machine from others, also from those of one name, and from containers."""
+    """Identifies this machine, also among equal host names; equal in its containers."""
     boot = ""
     with suppress(OSError):
         boot = _BOOT.read_text().strip()
@@ -33,14 +33,14 @@ def machine() -> tuple[str, str]:
 
 
 class Nodes:
-    """The ranks of a world by machine; all of them make it together.
+    """Ranks of a world by node; collective.
 
     Args:
         world: the ranks.
-        names: identifies the machine of each rank; asked of the transport if not given.
+        names: identifies the machine of each rank; by default queried from the transport.
 
     Attributes:
-        of: by rank the number of its node, in the order of their first ranks.
+        of: node index of each rank, in the order of their first ranks.
     """
 
     def __init__(self, world: Communicator, names: Sequence[Hashable] | None = None) -> None:
@@ -49,16 +49,16 @@ class Nodes:
 
     @cached_property
     def own(self) -> Communicator:
-        """The ranks of this rank's node; all of these ask for the first time together."""
+        """Ranks of this rank's node; the first access is collective over them."""
         here = self.of[self._world.rank]
         return self._world.subset([rank for rank, node in enumerate(self.of) if node == here])
 
 
 class Process(NamedTuple):
-    """Of a rank.
+    """Process of a rank.
 
     Attributes:
-        started: by the clock of its kernel; tells it from a later process of the same number.
+        started: start time on its kernel's clock; distinguishes reused process ids.
     """
 
     host: str
@@ -70,7 +70,7 @@ class Process(NamedTuple):
         return cls(socket.gethostname(), os.getpid(), _status(os.getpid())[1])
 
     def state(self) -> str | None:
-        """Why it does nothing, if this machine's kernel knows of it and says so."""
+        """Why it does not run, if this machine's kernel reports a reason."""
         if self.host != socket.gethostname():
             return None
         state, started = _status(self.pid)
@@ -81,7 +81,7 @@ class Process(NamedTuple):
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """State and start of a process; empty where there is none, or no such kernel."""
+    """State and start time of a process; empty if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""What keeps the ranks of a user's program from waiting for each other for ever.
+"""Keeps the ranks of a user's program from hanging after a failure.
 
-Commands have the same watchdog and end their ranks in the same way, see `starting`.
+Commands use the same watchdog and abort in the same way, see `starting`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Timeout = float | Literal["default"] | None
 
 
 def limit_program(timeout: Timeout) -> None:
-    """Set how long ranks may wait; ``default`` keeps what was set before."""
+    """Set how long ranks may wait; ``default`` keeps an earlier value."""
     if timeout != "default":
         limit.limit_waits(timeout, by_command=False)
     elif not limit.is_set():
@@ -32,33 +32,33 @@ def limit_program(timeout: Timeout) -> None:
 def check_same_arguments(
     world: Communicator, function: str, arguments: Mapping[str, object]
 ) -> None:
-    """Compare what ranks have called a function with; all must call it.
+    """Check that ranks call a function with the same arguments; collective.
 
     Raises:
-        ValueError: on all ranks, if it is not the same.
+        ValueError: on all ranks, if arguments differ.
     """
     for rank, other in enumerate(world.allgather(dict(arguments))):
         for name, value in arguments.items():
             if other[name] != value:
                 raise ValueError(
                     f"ranks call {function} with different arguments: {name}={value} on rank "
-                    f"{world.rank}, {name}={other[name]} on rank {rank}: give all the same"
+                    f"{world.rank}, {name}={other[name]} on rank {rank}: use the same on all ranks"
                 )
 
 
 def protect(world: Communicator, timeout: Timeout, check: bool | None) -> None:
-    """End all ranks together from now on; all of `world` must call it.
+    """Abort all ranks together from now on; collective over `world`.
 
     Args:
-        world: the ranks of a mesh; waits are watched if these are all that were started.
-        check: switches the comparison of communications on or off, None leaves it.
+        world: ranks of a mesh; waits are watched only if it contains all launched ranks.
+        check: enables or disables the comparison of communications, None leaves it unchanged.
     """
     if check is not None:
         comm_check.enable(check)
     if world.size == 1:
         return
     end_job_on_errors()
-    everybody = all_ranks()
-    if everybody.size == world.size:
+    launched_ranks = all_ranks()
+    if launched_ranks.size == world.size:
         limit_program(timeout)
-        start_watchdog(everybody)
+        start_watchdog(launched_ranks)

@@ -1,4 +1,4 @@
-"""Sums, extremes and collections over ranks: of statistics, of losses, of gradients."""
+"""Sums, maxima and gathers over ranks, also differentiable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.replay import once
 from spatialdl.comm.waiting import noted
 
-# what MPI cannot add up, or not without loss
+# dtypes that MPI cannot sum, or not without overflow or rounding
 _SUMMED_AS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -24,38 +24,38 @@ _SUMMED_AS = {
 
 
 def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Tensor:
-    """The sum of `values` over the ranks of `comm`, the same bits on every rank.
+    """Sum of `values` over the ranks of `comm`, bitwise equal on all ranks.
 
-    `values` itself is left as it is; half precision is added up in float32.
+    `values` is not modified; half precision is summed in float32.
     """
     if comm.size > 1 and values.device.type == "meta":
-        dry.note(comm, "sum", comm.size, values.nbytes)
+        dry.record(comm, "sum", comm.size, values.nbytes)
     if comm.size == 1 or values.device.type == "meta":
         return values.clone()
     if values.is_complex():
         parts = sum_over_ranks(comm, torch.view_as_real(values.resolve_conj()), name)
         return torch.view_as_complex(parts)
 
-    def ask() -> Tensor:
+    def compute() -> Tensor:
         check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
         wider = _SUMMED_AS.get(values.dtype, values.dtype)
         with trace.span("reduce", name):
             wide = values.to(wider)
-            total = noted(name, None, check.understood, comm, comm.all_reduce, wide)
+            total = noted(name, None, check.run_checked, comm, comm.all_reduce, wide)
             return total.to(values.dtype)
 
-    return once(ask)
+    return once(compute)
 
 
 def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> None:
-    """Sum in place a contiguous tensor of a type that the transport can sum."""
+    """Sum a contiguous tensor in place; the transport must support its dtype."""
     check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
     with trace.span("reduce", name):
-        noted(name, None, check.understood, comm, comm.all_reduce_, values)
+        noted(name, None, check.run_checked, comm, comm.all_reduce_, values)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The backward of an all-reduce is an all-reduce: each rank's loss counts."""
+    """Backward of an all-reduce is an all-reduce, as each rank's loss counts."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator, name: str) -> Tensor:
@@ -69,34 +69,34 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def differentiable_sum(comm: Communicator, values: Tensor, name: str) -> Tensor:
-    """`sum_over_ranks` that autograd sees."""
+    """Differentiable `sum_over_ranks`."""
     total: Tensor = _SumOverRanks.apply(values, comm, name)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") -> Tensor:
-    """What all ranks of `comm` bring, (ranks, ...), in their order; shapes must be equal."""
+    """Tensors of all ranks of `comm`, (ranks, ...), in rank order; shapes must be equal."""
     if comm.size > 1 and values.device.type == "meta":
-        dry.note(comm, "gather", comm.size, values.nbytes)
+        dry.record(comm, "gather", comm.size, values.nbytes)
     if comm.size == 1 or values.device.type == "meta":
         return values.detach().expand(comm.size, *values.shape).clone()
 
-    def ask() -> Tensor:
+    def compute() -> Tensor:
         check.agree(comm, f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}")
         with trace.span("reduce", name):
             own = values.detach().resolve_conj()
-            return noted(name, None, check.understood, comm, comm.all_gather, own)
+            return noted(name, None, check.run_checked, comm, comm.all_gather, own)
 
-    return once(ask)
+    return once(compute)
 
 
 def max_over_ranks(comm: Communicator, values: Tensor, name: str = "max") -> Tensor:
-    """The largest of `values` over the ranks of `comm`; NaN wherever any rank has NaN."""
+    """Maximum of `values` over the ranks of `comm`; NaN where any rank has NaN."""
     return gather_over_ranks(comm, values, name).amax(0)
 
 
 class _GatherOverRanks(torch.autograd.Function):
-    """Every rank's loss counts, so the gradient of a rank's part is a sum over ranks."""
+    """Backward sums a rank's part over ranks, as each rank's loss counts."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator, name: str) -> Tensor:
@@ -111,6 +111,6 @@ class _GatherOverRanks(torch.autograd.Function):
 
 
 def differentiable_gather(comm: Communicator, values: Tensor, name: str) -> Tensor:
-    """`gather_over_ranks` that autograd sees."""
+    """Differentiable `gather_over_ranks`."""
     gathered: Tensor = _GatherOverRanks.apply(values, comm, name)  # type: ignore[no-untyped-call]
     return gathered

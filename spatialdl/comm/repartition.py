@@ -1,7 +1,7 @@
-"""Repartition: the one primitive that moves activations, and its adjoint.
+"""Repartition, the primitive that moves activations between ranks, and its adjoint.
 
-A tensor goes from the boxes that ranks own to the boxes that ranks need. Backward is the adjoint:
-the same plan backwards, overlapping parts added.
+A tensor moves from the boxes that ranks own to the boxes that ranks need. Backward is the adjoint:
+the reversed plan, with overlapping parts summed.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def view_of(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """The part `box` of a tensor (N, ..., *spatial) that holds the box `held`."""
+    """Part `box` of a tensor (N, ..., *spatial) that holds the box `held`."""
     return BoxedTensor(tensor, held).view(box)
 
 
 def shape_of(like: Tensor, box: Box) -> tuple[int, ...]:
-    """The shape that a tensor such as `like` has over `box`."""
+    """Shape of a tensor such as `like` over `box`."""
     batch, *spatial = box.shape
     return (batch, *like.shape[1 : -len(spatial)], *spatial)
 
 
 def empty_for(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a tensor of `shape`, channels-last if `like` is, and of its type if None."""
+    """Empty tensor of `shape`, channels-last if `like` is; `dtype` defaults to that of `like`."""
     is_last = like.dim() > 3 and like.shape[1] > 1 and like.stride(1) == 1
-    kept = torch.contiguous_format
+    memory_format = torch.contiguous_format
     if is_last and not like.is_contiguous():
-        kept = _CHANNELS_LAST.get(like.dim(), kept)
+        memory_format = _CHANNELS_LAST.get(like.dim(), memory_format)
     dtype = dtype or like.dtype
-    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=kept)
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=memory_format)
 
 
 def room_for_window(tile: Tensor, plan: Plan, fill: float = 0.0) -> Tensor:
-    """Memory for the box that this rank needs; what nobody owns (outside the image) is `fill`."""
+    """Memory for the box that this rank needs; pixels without an owner are set to `fill`."""
     out = empty_for(tile, shape_of(tile, plan.need))
-    for box in plan.nobodys:
+    for box in plan.unowned:
         view_of(out, plan.need, box).fill_(fill)
     return out
 
 
 def copy_kept(tile: Tensor, out: Tensor, plan: Plan) -> None:
-    """Copy what this rank needs of its own tile into the box that it needs."""
+    """Copy the needed part of this rank's own tile."""
     if not plan.kept.is_empty:
         view_of(out, plan.need, plan.kept).copy_(view_of(tile, plan.own, plan.kept))
 
 
 def rooms_back(like: Tensor, plan: Plan) -> list[BoxedTensor]:
-    """Memory for what comes back of the own box, a tensor each: pieces may overlap."""
+    """Receive buffers for the adjoint, one for each piece, as pieces may overlap."""
     return [
         BoxedTensor(like.new_empty(shape_of(like, piece.box)), piece.box) for piece in plan.sends
     ]
 
 
 def add_up(out: Tensor, plan: Plan, arrivals: Sequence[BoxedTensor]) -> None:
-    """Add what came back to what this rank has of its own box."""
+    """Add the received pieces to this rank's own box."""
     for arrival, box in arrivals:
         view_of(out, plan.own, box).add_(arrival)
 
@@ -73,9 +73,9 @@ def add_up(out: Tensor, plan: Plan, arrivals: Sequence[BoxedTensor]) -> None:
 def move(
     comm: Communicator, plan: Plan, tile: Tensor, fill: float = 0.0, name: str = "repartition"
 ) -> Tensor:
-    """The box that this rank needs, from the tile (N, ..., *spatial) that it owns.
+    """Box that this rank needs, from the tile (N, ..., *spatial) that it owns.
 
-    Pixels that nobody owns (outside the image) are set to `fill`.
+    Pixels without an owner (outside the image) are set to `fill`.
     """
     out = room_for_window(tile, plan, fill)
     window, own = [BoxedTensor(out, plan.need)], [BoxedTensor(tile, plan.own)]
@@ -92,13 +92,13 @@ def move_back(
     name: str = "repartition",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The adjoint of `move`: what every rank holds of this rank's box, added up.
+    """Adjoint of `move`: the sum of all ranks' values over this rank's own box.
 
     Args:
-        dtype: of the sum; None is that of `grad`, of which messages are.
+        dtype: dtype of the sum; by default that of `grad`, which messages have.
     """
     out = empty_for(grad, shape_of(grad, plan.own), dtype)
-    for box in plan.unasked:
+    for box in plan.unneeded:
         view_of(out, plan.own, box).zero_()
     arrivals = rooms_back(grad, plan)
     window = [BoxedTensor(grad, plan.need)]
@@ -131,10 +131,10 @@ def repartition(
 
     Args:
         tile: (N, ..., *spatial), this rank's own box ``plan.own``.
-        comm: the ranks of the plan; all must call it.
-        plan: who owns and who needs what.
-        fill: value of the pixels outside the image.
-        name: of the operation that asks, for error messages.
+        comm: ranks of the plan; collective.
+        plan: boxes owned and needed.
+        fill: value of pixels outside the image.
+        name: operation name, for error messages.
 
     Returns:
         (n, ..., *spatial): the box ``plan.need``.

@@ -1,10 +1,10 @@
-"""What came from other ranks while a part of a network ran, kept so that it can run again alone.
+"""Records data received from other ranks in a forward, so that recomputation needs no messages.
 
-Activation checkpointing runs parts of the forward a second time, during backward. If that talked,
-ranks would have to come to it together and would wait for each other twice. So the first run
-writes what arrives on a tape, and the second reads it from there.
+Activation checkpointing recomputes parts of the forward during backward. If that communicated,
+ranks would have to start it together and would wait for each other twice. So the first run records
+received data on a tape, and the second run reads it from there.
 
-The tape in use belongs to a thread: on a GPU, backward runs in a thread of its own.
+Tapes are per thread: on a GPU, backward runs in a separate thread.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Value = TypeVar("Value", Tensor, int)
 
 
 class ReplayTape:
-    """What arrived, in the order in which it was asked for."""
+    """Received data, in the order of requests."""
 
     def __init__(self) -> None:
         self.kept: list[object] = []
 
     def record(self) -> Running:
-        """A context in which what arrives is kept."""
+        """Context that records received data."""
         return Running(self, "record")
 
     def replay(self) -> Running:
-        """A context in which nobody is asked, and what was kept arrives again."""
+        """Context that returns recorded data without communication."""
         return Running(self, "replay")
 
 
 class Running:
-    """A tape while it records or replays; may be entered again when it was left."""
+    """A tape while it records or replays; can be entered repeatedly."""
 
     def __init__(self, tape: ReplayTape, mode: Mode) -> None:
         self.tape, self.mode = tape, mode
@@ -69,7 +69,7 @@ _thread = _Thread()
 
 
 def replaying() -> bool:
-    """Whether a part of the network runs for the second time."""
+    """Whether a part of the network is recomputed."""
     running = _thread.running
     while running is not None:
         if running.mode == "replay":
@@ -78,14 +78,14 @@ def replaying() -> bool:
     return False
 
 
-def taped() -> bool:
-    """Whether a tape is in use, recording or replaying."""
+def is_active() -> bool:
+    """Whether a tape is recording or replaying."""
     return _thread.running is not None
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Talk as if no tape were running: for what is asked once and kept by whoever asked."""
+    """Bypass the tape, for a result that the caller caches."""
     around, _thread.running = _thread.running, None
     try:
         yield
@@ -93,29 +93,29 @@ def aside() -> Iterator[None]:
         _thread.running = around
 
 
-def once(ask: Callable[[], Value]) -> Value:
-    """What `ask` gives; in a second run, what it gave in the first, without asking."""
-    return _once(_thread.running, ask)
+def once(compute: Callable[[], Value]) -> Value:
+    """Result of `compute`; in recomputation its recorded result, without a call."""
+    return _once(_thread.running, compute)
 
 
-def _once(running: Running | None, ask: Callable[[], Value]) -> Value:
+def _once(running: Running | None, compute: Callable[[], Value]) -> Value:
     if running is None:
-        return ask()
+        return compute()
     place = running.next_place()
     if running.mode == "replay":
         return _copied(running.tape.kept[place])  # type: ignore[return-value]
-    value = _once(running.around, ask)  # a part within a part that runs again
+    value = _once(running.around, compute)  # nested recomputation
     running.tape.kept[place] = _copied(value)
     return value
 
 
 def _copied(value: object) -> object:
-    """Whoever asked may write into what he got."""
+    """Copy of a value, as the caller may modify it."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def exchange_once(start: Callable[[], Pending], receives: Sequence[Tensor]) -> Pending:
-    """Start an exchange that fills `receives`; in a second run fill them from the tape."""
+    """Start an exchange that fills `receives`; in recomputation fill them from the tape."""
     return _exchange_once(_thread.running, start, receives)
 
 
@@ -126,12 +126,12 @@ def _exchange_once(
         return start()
     place = running.next_place()
     if running.mode == "replay":
-        return _Arrived(running.tape, place, receives)
-    return _Kept(running.tape, place, receives, _exchange_once(running.around, start, receives))
+        return _Replayed(running.tape, place, receives)
+    return _Recorded(running.tape, place, receives, _exchange_once(running.around, start, receives))
 
 
-class _Kept:
-    """An exchange under way whose arrivals go on a tape."""
+class _Recorded:
+    """A pending exchange whose received data are recorded."""
 
     def __init__(
         self, tape: ReplayTape, place: int, receives: Sequence[Tensor], pending: Pending
@@ -145,8 +145,8 @@ class _Kept:
         self._receives = ()
 
 
-class _Arrived:
-    """An exchange of a second run."""
+class _Replayed:
+    """An exchange in recomputation."""
 
     def __init__(self, tape: ReplayTape, place: int, receives: Sequence[Tensor]) -> None:
         self._tape, self._place, self._receives = tape, place, receives
@@ -154,12 +154,12 @@ class _Arrived:
     def wait(self) -> None:
         kept = self._tape.kept[self._place]
         if not isinstance(kept, list):
-            raise RuntimeError(f"what arrived as number {self._place} was never waited for")
+            raise RuntimeError(f"exchange {self._place} was not waited for in the first run")
         for view, arrival in zip(self._receives, kept, strict=True):
             if view.shape != arrival.shape:
                 raise RuntimeError(
-                    f"a second run asks for {tuple(view.shape)} where the first had "
-                    f"{tuple(arrival.shape)}: it must do what the first did"
+                    f"recomputation expects {tuple(view.shape)}, but the first run received "
+                    f"{tuple(arrival.shape)}: it must execute the same operations"
                 )
             view.copy_(arrival)
         self._receives = ()

@@ -1,4 +1,4 @@
-"""A process by itself: nobody to talk to, and no MPI started for it."""
+"""Communicator of a single process, without MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spatialdl.comm.boxed import Exchange
 
 
 class Completed:
-    """What is over when it begins."""
+    """An operation that is complete from the start."""
 
     def wait(self) -> None:
         return None
@@ -71,6 +71,6 @@ class SingleProcess:
         return values.clone().unsqueeze(0)
 
     def start_exchange(self, exchange: Exchange) -> Completed:
-        if exchange.plan.talks:
-            raise RuntimeError(f"a process by itself was asked for a {exchange.plan.describe()}")
+        if exchange.plan.communicates:
+            raise RuntimeError(f"a single process cannot execute a {exchange.plan.describe()}")
         return Completed()

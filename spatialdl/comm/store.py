@@ -1,7 +1,7 @@
-"""A store for torch.distributed of which the ranks hear by MPI, so that no address is needed.
+"""Store for torch.distributed whose address the ranks exchange by MPI.
 
-PyTorch's own listens on all addresses of a machine, and answers whoever asks. So it is given a port
-that listens where the ranks are and nowhere else: on one machine that is the loopback.
+PyTorch's own store listens on all addresses of a machine, and accepts every client. This one gets
+a listening port on the ranks' interface only: the loopback on one machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WAIT = timedelta(minutes=5)
 
 
 def store_by_mpi(world: MPI.Intracomm, wait: timedelta = _WAIT) -> Store:
-    """A store on a free port of rank 0; all ranks must call it.
+    """Create a store on a free port of rank 0; collective.
 
     Args:
         wait: how long a rank waits for a key.
@@ -31,17 +31,17 @@ def store_by_mpi(world: MPI.Intracomm, wait: timedelta = _WAIT) -> Store:
     if world.rank == 0:
         store = serve_store(address, 0, world.size, wait)
     port = world.bcast(store.port if store else None)
-    return store or ask_store(address, port, world.size, wait)
+    return store or connect_store(address, port, world.size, wait)
 
 
 def serve_store(address: str, port: int, size: int, wait: timedelta = _WAIT) -> TCPStore:
-    """A store that listens at one address.
+    """Create a store that listens on one address.
 
     Args:
-        address: of this machine, as others find it. If it has none such (behind a router), all of
-            its addresses listen.
+        address: address of this machine, as seen by other ranks. If no interface has it (behind a
+            router), the store listens on all addresses.
         port: 0 for a free one.
-        size: ranks that will use it.
+        size: number of ranks that will use it.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -56,33 +56,33 @@ def serve_store(address: str, port: int, size: int, wait: timedelta = _WAIT) -> 
     )
 
 
-def ask_store(address: str, port: int, size: int, wait: timedelta = _WAIT) -> TCPStore:
-    """The store that another rank serves."""
+def connect_store(address: str, port: int, size: int, wait: timedelta = _WAIT) -> TCPStore:
+    """Connect to the store that another rank serves."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(address, port, size, False, wait)
 
 
 def on_one_machine(world: MPI.Intracomm) -> bool:
-    """Whether all ranks are on the same machine; all must ask."""
+    """Whether all ranks are on the same machine; collective."""
     return len(set(world.allgather(socket.gethostname()))) == 1
 
 
 def keep_to_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback, where nobody has named another interface."""
+    """Have gloo and NCCL listen on the loopback, unless the user named another interface."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _address_of_rank_0(world: MPI.Intracomm) -> str:
-    """By which the ranks of other machines find its own: there its name may stand for itself."""
+    """Address of rank 0 as other machines resolve it; its own name may resolve to the loopback."""
     hosts = world.allgather(socket.gethostname())
-    asks = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
-    if asks is None:
+    remote = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
+    if remote is None:
         return LOOPBACK
-    found = hosts[0]
-    if world.rank == asks:
+    address = hosts[0]
+    if world.rank == remote:
         with suppress(OSError):
-            found = str(socket.getaddrinfo(hosts[0], None, type=socket.SOCK_STREAM)[0][4][0])
-    return str(world.bcast(found, root=asks))
+            address = str(socket.getaddrinfo(hosts[0], None, type=socket.SOCK_STREAM)[0][4][0])
+    return str(world.bcast(address, root=remote))

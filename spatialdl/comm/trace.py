@@ -1,6 +1,6 @@
-"""Where the time goes: spans that a rank records between `start` and `stop`; free otherwise.
+"""Records spans of a rank's time between `start` and `stop`; no overhead otherwise.
 
-Beside it the seconds that go to waiting, from `count` on: two readings of a clock a span.
+Also counts seconds of waiting, from `count` on, at the cost of two clock reads per span.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Item = TypeVar("Item")
 Kind = Literal["compute", "halo", "hand-over", "reduce", "data"]
 
 WAITS: tuple[Kind, ...] = ("halo", "hand-over", "reduce", "data")
-"""Kinds of which seconds are counted."""
+"""Kinds whose seconds are counted."""
 
 
 class Span(NamedTuple):
-    """A time in which a rank did one thing; spans may lie within each other.
+    """Time of one activity of a rank; spans may be nested.
 
     Attributes:
         start, end: seconds since `start` was called.
-        detail: more about it, None or a named tuple of numbers and strings.
+        detail: None or a named tuple of numbers and strings.
     """
 
     kind: Kind
@@ -34,11 +34,11 @@ class Span(NamedTuple):
 
 
 class _Recorder:
-    """Spans since some moment.
+    """Recorded spans since a start time.
 
     Args:
-        settle: called before a clock is read at the end of a span of computing, so that a GPU
-            has done what it was given.
+        settle: called before the clock is read at the end of a compute span, so that a GPU has
+            finished its queue.
     """
 
     def __init__(self, settle: Callable[[], object]) -> None:
@@ -58,7 +58,7 @@ _thread = _Thread()
 
 
 class _Counter:
-    """Seconds of the spans of a kind, of those that lie in no other one."""
+    """Seconds of the spans of a kind, nested spans excluded."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -83,7 +83,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class _Open:
-    """A span that has not ended."""
+    """An open span."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class _Open:
 
 
 def start(settle: Callable[[], object] = lambda: None) -> None:
-    """Record from now on; ranks that call it right after a barrier have one clock."""
+    """Start to record; ranks that call it right after a barrier have synchronised clocks."""
     _State.recorder = _Recorder(settle)
 
 
 def take() -> list[Span]:
-    """What was recorded since the last call, in the order in which it ended."""
+    """Spans since the last call, in the order of their ends."""
     if _State.recorder is None:
         return []
     spans, _State.recorder.spans = _State.recorder.spans, []
@@ -122,7 +122,7 @@ def take() -> list[Span]:
 
 
 def stop() -> list[Span]:
-    """Record no more; what was recorded since the last `take`."""
+    """Stop recording; return the spans since the last `take`."""
     spans, _State.recorder = take(), None
     return spans
 
@@ -132,22 +132,22 @@ def enabled() -> bool:
 
 
 def count() -> None:
-    """Count the seconds of waits from now on."""
+    """Start to count seconds of waits."""
     _State.counters = {kind: _Counter() for kind in WAITS}
     _thread.depth = 0
 
 
 def counted() -> dict[Kind, float]:
-    """Seconds of each of `WAITS` since the last call, a moment in two spans once."""
+    """Seconds of each of `WAITS` since the last call, nested spans counted once."""
     counters = _State.counters or {}
-    found = {kind: counter.seconds for kind, counter in counters.items()}
+    seconds = {kind: counter.seconds for kind, counter in counters.items()}
     for counter in counters.values():
         counter.seconds = 0.0
-    return found
+    return seconds
 
 
 def leave_out(seconds: float) -> None:
-    """So long, until now, another thread had its turn: no wait of this one, whatever it is in."""
+    """Exclude the last `seconds`, in which another thread had its turn, from the current wait."""
     _thread.began += seconds
 
 
@@ -161,7 +161,7 @@ def watched() -> bool:
 
 
 def span(kind: Kind, name: str, detail: Any = None) -> AbstractContextManager[None]:
-    """What is done inside is recorded."""
+    """Context whose duration is recorded."""
     recorder, counters = _State.recorder, _State.counters
     counter: AbstractContextManager[None] = _NOTHING
     if counters is not None and kind != "compute":
@@ -170,7 +170,7 @@ def span(kind: Kind, name: str, detail: Any = None) -> AbstractContextManager[No
 
 
 def each(kind: Kind, name: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The items; what it takes to get each of them is recorded."""
+    """Iterate over `items`; each ``next`` is recorded."""
     iterator = iter(items)
     while True:
         with span(kind, name):

@@ -1,7 +1,7 @@
-"""Threads that take turns: exactly one is active, until it waits for what another must do.
+"""Threads that take turns: exactly one is active, until it waits for another thread.
 
-So virtual ranks of one process run one after the other, in a fixed order, and nothing that they
-share is ever used by two at once.
+Virtual ranks of one process therefore run in sequence, in a fixed order, and never use shared
+state concurrently.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Result = TypeVar("Result")
 
 
 class _Stopped(BaseException):
-    """Ends a thread whose turn will not come any more, since another has failed."""
+    """Ends a thread after another thread has failed."""
 
 
 class Turns(Generic[Result]):
     """Runs functions as threads of which one is active at a time.
 
-    Each begins with the random numbers, grad mode and autocast of the thread that calls `run`, and
-    keeps its own: of PyTorch's default CPU generator, NumPy's and Python's.
+    Each begins with the random state, grad mode and autocast of the thread that calls `run`, and
+    keeps a separate state of PyTorch's default CPU generator, NumPy's and Python's.
 
     Args:
         count: number of threads.
@@ -44,11 +44,11 @@ class Turns(Generic[Result]):
         self._failure: BaseException | None = None
 
     def run(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
-        """What each returns; returns when all are done.
+        """Run `works` to completion and return their results.
 
         Raises:
-            CommMismatch: all wait, and none for what another would still do.
-            BaseException: the first that one of them has raised; the others have ended, too.
+            CommMismatch: if all threads wait for each other.
+            BaseException: the first exception that a thread raised; all threads have ended.
         """
         self._failure, self._results = None, [None] * self._count
         self._ready: list[Callable[[], bool] | None] = [_always] * self._count
@@ -71,7 +71,7 @@ class Turns(Generic[Result]):
             thread.start()
         self._open(0)
         try:
-            while not self._over.wait(0.5):  # so that signals are seen
+            while not self._over.wait(0.5):  # so that signals are handled
                 pass
         except BaseException as error:
             self._failure = self._failure or error
@@ -85,62 +85,62 @@ class Turns(Generic[Result]):
         return self._results  # type: ignore[return-value]
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Let others have their turns until `is_ready()`; called by the active thread."""
-        me = self._active
+        """Run other threads until `is_ready()`; called by the active thread."""
+        own = self._active
         if is_ready():
             return
-        self._ready[me] = is_ready
-        self._states[me] = _State()
-        self._pass_on(me)
+        self._ready[own] = is_ready
+        self._states[own] = _State()
+        self._switch(own)
         began = time.perf_counter()
-        self._gates[me].acquire()
+        self._gates[own].acquire()
         trace.leave_out(time.perf_counter() - began)
-        self._active = me
+        self._active = own
         if self._failure is not None:
             raise _Stopped
-        self._states[me].restore()
-        self._ready[me] = _always
+        self._states[own].restore()
+        self._ready[own] = _always
 
     def _work(
         self,
-        me: int,
+        own: int,
         work: Callable[[], Result],
         contexts: Sequence[Callable[[], AbstractContextManager[Any]]],
     ) -> None:
-        self._gates[me].acquire()
-        self._active = me
+        self._gates[own].acquire()
+        self._active = own
         try:
             if self._failure is None:
-                self._states[me].restore()
+                self._states[own].restore()
                 with ExitStack() as stack:
                     for context in contexts:
                         stack.enter_context(context())
-                    self._results[me] = work()  # type: ignore[call-overload]
-                self._states[me] = _State()
+                    self._results[own] = work()  # type: ignore[call-overload]
+                self._states[own] = _State()
         except _Stopped:
             pass
         except BaseException as error:
             self._failure = self._failure or error
-        self._ready[me] = None
-        self._pass_on(me)
+        self._ready[own] = None
+        self._switch(own)
 
-    def _pass_on(self, me: int) -> None:
-        """Give the turn to the next one that can go on, or end."""
-        others = [(me + step) % self._count for step in range(1, self._count + 1)]
-        unfinished = [one for one in others if self._ready[one] is not None]
+    def _switch(self, own: int) -> None:
+        """Activate the next thread that is ready, or finish."""
+        following = [(own + step) % self._count for step in range(1, self._count + 1)]
+        unfinished = [number for number in following if self._ready[number] is not None]
         if not unfinished:
             self._over.set()
             return
         if self._failure is None:
-            for one in unfinished:
-                if self._ready[one]():  # type: ignore[misc]
-                    self._open(one)
+            for number in unfinished:
+                if self._ready[number]():  # type: ignore[misc]
+                    self._open(number)
                     return
             ended = self._count - len(unfinished)
             self._failure = CommMismatch(
-                f"{len(unfinished)} of {self._count} virtual ranks wait for each other"
+                f"deadlock: {len(unfinished)} of {self._count} virtual ranks wait for each other"
                 + (f", and {ended} have ended" if ended else "")
-                + ": the network does not do the same on every one of them"
+                + ": the network must execute the same operations on every virtual rank"
             )
         self._open(unfinished[0])
 
@@ -153,7 +153,7 @@ def _always() -> bool:
 
 
 class _State:
-    """Of the generators of random numbers that the threads of a process share."""
+    """State of the random generators that the threads of a process share."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -166,14 +166,14 @@ class _State:
 
 
 def _thread_contexts() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """What a thread sets for itself in PyTorch, as it is in this one."""
+    """Contexts that reproduce the thread-local PyTorch settings of this thread."""
     contexts: list[Callable[[], AbstractContextManager[Any]]] = [
         partial(torch.inference_mode, torch.is_inference_mode_enabled()),
         partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        # on a GPU autograd would go on in a thread of the device, past the turns
+        # on a GPU autograd would run in a device thread, outside of the turns
         partial(torch.autograd.set_multithreading_enabled, False),
     ]
-    if torch.accelerator.is_available():  # the first one is what a new thread begins with
+    if torch.accelerator.is_available():  # a new thread starts on the first device
         contexts.append(partial(_on_device, torch.accelerator.current_device_index()))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""Virtual ranks: a communicator whose ranks are threads that take turns, of one process or more."""
+"""Virtual ranks: a communicator of threads that take turns, in one or more processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from spatialdl.errors import CommMismatch
 
 
 class _Call:
-    """What ranks bring to one collective call, and what comes of it."""
+    """Contributions of ranks to one collective call, and its result."""
 
-    def __init__(self, here: int) -> None:
-        self.given: dict[int, Any] = {}
-        self.left = here
+    def __init__(self, local_ranks: int) -> None:
+        self.inputs: dict[int, Any] = {}
+        self.pending = local_ranks
         self.outcome: Any = None
 
     @property
@@ -31,13 +31,13 @@ class _Call:
 
 
 class _Room:
-    """What the virtual ranks of a communicator share in one process.
+    """State shared by the virtual ranks of a communicator in one process.
 
     Args:
-        turns: of all virtual ranks of the process.
-        here: those of the communicator, by their numbers in it.
-        world_ranks: what all ranks of the communicator are called in the world.
-        across: to the other processes, if there are any.
+        turns: scheduler of all virtual ranks of the process.
+        here: ranks of the communicator in this process.
+        world_ranks: world ranks of all ranks of the communicator.
+        across: link to the other processes, if there are any.
     """
 
     def __init__(
@@ -53,43 +53,43 @@ class _Room:
         self.rooms: dict[tuple[object, ...], _Room] = {}
 
     def bring(self, number: int, rank: int, what: object, settle: Settle | None) -> _Call:
-        """Add what a rank brings to call `number`.
+        """Add the contribution of a rank to call `number`.
 
-        The last one settles it: so all processes settle their calls in one order.
+        The last one settles the call, so that all processes settle their calls in the same order.
         """
         call = self.calls.setdefault(number, _Call(len(self.here)))
-        if type(next(iter(call.given.values()), what)) is not type(what):
+        if type(next(iter(call.inputs.values()), what)) is not type(what):
             raise CommMismatch(
-                f"one of {len(self.here)} virtual ranks does another thing than those before it: "
-                "the network does not do the same on every one of them"
+                f"one of {len(self.here)} virtual ranks calls another operation than those before "
+                "it: the network must execute the same operations on every virtual rank"
             )
-        call.given[rank] = what
-        if settle is not None and len(call.given) == len(self.here):
-            call.outcome = (settle([call.given[one] for one in self.here]),)
+        call.inputs[rank] = what
+        if settle is not None and len(call.inputs) == len(self.here):
+            call.outcome = (settle([call.inputs[one] for one in self.here]),)
         return call
 
-    def leave(self, number: int) -> None:
-        """A rank has taken from call `number` what it needs."""
-        self.calls[number].left -= 1
-        if not self.calls[number].left:
+    def release(self, number: int) -> None:
+        """Drop a rank's reference to call `number`."""
+        self.calls[number].pending -= 1
+        if not self.calls[number].pending:
             del self.calls[number]
 
     def within(self, key: tuple[object, ...], ranks: Sequence[int]) -> _Room:
-        """A room of some of these ranks, the same for all who give the same key."""
+        """Room of a subset of ranks, shared by all callers with the same key."""
         if self.across is not None:
-            raise NotImplementedError("virtual ranks of several processes stay together")
+            raise NotImplementedError("virtual ranks of several processes cannot form subsets")
         names = [self.world_ranks[rank] for rank in ranks]
         return self.rooms.setdefault(key, _Room(self.turns, range(len(ranks)), names))
 
 
 Settle = Callable[[list[Any]], Any]
-"""What comes of a call, from what the ranks of this process have brought, in their order."""
+"""Computes the result of a call from the contributions of this process's ranks, in rank order."""
 
 
 class Virtual:
-    """A `Communicator`, as virtual rank `rank` sees it; made by `virtual_ranks`.
+    """A `Communicator` from the view of virtual rank `rank`; made by `virtual_ranks`.
 
-    All of its ranks call the same in the same order, each in its thread.
+    All of its ranks make the same calls in the same order, each in its thread.
     """
 
     overlaps = False
@@ -124,8 +124,8 @@ class Virtual:
         return self.allgather(obj if self.rank == root else None)[root]
 
     def gather(self, obj: Any, root: int = 0, /) -> list[Any] | None:
-        found = self.allgather(obj)
-        return found if self.rank == root else None
+        gathered = self.allgather(obj)
+        return gathered if self.rank == root else None
 
     def allgather(self, obj: Any, /) -> list[Any]:
         across = self._room.across
@@ -148,52 +148,52 @@ class Virtual:
     def all_gather(self, values: Tensor) -> Tensor:
         across = self._room.across
         settle: Settle = torch.stack if across is None else across.stack
-        together: Tensor = self._settled(values, settle)
-        return together.clone()
+        stacked: Tensor = self._settled(values, settle)
+        return stacked.clone()
 
     def start_exchange(self, exchange: Exchange) -> _Moving:
         if exchange.route is not None:
-            raise NotImplementedError("virtual ranks come to an exchange together")
+            raise NotImplementedError("virtual ranks support collective exchanges only")
         return _Moving(self, exchange)
 
-    # --- for what is under way
+    # --- for pending operations
 
     @property
     def across(self) -> Across | None:
         return self._room.across
 
     def sum(self, values: Sequence[Tensor]) -> Tensor:
-        """Of all ranks, from those of this process."""
+        """Sum over all ranks, given the tensors of this process's ranks."""
         total = values[0].clone()
         for one in values[1:]:
             total += one
         return total if self._room.across is None else self._room.across.sum(total)
 
     def bring(self, what: object, settle: Settle | None = None) -> tuple[int, _Call]:
-        """Begin the next call, with what this rank brings."""
+        """Begin the next call with the contribution of this rank."""
         self._calls += 1
         return self._calls, self._room.bring(self._calls, self.rank, what, settle)
 
     def wait_for(self, call: _Call, ranks: Sequence[int]) -> None:
-        """Until these ranks of this process have brought something to a call."""
-        self._room.turns.wait(lambda: all(rank in call.given for rank in ranks))
+        """Wait until these ranks of this process have contributed to a call."""
+        self._room.turns.wait(lambda: all(rank in call.inputs for rank in ranks))
 
     def wait_until_settled(self, call: _Call) -> None:
         self._room.turns.wait(lambda: call.is_settled)
 
-    def leave(self, number: int) -> None:
-        """Take nothing more from a call."""
-        self._room.leave(number)
+    def release(self, number: int) -> None:
+        """Drop the reference to a finished call."""
+        self._room.release(number)
 
     def _settled(self, what: object, settle: Settle) -> Any:
         number, call = self.bring(what, settle)
         self.wait_until_settled(call)
-        self.leave(number)
+        self.release(number)
         return call.outcome[0]
 
 
 class _Summing:
-    """A sum under way."""
+    """A pending sum."""
 
     def __init__(self, comm: Virtual, values: Tensor) -> None:
         self._comm, self._values = comm, values
@@ -202,11 +202,11 @@ class _Summing:
     def wait(self) -> None:
         self._comm.wait_until_settled(self._call)
         self._values.copy_(self._call.outcome[0])
-        self._comm.leave(self._number)
+        self._comm.release(self._number)
 
 
 class _Moving:
-    """An exchange under way: copies of what is sent lie ready for those who receive it."""
+    """A pending exchange: holds copies of sent pieces until peers receive them."""
 
     def __init__(self, comm: Virtual, exchange: Exchange) -> None:
         self._comm, self._exchange = comm, exchange
@@ -228,29 +228,29 @@ class _Moving:
     def is_done(self) -> bool:
         if self._far and not (self._call.is_settled and self._call.outcome[0].is_done()):
             return False
-        return all(peer in self._call.given for peer in self._near)
+        return all(peer in self._call.inputs for peer in self._near)
 
     def wait(self) -> None:
         if self._is_over:
             return
         self._comm.wait_for(self._call, self._near)
-        arrived = {peer: self._call.given[peer].pieces[self._comm.rank] for peer in self._near}
+        arrived = {peer: self._call.inputs[peer].pieces[self._comm.rank] for peer in self._near}
         if self._far:
             self._comm.wait_until_settled(self._call)
             arrived |= self._call.outcome[0].arrived(self._comm.rank)
         pieces = zip(self._exchange.incoming, self._exchange.landing(), strict=True)
         for piece, view in pieces:
             view.copy_(arrived[piece.peer].pop(0))
-        self._comm.leave(self._number)
+        self._comm.release(self._number)
         self._is_over = True
 
 
 def virtual_ranks(count: int, turns: Turns[Any], across: Across | None = None) -> list[Virtual]:
-    """The communicators of the virtual ranks of this process, which run as threads of `turns`.
+    """Communicators of the virtual ranks of this process, which run as threads of `turns`.
 
     Args:
-        count: of all processes.
-        across: to the others, which all call this together; without it there are none.
+        count: number of virtual ranks of all processes.
+        across: link to the other processes; collective. None for a single process.
     """
     here = range(count) if across is None else across.here
     room = _Room(turns, here, range(count), across)

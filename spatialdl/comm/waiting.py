@@ -1,7 +1,7 @@
-"""What each thread of this process waits for, noted where it waits, so that a hang can be told.
+"""Records what each thread of this process waits for, for hang reports.
 
-Nobody reads a clock: a note has a number, and whoever looks twice and sees the same one knows that
-the thread waits still. Where a thread is in its code is looked up only then. See `comm.watchdog`.
+No clock is read: each record has a number, and a number that is unchanged at the next poll means
+that the thread still waits. The position in the code is looked up only then. See `comm.watchdog`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 Ranks = Sequence[int] | Callable[[], Sequence[int]] | None
-"""Of the world; or what tells them when somebody asks; None for what is no communication."""
+"""Ranks of the world; or a function that returns them on demand; None if not communication."""
 
 _Note = tuple[int, object, Ranks, "_Note | None"]
 
 _numbers = count(1)
 _notes: dict[int, _Note | None] = {}
-_OF_NO_USE = ("threading.py", "waiting.py", "queue.py", "trace.py")
+_UNINFORMATIVE = ("threading.py", "waiting.py", "queue.py", "trace.py")
 
 
 class _Place:
@@ -36,12 +36,12 @@ class _Place:
 def noted(
     what: object, ranks: Ranks, do: Callable[[*Arguments], Result], *arguments: *Arguments
 ) -> Result:
-    """Do what may wait, and return its result; notes within each other make it more exact.
+    """Run a blocking call and record it for hang reports; records may be nested.
 
     Args:
-        what: is done, with its direction; its ``str`` is taken only when it is told.
-        ranks: among which; this one may be among them.
-        do: is called with `arguments`.
+        what: the operation, with its direction; converted by ``str`` only for a report.
+        ranks: ranks that take part; may include this one.
+        do: the call, with `arguments`.
     """
     thread = get_ident()
     outer = _notes.get(thread)
@@ -53,7 +53,7 @@ def noted(
 
 
 def each(what: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The items; what it takes to get each of them is noted, as no communication."""
+    """Iterate over `items`; each ``next`` is recorded, as a wait without communication."""
     iterator, end = iter(items), object()
     while True:
         item = noted(what, None, next, iterator, end)
@@ -63,28 +63,28 @@ def each(what: str, items: Iterable[Item]) -> Iterator[Item]:
 
 
 def at(place: str) -> None:
-    """From now on this process is at this place, such as ``step 3``."""
+    """Set the position of this process in the program, such as ``step 3``."""
     _Place.text, _Place.doing = place, ""
 
 
 def doing(what: str) -> None:
-    """More about the place, until the next `at`."""
+    """Add a detail to the position, until the next `at`."""
     _Place.doing = what
 
 
 def place() -> str:
-    """Where this process said last that it is; empty if it has not."""
+    """Position set last; empty if there is none."""
     return ", ".join(filter(None, (_Place.text, _Place.doing)))
 
 
 class Wait(NamedTuple):
-    """What a thread is in.
+    """Wait of a thread.
 
     Attributes:
-        number: another one for each wait.
-        what: from the widest to the closest.
-        ranks: of the world, of the closest that names some; none if it is no communication.
-        limit_s: seconds that it may take, of the closest that has a ``timeout_s``; else infinite.
+        number: differs for each wait.
+        what: operations, outermost first.
+        ranks: world ranks of the innermost operation that has some; empty if no communication.
+        limit_s: ``timeout_s`` of the innermost operation that has one; else infinite.
     """
 
     number: int
@@ -94,12 +94,12 @@ class Wait(NamedTuple):
 
 
 def numbers() -> dict[int, int]:
-    """By thread the number of what it is in, of those that are in something."""
+    """Number of the current wait of each waiting thread."""
     return {thread: note[0] for thread, note in list(_notes.items()) if note is not None}
 
 
 def wait_of(thread: int) -> Wait | None:
-    """What a thread is in, None if in nothing."""
+    """Current wait of a thread, None if there is none."""
     note = _notes.get(thread)
     if note is None:
         return None
@@ -110,13 +110,13 @@ def wait_of(thread: int) -> Wait | None:
         limits.append(getattr(note[1], "timeout_s", None))
         ranks = note[2] if ranks is None else ranks
         note = note[3]
-    found = ranks() if callable(ranks) else ranks
-    limit_s = next((one for one in limits if one is not None), math.inf)
-    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(found or ()), limit_s)
+    world_ranks = ranks() if callable(ranks) else ranks
+    limit_s = next((limit for limit in limits if limit is not None), math.inf)
+    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(world_ranks or ()), limit_s)
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
-    """From the closest outwards."""
+    """Frames of a thread, innermost first."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
@@ -124,28 +124,28 @@ def _frames(thread: int) -> Iterator[FrameType]:
 
 
 def place_of(thread: int) -> str:
-    """ "package/file.py:12 in function": the closest that tells something."""
+    """ "package/file.py:12 in function" of the innermost informative frame."""
     frames = list(_frames(thread))
     for frame in frames:
         path = Path(frame.f_code.co_filename)
-        if path.name not in _OF_NO_USE:
+        if path.name not in _UNINFORMATIVE:
             return f"{'/'.join(path.parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return "no place in Python"
+    return "no Python frame"
 
 
 def module_of(thread: int) -> str:
-    """The module of a network whose forward it is in, as ``named_modules`` calls it; or nothing."""
+    """Module whose forward a thread executes, as named by ``named_modules``; else empty."""
     torch_nn = sys.modules.get("torch.nn")
     if torch_nn is None:
         return ""
     modules: list[Any] = []
     for frame in _frames(thread):
-        one = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(one, torch_nn.Module) and one not in modules:
-            modules.insert(0, one)
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, torch_nn.Module) and owner not in modules:
+            modules.insert(0, owner)
     if not modules:
         return ""
     root, module = modules[0], modules[-1]
-    name = next((name for name, one in root.named_modules() if one is module), "")
+    name = next((name for name, child in root.named_modules() if child is module), "")
     kind = type(module).__name__
     return f"module {name} ({kind})" if name else kind

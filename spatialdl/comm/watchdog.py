@@ -1,9 +1,9 @@
-"""Ends the job when a rank waits too long for others, after all have said what they wait for.
+"""Watchdog: aborts the job when a rank waits too long for other ranks, after all ranks report.
 
-A thread of each rank looks now and then at what `waiting` has noted. The first rank that has waited
-longer than the limit tells the others; each prints what it is doing, and with which step. Then one
-of them says of whom nothing was heard, and ends the job. There is no way back: MPI cannot take back
-what some ranks have begun.
+A thread of each rank polls what `waiting` has recorded. The first rank that exceeds the limit
+alerts the other ranks. Each rank prints its current operation and step, then one of them names the
+ranks that sent no report and aborts the job. The wait cannot be cancelled: MPI cannot undo
+operations that some ranks have begun.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from spatialdl.comm import check, limit, waiting
 from spatialdl.comm.alarm import MOST, Alarm, AlarmReport, Unheard, alarm_between
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.comm.liveness import say, say_last
+from spatialdl.comm.liveness import print_last, print_stderr
 from spatialdl.comm.processes import Process
 from spatialdl.comm.waiting import module_of, place_of
 
 LOOK_S = 1.0
 GRACE_S = 5.0
-"""How long the rank that raised the alarm waits for what the others say."""
+"""How long the rank that raised the alarm waits for reports."""
 AFTERWARDS_S = 0.5
-"""Before the job ends: launchers pass on what ranks have printed in their own time."""
+"""Delay before the abort, because launchers forward the output of ranks asynchronously."""
 ENDS_S = 60.0
-"""By then a watchdog has ended the job, if it can."""
+"""By then a watchdog has aborted the job, if it can."""
 ASK_S = 5.0
-"""After so long a rank asks those that it waits for whether they have ended their program."""
+"""After this long a rank queries its peers for whether they have exited."""
 MANY = 16
 _ONE_SIDED = ("broadcast", "gather")
-"""Of these some ranks have done their part, and may end, while others wait."""
-_UNKNOWN = "stopped, dead, cut off, or in a call that lets no other thread run"
+"""Some ranks may finish their part of these, and exit, while other ranks wait."""
+_UNKNOWN = "stopped, dead, unreachable, or in a call that holds the GIL"
 
 
 class _Running:
@@ -44,10 +44,10 @@ class _Running:
 
 
 def start_watchdog(world: Communicator) -> None:
-    """Watch this rank until it ends; all of the world must call it. Rank 0's limit counts.
+    """Watch this rank until it exits; collective over the world. Rank 0's limit applies.
 
-    Without a limit nothing is watched, or, if that was asked for, only whether ranks end their
-    program while others wait for them.
+    Without a limit nothing is watched; if the user asked for no limit, only ranks that exit while
+    other ranks wait for them are detected.
     """
     limit_s, is_set = world.bcast((limit.seconds() or math.inf, limit.is_set()))
     if _Running.watchdog is not None:
@@ -59,11 +59,11 @@ def start_watchdog(world: Communicator) -> None:
 
 
 def watch_calls(rank: int, world: Communicator | None) -> None:
-    """Watch what has a timeout of its own, where nothing else is watched; all of the world call it.
+    """Watch calls with a timeout where no watchdog runs; collective over `world`.
 
     Args:
-        rank: this one, of the world.
-        world: None if only some ranks call it: then each ends the job by itself.
+        rank: this rank of the world.
+        world: None if only some ranks call it: then each aborts independently.
     """
     if _Running.watchdog is not None:
         return
@@ -80,16 +80,16 @@ def _watch_all(world: Communicator, limit_s: float) -> None:
 
 
 def stop_watchdog() -> None:
-    """Watch no more; returns when all ranks have ended."""
+    """Stop watching; returns when all ranks have exited."""
     if _Running.watchdog is not None:
         _Running.watchdog.stop()
         _Running.watchdog = None
 
 
 def end_job_with_reports(why: str) -> None:
-    """End the job because of an error on this rank, after all ranks have said what they do.
+    """Abort because of an error on this rank, after all ranks have reported.
 
-    Returns if no ranks can be asked.
+    Returns if no watchdog runs.
     """
     if _Running.watchdog is not None:
         _Running.watchdog.failed = why
@@ -97,12 +97,12 @@ def end_job_with_reports(why: str) -> None:
 
 
 class _Overdue(NamedTuple):
-    """Why this rank ends the job.
+    """Why this rank aborts the job.
 
     Attributes:
-        thread: that waits.
-        why: what is wrong with it.
-        remedy: how to let it wait longer.
+        thread: the waiting thread.
+        why: which limit it exceeded.
+        remedy: the setting that raises the limit.
     """
 
     thread: int
@@ -111,16 +111,16 @@ class _Overdue(NamedTuple):
 
 
 class Watchdog:
-    """Of this process.
+    """Watchdog thread of this process.
 
     Args:
-        alarm: of all ranks.
-        rank: this one.
-        processes: of all ranks.
+        alarm: channel between the watchdogs of all ranks.
+        rank: this rank.
+        processes: processes of all ranks.
         limit_s: seconds that a wait may take; may be infinite.
 
     Attributes:
-        failed: an error of this rank that is to end the job.
+        failed: error of this rank that aborts the job; empty for none.
     """
 
     def __init__(self, alarm: Alarm, rank: int, processes: list[Process], limit_s: float) -> None:
@@ -128,7 +128,7 @@ class Watchdog:
         self._processes, self.limit_s = processes, limit_s
         self.failed = ""
         self._look_s = min(LOOK_S, limit_s / 10)
-        self._asked: dict[int, int] = {}  # by thread the wait for which others were asked
+        self._queried: dict[int, int] = {}  # by thread the wait whose peers were queried
         self._pid = os.getpid()
         self._clock, self._since = 0.0, dict[int, tuple[int, float]]()
         self._stop = Event()
@@ -136,9 +136,9 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        if os.getpid() != self._pid:  # a fork that ends
+        if os.getpid() != self._pid:  # a forked process that exits
             return
-        waiting.noted("the end of its program", None, self._alarm.leave)
+        waiting.noted("exit of all ranks", None, self._alarm.serve_until_all_exit)
         self._stop.set()
         self._thread.join()
         self._alarm.close()
@@ -147,18 +147,18 @@ class Watchdog:
         before = time.monotonic()
         while not self._stop.wait(self._look_s):
             now = time.monotonic()
-            # a job that was suspended as a whole goes on: its ranks have not waited meanwhile
+            # suspending the whole job stops this clock too, so that resuming raises no alarm
             self._clock += min(now - before, 2 * self._look_s)
             was_away, before = now - before > self.limit_s, now
             overdue = self._look()
-            if was_away:  # and launchers wake up a rank that was stopped, to end it
+            if was_away:  # launchers also wake a stopped rank in order to end it
                 continue
-            alarm = any(one.raised for one in self._alarm.heard().values())
+            alarm = any(report.raised for report in self._alarm.received().values())
             if overdue is not None or self.failed or alarm:
-                self._end(overdue)
+                self._abort(overdue)
 
     def _look(self) -> _Overdue | None:
-        """Take note of what threads are in; one that waits for others for too long."""
+        """Record the waits of all threads; return one that is overdue."""
         before = self._since
         self._since = {}
         for thread, number in waiting.numbers().items():
@@ -177,33 +177,33 @@ class Watchdog:
                 return _Overdue(thread, f"longer than the timeout of {wait.limit_s:g} s", of_group)
             if seconds <= ASK_S:
                 continue
-            if self._asked.get(thread) != number:
-                self._asked[thread] = number
-                self._alarm.ask([rank for rank in wait.ranks if rank != self._rank][:MANY])
-            ended = sorted(self._alarm.ended() & set(wait.ranks))
-            if ended and wait.what[-1] not in _ONE_SIDED:
-                has = "has" if len(ended) == 1 else "have"
-                return _Overdue(thread, f"but {_ranks_text(ended)} {has} ended the program")
+            if self._queried.get(thread) != number:
+                self._queried[thread] = number
+                self._alarm.query_exit([rank for rank in wait.ranks if rank != self._rank][:MANY])
+            exited = sorted(self._alarm.exited() & set(wait.ranks))
+            if exited and wait.what[-1] not in _ONE_SIDED:
+                has = "has" if len(exited) == 1 else "have"
+                return _Overdue(thread, f"but {_ranks_text(exited)} {has} exited")
         return None
 
-    def _end(self, overdue: _Overdue | None) -> None:
+    def _abort(self, overdue: _Overdue | None) -> None:
         own = self._report(overdue)
-        say(own.text)
-        self._alarm.tell(own)
-        reports = self._gathered(own)
+        print_stderr(own.text)
+        self._alarm.send(own)
+        reports = self._collect(own)
         leader = min((rank for rank, one in reports.items() if one.raised), default=self._rank)
         if leader == self._rank:
             time.sleep(AFTERWARDS_S)
-            say_last(self._summary(reports, overdue.remedy if overdue else ""))
+            print_last(self._summary(reports, overdue.remedy if overdue else ""))
         else:
-            time.sleep(2 * GRACE_S)  # it ends the job, unless it is gone itself
+            time.sleep(2 * GRACE_S)  # the leader aborts the job, unless it is gone itself
         end_job_for_sure()
 
-    def _gathered(self, own: AlarmReport) -> dict[int, AlarmReport]:
-        """What ranks say within the grace, this one too."""
+    def _collect(self, own: AlarmReport) -> dict[int, AlarmReport]:
+        """Reports that arrive within the grace period, this rank's included."""
         until = time.monotonic() + GRACE_S
         while True:
-            reports = {**self._alarm.heard(), self._rank: own}
+            reports = {**self._alarm.received(), self._rank: own}
             stopped = {
                 int(rank)
                 for one in reports.values()
@@ -217,8 +217,8 @@ class Watchdog:
     def _report(self, overdue: _Overdue | None) -> AlarmReport:
         try:
             text, waits = (self.failed, False) if self.failed else self._state(overdue)
-        except Exception as error:  # the job must end all the same
-            text, waits = f"cannot tell what it does: {error!r}", True
+        except Exception as error:  # the job must abort all the same
+            text, waits = f"cannot determine its current operation: {error!r}", True
         where = f"rank {self._rank} on {self._processes[self._rank].host}"
         if waiting.place():
             where += f", {waiting.place()}"
@@ -226,13 +226,13 @@ class Watchdog:
         stopped = {rank: state for rank, state in states.items() if state is not None}
         raised = overdue is not None or bool(self.failed)
         text = f"{where}: {text}"[:MOST]
-        return AlarmReport(self._rank, text, raised, waits, stopped, tuple(check.done_last()))
+        return AlarmReport(self._rank, text, raised, waits, stopped, tuple(check.last_calls()))
 
     def _state(self, overdue: _Overdue | None) -> tuple[str, bool]:
-        """What this rank does, and whether it waits for others."""
+        """Current operation of this rank, and whether it waits for other ranks."""
         main = main_thread().ident or 0
-        others = [thread for thread in self._since if thread != main]
-        for thread in (main, *others) if overdue is None else (overdue.thread,):
+        background = [thread for thread in self._since if thread != main]
+        for thread in (main, *background) if overdue is None else (overdue.thread,):
             wait = waiting.wait_of(thread)
             if wait is not None and wait.ranks:
                 text = f"waits for {self._waited(thread, wait)}in {': '.join(wait.what)}"
@@ -244,51 +244,51 @@ class Watchdog:
                     text += f", {overdue.why}"
                 return text, True
         wait = waiting.wait_of(main)
-        doing = ""
+        operation = ""
         if wait is not None:
-            doing = f" for {self._waited(main, wait)}it is in {': '.join(wait.what)},"
-        return f"does not wait for other ranks;{doing} at {place_of(main)}", False
+            operation = f" for {self._waited(main, wait)}it is in {': '.join(wait.what)},"
+        return f"does not wait for other ranks;{operation} at {place_of(main)}", False
 
     def _waited(self, thread: int, wait: waiting.Wait) -> str:
         number, since = self._since.get(thread, (0, 0.0))
         return f"{self._clock - since:.0f} s " if number == wait.number else "a moment "
 
     def _summary(self, reports: dict[int, AlarmReport], remedy: str) -> str:
-        """Who is to blame, as far as it can be told, and what to do."""
+        """The likely cause from all reports, and the remedy."""
         stopped = {int(r): why for one in reports.values() for r, why in one.stopped.items()}
         missing = [r for r in range(len(self._processes)) if r not in reports]
-        ended = sorted(self._alarm.ended())
-        busy = sorted(rank for rank, one in reports.items() if not one.waits and rank not in ended)
-        said = []
+        exited = sorted(self._alarm.exited())
+        busy = sorted(rank for rank, one in reports.items() if not one.waits and rank not in exited)
+        parts = []
         if not self._alarm.reaches:
             missing = sorted(stopped)
         for rank in missing[:8]:
             why = f"which is {stopped[rank]}" if rank in stopped else _UNKNOWN
-            said.append(f"nothing was heard of rank {rank} ({self._processes[rank]}), {why}")
+            parts.append(f"no report from rank {rank} ({self._processes[rank]}), {why}")
         if len(missing) > 8:
-            said.append(f"nor of {len(missing) - 8} more ranks")
+            parts.append(f"nor from {len(missing) - 8} more ranks")
         failed = any(one.raised and not one.waits for one in reports.values())
         if busy and not failed:
-            said.append(f"{_ranks_text(busy)} did not come: see above what is done there")
-        if ended:
-            said.append(
-                f"{_ranks_text(ended)} ended the program while others waited: by sys.exit, or "
-                "after fewer steps"
+            parts.append(f"{_ranks_text(busy)} did not enter the communication, see above")
+        if exited:
+            parts.append(
+                f"{_ranks_text(exited)} exited while other ranks waited: by sys.exit, or after "
+                "fewer steps"
             )
-        parted = check.where_they_parted({rank: one.done for rank, one in reports.items()})
-        if parted:
-            said.append(f"{parted}; {check.how_to_switch_on()}")
-        elif not said and not failed and self._alarm.reaches:
-            said.append(
-                "all ranks wait, for each other: look for control flow that depends on the rank, "
-                f"which {limit.setting('check', True)} finds"
+        mismatch = check.first_mismatch({rank: one.calls for rank, one in reports.items()})
+        if mismatch:
+            parts.append(f"{mismatch}; {check.how_to_switch_on()}")
+        elif not parts and not failed and self._alarm.reaches:
+            parts.append(
+                "all ranks wait for each other: look for control flow that depends on the rank, "
+                f"which {limit.setting('check', True)} detects"
             )
-        if failed or ended:
-            return f"{'; '.join(said) or 'see above'}. The job ends"
+        if failed or exited:
+            return f"{'; '.join(parts) or 'see above'}. Aborting the job"
         return (
-            f"{'; '.join(said) or 'some rank did not come'}. The job ends. If ranks have reason to "
-            "wait so long (validation, storage, a first step that compiles): raise "
-            f"{remedy or limit.how_to_raise()}"
+            f"{'; '.join(parts) or 'some rank did not enter the communication'}. Aborting the job. "
+            "If ranks have reason to wait this long (validation, storage, a first step that "
+            f"compiles): raise {remedy or limit.how_to_raise()}"
         )
 
 

@@ -1,6 +1,6 @@
-"""All ranks of this job, and over which transport they talk.
+"""All ranks of this job, and their transport.
 
-Nothing here imports PyTorch or MPI before it is known that this process is a rank.
+Imports neither PyTorch nor MPI before this process is known to be a rank.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class _Chosen:
 
 
 def start_world(transport: str = "auto") -> Communicator:
-    """Make this process one of the ranks that its launcher started; all of them must call it.
+    """Join the ranks that the launcher started; collective.
 
-    From then on the limit of `comm.limit`, if one was set, is watched over.
+    Starts the watchdog with the limit of `comm.limit`, if one was set.
 
     Args:
         transport: ``mpi``, ``torch`` (torch.distributed), or ``auto``: torch under torchrun,
-            which sets up no MPI, mpi otherwise.
+            which does not set up MPI, mpi otherwise.
 
     Returns:
-        What `world` returns from now on; a process by itself if no launcher started this one.
+        The future result of `world`; a single-process communicator without a launcher.
 
     Raises:
-        ValueError: if MPI sees another number of ranks than the launcher started, or the ranks
-            take different transports. Ranks of srun that have an address of torch.distributed need
-            no MPI, and may not find out.
+        ValueError: if MPI and the launcher disagree on the number of ranks, or ranks choose
+            different transports. Ranks of srun that have an address of torch.distributed need
+            no MPI, and may not detect it.
     """
     from spatialdl.comm.single_process import SingleProcess
     from spatialdl.comm.watchdog import start_watchdog
@@ -49,10 +49,10 @@ def start_world(transport: str = "auto") -> Communicator:
         _Chosen.world = SingleProcess()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
         if info.launcher == "mpiexec" or (info.launcher == "srun" and not _has_address()):
-            _meet_by_mpi(info, "torch")
+            _check_by_mpi(info, "torch")
         _Chosen.world = torch_world(info)
     else:
-        _meet_by_mpi(info, "mpi")
+        _check_by_mpi(info, "mpi")
         _Chosen.world = _mpi_world()
     if info is not None:
         start_watchdog(_Chosen.world)
@@ -60,21 +60,21 @@ def start_world(transport: str = "auto") -> Communicator:
 
 
 def _has_address() -> bool:
-    """Whether the environment says where ranks of torch.distributed meet."""
+    """Whether the environment has the rendezvous address of torch.distributed."""
     return {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def _meet_by_mpi(info: LaunchInfo, transport: str) -> None:
-    """See to it that all ranks go on by the same transport; others would wait for each other."""
-    needs_none = transport == "torch" and _has_address()
+def _check_by_mpi(info: LaunchInfo, transport: str) -> None:
+    """Check that all ranks chose the same transport; a mismatch would hang."""
+    needs_no_mpi = transport == "torch" and _has_address()
     try:
         initialise_mpi()
         from mpi4py import MPI
     except ImportError:
-        if needs_none:
+        if needs_no_mpi:
             return
         raise
-    if needs_none and MPI.COMM_WORLD.size != info.size:
+    if needs_no_mpi and MPI.COMM_WORLD.size != info.size:
         return
     check_mpi_world(MPI.COMM_WORLD.size)
     own = {"comm.transport": transport}
@@ -83,12 +83,12 @@ def _meet_by_mpi(info: LaunchInfo, transport: str) -> None:
         own["the address of torch.distributed"] = (
             ":".join(os.environ[name] for name in names) if _has_address() else "not set"
         )
-    everybody = MPI.COMM_WORLD.allgather(own)
-    for what, first in everybody[0].items():
-        for rank, other in enumerate(everybody):
+    gathered = MPI.COMM_WORLD.allgather(own)
+    for what, first in gathered[0].items():
+        for rank, other in enumerate(gathered):
             if other[what] != first:
                 raise ValueError(
-                    f"the ranks are not alike: {what} is {first} on rank 0, {other[what]} on rank "
+                    f"ranks differ: {what} is {first} on rank 0, {other[what]} on rank "
                     f"{rank}: give all ranks the same overrides and environment"
                 )
 
@@ -96,11 +96,11 @@ def _meet_by_mpi(info: LaunchInfo, transport: str) -> None:
 def world() -> Communicator:
     """All ranks: as `start_world` set them up, else ``MPI.COMM_WORLD``.
 
-    A program that torchrun (or nobody) started, and that has initialised torch.distributed, gets
-    the ranks of that.
+    A program started by torchrun (or no launcher) that has initialised torch.distributed gets its
+    ranks.
 
     Raises:
-        ValueError: if torchrun has started several ranks, and it has not.
+        ValueError: if torchrun has started several ranks without torch.distributed initialised.
     """
     if _Chosen.world is None:
         info = launched()
@@ -109,7 +109,7 @@ def world() -> Communicator:
             raise ValueError(
                 f"torchrun started {info.size} ranks, but torch.distributed is not initialised: "
                 "call torch.distributed.init_process_group() first (dist.init_process_group), or "
-                "start the program with mpiexec or srun to talk by MPI"
+                "start the program with mpiexec or srun to use MPI"
             )
         _Chosen.world = _mpi_world() if by_mpi or not _is_initialised() else torch_world(info)
     return _Chosen.world
@@ -131,7 +131,7 @@ def _mpi_world() -> Communicator:
 
 
 def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:
-    """mpi4py's communicators made ours; ours as they are."""
+    """Wrap a communicator of mpi4py; return any other one unchanged."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Intracomm):
         return comm  # type: ignore[return-value]
@@ -141,10 +141,10 @@ def as_communicator(comm: Communicator | MPI.Intracomm) -> Communicator:
 
 
 def torch_world(info: LaunchInfo | None) -> Communicator:
-    """All ranks over torch.distributed, which is initialised if the program has not done so.
+    """All ranks over torch.distributed, which is initialised if necessary.
 
     Args:
-        info: what the launcher said, see `launched`.
+        info: from `launched`.
     """
     from spatialdl.comm.distributed import TorchCommunicator
 
@@ -154,7 +154,7 @@ def torch_world(info: LaunchInfo | None) -> Communicator:
 
 
 def start_process_group(info: LaunchInfo) -> None:
-    """Initialise torch.distributed at the address that the environment, or else MPI, tells."""
+    """Initialise torch.distributed at the address in the environment, or else one from MPI."""
     import torch.distributed as dist
 
     from spatialdl.comm.device_group import backend_for
@@ -176,15 +176,15 @@ def start_process_group(info: LaunchInfo) -> None:
         store = store_by_mpi(MPI.COMM_WORLD)
         if on_one_machine(MPI.COMM_WORLD):
             keep_to_loopback()
-    # without a store that of the environment is taken
+    # without a store torch.distributed uses the address in the environment
     rank, size = info.rank, info.size
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
     atexit.register(end_process_group)
 
 
 def _store_at_loopback(info: LaunchInfo) -> Store | None:
-    """The store at MASTER_ADDR, if that is the loopback and no torchrun serves it already."""
-    from spatialdl.comm.store import LOOPBACK, ask_store, keep_to_loopback, serve_store
+    """Store at MASTER_ADDR, if that is the loopback and torchrun does not serve it already."""
+    from spatialdl.comm.store import LOOPBACK, connect_store, keep_to_loopback, serve_store
 
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(info.size)
     if os.environ["MASTER_ADDR"] not in (LOOPBACK, "localhost") and not one_machine:
@@ -192,12 +192,12 @@ def _store_at_loopback(info: LaunchInfo) -> Store | None:
     keep_to_loopback()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or one_machine:
         return None
-    make = serve_store if info.rank == 0 else ask_store
+    make = serve_store if info.rank == 0 else connect_store
     return make(LOOPBACK, int(os.environ["MASTER_PORT"]), info.size)
 
 
 def end_process_group() -> None:
-    """End torch.distributed, if it is there still."""
+    """Destroy the default process group, if there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():

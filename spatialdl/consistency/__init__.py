@@ -1,1 +1,1 @@
-"""Whether all ranks were started with the same code, packages, configuration and data."""
+"""Checks that all ranks were started with the same code, packages, configuration and data."""

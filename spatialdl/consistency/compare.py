@@ -1,7 +1,7 @@
-"""Refusing ranks that are not alike, before they work together.
+"""Consistency check between ranks, before they work together.
 
-Every rank sends its host and a few digits a subject. Only where these differ do the ranks that
-have something of their own send what it is, one rank for all that have the same.
+Every rank sends its host and a short digest for each subject. Only for subjects that differ, one
+rank for each distinct digest sends the content.
 """
 
 from __future__ import annotations
@@ -23,70 +23,76 @@ _Content = tuple[Mapping[str, str], str, str]
 
 
 def check_alike(world: Communicator, subjects: Mapping[str, RankState]) -> None:
-    """Refuse ranks that differ; all of them must call it.
+    """Check that all ranks have the same state; collective.
 
     Args:
-        subjects: by name; those of other ranks may have others, if their code is another.
+        subjects: state by name; names may differ between ranks with different code.
 
     Raises:
-        ValueError: on all ranks, telling what differs and which ranks have which.
+        ValueError: on all ranks, naming the differences and their ranks.
     """
     if world.size == 1:
         return
     own = {name: sum_of_items(subject.items) for name, subject in subjects.items()}
-    everybody = world.allgather((socket.gethostname(), own))
-    hosts = [host for host, _ in everybody]
-    said = []
-    for name in dict.fromkeys(name for _, sums in everybody for name in sums):
-        sums = [found.get(name, "") for _, found in everybody]
-        if len(set(sums)) > 1:
-            said.append(_difference(world, name, subjects.get(name), hosts, sums))
-    if said:
-        raise ValueError(f"the ranks are not alike: {'; '.join(said)}")
+    gathered = world.allgather((socket.gethostname(), own))
+    hosts = [host for host, _ in gathered]
+    texts = []
+    for name in dict.fromkeys(name for _, sums in gathered for name in sums):
+        digests = [sums.get(name, "") for _, sums in gathered]
+        if len(set(digests)) > 1:
+            texts.append(_difference(world, name, subjects.get(name), hosts, digests))
+    if texts:
+        raise ValueError(f"ranks differ: {'; '.join(texts)}")
 
 
 def _difference(
-    world: Communicator, name: str, own: RankState | None, hosts: Sequence[str], sums: Sequence[str]
+    world: Communicator,
+    name: str,
+    own: RankState | None,
+    hosts: Sequence[str],
+    digests: Sequence[str],
 ) -> str:
-    """What differs in a subject; all ranks ask."""
-    speaks = sums.index(sums[world.rank]) == world.rank
-    content = None if own is None or not speaks else (dict(own.items), own.advice, own.place)
+    """Describe the difference in a subject; collective."""
+    sends = digests.index(digests[world.rank]) == world.rank
+    content = None if own is None or not sends else (dict(own.items), own.advice, own.place)
     contents: list[_Content | None] = world.allgather(content)
-    of_ranks = [contents[sums.index(one)] or ({}, "", "") for one in sums]
+    of_ranks = [contents[digests.index(digest)] or ({}, "", "") for digest in digests]
     texts = list(_items(of_ranks, hosts))
     if len(texts) > _MOST_ITEMS:
         texts[_MOST_ITEMS:] = [f"and {len(texts) - _MOST_ITEMS} more"]
-    where = [
-        f"rank {rank} has {found[2]}" for rank, found in enumerate(contents) if found and found[2]
+    places = [
+        f"rank {rank} has {content[2]}"
+        for rank, content in enumerate(contents)
+        if content and content[2]
     ]
-    if len({found[2] for found in contents if found}) > 1:
-        texts.append(f"({', '.join(where[:_MOST_VALUES])})")
-    advice = next((found[1] for found in contents if found), "")
+    if len({content[2] for content in contents if content}) > 1:
+        texts.append(f"({', '.join(places[:_MOST_VALUES])})")
+    advice = next((content[1] for content in contents if content), "")
     return f"{name}: {', '.join(texts)}: {advice}"
 
 
 def _items(of_ranks: Sequence[_Content], hosts: Sequence[str]) -> Iterator[str]:
-    """A text for each item that differs: "seed is 0 on rank 0 (node1), 1 on rank 1 (node2)"."""
+    """Text of each item that differs: "seed is 0 on rank 0 (node1), 1 on rank 1 (node2)"."""
     for item in dict.fromkeys(item for items, _, _ in of_ranks for item in items):
         values: dict[str, list[int]] = {}
         for rank, (items, _, _) in enumerate(of_ranks):
             values.setdefault(items.get(item, "missing"), []).append(rank)
         if len(values) == 1:
             continue
-        said = [
+        texts = [
             f"{fitted(value, _WIDEST)} on {ranks_and_hosts(ranks, hosts)}"
             for value, ranks in values.items()
         ]
-        more = len(said) - _MOST_VALUES
-        said[_MOST_VALUES:] = [f"{more} others elsewhere"] if more > 0 else []
-        yield f"{item} is {', '.join(said)}"
+        more = len(texts) - _MOST_VALUES
+        texts[_MOST_VALUES:] = [f"{more} more values"] if more > 0 else []
+        yield f"{item} is {', '.join(texts)}"
 
 
 def ranks_and_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """ "rank 0 (node1)", "ranks 0-3 (node1), 6 (node2)".
 
     Args:
-        ranks: in order.
+        ranks: in ascending order.
         hosts: of all ranks.
     """
     runs: list[list[int]] = []
@@ -95,11 +101,11 @@ def ranks_and_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    said = [
+    texts = [
         f"{run[0]}{f'-{run[-1]}' if len(run) > 1 else ''} ({hosts[run[0]]})"
         for run in runs[:_MOST_HOSTS]
     ]
     more = sum(map(len, runs[_MOST_HOSTS:]))
     if more:
-        said.append(f"and {more} more")
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"
+        texts.append(f"and {more} more")
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

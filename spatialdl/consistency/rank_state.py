@@ -1,7 +1,7 @@
-"""What a rank brings along of which all ranks must have the same.
+"""State that must match across ranks.
 
-Each subject is a number of items with values; equal ranks have equal values. Files are read on
-every rank, for every machine may have others under the same name.
+Each subject is a mapping of items to values, equal on consistent ranks. Every rank reads files
+independently, because machines may have different files of the same name.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from omegaconf import DictConfig, OmegaConf
 import spatialdl
 from spatialdl.training.checkpoints.folder import CONTENT, candidates
 
-_PACKAGES = (  # what calculates, talks, reads pixels, or says what is to be done
+_PACKAGES = (  # for computation, communication, pixel decoding and configuration
     *("torch", "numpy", "mpi4py", "h5py", "hydra-core", "omegaconf", "scipy", "scikit-image"),
     *("pillow", "imagecodecs", "simplejpeg", "tifffile", "openslide-python", "openslide-bin"),
 )
 
-_OWN_PLACES = {
+_LOCAL_PATHS = {
     *("data.path", "data.targets", "data.stage.to", "trainer.checkpoint.local", "weights"),
     *("ckpt_path", "shards", "slides", "stain_reference"),
 }
-"""Keys that may stand for another place on every machine; what lies there is compared."""
+"""Keys that may resolve to different paths on each machine; the content is compared."""
 
 _OF_RANK_0 = ("logger.",)
-"""Keys of what rank 0 alone does."""
+"""Keys that only rank 0 uses."""
 
 
 class RankState(NamedTuple):
-    """Something that all ranks must have the same of.
+    """State that must match across ranks.
 
     Attributes:
-        items: by name what this rank has.
-        advice: what to do where ranks differ.
-        place: where this rank has it from.
+        items: values by name.
+        advice: how to make ranks consistent.
+        place: where this rank has the state from.
     """
 
     items: Mapping[str, str]
@@ -50,37 +50,37 @@ class RankState(NamedTuple):
 
 
 def code(config: DictConfig) -> RankState:
-    """The files of this package, and those that ``_target_`` names."""
+    """Digests of the files of this package, and of those named by ``_target_``."""
     package = Path(spatialdl.__file__).parent
     items = {
         f"{package.name}/{path.relative_to(package)}": _sum_of(path)
-        # in a clone conf is a link, into which rglob does not go
+        # in a clone conf is a symlink, which rglob does not follow
         for path in (*package.rglob("*.py"), *(package / "conf").glob("*.py"))
     }
     for key, value in _leaves(OmegaConf.to_container(config)):
         for target in _targets(key, value):
             items |= _named_by(target)
-    return RankState(items, "install one version for all machines", str(package))
+    return RankState(items, "install the same version on all machines", str(package))
 
 
 def _targets(key: str, value: Any) -> Iterator[str]:
-    """What ``_target_`` names, also in lists, such as those of metrics and callbacks."""
+    """Values of ``_target_``, also in lists, such as those of metrics and callbacks."""
     if key.rpartition(".")[2] == "_target_" and isinstance(value, str):
         yield value
-    for one in value if isinstance(value, list) else ():
-        for inner, found in _leaves(one):
-            yield from _targets(inner, found)
+    for element in value if isinstance(value, list) else ():
+        for inner_key, inner in _leaves(element):
+            yield from _targets(inner_key, inner)
 
 
 def _named_by(target: str) -> dict[str, str]:
-    """The file in which something lies, and the version of its package."""
+    """Digest of the file that defines a target, and the version of its package."""
     if target.partition(".")[0] in (spatialdl.__name__, "torch"):
         return {}
     try:
-        found = resolve_name(target)
-    except Exception as error:  # told in full where it is needed, if no rank can import it
-        return {target: f"not to be imported ({error})"}
-    module = sys.modules.get(getattr(found, "__module__", None) or "")
+        target_object = resolve_name(target)
+    except Exception as error:  # if no rank can import it, its later use prints the full error
+        return {target: f"not importable ({error})"}
+    module = sys.modules.get(getattr(target_object, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is None or file is None:
         return {}
@@ -92,7 +92,7 @@ def _named_by(target: str) -> dict[str, str]:
 
 
 def versions() -> RankState:
-    """Of Python, the packages that numbers and messages depend on, and the MPI library."""
+    """Versions of Python, of packages that affect results or messages, and of the MPI library."""
     items = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -101,17 +101,17 @@ def versions() -> RankState:
             items[package] = "missing"
     torch, mpi = sys.modules.get("torch"), sys.modules.get("mpi4py.MPI")
     if torch is not None:
-        items["torch"] = str(torch.__version__)  # tells the builds of a version apart
+        items["torch"] = str(torch.__version__)  # includes the build
     if mpi is not None:
         items["MPI"] = mpi.Get_library_version().partition("\0")[0].splitlines()[0]
-    return RankState(items, "start all ranks in one environment", sys.prefix)
+    return RankState(items, "start all ranks in the same environment", sys.prefix)
 
 
 def configuration(composed: DictConfig) -> RankState:
-    """All keys as they are written, and what they stand for where that is the same for all.
+    """All keys as written, and resolved where the result must be equal on all ranks.
 
     Args:
-        composed: with Hydra's own part, of which the run directory counts.
+        composed: includes the ``hydra`` group, of which the run directory is compared.
     """
     written = dict(_leaves(OmegaConf.to_container(composed)))
     items = {}
@@ -120,25 +120,25 @@ def configuration(composed: DictConfig) -> RankState:
             continue
         items[key] = "null" if value is None else str(value)
         if "${" in str(value) and not key.startswith(("hydra.", *_OF_RANK_0)):
-            items[key] = _meaning(composed, key, items[key])
+            items[key] = _resolved(composed, key, items[key])
     return RankState(items, "give all ranks the same overrides")
 
 
-def _meaning(composed: DictConfig, key: str, written: str) -> str:
-    """What an interpolation comes to; as it is written where this cannot be told yet."""
-    if key in _OWN_PLACES:
+def _resolved(composed: DictConfig, key: str, written: str) -> str:
+    """Value with its interpolation resolved; as written where it cannot be resolved yet."""
+    if key in _LOCAL_PATHS:
         return written
     try:
-        found = OmegaConf.select(composed, key)
-        if OmegaConf.is_config(found):
-            found = OmegaConf.to_container(found, resolve=True)
-    except Exception:  # such as ${hydra:...} before there is a run directory
+        value = OmegaConf.select(composed, key)
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+    except Exception:  # such as ${hydra:...} without a run directory
         return written
-    return f"{written} = {found}"
+    return f"{written} = {value}"
 
 
 def training_files(config: DictConfig) -> RankState:
-    """What every rank reads of a data set beside the shards, of which the manifest has sums."""
+    """Files of a data set beside the shards, whose digests are in the manifest."""
     from spatialdl.data.format import MANIFEST
 
     data = config.data
@@ -148,29 +148,29 @@ def training_files(config: DictConfig) -> RankState:
     for key in ("targets", "labels"):
         if data.get(key) is not None:
             files[f"data.{key}"] = Path(data[key]).expanduser()
-    return _files(files, "bring the copies of the data set to one state")
+    return _files(files, "synchronise the copies of the data set")
 
 
 def prediction_files(config: DictConfig) -> RankState:
-    """The network's checkpoint, which has the sums of its files, and the manifest of shards."""
+    """The network's checkpoint, which has digests of its files, and the manifest of shards."""
     from spatialdl.data.format import MANIFEST
 
-    found = candidates(str(config.ckpt_path), Path())
-    files = {f"{CONTENT} of ckpt_path": path / CONTENT for path in found[:1]}
+    checkpoints = candidates(str(config.ckpt_path), Path())
+    files = {f"{CONTENT} of ckpt_path": path / CONTENT for path in checkpoints[:1]}
     if config.shards is not None:
         files["manifest.json of shards"] = Path(config.shards).expanduser() / MANIFEST
-    return _files(files, "bring the copies to one state")
+    return _files(files, "synchronise the copies")
 
 
 def evaluation_files(config: DictConfig) -> RankState:
-    """What every rank reads to predict, and the labels."""
+    """Files for prediction, and the labels."""
     if config.predictions is not None:
         return _files({}, "")
     labels = {} if config.labels is None else {"labels": Path(config.labels).expanduser()}
-    found = prediction_files(config)
-    own = _files(labels, "bring the copies to one state")
-    places = ", ".join(filter(None, (found.place, own.place)))
-    return RankState({**found.items, **own.items}, found.advice, places)
+    predicted = prediction_files(config)
+    own = _files(labels, "synchronise the copies")
+    places = ", ".join(filter(None, (predicted.place, own.place)))
+    return RankState({**predicted.items, **own.items}, predicted.advice, places)
 
 
 def _files(files: Mapping[str, Path], advice: str) -> RankState:
@@ -179,7 +179,7 @@ def _files(files: Mapping[str, Path], advice: str) -> RankState:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """By their full names all values of a configuration that are no group of others."""
+    """Leaf values of a configuration by their dotted keys."""
     if isinstance(value, Mapping) and (value or not key):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -188,7 +188,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _sum_of(path: Path) -> str:
-    """The first digits of a file's SHA-256, or why there is none."""
+    """First digits of a file's SHA-256, or why it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
@@ -197,6 +197,6 @@ def _sum_of(path: Path) -> str:
 
 
 def sum_of_items(items: Mapping[str, str]) -> str:
-    """A few digits that differ where any item does."""
+    """Short digest of all items."""
     pairs: Sequence[tuple[str, str]] = sorted(items.items())
     return hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]

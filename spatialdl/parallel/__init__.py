@@ -1,1 +1,1 @@
-"""Which rank holds which part of what: boxes, layouts, placements. Integers only."""
+"""Boxes, layouts and placements of ranks, in integer arithmetic."""

@@ -1,4 +1,4 @@
-"""The axes of a mesh of ranks, by name: how many ranks each of them has."""
+"""Named axes of a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from spatialdl.parallel.layout import spatial_names
 
 @dataclass(frozen=True)
 class Axes:
-    """The degrees of parallelism of a mesh; their product is its number of ranks.
+    """Degrees of parallelism of a mesh; their product is the number of ranks.
 
-    Ranks are numbered axis by axis in the order below, the last one fastest.
+    Ranks are numbered axis by axis in the order below, the last axis fastest.
 
     Attributes:
-        data: replicas of the network, each with samples of its own.
-        stage: stages into which the network is cut, one after the other.
-        spatial: parts of each spatial dim of an image: one number for signals, (rows, columns) for
-            images, (slices, rows, columns) for volumes.
-        batch: ranks of a stage that divide the samples of a micro-batch, where they do not divide
-            images.
+        data: number of replicas of the network, with different samples.
+        stage: number of consecutive stages of the network.
+        spatial: parts along each spatial dim of an image: one number for signals, (rows, columns)
+            for images, (slices, rows, columns) for volumes.
+        batch: ranks of a stage that divide the samples of a micro-batch instead of images.
         tensor: ranks that divide the channels of weights and activations.
 
     Raises:
-        ValueError: if a degree is no whole number of at least 1, there are no one to three spatial
-            axes, or a stage divides images and samples.
+        ValueError: if a degree is not an integer of at least 1, there are not one to three spatial
+            axes, or a stage divides both images and samples.
     """
 
     data: int = 1
@@ -39,7 +38,7 @@ class Axes:
     def __post_init__(self) -> None:
         if not 1 <= len(self.spatial) <= 3:
             raise ValueError(
-                "a grid has one to three numbers, as (rows, columns) for images, got "
+                "a grid has one to three numbers, such as (rows, columns) for images, got "
                 f"{self.spatial}"
             )
         for name, degree in self.degrees.items():
@@ -52,7 +51,7 @@ class Axes:
 
     @cached_property
     def degrees(self) -> Mapping[str, int]:
-        """Every axis by its name; the spatial ones as ``rows`` and ``columns`` and so on."""
+        """Degree of every axis by name; spatial axes as ``rows``, ``columns`` and so on."""
         spatial = zip(spatial_names(len(self.spatial)), self.spatial, strict=True)
         return {
             "data": self.data,
@@ -63,24 +62,24 @@ class Axes:
         }
 
     def replicated(self, sharded: bool = False) -> tuple[str, ...]:
-        """The axes along which ranks hold copies of a parameter, sharded over replicas or not."""
+        """Axes along which ranks hold copies of a parameter; `sharded`: over data replicas."""
         divided = ("stage", "tensor", "data" if sharded else "")
         return tuple(name for name in self.degrees if name not in divided)
 
     @property
     def parts(self) -> int:
-        """Tiles of an image."""
+        """Number of tiles of an image."""
         return prod(self.spatial)
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return prod(self.degrees.values())
 
     def __str__(self) -> str:
-        """The arithmetic: ``data 2 x rows 2 x columns 1 = 4 ranks``; other axes of 1 are left out.
+        """``data 2 x rows 2 x columns 1 = 4 ranks``; other axes of degree 1 are omitted.
 
-        Degrees that are no numbers are written as they are.
+        Degrees that are not numbers are written unchanged.
         """
         shown = {
             name: degree

@@ -1,8 +1,8 @@
-"""Boxes and layouts: which rank owns which part of the global image.
+"""Boxes and layouts: the part of the global image that each rank owns.
 
-Pure arithmetic on integers, no torch and no MPI. Every rank computes the boxes of all ranks from
-the global sizes alone, so that nobody ever has to ask who owns what. An image has one to three
-spatial dims: a signal, an image, a volume.
+Integer arithmetic without torch and MPI. Every rank computes the boxes of all ranks from the
+global sizes, so no communication is needed to find owners. An image has one to three spatial
+dims: a signal, an image, a volume.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from itertools import pairwise, product
 from typing import Any
 
 Interval = tuple[int, int]
-"""Half-open: [start, stop)."""
+"""Half-open [start, stop)."""
 
 Bounds = tuple[int, ...]
-"""Part i of a dim is ``[bounds[i], bounds[i + 1])``; first is 0, last is the size."""
+"""Part i of a dim is ``[bounds[i], bounds[i + 1])``; the first bound is 0, the last the size."""
 
 LOPSIDED = 1.25
-"""A layout whose largest part exceeds the even one by more than this factor is rebalanced."""
+"""A layout is rebalanced if its largest part exceeds the even one by more than this factor."""
 
 
 class Box(tuple[Interval, ...]):
     """A part of a global image: an interval of samples, then one of each spatial dim.
 
-    A box that an operation *needs* may reach outside the image (padding).
+    A box that an operation *needs* may exceed the image (padding).
     """
 
     __slots__ = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Samples, then the sizes of the spatial dims; never negative."""
+        """Number of samples, then the sizes of the spatial dims; never negative."""
         return tuple(max(0, stop - start) for start, stop in self)
 
     @property
     def spatial(self) -> tuple[Interval, ...]:
-        """The intervals of the spatial dims."""
+        """Intervals of the spatial dims."""
         return self[1:]
 
     @property
@@ -46,31 +46,31 @@ class Box(tuple[Interval, ...]):
         return any(stop <= start for start, stop in self)
 
     def intersect(self, other: Box) -> Box:
-        """The common part, which may be empty."""
+        """Intersection, which may be empty."""
         return Box(
             (max(start, first), min(stop, last))
             for (start, stop), (first, last) in zip(self, other, strict=True)
         )
 
     def but(self, dim: int, interval: Interval) -> Box:
-        """The same box with another interval of `dim`, which 0 is for samples."""
+        """This box with another interval of `dim`, where dim 0 is the samples."""
         return Box((*self[:dim], interval, *self[dim + 1 :]))
 
     def without(self, part: Box) -> tuple[Box, ...]:
-        """What is left of this box when `part` is cut out of it, in boxes that do not overlap."""
+        """Difference of this box and `part`, as boxes that do not overlap."""
         part = self.intersect(part)
         if part.is_empty:
             return () if self.is_empty else (self,)
-        left: list[Box] = []
+        remaining: list[Box] = []
         rest = self
         for dim, ((start, stop), (first, last)) in enumerate(zip(self, part, strict=True)):
-            left.append(rest.but(dim, (start, first)))
-            left.append(rest.but(dim, (last, stop)))
+            remaining.append(rest.but(dim, (start, first)))
+            remaining.append(rest.but(dim, (last, stop)))
             rest = rest.but(dim, (first, last))
-        return tuple(box for box in left if not box.is_empty)
+        return tuple(box for box in remaining if not box.is_empty)
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`: a slice of each of its dims."""
+        """Slices of this box in a tensor that holds `outer`, one for each dim."""
         return tuple(
             slice(start - first, stop - first)
             for (start, stop), (first, _) in zip(self, outer, strict=True)
@@ -78,36 +78,36 @@ class Box(tuple[Interval, ...]):
 
 
 def last_slices(slices: Iterable[slice]) -> tuple[Any, ...]:
-    """An index of a tensor or array: these slices of its last dims, all of the others."""
+    """Index with these slices of the last dims, and all of the other dims."""
     return (..., *slices)
 
 
 @lru_cache
 def empty_box(spatial_dims: int) -> Box:
-    """A box of nothing, of an image with so many spatial dims."""
+    """Empty box of an image with `spatial_dims` spatial dims."""
     return Box(((0, 0),) * (1 + spatial_dims))
 
 
 def even_bounds(size: int, parts: int) -> Bounds:
-    """Cut `size` into `parts` as evenly as integers allow: part i is [i*n//p, (i+1)*n//p)."""
+    """Cut `size` into `parts` as evenly as possible: part i is [i*n//p, (i+1)*n//p)."""
     return tuple(part * size // parts for part in range(parts + 1))
 
 
 def strided_bounds(bounds: Bounds, stride: int, size: int) -> Bounds:
-    """Cut the output (of `size`) of an operation with `stride` where its input was cut.
+    """Bounds of the output (of `size`) of a strided operation, aligned with its input's bounds.
 
-    An output pixel goes to the rank that owns the input pixel ``output * stride``, so that the
-    result depends on (input bounds, stride, size) only and skip connections meet on the same cut.
+    An output pixel belongs to the rank that owns the input pixel ``output * stride``, so that the
+    result depends on (input bounds, stride, size) only and skip connections have equal bounds.
     """
     inner = [min(-(-bound // stride), size) for bound in bounds[1:-1]]
     return _rebalanced((0, *inner, size))
 
 
 def scaled_bounds(bounds: Bounds, scale: int, size: int) -> Bounds:
-    """Cut the output (of `size`) of an operation that enlarges where its input was cut.
+    """Bounds of the output (of `size`) of an upsampling operation, aligned with its input's bounds.
 
-    The inverse of `strided_bounds` where it has one: on the way up a U-Net meets the cut that it
-    had at the same size on the way down.
+    The inverse of `strided_bounds` where it exists: the decoder of a U-Net has the same bounds as
+    the encoder at the same size.
     """
     inner = [min(bound * scale, size) for bound in bounds[1:-1]]
     return _rebalanced((0, *inner, size))
@@ -127,8 +127,8 @@ class Layout:
     """A global image cut along samples and spatial dims; parts in row-major order.
 
     Attributes:
-        batch: where samples are cut.
-        cuts: where the spatial dims are cut, one after the other.
+        batch: bounds of the samples.
+        cuts: bounds of each spatial dim.
     """
 
     batch: Bounds
@@ -136,7 +136,7 @@ class Layout:
 
     @classmethod
     def even(cls, samples: int, size: Sequence[int], grid: Sequence[int]) -> Layout:
-        """The default layout: samples whole, each spatial dim cut evenly as `grid` says."""
+        """Default layout: samples whole, each spatial dim cut evenly into the parts of `grid`."""
         cuts = (even_bounds(extent, parts) for extent, parts in zip(size, grid, strict=True))
         return cls((0, samples), tuple(cuts))
 
@@ -144,7 +144,7 @@ class Layout:
     def of_ranks(
         cls, samples: int, size: Sequence[int], grid: Sequence[int], stream: Sequence[int]
     ) -> Layout:
-        """The default layout on a grid of ranks with virtual tiles: their parts are whole tiles.
+        """Default layout on a grid of ranks with virtual tiles: parts consist of whole tiles.
 
         Args:
             stream: virtual tiles of a rank along each spatial dim; () for none.
@@ -155,37 +155,37 @@ class Layout:
 
     @classmethod
     def by_sample(cls, samples: int, size: Sequence[int], parts: int) -> Layout:
-        """Whole images, the samples cut evenly over `parts`."""
+        """Layout of whole images, with the samples cut evenly over `parts`."""
         return cls(even_bounds(samples, parts), tuple((0, extent) for extent in size))
 
     @property
     def samples(self) -> int:
-        """Global samples."""
+        """Global number of samples."""
         return self.batch[-1]
 
     @cached_property
     def size(self) -> tuple[int, ...]:
-        """Global sizes of the spatial dims."""
+        """Global spatial size."""
         return tuple(bounds[-1] for bounds in self.cuts)
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Parts of each spatial dim."""
+        """Number of parts along each spatial dim."""
         return tuple(len(bounds) - 1 for bounds in self.cuts)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """The box of every part, in the order of the ranks."""
+        """Box of every part, in rank order."""
         return tuple(map(Box, product(*map(tuple, map(pairwise, (self.batch, *self.cuts))))))
 
     def of_samples(self, samples: int) -> Layout:
-        """The same cut of the spatial dims for another number of samples."""
+        """This layout with another number of samples."""
         if self.batch == (0, samples):
             return self
         return _of_samples(self, samples)
 
     def resized(self, along: int, size: int) -> Layout:
-        """The same cut with another number of pixels along one spatial dim, there evenly."""
+        """This layout with another size along one spatial dim, which is cut evenly."""
         if self.size[along] == size:
             return self
         cuts = list(self.cuts)
@@ -193,7 +193,7 @@ class Layout:
         return Layout(self.batch, tuple(cuts))
 
     def coarser(self, factors: Sequence[int]) -> Layout:
-        """The layout of which this is a finer one: so many parts along each spatial dim are one."""
+        """Layout that merges `factors` parts along each spatial dim into one."""
         each = zip(self.cuts, factors, strict=True)
         return Layout(self.batch, tuple(bounds[::factor] for bounds, factor in each))
 
@@ -209,7 +209,7 @@ class Layout:
         return self._hash
 
     def part_at(self, part: int) -> tuple[int, ...]:
-        """Where in the grid a part lies."""
+        """Grid coordinates of a part."""
         place = []
         for parts in reversed(self.grid):
             part, last = divmod(part, parts)
@@ -217,34 +217,34 @@ class Layout:
         return tuple(reversed(place))
 
     def strided(self, stride: Sequence[int], size: Sequence[int]) -> Layout:
-        """The layout of the output (spatial dims of `size`) of an operation with `stride`."""
+        """Layout of the output (of spatial `size`) of a strided operation."""
         each = zip(self.cuts, stride, size, strict=True)
         return Layout(self.batch, tuple(strided_bounds(*one) for one in each))
 
     def scaled(self, scale: Sequence[int], size: Sequence[int]) -> Layout:
-        """The layout of the output (spatial dims of `size`) of an operation that enlarges."""
+        """Layout of the output (of spatial `size`) of an upsampling operation."""
         each = zip(self.cuts, scale, size, strict=True)
         return Layout(self.batch, tuple(scaled_bounds(*one) for one in each))
 
     def describe(self) -> str:
-        """Short text for messages: ``2x1 over 70x93``."""
+        """Short description for messages: ``2x1 over 70x93``."""
         return f"{by(self.grid)} over {by(self.size)}"
 
 
 def finer_grid(grid: Sequence[int], factors: Sequence[int]) -> tuple[int, ...]:
-    """A grid with so many parts in each part of another; () as factors leaves it."""
+    """Grid with `factors` parts in each part of `grid`; unchanged if `factors` is ()."""
     if not factors:
         return tuple(grid)
     return tuple(parts * factor for parts, factor in zip(grid, factors, strict=True))
 
 
 def finer_parts(grid: Sequence[int], factors: Sequence[int], part: int) -> tuple[int, ...]:
-    """The parts of a finer layout that make up a part of a coarser one, in their order.
+    """Parts of a finer layout that make up a part of a coarser one, in order.
 
     Args:
-        grid: of the coarser layout.
-        factors: parts of the finer one in each of its parts, along each spatial dim.
-        part: of the coarser one, in row-major order.
+        grid: grid of the coarser layout.
+        factors: number of finer parts in each coarser part, along each spatial dim.
+        part: part of the coarser layout, in row-major order.
     """
     place = Layout.even(1, grid, grid).part_at(part)
     each = zip(place, factors, strict=True)
@@ -263,17 +263,17 @@ _NAMES = {1: ("positions",), 2: ("rows", "columns"), 3: ("slices", "rows", "colu
 
 
 def spatial_names(count: int) -> tuple[str, ...]:
-    """What the spatial dims of a signal, an image or a volume are called, for messages."""
+    """Names of the spatial dims of a signal, an image or a volume, for messages."""
     return _NAMES[count]
 
 
 def image_shape(count: int) -> str:
-    """The shape of an image with so many spatial dims, for messages: ``(N, C, H, W)``."""
+    """Shape of an image with `count` spatial dims, for messages: ``(N, C, H, W)``."""
     return f"(N, C, {', '.join('DHW'[-count:] if count > 1 else 'L')})"
 
 
 def nearly_cubic(parts: int, dims: int = 2) -> tuple[int, ...]:
-    """The grid nearest to a square or cube, with most parts along the first dim."""
+    """Grid closest to a square or cube, with most parts along the first dim."""
     if dims == 1:
         return (parts,)
     last = max(n for n in range(1, parts + 1) if parts % n == 0 and n**dims <= parts)
@@ -281,7 +281,7 @@ def nearly_cubic(parts: int, dims: int = 2) -> tuple[int, ...]:
 
 
 def by(sizes: Sequence[int]) -> str:
-    """Sizes as text: ``70x93``."""
+    """Format sizes: ``70x93``."""
     return "x".join(map(str, sizes))
 
 
@@ -292,7 +292,7 @@ def _of_samples(layout: Layout, samples: int) -> Layout:
 
 @dataclass(frozen=True)
 class Window:
-    """The input pixels that an output pixel of a convolution or pooling reads, in one dim."""
+    """Input pixels that an output pixel of a convolution or pooling reads, in one dim."""
 
     kernel: int
     stride: int = 1
@@ -301,11 +301,11 @@ class Window:
 
     @property
     def reach(self) -> int:
-        """Input pixels from the first to the last that one output pixel reads."""
+        """Extent of the input pixels that one output pixel reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     def output_size(self, size: int, ceil_mode: bool = False) -> int:
-        """Output pixels for `size` input pixels, as PyTorch counts them."""
+        """Output size for input `size`, by PyTorch's rules."""
         free = size + 2 * self.padding - self.reach
         count = (-(-free // self.stride) if ceil_mode else free // self.stride) + 1
         if ceil_mode and (count - 1) * self.stride >= size + self.padding:
@@ -313,20 +313,20 @@ class Window:
         return count
 
     def needs(self, start: int, stop: int) -> tuple[int, int]:
-        """The input interval that output [start, stop) reads; may lie outside the image."""
+        """Input interval that output [start, stop) reads; may exceed the image."""
         if stop <= start:
             return 0, 0
         first = start * self.stride - self.padding
         return first, (stop - 1) * self.stride - self.padding + self.reach
 
     def transposed_size(self, size: int, extra: int = 0) -> int:
-        """Output pixels of the transposed operation; `extra` is PyTorch's output padding."""
+        """Output size of the transposed operation; `extra` is PyTorch's output padding."""
         return (size - 1) * self.stride - 2 * self.padding + self.reach + extra
 
     def transposed_needs(self, start: int, stop: int, size: int) -> tuple[int, int]:
-        """The input interval, of `size` pixels, that output [start, stop) of the transposed reads.
+        """Input interval, of `size`, that output [start, stop) of the transposed operation reads.
 
-        That is: the outputs of the operation itself that read pixels of [start, stop).
+        Equals the outputs of the operation itself that read pixels of [start, stop).
         """
         first = max(0, -(-(start + self.padding - self.reach + 1) // self.stride))
         last = min(size, (stop - 1 + self.padding) // self.stride + 1)
@@ -335,7 +335,7 @@ class Window:
 
 @lru_cache(maxsize=4096)
 def needed_boxes(output: Layout, windows: tuple[Window, ...]) -> tuple[Box, ...]:
-    """The input box that each part of `output` needs; empty where it has no output."""
+    """Input box that each part of `output` needs; empty where a part has no output."""
     return tuple(
         empty_box(len(windows))
         if box.is_empty
@@ -348,7 +348,7 @@ def needed_boxes(output: Layout, windows: tuple[Window, ...]) -> tuple[Box, ...]
 def transposed_boxes(
     layout: Layout, output: Layout, windows: tuple[Window, ...]
 ) -> tuple[Box, ...]:
-    """The box of an image on `layout` that each part of `output`, its transposed, needs.
+    """Box of an image on `layout` that each part of the transposed operation's `output` needs.
 
     Empty where a part has no output, or none of its outputs reads a pixel.
     """

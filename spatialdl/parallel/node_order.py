@@ -1,17 +1,16 @@
-"""Which rank takes which place of a placement, so that ranks that talk most share a node.
+"""Assignment of ranks to places of a placement, so that ranks that communicate most share a node.
 
-Launchers deal ranks out in blocks, in turn, or unevenly. A labelling says for each place on which
-node it is to lie. Several are made and the cheapest is taken, the launcher's own where none is
-better, so that nothing gets worse:
+Launchers distribute ranks in blocks, round-robin, or unevenly. A labelling assigns a node to each
+place. Several are generated and the cheapest is used, the launcher's own unless another is better:
 
 - the launcher's nodes one after another;
-- packings: as many replicas, or groups of ranks that talk to each other, as fit lie within a node
-  each, the rest is spread over what is left. As one group fits wherever a wider one does, the
-  narrowest are packed; which of them fit together is searched for, exactly but for `_TRIES`.
+- packings: as many replicas, or groups of communicating ranks, as possible lie within a node each,
+  and the rest is spread over the remaining places. As a smaller group fits wherever a larger one
+  does, the smallest are packed; a search finds which of them fit together, exact up to `_TRIES`.
 
-With that, the fewest possible groups lie across nodes; where two copies of a network put groups of
-different widths on the same ranks this is certain only if none needs to. Where consecutive stages
-lie is chosen greedily: in the order of their places, on nodes in the order of the launcher.
+The number of groups across nodes is then minimal; where two copies of a network put groups of
+different sizes on the same ranks, this is guaranteed only if none needs to cross nodes. The nodes
+of consecutive stages are chosen greedily: in the order of places, on nodes in the launcher's order.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from typing import NamedTuple
 from spatialdl.parallel.placement import Placement
 
 _TRIES = 3000
-"""Ways to fill a node that a search looks at."""
+"""Maximum number of node fills that a search tries."""
 
 Fill = Counter[int]
-"""How many groups of each width lie within a node."""
+"""Number of groups of each size within a node."""
 
 
 class Cost(NamedTuple):
-    """What lies across nodes; what comes first counts most.
+    """Communication across nodes, in order of importance.
 
     Attributes:
-        groups: sets of ranks of a stage that are on several nodes.
-        halos: parts of a grid that touch each other and are on different nodes.
-        handovers: stages that are not on one node with the stage before.
-        distance: nodes from those to the stage before, added up.
+        groups: sets of ranks of a stage that span several nodes.
+        halos: adjacent parts of a grid on different nodes.
+        handovers: stages that do not share one node with the previous stage.
+        distance: sum over stages of the distance in nodes to the previous stage.
     """
 
     groups: int
@@ -49,28 +48,28 @@ class Cost(NamedTuple):
 
 
 def placed_by_nodes(placement: Placement, nodes: Sequence[Hashable]) -> Placement:
-    """The placement with its groups of ranks within nodes, see `order_by_nodes`."""
+    """Reorder a placement so that its groups of ranks lie within nodes, see `order_by_nodes`."""
     return replace(placement, order=order_by_nodes(placement, nodes))
 
 
 def order_by_nodes(placement: Placement, nodes: Sequence[Hashable]) -> tuple[int, ...]:
-    """The rank at each place; () where the launcher's order will do.
+    """The rank at each place; () if the launcher's order is best.
 
     Args:
-        nodes: by rank, what tells its node from others.
+        nodes: identifies the node of each rank.
 
     Raises:
-        ValueError: if these are not the ranks of the placement.
+        ValueError: if their number is not that of the placement's ranks.
     """
     if len(nodes) != placement.world_size:
-        raise ValueError(f"{len(nodes)} ranks are on nodes, but it is {placement.describe()}")
+        raise ValueError(f"got nodes of {len(nodes)} ranks for {placement.describe()}")
     own = numbered(nodes)
     best, least = own, cost(placement, own)
     for labels in _labellings(placement, own):
         if not any(least):
             break
-        if (found := cost(placement, labels)) < least:
-            best, least = labels, found
+        if (label_cost := cost(placement, labels)) < least:
+            best, least = labels, label_cost
     if best == own:
         return ()
     free = [iter(ranks) for ranks in _ranks_by_node(own)]
@@ -78,38 +77,40 @@ def order_by_nodes(placement: Placement, nodes: Sequence[Hashable]) -> tuple[int
 
 
 def numbered(nodes: Sequence[Hashable]) -> list[int]:
-    """Nodes as numbers, in the order in which they come."""
+    """Number nodes in the order of their first occurrence."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(node, len(numbers)) for node in nodes]
 
 
 def _ranks_by_node(labels: Sequence[int]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(max(labels) + 1)]
+    ranks: list[list[int]] = [[] for _ in range(max(labels) + 1)]
     for rank, node in enumerate(labels):
-        found[node].append(rank)
-    return found
+        ranks[node].append(rank)
+    return ranks
 
 
 def cost(placement: Placement, labels: Sequence[int]) -> Cost:
-    """What lies across nodes.
+    """Communication across nodes.
 
     Args:
-        labels: the node of each place, or of each rank if the placement has an order.
+        labels: node of each place, or of each rank if the placement has an order.
     """
     across: set[tuple[int, ...]] = set()
     halos = handovers = distance = 0
     for replica in range(placement.data):
         for copy in range(placement.copies):
             stages = [placement.stage_ranks(s, replica, copy) for s in range(placement.stages)]
-            on = [[labels[rank] for rank in ranks] for ranks in stages]
-            across |= {tuple(sorted(r)) for r, n in zip(stages, on, strict=True) if len(set(n)) > 1}
-            for stage, found in enumerate(on):
+            nodes_of = [[labels[rank] for rank in ranks] for ranks in stages]
+            across |= {
+                tuple(sorted(r)) for r, n in zip(stages, nodes_of, strict=True) if len(set(n)) > 1
+            }
+            for stage, nodes in enumerate(nodes_of):
                 parts = placement.tensor_parts(stage)
                 if placement.batch_parts(stage) == 1:
                     grid = placement.grids[stage]
-                    halos += sum(_halos(grid, found[n::parts]) for n in range(parts))
-                halos += sum(a != b for n, (a, b) in enumerate(pairwise(found), 1) if n % parts)
-            for before, after in pairwise(on):
+                    halos += sum(_halos(grid, nodes[n::parts]) for n in range(parts))
+                halos += sum(a != b for n, (a, b) in enumerate(pairwise(nodes), 1) if n % parts)
+            for before, after in pairwise(nodes_of):
                 both = {*before, *after}
                 handovers += len(both) > 1
                 distance += max(both) - min(both)
@@ -117,7 +118,7 @@ def cost(placement: Placement, labels: Sequence[int]) -> Cost:
 
 
 def _halos(grid: tuple[int, ...], labels: Sequence[int]) -> int:
-    """Neighbours in the grid, along any dim, that are on different nodes."""
+    """Number of adjacent parts of the grid, along any dim, on different nodes."""
     across, step = 0, 1
     for parts in reversed(grid):
         pairs = enumerate(zip(labels, labels[step:], strict=False))
@@ -142,14 +143,14 @@ def _labellings(placement: Placement, own: Sequence[int]) -> Iterator[list[int]]
     widest = sorted(range(len(sizes)), key=lambda node: -sizes[node])
     for pieces in (replicas, groups, _joined(placement, groups)):
         for nodes in (range(len(sizes)), widest):
-            found = _packed([len(piece) for piece in pieces], [sizes[node] for node in nodes])
-            labels = [nodes[number] for number in found]
+            packed = _packed([len(piece) for piece in pieces], [sizes[node] for node in nodes])
+            labels = [nodes[number] for number in packed]
             yield labels
             yield [node for piece in groups for node in _in_blocks(placement, piece, labels)]
 
 
 def _groups(placement: Placement, replica: int) -> Iterator[tuple[int, int]]:
-    """First place and number of the ranks that hold the same stages."""
+    """First place and number of the ranks of each set of stages."""
     start = replica * placement.replica_size
     for width in placement.widths[: placement.groups]:
         yield start, width
@@ -157,11 +158,11 @@ def _groups(placement: Placement, replica: int) -> Iterator[tuple[int, int]]:
 
 
 def _joined(placement: Placement, groups: Sequence[range]) -> list[range]:
-    """Groups made one with those of the other copy that have ranks of several of them."""
+    """Groups merged with the overlapping groups of the other copy."""
     if placement.copies == 1:
         return list(groups)
     size, cuts = placement.replica_size, {piece.start for piece in groups}
-    # the second copy lies the other way round
+    # the second copy is in reverse order
     both = {
         start
         for start in cuts
@@ -172,7 +173,7 @@ def _joined(placement: Placement, groups: Sequence[range]) -> list[range]:
 
 
 def _in_blocks(placement: Placement, piece: range, labels: Sequence[int]) -> list[int]:
-    """The nodes of a group; one that lies on equal parts of several, in blocks of its grid."""
+    """Nodes of a group; if it has equal shares on several, arranged in blocks of its grid."""
     own = [labels[place] for place in piece]
     stage = _stage_of(placement, piece)
     grid = placement.grids[stage]
@@ -180,17 +181,17 @@ def _in_blocks(placement: Placement, piece: range, labels: Sequence[int]) -> lis
     share = len(own) // len(shares)
     if placement.batch_parts(stage) > 1 or len(shares) == 1 or set(shares.values()) != {share}:
         return own
-    nodes, found = list(shares), own
+    nodes, best = list(shares), own
     divisors = ([n for n in range(1, parts + 1) if parts % n == 0] for parts in grid)
     for block in product(*divisors):
         if prod(block) == share:
             blocks = [nodes[number] for number in _blocks(grid, block)]
-            found = min(found, blocks, key=lambda labels: _halos(grid, labels))
-    return found
+            best = min(best, blocks, key=lambda labels: _halos(grid, labels))
+    return best
 
 
 def _blocks(grid: tuple[int, ...], block: tuple[int, ...]) -> Iterator[int]:
-    """For each part of a grid, in row-major order, in which block of parts it lies."""
+    """Index of the block of each part of a grid, in row-major order."""
     for place in product(*map(range, grid)):
         number = 0
         for at, parts, size in zip(place, grid, block, strict=True):
@@ -207,40 +208,40 @@ def _stage_of(placement: Placement, piece: range) -> int:
 
 
 def _packed(widths: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """A node for each place of the pieces, the most of them within one, in order.
+    """A node for each place of the pieces, with most pieces within one node, in order.
 
     Args:
-        widths: places of each piece.
-        sizes: ranks of each node; as many together.
+        widths: number of places of each piece.
+        sizes: number of ranks of each node; the same in total.
     """
     by_width = sorted(range(len(widths)), key=widths.__getitem__)
     fills = [Fill() for _ in sizes]
     least, beyond = 0, 1 + sum(width <= max(sizes) for width in widths)
     most = beyond - 1
     while beyond - least > 1:
-        found = _fitted([widths[piece] for piece in sorted(by_width[:most])], sizes)
-        if found is None:
+        packed = _fitted([widths[piece] for piece in sorted(by_width[:most])], sizes)
+        if packed is None:
             beyond = most
         else:
-            least, fills = most, found
+            least, fills = most, packed
         most = (least + beyond) // 2
-    alike: dict[int, deque[int]] = {}
+    by_size: dict[int, deque[int]] = {}
     for piece in sorted(by_width[:least]):
-        alike.setdefault(widths[piece], deque()).append(piece)
-    on = {
-        alike[width].popleft(): [node] * width
+        by_size.setdefault(widths[piece], deque()).append(piece)
+    nodes_of = {
+        by_size[width].popleft(): [node] * width
         for node, fill in enumerate(fills)
         for width in fill.elements()
     }
     left = [size - _places(fill) for size, fill in zip(sizes, fills, strict=True)]
     for piece, width in enumerate(widths):
-        if piece not in on:
-            on[piece] = sorted(_spread(width, left))
-    return [node for piece in range(len(widths)) for node in on[piece]]
+        if piece not in nodes_of:
+            nodes_of[piece] = sorted(_spread(width, left))
+    return [node for piece in range(len(widths)) for node in nodes_of[piece]]
 
 
 def _spread(width: int, left: list[int]) -> Iterator[int]:
-    """Nodes for a piece that fits in none, few of them; takes from what is left on each."""
+    """Few nodes for a piece that fits in none; subtracts from the places left on each."""
     while width:
         enough = (node for node, room in enumerate(left) if room >= width)
         node = next(enough, max(range(len(left)), key=left.__getitem__))
@@ -251,8 +252,8 @@ def _spread(width: int, left: list[int]) -> Iterator[int]:
 
 
 def _fitted(widths: Sequence[int], sizes: Sequence[int]) -> list[Fill] | None:
-    """What each node is filled with if all pieces are to lie within one, or None."""
-    return _searched(widths, sizes, _as_they_come) or _searched(widths, sizes, _widest)
+    """Fill of each node if every piece fits within one, else None."""
+    return _searched(widths, sizes, _in_order) or _searched(widths, sizes, _largest_first)
 
 
 def _searched(
@@ -260,13 +261,12 @@ def _searched(
     sizes: Sequence[int],
     first: Callable[[Sequence[int], Fill, int], Fill],
 ) -> list[Fill] | None:
-    """A search in depth, node by node; what was found to lead nowhere is not tried again.
+    """Depth-first search, node by node, with a table of dead ends.
 
-    Only fills are tried to which nothing can be added: a piece that fits here may as well leave
-    its node for this one.
+    Only maximal fills are tried: a piece that still fits on a node may move there from another.
 
     Args:
-        first: what is tried first, from the pieces that are left and the room of a node.
+        first: preferred fill, from the remaining pieces and the room of a node.
     """
     todo, dead = Counter(widths), set[tuple[int, frozenset[tuple[int, int]]]]()
     rooms = [*accumulate(sizes[::-1], initial=0)][::-1]  # from each node on
@@ -299,33 +299,33 @@ def _fills(
     todo: Fill,
     room: int,
 ) -> Iterator[Fill]:
-    """All ways to fill a node to which nothing can be added, a preferred one first."""
+    """All maximal fills of a node, the preferred one first."""
     best = first(widths, todo, room)
     yield best
     yield from (fill for fill in _full(sorted(todo, reverse=True), todo, room) if fill != best)
 
 
 def _full(widths: Sequence[int], todo: Fill, room: int) -> Iterator[Fill]:
-    """Of some widths, the widest first."""
+    """Maximal fills with some widths, the largest first."""
     if not widths:
         yield Fill()
         return
-    width, *others = widths
+    width, *smaller = widths
     for count in range(min(todo[width], room // width), -1, -1):
         left = room - count * width
-        for more in _full(others, todo, left):
+        for more in _full(smaller, todo, left):
             rest = left - _places(more)
             if rest < width or count == todo[width]:
                 yield more + Fill({width: count})
 
 
-def _as_they_come(widths: Sequence[int], todo: Fill, room: int) -> Fill:
-    """Pieces in their order, as long as there is room: what belongs together stays together."""
-    gone, least = Counter(widths) - todo, min(todo, default=0)
+def _in_order(widths: Sequence[int], todo: Fill, room: int) -> Fill:
+    """Pieces in order, while there is room, which keeps adjacent pieces together."""
+    placed, least = Counter(widths) - todo, min(todo, default=0)
     fill = Fill()
     for width in widths:
-        if gone[width] > 0:
-            gone[width] -= 1
+        if placed[width] > 0:
+            placed[width] -= 1
         elif width <= room:
             fill[width] += 1
             room -= width
@@ -338,5 +338,5 @@ def _places(fill: Fill) -> int:
     return sum(width * count for width, count in fill.items())
 
 
-def _widest(widths: Sequence[int], todo: Fill, room: int) -> Fill:
+def _largest_first(widths: Sequence[int], todo: Fill, room: int) -> Fill:
     return next(_full(sorted(todo, reverse=True), todo, room))

@@ -1,4 +1,4 @@
-"""Partitions: which channels of a dim each rank of the tensor axis has. Integers only."""
+"""Partitions of channels over the ranks of the tensor axis, in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from itertools import pairwise
 from spatialdl.parallel.layout import Bounds, Interval, even_bounds
 
 FORMS = ("output", "input", "replicate")
-"""What can be asked for: that a layer's weight is divided by its outputs, by its inputs, or not."""
+"""Forms of a layer: its weight is divided by outputs, by inputs, or replicated."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A dim cut over the ranks of the tensor axis, in one piece or in several after each other.
+    """A dim cut over the ranks of the tensor axis, in one or several consecutive pieces.
 
-    Queries, keys and values that one layer gives are three pieces, of each of which a rank has its
-    share of the heads.
+    Queries, keys and values from one layer are three pieces; a rank has its share of the heads of
+    each.
 
     Attributes:
-        pieces: where each piece is cut, counted from its own start; rank r has
-            ``[bounds[r], bounds[r + 1])`` of it.
+        pieces: bounds within each piece, from its start; rank r has ``[bounds[r], bounds[r + 1])``.
     """
 
     pieces: tuple[Bounds, ...]
@@ -32,8 +31,8 @@ class Partition:
         """Cut as evenly as integers allow.
 
         Args:
-            unit: channels that stay together; divides the size of a piece.
-            pieces: of equal size, after each other.
+            unit: number of channels that stay together; divides the size of a piece.
+            pieces: number of consecutive pieces of equal size.
         """
         bounds = even_bounds(size // pieces // unit, ranks)
         return cls((tuple(bound * unit for bound in bounds),) * pieces)
@@ -44,47 +43,47 @@ class Partition:
 
     @cached_property
     def size(self) -> int:
-        """Of the whole dim."""
+        """Size of the whole dim."""
         return sum(bounds[-1] for bounds in self.pieces)
 
     def held(self, rank: int) -> tuple[Interval, ...]:
-        """What a rank has, an interval of the whole dim for each piece."""
-        found, start = [], 0
+        """Intervals of the whole dim that a rank holds, one for each piece."""
+        intervals, start = [], 0
         for bounds in self.pieces:
-            found.append((start + bounds[rank], start + bounds[rank + 1]))
+            intervals.append((start + bounds[rank], start + bounds[rank + 1]))
             start += bounds[-1]
-        return tuple(found)
+        return tuple(intervals)
 
     def size_of(self, rank: int) -> int:
-        """How much of the dim a rank has."""
+        """Number of entries that a rank holds."""
         return sum(bounds[rank + 1] - bounds[rank] for bounds in self.pieces)
 
     @property
-    def leaves_none(self) -> bool:
+    def covers_all_ranks(self) -> bool:
         """Whether every rank has something of every piece."""
         return all(start < stop for bounds in self.pieces for start, stop in pairwise(bounds))
 
     def times(self, factor: int) -> Partition:
-        """Of a dim each of whose entries has become `factor` entries after each other."""
+        """Partition of a dim in which each entry is expanded to `factor` consecutive entries."""
         return Partition(tuple(tuple(b * factor for b in bounds) for bounds in self.pieces))
 
     def over(self, factor: int) -> Partition | None:
-        """The inverse of `times`; None where a cut does not fit."""
+        """Inverse of `times`; None if a bound is not divisible."""
         if any(bound % factor for bounds in self.pieces for bound in bounds):
             return None
         return Partition(tuple(tuple(b // factor for b in bounds) for bounds in self.pieces))
 
     def part(self, start: int, stop: int) -> Partition | None:
-        """Of the dim from `start` to `stop`; None unless pieces begin and end there."""
+        """Partition of the dim from `start` to `stop`; None unless these are bounds of pieces."""
         pieces, at = [], 0
         for bounds in self.pieces:
             if start <= at and at + bounds[-1] <= stop:
                 pieces.append(bounds)
             at += bounds[-1]
-        found = Partition(tuple(pieces)) if pieces else None
-        return found if found is not None and found.size == stop - start else None
+        partition = Partition(tuple(pieces)) if pieces else None
+        return partition if partition is not None and partition.size == stop - start else None
 
 
 def joined(partitions: Sequence[Partition]) -> Partition:
-    """Of dims that are put after each other."""
+    """Partition of concatenated dims."""
     return Partition(tuple(bounds for one in partitions for bounds in one.pieces))

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
-from spatialdl.comm.dry import DryEvent, Talk, following, listening
+from spatialdl.comm.dry import DryEvent, Talk, follow_events, record_talks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
@@ -214,13 +214,13 @@ class _Run:
             if self._parts.span.stop < len(names):
                 return
             self._begin("forward", len(names))
-            with listening() as talks:
+            with record_talks() as talks:
                 self._loss = dry_loss(self._output, self._segments, self._shape, self._mesh)
             self._heard("forward", len(names), talks)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        with self._ledger.watch(), torch.device("meta"), following(self._follow):
+        with self._ledger.watch(), torch.device("meta"), follow_events(self._follow):
             yield
 
     def _follow(self, event: DryEvent) -> None:
@@ -231,7 +231,7 @@ class _Run:
         self._begin("forward", number)
         before = {id(one): one._version for one in self._values.values()}
         try:
-            with listening() as talks:
+            with record_talks() as talks:
                 self._output = self._parts.run(number, self._values, self._recording)
         except (UnsupportedSpatialOp, ValueError, RuntimeError) as error:
             if not self._split:
@@ -279,7 +279,7 @@ class _Run:
         given = [] if self._loss is not None else [torch.ones_like(one) for one in roots]
         for one in given:  # by the stage behind
             self._ledger.own(local(one), enters=True)
-        with self._watched(), listening() as talks:
+        with self._watched(), record_talks() as talks:
             self._listened = talks
             grads = given or [torch.ones_like(one) for one in roots]
             if roots:

@@ -1,4 +1,4 @@
-"""PyTorch's functions that are written in Python, so that the operations inside them are seen."""
+"""Access to the operations inside PyTorch's functions that are written in Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKS = (
 )
 _METHODS: set[Any] = {
     torch.Tensor.backward,
-    torch.autograd.backward,  # what is recomputed inside must find its handlers
+    torch.autograd.backward,  # recomputation inside must find its handlers
     torch.autograd.grad,
     torch.Tensor.split,
     torch.Tensor.norm,
@@ -27,10 +27,10 @@ _METHODS: set[Any] = {
 
 @functools.cache
 def inside(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of PyTorch written in Python, so that the table sees the operations inside it.
+    """Copy of a PyTorch function written in Python that dispatches its inner operations only.
 
-    Such a function first asks whether an operand wants to handle it, and would ask for ever: this
-    is a copy that does not ask.
+    The original first checks for operands with ``__torch_function__`` and would recurse
+    infinitely; the copy skips this check.
 
     Returns:
         None if `function` is not written in Python.
@@ -52,7 +52,7 @@ def inside(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _inside_cells(cells: tuple[types.CellType, ...] | None) -> tuple[types.CellType, ...] | None:
-    """Max pooling, for one, is chosen between two functions that ask on their own."""
+    """Copy closures too: max pooling, for example, selects one of two such functions."""
     if cells is None:
         return None
     contents = [cell.cell_contents for cell in cells]

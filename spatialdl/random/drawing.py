@@ -1,4 +1,4 @@
-"""Random functions of PyTorch made to draw from a stream, and to draw the same once more."""
+"""Contexts in which PyTorch's random functions draw from a stream, also in recomputation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spatialdl.random.streams import Stream, of_meshes, thread
 
 
 class _Keyed(TorchFunctionMode):
-    """Random functions of PyTorch on plain tensors draw from the stream; all else as it is."""
+    """Mode in which random functions on plain tensors draw from the stream."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Keyed(TorchFunctionMode):
         composite = inside(func) if getattr(func, "__module__", "") == F.__name__ else None
         if composite is None:
             return func(*args, **kwargs)
-        super().__enter__()  # type: ignore[no-untyped-call]  # what it calls may draw
+        super().__enter__()  # type: ignore[no-untyped-call]  # inner calls may draw
         try:
             return composite(*args, **kwargs)
         finally:
@@ -59,20 +59,20 @@ def _is_split(types: Any) -> bool:
 def keyed(
     seed: int, step: int, microbatch: int = 0, own: range | None = None
 ) -> AbstractContextManager[object]:
-    """Within it random numbers depend on these and on the number of the call only.
+    """Context in which random numbers depend only on these arguments and the index of the call.
 
     Args:
-        seed: of the run.
-        step: number of the optimiser step.
-        microbatch: number of the micro-batch in the step, over all data replicas, so that
+        seed: seed of the run.
+        step: index of the optimizer step.
+        microbatch: index of the micro-batch in the step, over all data replicas, so that
             replicas draw different numbers.
-        own: the samples of the micro-batch that this rank has, if others have the rest.
+        own: samples of the micro-batch that this rank has, if other ranks have the rest.
     """
     return _Keyed(Stream(key_of(seed, step, microbatch), own=own))
 
 
 class _Again:
-    """The state of all streams as it was; may be entered any number of times."""
+    """Saved state of all streams; may be entered repeatedly."""
 
     def __init__(self) -> None:
         stream = thread.stream
@@ -100,16 +100,16 @@ class _Again:
 
 
 def same_again() -> AbstractContextManager[None]:
-    """A context that draws what is drawn from now on, once more; to be entered later."""
+    """Context, to be entered later, that repeats the numbers drawn from now on."""
     return _Again()
 
 
 class OnThreads:
-    """What this thread draws next, drawn by other threads alike: each has a stream of its own.
+    """Draws this thread's next numbers identically on other threads, with a stream each.
 
     Args:
-        meshes: of the other threads; outside of `keyed` their split images draw by a seed from
-            PyTorch's default generator.
+        meshes: meshes of the other threads; outside of `keyed` their split images draw with a seed
+            from PyTorch's default generator.
     """
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
@@ -121,7 +121,7 @@ class OnThreads:
 
     @contextmanager
     def of(self) -> Iterator[None]:
-        """A context for another thread."""
+        """Context for another thread."""
         if self._around is None:
             yield
             return
@@ -131,18 +131,18 @@ class OnThreads:
         self._drawn = stream.calls
 
     def finish(self) -> None:
-        """Go on in this thread behind what the others have drawn."""
+        """Advance this thread's stream past the numbers drawn by the other threads."""
         if self._around is not None:
             self._around.calls = max(self._drawn, self._around.calls)
 
 
 class PartsOfSamples:
-    """Samples that go through a network part after part and draw as if all went at once.
+    """Samples that pass a network in parts, with the numbers of a single pass.
 
-    To be made within `keyed`. Each part begins at the call that is next now, any number of times.
+    To be created within `keyed`. Each part begins at the current call index, and may be repeated.
 
     Attributes:
-        drawn: calls of the last part.
+        drawn: number of calls of the last part.
 
     Raises:
         RuntimeError: outside of `keyed`.
@@ -150,23 +150,23 @@ class PartsOfSamples:
 
     def __init__(self) -> None:
         if thread.stream is None:
-            raise RuntimeError("parts of samples draw random numbers within keyed() only")
+            raise RuntimeError("samples in parts can draw random numbers within keyed() only")
         self._around, self._first = thread.stream, thread.stream.calls
         self.drawn = 0
 
     @contextmanager
     def of(self, own: range) -> Iterator[None]:
-        """Draw for these samples."""
+        """Context to draw for these samples."""
         stream = Stream(self._around.key, self._first, own)
         with _Keyed(stream):
             yield
         self.drawn = stream.calls - self._first
 
     def finish(self, drawn: int) -> None:
-        """What is drawn from now on comes after `drawn` calls of all samples."""
+        """Advance the stream by `drawn` calls of all samples."""
         self._around.calls = self._first + drawn
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The ``context_fn`` of ``torch.utils.checkpoint``: the second run draws as the first."""
+    """``context_fn`` for ``torch.utils.checkpoint``: recomputation draws the same numbers."""
     return nullcontext(), same_again()

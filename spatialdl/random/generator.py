@@ -1,7 +1,4 @@
-"""Random numbers of a key and a place: SplitMix64, drawn for any part of a whole tensor.
-
-Nothing here has a state.
-"""
+"""Stateless random numbers from a key and a position: SplitMix64, for any region of a tensor."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from torch import Tensor
 _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _WORD = 2**64 - 1
-_BITS = 53  # of a random number; float64 has no more
-_CHUNK = 2**16  # numbers drawn at a time, so that integers on the way stay in a CPU's cache
-_CHUNK_ON_DEVICE = 2**22  # so that a device needs few kernels, and 32 MB for integers on the way
+_BITS = 53  # bits of a random number, the precision of float64
+_CHUNK = 2**16  # numbers drawn at a time, so that intermediate integers fit in a CPU cache
+_CHUNK_ON_DEVICE = 2**22  # few kernels, and 32 MB of intermediate integers
 
 
 def _mixed(word: int) -> int:
@@ -27,7 +24,7 @@ def _mixed(word: int) -> int:
 
 
 def key_of(*numbers: int) -> int:
-    """One key of 64 bits for several integers."""
+    """Combine integers to a 64-bit key."""
     key = 0
     for number in numbers:
         key = _mixed((key ^ _mixed((number + _GAMMA) & _WORD)) + _GAMMA & _WORD)
@@ -35,18 +32,18 @@ def key_of(*numbers: int) -> int:
 
 
 def signed(word: int) -> int:
-    """The lowest 64 bits as a number of int64."""
+    """The lowest 64 bits as an int64 value."""
     word &= _WORD
     return word - 2**64 if word >= 2**63 else word
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """A shift to the right that fills with zeros; int64 has a sign."""
+    """Logical right shift of int64."""
     return (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
 def _bits(key: int, places: Tensor) -> Tensor:
-    """Random integers of 53 bits for places in a tensor."""
+    """Random 53-bit integers for positions in a tensor."""
     words = places * signed(_GAMMA) + signed(key + _GAMMA)
     for shift, factor in _ROUNDS:
         words ^= _shifted(words, shift)
@@ -56,11 +53,11 @@ def _bits(key: int, places: Tensor) -> Tensor:
 
 
 class TensorRegion(NamedTuple):
-    """The part of a whole tensor that this rank holds.
+    """Region of a whole tensor that this rank holds.
 
     Attributes:
-        positions: for each dim where the own elements are in it; int64.
-        shape: of the whole tensor.
+        positions: int64 indices of the own elements along each dim.
+        shape: shape of the whole tensor.
     """
 
     positions: tuple[Tensor, ...]
@@ -71,7 +68,7 @@ class TensorRegion(NamedTuple):
         return tuple(len(places) for places in self.positions)
 
     def of_channels(self) -> TensorRegion:
-        """The same for one number a sample and channel: (N, C, 1, ...)."""
+        """Region with one number for each sample and channel: (N, C, 1, ...)."""
         rest = len(self.shape) - 2
         one = torch.zeros(1, dtype=torch.int64)
         return TensorRegion(self.positions[:2] + (one,) * rest, self.shape[:2] + (1,) * rest)
@@ -81,11 +78,11 @@ def _drawn(
     region: TensorRegion,
     key: int,
     out: Tensor,
-    made: Callable[[Callable[[int], Tensor], Tensor], Tensor],
+    transform: Callable[[Callable[[int], Tensor], Tensor], Tensor],
 ) -> Tensor:
-    """Fill `out` chunk by chunk by what is made of random integers.
+    """Fill `out` in chunks with a function of random integers.
 
-    `made` is given a function from a number of the stream to integers, and the part to be filled.
+    `transform` is given a function from a stream index to integers, and the chunk to be filled.
     """
     if out.device.type == "meta":
         return out
@@ -99,7 +96,7 @@ def _drawn(
             for places, step in zip(positions[dim:], steps[dim:], strict=True):
                 base = base[..., None] + places * step
             places = base.view(part.shape)
-            part.copy_(made(lambda stream: _bits(key_of(key, stream), places), part))
+            part.copy_(transform(lambda stream: _bits(key_of(key, stream), places), part))
             return
         if inner > chunk:
             for row, place in zip(part.unbind(0), positions[dim], strict=True):
@@ -117,7 +114,7 @@ def _drawn(
 
 
 def _on_device(positions: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same on a device, by one copy for which the host does not wait."""
+    """Positions on a device, by one asynchronous copy."""
     if device.type == "cpu" or not positions:
         return list(positions)
     joined = torch.cat(tuple(positions)).pin_memory().to(device, non_blocking=True)
@@ -125,7 +122,7 @@ def _on_device(positions: Sequence[Tensor], device: torch.device) -> list[Tensor
 
 
 def keep_mask(region: TensorRegion, probability: float, key: int, device: torch.device) -> Tensor:
-    """True with `probability`; exact, whatever the device."""
+    """Boolean mask, True with `probability`; identical on all devices."""
     limit = round(probability * 2**_BITS)
     out = torch.empty(region.size, dtype=torch.bool, device=device)
     return _drawn(region, key, out, lambda bits, part: bits(0) < limit)
@@ -136,35 +133,35 @@ def uniform(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.de
     digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     out = torch.empty(region.size, dtype=dtype, device=device)
 
-    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+    def transform(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
         return _shifted(bits(0), _BITS - digits).double() * 2.0**-digits
 
-    return _drawn(region, key, out, made)
+    return _drawn(region, key, out, transform)
 
 
 def normal(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Standard normal numbers (Box and Muller, 1958)."""
     out = torch.empty(region.size, dtype=dtype, device=device)
 
-    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+    def transform(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
         radius = (-2 * ((bits(0).double() + 1) * 2.0**-_BITS).log()).sqrt()
         return radius * (bits(1).double() * (2 * math.pi * 2.0**-_BITS)).cos()
 
-    return _drawn(region, key, out, made)
+    return _drawn(region, key, out, transform)
 
 
 def exponential(region: TensorRegion, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the exponential distribution of rate 1; never 0, of which logarithms are taken."""
+    """Exponentially distributed numbers of rate 1; never 0, so that their logarithm is finite."""
     out = torch.empty(region.size, dtype=dtype, device=device)
 
-    def made(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
+    def transform(bits: Callable[[int], Tensor], part: Tensor) -> Tensor:
         smallest = torch.finfo(dtype).tiny
         return -((bits(0).double() + 1) * 2.0**-_BITS).log().clamp_(max=-smallest)
 
-    return _drawn(region, key, out, made)
+    return _drawn(region, key, out, transform)
 
 
 def bernoulli(probabilities: Tensor, region: TensorRegion, key: int) -> Tensor:
-    """Ones where a number in [0, 1) is below the probability; in the type of `probabilities`."""
+    """Ones where a uniform number is below the probability; dtype as `probabilities`."""
     numbers = uniform(region, key, torch.float64, probabilities.device)
     return (numbers < probabilities).to(probabilities.dtype)

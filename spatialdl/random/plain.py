@@ -1,6 +1,6 @@
-"""Random functions of PyTorch, drawn from a stream of keys.
+"""PyTorch's random functions, drawn from a stream of keys.
 
-Each is written once: for any part of a whole tensor. `PLAIN` has them for tensors that are whole.
+Each is implemented once, for any region of a whole tensor. `PLAIN` maps functions on whole tensors.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spatialdl.random.generator import (
 )
 from spatialdl.random.streams import next_key, whole
 
-_ALPHA = 1.7580993408473766  # Klambauer et al. (2017): minus the limit of SELU
+_ALPHA = 1.7580993408473766  # Klambauer et al. (2017): negative limit of SELU
 
 
 class _Masked(torch.autograd.Function):
-    """``x * keep * scale``; keeps the mask, a byte for each number of it."""
+    """``x * keep * scale``; saves the mask, one byte for each of its elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -45,11 +45,11 @@ class _Masked(torch.autograd.Function):
 def dropped(
     x: Tensor, region: TensorRegion, key: int, p: float, channels: bool = False, alpha: bool = False
 ) -> Tensor:
-    """Dropout of the part `region` of a whole tensor.
+    """Dropout of the region of a whole tensor.
 
     Args:
         channels: drop whole channels.
-        alpha: keep mean and variance (Klambauer et al., 2017).
+        alpha: preserve mean and variance (Klambauer et al., 2017).
     """
     if p == 1:
         return x * torch.zeros_like(x)
@@ -64,13 +64,13 @@ def dropped(
 
 
 def check_probability(p: float) -> None:
-    """Refuse what is no probability, as PyTorch does."""
+    """Check a dropout probability, with PyTorch's error."""
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
 def _dropout(channels: bool = False, alpha: bool = False, unbatched: int = 0) -> Any:
-    """`unbatched`: the number of dims of an input without a dim of samples; 0: there is none."""
+    """`unbatched`: number of dims of an input without a batch dim; 0 if not supported."""
 
     def dropout(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -155,7 +155,7 @@ def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: None = None) -> Tensor
 
 
 def float_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers are drawn that are then written into a tensor of `dtype`."""
+    """Dtype of numbers that are drawn for a tensor of `dtype`."""
     return dtype if dtype.is_floating_point else torch.float64
 
 
@@ -175,12 +175,12 @@ def _exponential_(self: Tensor, lambd: float = 1, *, generator: None = None) -> 
     return self.copy_(numbers / lambd)
 
 
-def rrelu_by(
+def rrelu_with(
     rand_like: Callable[[Tensor], Tensor], input: Tensor, lower: float, upper: float, training: bool
 ) -> Tensor:
-    """`torch.rrelu` of a whole tensor or a split one, as `rand_like` is.
+    """`torch.rrelu` of a whole or a split tensor, depending on `rand_like`.
 
-    Backward needs the signs and the slopes, not `input`, which may be written over.
+    Saves signs and slopes for backward, not `input`, which may be overwritten.
     """
     slopes = rand_like(input) * (upper - lower) + lower if training else (lower + upper) / 2
     return torch.where(input > 0, input, input * slopes)
@@ -189,11 +189,11 @@ def rrelu_by(
 def _rrelu(
     input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: None
 ) -> Tensor:
-    return rrelu_by(_factory_like(uniform), input, lower, upper, training)
+    return rrelu_with(_factory_like(uniform), input, lower, upper, training)
 
 
-def written_back(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The in-place variant of a function of one tensor."""
+def in_place_variant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """In-place variant of a function of one tensor."""
 
     def function_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return input.copy_(function(input, *args, **kwargs))
@@ -214,9 +214,9 @@ def attention(
     enable_gqa: bool,
     drop: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """What `F.scaled_dot_product_attention` computes, with `drop` applied to the weights.
+    """`F.scaled_dot_product_attention`, with `drop` applied to the attention weights.
 
-    One function for whole and split tensors, so that both drop the same weights.
+    Shared by whole and split tensors, so that both drop the same weights.
     """
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -233,8 +233,8 @@ def attention(
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
     else:
         scores = scores + attn_mask
-    nothing_seen = scores.amax(-1, keepdim=True) == -math.inf  # PyTorch's answer to it is zero
-    weights = scores.masked_fill(nothing_seen, 0.0).softmax(-1).masked_fill(nothing_seen, 0.0)
+    masked = scores.amax(-1, keepdim=True) == -math.inf  # as in PyTorch, the result is zero there
+    weights = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
     return drop(weights) @ value
 
 
@@ -255,12 +255,12 @@ def attention_of_whole(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     check_probability(dropout_p)
-    return attention_spelled_out(
+    return explicit_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mesh
     )
 
 
-def attention_spelled_out(
+def explicit_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -271,7 +271,7 @@ def attention_spelled_out(
     enable_gqa: bool,
     mesh: Mesh | None,
 ) -> Tensor:
-    """The same of tensors whose products, the weights, all ranks of `mesh` hold whole."""
+    """Attention with explicit weights, for tensors whose weights all ranks of `mesh` hold whole."""
 
     def drop(weights: Tensor) -> Tensor:
         if dropout_p == 0:
@@ -312,6 +312,6 @@ PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.normal_: _normal_,
     Tensor.exponential_: _exponential_,
     torch.rrelu: _rrelu,
-    torch.rrelu_: written_back(_rrelu),
+    torch.rrelu_: in_place_variant(_rrelu),
     F.scaled_dot_product_attention: attention_of_whole,
 }

@@ -1,4 +1,4 @@
-"""Which number of call it is: streams of keys, one for what is `keyed`, one for each mesh."""
+"""Streams of keys, with an index for each call: one for `keyed`, one for each mesh."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Stream:
 
 class _Thread(threading.local):
     stream: Stream | None = None
-    again: int = 0  # contexts open in which a part of the network runs again
-    drawn: int = 0  # calls so far, of all streams
+    again: int = 0  # depth of open recomputation contexts
+    drawn: int = 0  # number of calls so far, over all streams
 
 
 thread = _Thread()
@@ -37,18 +37,18 @@ of_meshes: WeakKeyDictionary[Mesh, Stream] = WeakKeyDictionary()
 
 
 def next_key(mesh: Mesh | None = None) -> int:
-    """The key of the next call.
+    """Key of the next call.
 
     Args:
-        mesh: of the split image; outside of `keyed` all its ranks must call this alike.
+        mesh: mesh of the split image; outside of `keyed` collective over its ranks.
 
     Raises:
-        RuntimeError: in backward, outside of what `checkpoint_contexts` restores: the mask would
-            not be that of forward. Within `keyed` already in forward.
+        RuntimeError: in backward without `checkpoint_contexts`, as the mask would differ from that
+            of forward. Within `keyed` already in forward.
     """
     if not thread.again and (torch._C._current_graph_task_id() != -1 or _would_differ()):
         raise RuntimeError(
-            "a random mask is drawn during backward, where it would differ from that of forward: "
+            "a random mask is drawn in backward, where it would differ from that of forward: "
             "pass context_fn=spatialdl.random.checkpoint_contexts (and use_reentrant=False) to "
             "torch.utils.checkpoint.checkpoint"
         )
@@ -63,14 +63,14 @@ def next_key(mesh: Mesh | None = None) -> int:
 
 
 def numbers_drawn() -> int:
-    """How many calls of this thread have drawn random numbers so far."""
+    """Number of calls of this thread that have drawn random numbers so far."""
     return thread.drawn
 
 
 def _would_differ() -> bool:
-    """Does a checkpoint that knows nothing of `keyed` run what draws now once more in backward?
+    """Whether a checkpoint without these contexts would recompute the current call in backward.
 
-    Seen from its frames: in backward plain tensors draw without asking here.
+    Inspects stack frames: in backward plain tensors draw without a call to this module.
     """
     frame = sys._getframe() if thread.stream is not None else None
     while frame is not None:
@@ -81,7 +81,7 @@ def _would_differ() -> bool:
 
 
 def _stream_of(mesh: Mesh) -> Stream:
-    """Ranks agree on a seed once: that of rank 0; data replicas draw numbers of their own."""
+    """Stream of a mesh, with the seed of rank 0; data replicas draw different numbers."""
     if mesh not in of_meshes:
         own = torch.tensor(signed(torch.initial_seed()))
         with aside():
@@ -94,8 +94,8 @@ def _stream_of(mesh: Mesh) -> Stream:
 def scope(name: str) -> Iterator[None]:
     """Within `keyed`: count calls from zero for a named part of a network.
 
-    Its numbers then do not depend on what ran before it, for instance on another pipeline stage.
-    Give each part a name of its own.
+    Its numbers then do not depend on earlier parts, for instance on another pipeline stage. The
+    name must be unique.
     """
     around = thread.stream
     if around is not None:
@@ -108,7 +108,7 @@ def scope(name: str) -> Iterator[None]:
 
 
 def whole(shape: Sequence[int]) -> TensorRegion:
-    """All of a tensor; of one with a number for each own sample, these, see `keyed`."""
+    """Region of a whole tensor; with one row for each own sample, the region of these samples."""
     positions = [torch.arange(size) for size in shape]
     own = thread.stream.own if thread.stream is not None else None
     if own is not None and positions and len(positions[0]) == len(own):

@@ -20,8 +20,8 @@ from torch import Tensor
 from spatialdl.random.plain import (
     attention,
     attention_of_whole,
-    attention_spelled_out,
     check_probability,
+    explicit_attention,
 )
 from spatialdl.random.streams import next_key
 from spatialdl.spatial.blockwise import Dropped, Scores
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
                 split,
                 "its last dim, of features, must not be split",
             )
-        return attention_spelled_out(
+        return explicit_attention(
             query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
         )
     if _goes_round(query, key, value, attn_mask, enable_gqa):

@@ -57,7 +57,7 @@ class BorderBand:
     ) -> Tensor:
         """What the band reads, copied together; `fill` outside the image."""
         window = empty_for(tile, shape_of(tile, self.box))
-        for outside in plan.nobodys:
+        for outside in plan.unowned:
             common = self.box.intersect(outside)
             if not common.is_empty:
                 view_of(window, self.box, common).fill_(fill)

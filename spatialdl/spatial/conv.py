@@ -381,7 +381,7 @@ def _convolved(
     )
     geometry = tile_geometry(input.spatial_layout, output, windows, mesh.part)
     tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
-    if geometry and not plan.talks and not geometry.skips:
+    if geometry and not plan.communicates and not geometry.skips:
         y = geometry.wanted(conv.forward(tile, weight, bias, geometry.padding))
     elif geometry is None or _has_large_weight(input, weight):
         y = conv_of_window(tile, weight, bias, conv, mesh.own_box(output), plan, mesh)

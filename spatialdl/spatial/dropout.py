@@ -17,8 +17,8 @@ from spatialdl.random.plain import (
     check_probability,
     dropped,
     float_type,
-    rrelu_by,
-    written_back,
+    in_place_variant,
+    rrelu_with,
 )
 from spatialdl.random.streams import next_key
 from spatialdl.spatial.span import positions, without_dims
@@ -131,7 +131,7 @@ def exponential_(
 def rrelu(
     input: SpatialTensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
 ) -> Tensor:
-    return rrelu_by(torch.rand_like, input, lower, upper, training)
+    return rrelu_with(torch.rand_like, input, lower, upper, training)
 
 
-register_op(torch.rrelu_, split=("input",), prefix=True)(written_back(rrelu))
+register_op(torch.rrelu_, split=("input",), prefix=True)(in_place_variant(rrelu))

@@ -191,7 +191,7 @@ class _Pool(torch.autograd.Function):
             BoxedTensor(empty_for(tile, shape_of(tile, box)), box) for _, box in plan.receives
         ]
         exchange = None
-        if plan.talks:
+        if plan.communicates:
             halo = Exchange(plan, [BoxedTensor(tile, plan.own)], arrivals, tile.device)
             exchange = start_exchange(mesh.grid_comm, halo, pooling.name)
         y, found = _pooled_alone(tile, parts.alone, own, pooling)
@@ -225,7 +225,7 @@ class _Pool(torch.autograd.Function):
             for (band, place), window in zip(found, likes, strict=True)
         ]
         arrivals, exchange = rooms_back(grad, plan), None
-        if plan.talks:
+        if plan.communicates:
             halos = [
                 BoxedTensor(grad.new_zeros(shape_of(grad, box)), box) for _, box in plan.receives
             ]
@@ -262,7 +262,7 @@ def _pooled_band(
     """Fill the band's outputs; the places of maxima in its window."""
     pooled, places = pooling.forward(window, pooling.no_padding)
     band.of(y).copy_(pooled)
-    if pooling.divisor is None and plan.nobodys and y.is_floating_point():
+    if pooling.divisor is None and plan.unowned and y.is_floating_point():
         return _inside_image(pooled, places, band.box, pooling.windows)
     return places
 

@@ -181,7 +181,7 @@ def fetch(image: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, name: str = 
 @lru_cache(maxsize=4096)
 def stays(plan: Plan) -> bool:
     """Whether every rank holds all that it needs; the same answer on every rank."""
-    return not plan.talks and all(
+    return not plan.communicates and all(
         own_start <= start <= stop <= own_stop
         for own, need in zip(plan.owned, plan.needed, strict=True)
         for (own_start, own_stop), (start, stop) in zip(own.spatial, need.spatial, strict=True)

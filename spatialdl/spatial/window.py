@@ -98,7 +98,7 @@ def check_output(name: str, x: SpatialTensor, size: tuple[int, ...]) -> None:
 
 def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str) -> Tensor:
     """The box that this rank needs: a view where nobody talks and the tile holds all of it."""
-    if not plan.talks and holds_all(plan):
+    if not plan.communicates and holds_all(plan):
         return view_of(tile, plan.own, plan.need)
     return move(mesh.grid_comm, plan, tile, name=name)
 

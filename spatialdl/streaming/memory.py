@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from spatialdl.comm.allocator import return_what_is_freed
+from spatialdl.comm.allocator import return_freed_memory
 from spatialdl.streaming.device_store import DeviceDiskStore, PinnedStore
 from spatialdl.streaming.store import DiskStore, Slot, Store
 from spatialdl.streaming.watch import Watch, storages_of
@@ -361,5 +361,5 @@ def memory_within(
     folder = None if where in (None, DISK) else str(where)
     if not on_cpu:
         return Memory(limit, DeviceDiskStore(device, folder))
-    return_what_is_freed()
+    return_freed_memory()
     return Memory(limit, DiskStore(folder))

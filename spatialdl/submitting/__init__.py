@@ -1,1 +1,1 @@
-"""Runs as jobs of Slurm: what they ask for, handing them in, and what goes on inside."""
+"""Runs as Slurm jobs: resources, submission, and the script inside the job."""

@@ -1,4 +1,4 @@
-"""What a job asks Slurm for: the ranks of its layout on the nodes of a site."""
+"""Resources of a Slurm job: nodes, tasks and sbatch options for the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 Options = tuple[tuple[str, object], ...]
-"""Options of sbatch in order, ``True`` for those that have no value; equal ones share an array."""
+"""sbatch options in order, ``True`` for flags; runs with equal options share an array."""
 
 _COUNTS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_task", "at_once")
 _KEYS = {
@@ -16,30 +16,30 @@ _KEYS = {
     **{"ntasks_per_node": "tasks_per_node", "no_requeue": "requeue"},
     **{name: name for name in ("cpus_per_task", "gpus_per_task")},
 }
-_OURS = {option: f"launcher.{key} says it" for option, key in _KEYS.items()} | {
-    "array": "a sweep is one, launcher.at_once limits it",
-    "error": "what jobs say goes where the table says",
-    "ntasks": "the layout says how many ranks there are",
-    "open_mode": "a job that goes on adds to its log",
-    "output": "what jobs say goes where the table says",
+_OURS = {option: f"launcher.{key} sets it" for option, key in _KEYS.items()} | {
+    "array": "a sweep is an array, launcher.at_once limits it",
+    "error": "the table lists the log files of jobs",
+    "ntasks": "the layout determines the number of ranks",
+    "open_mode": "a resumed job appends to its log",
+    "output": "the table lists the log files of jobs",
     "wrap": "a job is a run",
 }
-"""Options that are not for ``launcher.options``, with who says them."""
+"""Options that ``launcher.options`` must not contain, with the reason."""
 
 
 def resources(launcher: DictConfig, ranks: int) -> Options:
-    """The options of sbatch for a job.
+    """sbatch options of a job.
 
     Args:
-        launcher: the settings, as in ``launcher=slurm``.
-        ranks: that the layout has.
+        launcher: settings of ``launcher=slurm``.
+        ranks: number of ranks of the layout.
 
     Raises:
-        ValueError: if a setting is no such thing, or the ranks do not fit on the nodes.
+        ValueError: if a setting is invalid, or the ranks do not fit on the nodes.
     """
     _check(launcher)
     nodes, each = on_nodes(ranks, launcher.nodes, launcher.tasks_per_node)
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "account": launcher.account,
         "cpus_per_task": launcher.cpus_per_task,
         "gpus_per_task": launcher.gpus_per_task,
@@ -51,15 +51,15 @@ def resources(launcher: DictConfig, ranks: int) -> Options:
         "time": launcher.time,
         ("requeue" if launcher.requeue else "no_requeue"): True,
     }
-    found |= dict(_option(text) for text in launcher.options)
-    return tuple((key, value) for key, value in sorted(found.items()) if value is not None)
+    options |= dict(_option(text) for text in launcher.options)
+    return tuple((key, value) for key, value in sorted(options.items()) if value is not None)
 
 
 def on_nodes(ranks: int, nodes: int | None, each: int | None) -> tuple[int | None, int | None]:
-    """The nodes and the most ranks on one of them; None is left to Slurm.
+    """Number of nodes, and maximum ranks per node; None is left to Slurm.
 
     Raises:
-        ValueError: if the ranks do not fit, with the arithmetic.
+        ValueError: if the ranks do not fit, with the numbers.
     """
     if nodes is None and each is None:
         return None, None
@@ -69,14 +69,14 @@ def on_nodes(ranks: int, nodes: int | None, each: int | None) -> tuple[int | Non
     assert nodes is not None
     if nodes > ranks:
         raise ValueError(
-            f"launcher.nodes={nodes}, but the layout has {_ranks(ranks)}: take {ranks}"
+            f"launcher.nodes={nodes}, but the layout has {_ranks(ranks)}: use at most {ranks}"
         )
     if each is None:
         return nodes, -(-ranks // nodes)
     if nodes * each < ranks:
         raise ValueError(
             f"the layout has {_ranks(ranks)}, but launcher.nodes={nodes} x "
-            f"launcher.tasks_per_node={each} = {nodes * each}: leave one of them out"
+            f"launcher.tasks_per_node={each} = {nodes * each}: omit one of them"
         )
     return nodes, min(each, ranks)
 
@@ -99,18 +99,18 @@ def _check(launcher: DictConfig) -> None:
 
 
 def _option(text: str) -> tuple[str, object]:
-    """One of ``launcher.options``, named as submitit writes it: ``mem_per_cpu``."""
-    found = re.fullmatch(r"--([a-z][a-z-]*)(?:=(.+))?", text)
-    if found is None or not text.isprintable():
+    """Parse one of ``launcher.options``, named as in submitit: ``mem_per_cpu``."""
+    match = re.fullmatch(r"--([a-z][a-z-]*)(?:=(.+))?", text)
+    if match is None or not text.isprintable():
         raise ValueError(f"launcher.options has {text!r}: write options as --qos=long")
-    name = found[1].replace("-", "_")
+    name = match[1].replace("-", "_")
     if name in _OURS:
-        raise ValueError(f"launcher.options has {text}: leave it out, {_OURS[name]}")
-    return name, found[2] or True
+        raise ValueError(f"launcher.options has {text}: omit it, {_OURS[name]}")
+    return name, match[2] or True
 
 
 def _check_words(key: str, value: object) -> None:
-    """Refuse what is no word; a line break would begin another line of the script."""
+    """Reject anything but a word; a line break would inject a line into the script."""
     if value is not None and not isinstance(value, str | int | float):
         raise ValueError(f"{key}={value} must be a word or a number")
     if not str(value).isprintable():

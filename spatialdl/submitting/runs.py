@@ -1,7 +1,7 @@
-"""Handing runs to Slurm: those of a sweep together, with a table of where they went.
+"""Submission of runs to Slurm: the runs of a sweep together, with a table of jobs and paths.
 
-submitit writes the script, calls sbatch and reads the number of the job. It would also pickle a
-function, to be loaded in the job; here the script has the command lines, and Slurm keeps a copy.
+submitit writes the script, calls sbatch and parses the job id. It normally pickles a function that
+the job loads; here the script contains the command lines, and Slurm keeps a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from spatialdl.starting import into, sources
+from spatialdl.starting import config_source_flags, run_dir_overrides
 from spatialdl.submitting.resources import Options, resources
 from spatialdl.text import aligned, counted
 from spatialdl.training.checks import check_config
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("spatialdl.slurm")
 
 FOLDER = "slurm"
-"""In the run or sweep directory: scripts, what jobs say, and the table."""
+"""In the run or sweep directory: scripts, logs of jobs, and the table."""
 
 _COLUMNS = ("job", "ranks", "overrides", "run directory", "log")
 _gathered: ContextVar[list[SubmittedRun] | None] = ContextVar("gathered", default=None)
@@ -43,17 +43,17 @@ _gathered: ContextVar[list[SubmittedRun] | None] = ContextVar("gathered", defaul
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """What becomes a job.
+    """A run to submit as a job.
 
     Attributes:
-        overrides: of the user, without those of the launcher.
-        words: the command line of its ranks.
-        run_dir: of the run.
-        ranks: that its layout has.
-        requeue: how many times it may go back into the queue.
-        options: of sbatch.
+        overrides: the user's overrides, without those of the launcher.
+        words: command line of its ranks.
+        run_dir: run directory.
+        ranks: number of ranks of its layout.
+        requeue: maximum number of restarts.
+        options: sbatch options.
         setup: shell lines before the ranks start.
-        at_once: jobs of an array that may run at the same time; None: all.
+        at_once: maximum number of concurrent jobs of an array; None for no limit.
     """
 
     overrides: tuple[str, ...]
@@ -66,16 +66,16 @@ class SubmittedRun:
     at_once: int | None
 
 
-def hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
-    """Submit a run, after a look at what would fail in its job; those of a sweep wait for all.
+def submit_run(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+    """Check and submit a run; runs of a sweep are collected for `submit`.
 
     Args:
-        config: of the run, with ``launcher=slurm``.
-        overrides: it was composed with.
-        run_dir: where its records lie already.
+        config: configuration of the run, with ``launcher=slurm``.
+        overrides: its overrides.
+        run_dir: run directory, which has its records already.
 
     Raises:
-        ValueError: if something would fail, or there is no Slurm; with what Slurm says.
+        ValueError: if the run would fail, Slurm is missing, or sbatch fails; with its message.
     """
     runs = _gathered.get()
     try:
@@ -83,7 +83,7 @@ def hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None
         run = _run_of(config, overrides, run_dir)
     except ValueError as error:
         if runs is not None:
-            error.add_note(f"(of the sweep's run {' '.join(overrides)}; none was submitted)")
+            error.add_note(f"(run {' '.join(overrides)} of the sweep; none was submitted)")
         raise
     if runs is None:
         submit([run], run_dir)
@@ -93,7 +93,7 @@ def hand_in(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None
 
 @contextmanager
 def gathered() -> Iterator[list[SubmittedRun]]:
-    """Keep what is handed in, for `submit`."""
+    """Context that collects the runs of a sweep, for `submit`."""
     runs: list[SubmittedRun] = []
     token = _gathered.set(runs)
     try:
@@ -103,41 +103,41 @@ def gathered() -> Iterator[list[SubmittedRun]]:
 
 
 def submit(runs: Sequence[SubmittedRun], folder: Path) -> None:
-    """Submit runs, those that ask for the same as an array, and say where they went.
+    """Submit runs, those with equal options as an array, and print a table.
 
     Args:
-        runs: to be submitted.
-        folder: of the run or of the sweep; scripts and logs go to ``slurm`` in it.
+        runs: runs to submit.
+        folder: directory of the run or sweep; scripts and logs are written to its ``slurm``.
 
     Raises:
-        ValueError: with what sbatch says.
+        ValueError: if sbatch fails, with its message.
     """
     folder = (folder / FOLDER).absolute()
     if "%" in str(folder):
-        raise ValueError(f"{folder} has a %, which Slurm would replace: take another hydra.run.dir")
+        raise ValueError(f"{folder} contains %, which Slurm expands: set another hydra.run.dir")
     folder.mkdir(parents=True, exist_ok=True)
-    alike: dict[object, list[SubmittedRun]] = {}
+    groups: dict[object, list[SubmittedRun]] = {}
     for run in runs:
-        alike.setdefault((run.options, run.setup, run.at_once), []).append(run)
+        groups.setdefault((run.options, run.setup, run.at_once), []).append(run)
     jobs: list[tuple[str, SubmittedRun]] = []
     try:
-        for some in alike.values():
-            jobs += zip(_submit_alike(some, folder), some, strict=True)
+        for group in groups.values():
+            jobs += zip(_submit_group(group, folder), group, strict=True)
     finally:
         if jobs:
-            _tell(jobs, folder)
+            _print_table(jobs, folder)
 
 
 def script(runs: Sequence[SubmittedRun]) -> str:
-    """The shell lines of a job that is one of several runs.
+    """Shell lines of a job that executes one of several runs.
 
-    The number of the job in the array says which; a job alone has none.
+    The array index selects the run; a single job has none.
     """
     lines = ["case ${SLURM_ARRAY_TASK_ID:-0} in"]
     for number, run in enumerate(runs):
         words = [f"--ranks={run.ranks}", f"--requeue={run.requeue}", str(run.run_dir), *run.words]
         lines.append(f"{number}) set -- {shlex.join(words)} ;;")
-    lines += ["esac", "trap '' USR1  # of scancel --full: it is the ranks that leave"]
+    lines += ["esac", "trap '' USR1  # of scancel --full, which the ranks handle"]
     command = f"exec {shlex.quote(sys.executable)} -u -m spatialdl.submitting.job"
     return "\n".join([*lines, f'{command} "$@"'])
 
@@ -145,26 +145,26 @@ def script(runs: Sequence[SubmittedRun]) -> str:
 def _check_place() -> None:
     if "SLURM_JOB_ID" in os.environ:
         raise ValueError(
-            f"launcher=slurm submits jobs, but this is inside of job {os.environ['SLURM_JOB_ID']}: "
-            "leave it out to start the ranks in this allocation, or start it outside"
+            f"launcher=slurm submits jobs, but this is inside job {os.environ['SLURM_JOB_ID']}: "
+            "omit it to start the ranks in this allocation, or run the command outside"
         )
     if shutil.which("sbatch") is None:
         raise ValueError(
-            "launcher=slurm submits by sbatch, but there is none on the path: load the module of "
-            "Slurm or add its bin folder to PATH, or leave launcher=slurm out to train here"
+            "launcher=slurm needs sbatch, which is not on PATH: load the Slurm module or add its "
+            "bin folder to PATH, or omit launcher=slurm to train here"
         )
     _executor(Path())
 
 
 def _run_of(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> SubmittedRun:
     if config.debug.name == "fakecomm":
-        raise ValueError("debug=fakecomm runs nothing that needs a job: leave launcher=slurm out")
+        raise ValueError("debug=fakecomm needs no job: omit launcher=slurm")
     ranks = _ranks_of(config)
     launcher = config.launcher
     own = [word for word in overrides if not re.match(r"[+~]*launcher(=|\.|@|$)", word)]
     return SubmittedRun(
         overrides=tuple(own),
-        words=(*sources(), *own, "launcher=local", *into(run_dir)),
+        words=(*config_source_flags(), *own, "launcher=local", *run_dir_overrides(run_dir)),
         run_dir=run_dir,
         ranks=ranks,
         requeue=launcher.requeue,
@@ -175,14 +175,14 @@ def _run_of(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> Subm
 
 
 def _ranks_of(config: DictConfig) -> int:
-    """Those that the layout has; one that is found inside the job has the user's number."""
+    """Number of ranks of the layout; of ``parallel=auto`` the user's ``parallel.world``."""
     if config.parallel.name != "auto":
         placement = check_config(config)
         check_stored_size(config.data, placement)
         return placement.world_size
     world = config.parallel.world
     if not isinstance(world, int) or world < 1:
-        raise ValueError("parallel=auto does not know for how many ranks: add parallel.world=...")
+        raise ValueError("parallel=auto needs a number of ranks: add parallel.world=...")
     return world
 
 
@@ -194,16 +194,16 @@ def _executor(folder: Path) -> SlurmExecutor:
 
     class Executor(SlurmExecutor):
         def _num_tasks(self) -> int:
-            return 1  # that submitit knows of: the script; nodes may be unknown here
+            return 1  # submitit's task is the script; the number of nodes may be unknown
 
     try:
         return Executor(folder)
-    except RuntimeError as error:  # it looks for srun
+    except RuntimeError as error:  # submitit requires srun
         raise ValueError(f"launcher=slurm: {error}") from error
 
 
-def _submit_alike(runs: Sequence[SubmittedRun], folder: Path) -> list[str]:
-    """The numbers of the jobs of runs that ask for the same."""
+def _submit_group(runs: Sequence[SubmittedRun], folder: Path) -> list[str]:
+    """Submit runs with equal options; return their job ids."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     first = runs[0]
@@ -216,35 +216,35 @@ def _submit_alike(runs: Sequence[SubmittedRun], folder: Path) -> list[str]:
         setup=list(first.setup),
         array_parallelism=first.at_once or len(runs),
         stderr_to_stdout=True,
-        use_srun=False,  # the command does that itself
+        use_srun=False,  # the command calls srun itself
         nodes=None,
         time=None,
-        wckey=None,  # which a site would have to know
+        wckey=None,  # rejected by sites without wckeys
     )
     if is_array:
         executor.parameters["map_count"] = len(runs)
     try:
-        with redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
+        with redirect_stderr(io.StringIO()):  # submitit also prints what it raises
             number = str(executor._submit_command(script(runs)).job_id)
     except FailedJobError as error:
-        raise ValueError(f"sbatch refuses the job: {error}") from error
+        raise ValueError(f"sbatch rejected the job: {error}") from error
     except (FailedSubmissionError, OSError) as error:
         raise ValueError(f"sbatch: {error}") from error
     for link in folder.glob(".submission_file_*.sh"):
-        if link.is_symlink():  # to the script, which submitit has named like the job
+        if link.is_symlink():  # to the script, which submitit names like the job
             link.unlink(missing_ok=True)
     return [f"{number}_{task}" for task in range(len(runs))] if is_array else [number]
 
 
-def _tell(jobs: Sequence[tuple[str, SubmittedRun]], folder: Path) -> None:
-    """The table on the terminal, with what differs, and whole in a file that outlasts it."""
+def _print_table(jobs: Sequence[tuple[str, SubmittedRun]], folder: Path) -> None:
+    """Print the table with the differing overrides, and append the full table to a file."""
     runs = [run for _, run in jobs]
-    in_all = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
+    common = set.intersection(*(set(run.overrides) for run in runs)) if len(runs) > 1 else set()
     rows, short = [], []
     for job, run in jobs:
         log_file = folder / f"{job}.log"
         rows.append((job, run.ranks, " ".join(run.overrides), run.run_dir, log_file))
-        own = " ".join(word for word in run.overrides if word not in in_all)
+        own = " ".join(word for word in run.overrides if word not in common)
         short.append((job, str(run.ranks), own, _short(run.run_dir), _short(log_file)))
     file = folder / "jobs.csv"
     is_new = not file.exists()
@@ -253,10 +253,10 @@ def _tell(jobs: Sequence[tuple[str, SubmittedRun]], folder: Path) -> None:
     log.info("%s submitted, listed in %s", counted(len(rows), "job"), _short(file))
     print("\n".join(aligned([_COLUMNS, *short], left=(0, 2, 3, 4))))
     numbers = list(dict.fromkeys(job.partition("_")[0] for job, _ in jobs))
-    print(f"look at them: squeue -j {','.join(numbers)}; end them: scancel {' '.join(numbers)}")
+    print(f"status: squeue -j {','.join(numbers)}; cancel: scancel {' '.join(numbers)}")
 
 
 def _short(path: Path) -> str:
-    """As seen from here, if it lies here."""
+    """Path relative to the working directory, if inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

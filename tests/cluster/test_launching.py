@@ -9,8 +9,8 @@ import pytest
 from tests.cluster.slurm import TRAIN, run
 
 ADVICE = (
-    "srun started 2 ranks, but MPI sees a world of 1: srun and this MPI do not speak the same "
-    "protocol, take `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH"
+    "srun started 2 ranks, but MPI_COMM_WORLD has size 1: srun and this MPI use different PMI "
+    "protocols, use `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH"
 )
 
 

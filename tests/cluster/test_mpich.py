@@ -59,7 +59,7 @@ def test_ranks_that_srun_does_not_introduce_to_each_other_end_with_advice(mpich,
     words = ["srun", "--mpi=none", "-N2", "-n2", mpich, *TRAIN[1:], *TINY, "parallel=dp"]
     done = run(words, tmp_path)
     assert done.returncode != 0
-    assert "srun started 2 ranks, but MPI sees a world of 1" in done.stderr
+    assert "srun started 2 ranks, but MPI_COMM_WORLD has size 1" in done.stderr
     assert "`srun --mpi=pmi2` for MPICH" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -90,7 +90,7 @@ def test_a_real_time_limit_is_gone_past_as_often_as_is_allowed(tmp_path):
     with job:
         job.says("start 2 of the run")
         job.says("going on after step")
-        job.says("and not queued again: launcher.requeue=1; ckpt_path=latest goes on")
+        job.says("not requeued: launcher.requeue=1 reached; resume with ckpt_path=latest")
         job.ends("FAILED")
     assert len(checkpoints(job.run_dir)) == 2
 
@@ -128,7 +128,9 @@ def test_a_partition_that_is_not_there_is_told_as_sbatch_does(tmp_path):
     words = ["launcher=slurm", "launcher.partition=gup", "parallel=dp", "seed=0,1"]
     done = run([*TRAIN, "-m", *words], tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: sbatch refuses the job: sbatch: error: invalid partition")
+    assert done.stderr.startswith(
+        "error: sbatch rejected the job: sbatch: error: invalid partition"
+    )
     assert list(tmp_path.rglob("*.csv")) == []
 
 

@@ -34,7 +34,7 @@ def test_a_rank_on_a_node_that_is_lost_is_named(
         job.says("step 1 of")
         nodes = job.nodes()
         lose(nodes[lost], fault, remedy)
-        job.says("The job ends.")
+        job.says("Aborting the job.")
         until(job.is_over, "the job does not end")
         assert job.told("JobState") in ("FAILED", "NODE_FAIL"), job.said()
         assert_told(job.said(), nodes, lost)

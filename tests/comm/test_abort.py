@@ -27,8 +27,8 @@ def raised(error: BaseException) -> BaseException:
 
 def test_a_lost_connection_points_at_the_rank_that_left():
     assert describe_error(raised(RuntimeError(LOST))) == (
-        "another rank has gone, see what it or the launcher says (Connection closed by peer "
-        "[127.0.0.1]:4321)"
+        "lost the connection to another rank, see its error or the launcher's "
+        "(Connection closed by peer [127.0.0.1]:4321)"
     )
 
 

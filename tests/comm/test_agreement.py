@@ -33,7 +33,7 @@ TILES = (
 @pytest.mark.parametrize(
     ("image", "said"),
     [
-        (WHOLE, "image (float32 (2, 3, 8, 8)) has other values on rank 1"),
+        (WHOLE, "image (float32 (2, 3, 8, 8)) has different values on rank 1"),
         (TILES, "gradient of the loss"),  # other labels, as tiles cannot be compared
     ],
 )
@@ -56,4 +56,4 @@ def test_a_prepared_loader_is_refused_with_what_to_do(
     )
     assert done.returncode != 0
     assert said in done.stderr
-    assert "leave the DataLoader out of it, and give it DistributedSampler(" in done.stderr
+    assert "do not pass it the DataLoader, and use DistributedSampler(" in done.stderr

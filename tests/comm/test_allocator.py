@@ -31,7 +31,7 @@ print(sum(map(int, pages)) / 1024, before - resident())
 
 def huge_and_returned(first: str, program: str = PROGRAM, **environment: str) -> list[float]:
     """MB in huge pages while 12 tensors of 9 MB lived, and MB returned when every other died."""
-    names = (allocator.SWITCH, *allocator._GIVEN)
+    names = (allocator.SWITCH, *allocator._USER_SETTINGS)
     around = {key: value for key, value in os.environ.items() if key not in names}
     done = subprocess.run(
         [sys.executable, "-c", program.format(first=first)],
@@ -46,7 +46,7 @@ def huge_and_returned(first: str, program: str = PROGRAM, **environment: str) ->
 def tunables() -> dict[str, str]:
     """What ranks are started with, whatever the environment of this test."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in (allocator.SWITCH, *allocator._GIVEN):
+        for name in (allocator.SWITCH, *allocator._USER_SETTINGS):
             patch.delenv(name, raising=False)
         return allocator.environment()
 
@@ -80,7 +80,7 @@ def test_ranks_keep_what_the_user_has_set(name, value, monkeypatch):
 def test_holes_in_a_heap_are_returned_where_memory_is_limited():
     sizes = "torch.ones(9 * 2**18)", "torch.ones(2**18)"  # of 1 MB
     program = PROGRAM.replace(*sizes).replace("range(12)", "range(64)")
-    call = "from spatialdl.comm import allocator; allocator.return_what_is_freed()"
+    call = "from spatialdl.comm import allocator; allocator.return_freed_memory()"
     for environment in ({}, tunables()):
         for more, least, most in (("", -1, 8), (call, 28, 40)):
             _, returned = huge_and_returned(f"spatialdl; {more}", program, **environment)
@@ -136,6 +136,6 @@ def test_elsewhere_nothing_is_set(monkeypatch):
     monkeypatch.delenv(allocator.SWITCH, raising=False)
     monkeypatch.setattr(allocator.sys, "platform", "darwin")
     allocator.prepare()
-    allocator.return_what_is_freed()
+    allocator.return_freed_memory()
     assert not allocator.Holes().give_back()
     assert allocator.SWITCH not in os.environ

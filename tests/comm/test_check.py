@@ -41,16 +41,16 @@ def test_one_rank_agrees_with_itself(switched_on):
 
 def test_switched_off_one_rank_remembers_nothing(monkeypatch):
     monkeypatch.setattr(check._Switch, "on", False)
-    before = check.done_last()
+    before = check.last_calls()
     check.agree(as_communicator(MPI.COMM_SELF), "conv2d forward")
-    assert check.done_last() == before
+    assert check.last_calls() == before
 
 
 def test_where_ranks_have_parted_follows_from_what_they_did_last():
     both = [CommCall("0-1/0", 7, "conv2d forward"), CommCall("0-1/1", 7, "gradients")]
     ahead = [*both, CommCall("0-1/0", 8, "sum"), CommCall("0-1/0", 9, "conv2d forward")]
     other = [*both, CommCall("0-1/0", 8, "batch_norm")]
-    assert check.where_they_parted({0: ahead, 1: both}) == ""
-    assert check.where_they_parted({}) == ""
-    said = check.where_they_parted({1: other, 0: ahead})
+    assert check.first_mismatch({0: ahead, 1: both}) == ""
+    assert check.first_mismatch({}) == ""
+    said = check.first_mismatch({1: other, 0: ahead})
     assert "rank 0 is at 'sum', rank 1 at 'batch_norm'" in said

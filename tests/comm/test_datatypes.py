@@ -111,7 +111,7 @@ def test_what_can_be_added_has_a_type_of_its_size(dtype):
 
 
 def test_half_precision_cannot_be_added():
-    with pytest.raises(TypeError, match=r"cannot add torch.bfloat16.*float32"):
+    with pytest.raises(TypeError, match=r"cannot sum torch.bfloat16.*float32"):
         reduction_type(torch.zeros(1, dtype=torch.bfloat16))
 
 

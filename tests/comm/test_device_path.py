@@ -9,7 +9,7 @@ from spatialdl.comm.device_path import (
     choose_device_path,
     device_of,
     device_path,
-    says_device_aware,
+    reports_device_aware,
 )
 from spatialdl.comm.single_process import SingleProcess
 
@@ -20,7 +20,7 @@ NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a
 @NO_GPU
 def test_devices_by_name():
     assert device_of("cpu") == device_of("auto") == CPU
-    with pytest.raises(ValueError, match="device=cuda, but PyTorch sees no cuda here"):
+    with pytest.raises(ValueError, match="device=cuda, but PyTorch finds no cuda device"):
         device_of("cuda")
 
 
@@ -38,10 +38,12 @@ def test_ranks_on_cpus_need_no_path():
 
 
 def test_a_path_that_is_unknown():
-    with pytest.raises(ValueError, match="device_path=pigeon is unknown: take one of auto, nccl"):
+    with pytest.raises(
+        ValueError, match=r"unknown comm\.device_path=pigeon, must be one of auto, nccl"
+    ):
         choose_device_path(SingleProcess(), CPU, "pigeon")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "hpu"])
 def test_an_mpi_library_of_pip_takes_no_device_memory(kind):
-    assert not says_device_aware(torch.device(kind, 0))
+    assert not reports_device_aware(torch.device(kind, 0))

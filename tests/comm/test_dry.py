@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange
-from spatialdl.comm.dry import Dry, DryEvent, Talk, following, listening, note
+from spatialdl.comm.dry import Dry, DryEvent, Talk, follow_events, record, record_talks
 from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import Plan
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
@@ -14,9 +14,9 @@ from spatialdl.parallel.layout import Box
 def test_what_would_be_said_is_noted_while_somebody_listens():
     comm, values = Dry(1, 4), torch.empty(3, device="meta")
     sum_over_ranks(comm, values)
-    with listening() as outer:
+    with record_talks() as outer:
         assert sum_over_ranks(comm, values).shape == (3,)
-        with listening() as inner:
+        with record_talks() as inner:
             assert gather_over_ranks(comm, values).shape == (4, 3)
     assert outer == [Talk("sum", 4, 12), Talk("gather", 4, 12)]
     assert inner == outer[1:]
@@ -24,16 +24,16 @@ def test_what_would_be_said_is_noted_while_somebody_listens():
 
 def test_what_runs_again_says_nothing_twice():
     tape, comm = ReplayTape(), Dry(0, 2, "tensor")
-    with listening() as heard:
+    with record_talks() as heard:
         with tape.record():
-            note(comm, "sum", 2, 8)
+            record(comm, "sum", 2, 8)
         with tape.replay():
-            note(comm, "sum", 2, 8)
+            record(comm, "sum", 2, 8)
     assert heard == [Talk("sum", 2, 8, "tensor")]
 
 
 def test_a_rank_by_itself_says_nothing():
-    with listening() as heard:
+    with record_talks() as heard:
         sum_over_ranks(Dry(0, 1), torch.empty(3, device="meta"))
     assert heard == []
 
@@ -46,7 +46,7 @@ def test_of_virtual_ranks_is_noted_what_passes_between_processes():
     plan = Plan(owned, needed, 0)
     tile, window = (torch.empty(1, 5, size, device="meta") for size in (3, 4))
     own, wide = BoxedTensor(tile, plan.own), BoxedTensor(window, plan.need)
-    with listening() as heard, following(events.append):
+    with record_talks() as heard, follow_events(events.append):
         start_exchange(comm, Exchange(plan, [own], [wide], tile.device)).wait()
         start_exchange(comm, Exchange(plan, [wide], [own], tile.device, adjoint=True)).wait()
         sum_over_ranks(comm, torch.empty(3, device="meta"))
@@ -61,6 +61,6 @@ def test_of_virtual_ranks_is_noted_what_passes_between_processes():
 
 
 def test_virtual_ranks_of_one_process_send_nothing():
-    with listening() as heard:
+    with record_talks() as heard:
         sum_over_ranks(Dry(0, 2, processes=((0, 1),)), torch.empty(3, device="meta"))
     assert heard == []

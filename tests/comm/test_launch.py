@@ -16,7 +16,7 @@ from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import (
     LaunchInfo,
     check_mpi_world,
-    close_to_others,
+    disable_tcp_on_one_machine,
     launched,
     mpiexec_command,
     start_ranks,
@@ -70,9 +70,9 @@ def test_launched_reads_what_the_launcher_says(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "advice"),
     [
-        (SLURM_STEP, r"srun started 8 ranks.*world of 1: .*--mpi=pmix.*--mpi=pmi2"),
-        (OPEN_MPI, "mpiexec started 4 ranks.*world of 1: mpiexec belongs to another MPI"),
-        (TORCHRUN, "torchrun started 4 ranks.*world of 1: take comm.transport=torch, or start"),
+        (SLURM_STEP, r"srun started 8 ranks.*has size 1: .*--mpi=pmix.*--mpi=pmi2"),
+        (OPEN_MPI, "mpiexec started 4 ranks.*has size 1: mpiexec belongs to another MPI"),
+        (TORCHRUN, "torchrun started 4 ranks.*has size 1: set comm.transport=torch, or launch"),
     ],
 )
 def test_many_worlds_of_one_are_told_with_advice(environment, advice):
@@ -306,9 +306,9 @@ STOPS = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # also of the threads of MPI
 from mpi4py import MPI
-from spatialdl.comm.liveness import answer
+from spatialdl.comm.liveness import report_start
 world = MPI.COMM_WORLD
-answer(world.rank)
+report_start(world.rank)
 world.Barrier()
 if world.rank == 0:
     print("ready", flush=True)
@@ -396,10 +396,10 @@ def test_an_error_on_one_rank_ends_the_job_at_once(tmp_path, who, error, first):
 )
 def test_open_mpi_opens_no_port_on_one_machine(environment, closed):
     given = dict(environment)
-    close_to_others(given)
+    disable_tcp_on_one_machine(given)
     assert given.get("OMPI_MCA_btl") == ("^tcp" if closed else None)
     chosen = {**environment, "OMPI_MCA_btl": "tcp,self"}
-    close_to_others(chosen)
+    disable_tcp_on_one_machine(chosen)
     assert chosen["OMPI_MCA_btl"] == "tcp,self"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.comm.liveness import SWITCH, Liveness, answer, leave, say_last
+from spatialdl.comm.liveness import SWITCH, Liveness, print_last, report_exit, report_start
 from tests.comm.running import by_itself, by_mpiexec, by_torchrun, running, with_failing
 
 HOST = socket.gethostname()
@@ -27,7 +27,7 @@ def test_a_rank_that_is_killed_is_named_last(tmp_path):
     with running(by_itself(), tmp_path, *words) as run:
         run.send(1, signal.SIGKILL)
         said = run.end()
-    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} vanished without a word"
+    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} died without an error message"
     assert who in said.splitlines()[-1], said
 
 
@@ -51,8 +51,8 @@ def test_a_rank_for_which_there_is_no_memory_is_named_last(little_memory, tmp_pa
     inside = ["bash", "-c", f'echo $$ >{little_memory}/cgroup.procs; exec "$@"', "inside"]
     with running([*inside, *by_itself()], tmp_path, "parallel=dp", *with_failing("eats")) as run:
         said = run.end()
-    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} vanished without a word, "
-    assert said.splitlines()[-1] == f"{who}the kernel kills for want of memory", said
+    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} died without an error message, "
+    assert said.splitlines()[-1] == f"{who}killed by the kernel: out of memory", said
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def calls(monkeypatch):
 
 def test_last_words_are_printed_once_and_when_all_is_over(calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    say_last("rank 0: the grid is too fine")
-    say_last("rank 0: the grid is too fine")
+    print_last("rank 0: the grid is too fine")
+    print_last("rank 0: the grid is too fine")
     assert capsys.readouterr().err == ""
     calls.__exit__(None, None, None)
     calls.environment = {}
@@ -116,15 +116,15 @@ def test_where_nobody_listens_last_words_are_printed_at_once(tmp_path, monkeypat
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     for place in (str(tmp_path / "gone"), "x" * 200):
         monkeypatch.setenv(SWITCH, place)
-        answer(0)
-        leave()
-        say_last("no more")
+        report_start(0)
+        report_exit()
+        print_last("no more")
         assert capsys.readouterr().err == "no more\n"
 
 
 def test_long_words_lose_their_beginning(calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    say_last("é" * 1_000_000 + "the end")
+    print_last("é" * 1_000_000 + "the end")
     calls.__exit__(None, None, None)
     calls.environment = {}
     assert capsys.readouterr().err.endswith("ééthe end\n")
@@ -133,7 +133,7 @@ def test_long_words_lose_their_beginning(calls, monkeypatch, capsys):
 def test_nobody_has_vanished_where_a_rank_is_elsewhere(calls):
     """Its end is not seen from here, and who ended first is unknown."""
     calls._world_size = 2
-    answer(0)
+    report_start(0)
     calls.__exit__(None, None, None)
     calls.environment = {}
     assert calls.vanished() is None

@@ -64,7 +64,7 @@ def test_a_box_has_two_numbers_for_each_spatial_dim(grid, size, box):
 
 
 def test_a_box_takes_a_size_for_each_spatial_dim():
-    with pytest.raises(ValueError, match=r"mesh\.box takes a size for each spatial dim: the grid"):
+    with pytest.raises(ValueError, match=r"mesh\.box needs a size for each spatial dim: the grid"):
         init_mesh((1, 1)).box((2, 3, 4))
     with pytest.raises(ValueError, match=r"the grid is \(1,\), got 7"):
         init_mesh((1,)).box(7)  # type: ignore[arg-type]

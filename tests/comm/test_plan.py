@@ -65,23 +65,23 @@ def test_every_needed_pixel_of_the_image_comes_from_exactly_one_owner(exchange):
 def test_what_nobody_sends_and_what_the_rank_itself_does_not_need(exchange):
     image = pixels(Box(((0, SIZE[0]), (0, SIZE[1]), (0, SIZE[2]))))
     for plan in plans(exchange):
-        nobodys = {pixel for box in plan.nobodys for pixel in pixels(box)}
-        assert pixels(plan.need) - image <= nobodys <= pixels(plan.need)
-        unasked = {pixel for box in plan.unasked for pixel in pixels(box)}
-        assert unasked == pixels(plan.own) - pixels(plan.need)
+        unowned = {pixel for box in plan.unowned for pixel in pixels(box)}
+        assert pixels(plan.need) - image <= unowned <= pixels(plan.need)
+        unneeded = {pixel for box in plan.unneeded for pixel in pixels(box)}
+        assert unneeded == pixels(plan.own) - pixels(plan.need)
 
 
 def test_around_an_image_only_the_padding_is_nobodys():
     owned = [Box(((0, 1), (0, 4), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
     needed = [Box(((0, 1), (-1, 5), (-1, 7))), Box(((0, 1), (3, 9), (0, 6)))]
-    assert sum(len(pixels(box)) for box in Plan(owned, needed, 0).nobodys) == 8 + 2 * 5
-    assert Plan(owned, needed, 1).nobodys == (Box(((0, 1), (8, 9), (0, 6))),)
+    assert sum(len(pixels(box)) for box in Plan(owned, needed, 0).unowned) == 8 + 2 * 5
+    assert Plan(owned, needed, 1).unowned == (Box(((0, 1), (8, 9), (0, 6))),)
 
 
 def test_where_boxes_owned_leave_a_hole_all_that_is_needed_counts_as_nobodys():
     owned = [Box(((0, 1), (0, 2), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
     needed = [Box(((0, 1), (0, 8), (0, 6)))] * 2
-    assert Plan(owned, needed, 0).nobodys == (needed[0],)
+    assert Plan(owned, needed, 0).unowned == (needed[0],)
 
 
 @given(exchanges())
@@ -100,7 +100,7 @@ def test_links_graph_and_talks_are_the_same_on_every_rank_and_true(exchange):
     edges = {(p.rank, piece.peer) for p in everyone for piece in p.sends}
     for plan in everyone:
         assert {(int(i), int(j)) for i, j in zip(*plan.links.nonzero(), strict=True)} == edges
-        assert plan.talks == bool(edges)
+        assert plan.communicates == bool(edges)
         assert plan.graph == everyone[0].graph
         assert plan.describe() == everyone[0].describe()
 
@@ -127,7 +127,7 @@ def test_a_halo_spans_several_neighbours():
 def test_a_plan_is_made_once():
     owned = Layout.even(1, (8, 8), (2, 1)).boxes
     assert plan_for(owned, owned, 0) is plan_for(owned, owned, 0)
-    assert not plan_for(owned, owned, 0).talks
+    assert not plan_for(owned, owned, 0).communicates
 
 
 def test_other_needs_have_another_description():
@@ -147,5 +147,5 @@ def test_messages_are_one_piece_for_each_peer_whatever_is_in_them():
 def test_messages_are_waited_for_by_ranks_that_have_none():
     """All ranks take part in the exchange, so that it has one number on all of them."""
     nothing = MessageSizes({}, {})
-    assert (nothing.sends, nothing.receives, nothing.talks) == ((), (), True)
-    assert MessageSizes({0: 1}, {}).talks
+    assert (nothing.sends, nothing.receives, nothing.communicates) == ((), (), True)
+    assert MessageSizes({0: 1}, {}).communicates

@@ -57,9 +57,11 @@ def slow(how: str) -> object:
 def test_ranks_that_part_are_named_with_what_each_does(tmp_path):
     done = run_program(tmp_path, PROGRAM, "parts")
     assert done.returncode != 0
-    assert re.search(r"CommMismatch: rank \d at '.*' got a message that does not fit", done.stdout)
+    assert re.search(
+        r"CommMismatch: rank \d at '.*' received a message of unexpected size", done.stdout
+    )
     both = (
-        r"ranks do different things: rank 0 is at 'adaptive_avg_pool2d over ranks.*', "
+        r"ranks call different operations: rank 0 is at 'adaptive_avg_pool2d over ranks.*', "
         rf"rank 1 at 'sum over ranks.*'; look for control flow that depends on the rank; {SWITCH}"
     )
     assert re.search(both, done.stdout), done.stdout
@@ -74,7 +76,7 @@ def test_ranks_that_wait_for_each_other_are_ended_and_named(tmp_path):
     both = r"rank 0 is at 'conv2d forward plan \w+', rank 1 at 'batch_norm statistics of all ranks"
     assert re.search(both, done.stdout), done.stdout
     assert re.search(SWITCH, done.stdout)
-    assert "raise init_mesh(timeout=), None is for ever" in done.stdout
+    assert "raise init_mesh(timeout=), None for no limit" in done.stdout
 
 
 @pytest.mark.parametrize("how", ["raises", slow("all raise")])
@@ -83,7 +85,7 @@ def test_an_uncaught_exception_is_printed_and_ends_all(how, tmp_path):
     assert done.returncode == 1
     rank, word = (1, "mine") if how == "raises" else (0, "ours")
     assert f"KeyError: '{word}'\nrank {rank} on " in done.stdout, done.stdout
-    assert f"ends the job: KeyError: '{word}'" in done.stdout
+    assert f"aborts the job: KeyError: '{word}'" in done.stdout
     assert done.stdout.count("Traceback") == 1, done.stdout
 
 
@@ -91,9 +93,9 @@ def test_an_uncaught_exception_is_printed_and_ends_all(how, tmp_path):
 def test_a_rank_that_ends_while_others_wait_for_it_ends_all(how, tmp_path):
     done = run_program(tmp_path, PROGRAM, how)
     assert done.returncode != 0
-    waits = r"rank 0 on \S+: waits for \d+ s in .* with rank 1, but rank 1 has ended the program"
+    waits = r"rank 0 on \S+: waits for \d+ s in .* with rank 1, but rank 1 has exited"
     assert re.search(waits, done.stdout), done.stdout
-    assert "rank 1 ended the program while others waited: by sys.exit" in done.stdout
+    assert "rank 1 exited while other ranks waited: by sys.exit" in done.stdout
 
 
 @pytest.mark.parametrize("how", [slow("goes well"), slow("has a thread that raises")])
@@ -131,7 +133,7 @@ def test_the_hook_that_was_there_prints(tmp_path):
     done = run_python(tmp_path, "-c", f"{HOOK}\nraise KeyError('mine')")
     assert done.returncode == 1
     assert done.stdout == "printed as before: KeyError('mine')\n"
-    assert done.stderr == "this process ends the job: KeyError: 'mine'\n"
+    assert done.stderr == "this process aborts the job: KeyError: 'mine'\n"
 
 
 def test_an_interactive_session_goes_on(tmp_path):

@@ -115,5 +115,5 @@ def test_a_second_run_that_asks_for_something_else_is_refused():
     tape, view = ReplayTape(), torch.zeros(2)
     with tape.record():
         exchange_once(lambda: Exchange([view], 1.0), [view]).wait()
-    with tape.replay(), pytest.raises(RuntimeError, match=r"asks for \(3,\) .* first had \(2,\)"):
+    with tape.replay(), pytest.raises(RuntimeError, match=r"expects \(3,\), .* received \(2,\)"):
         exchange_once(pytest.fail, [torch.zeros(3)]).wait()

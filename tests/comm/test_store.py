@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import pytest
 
-from spatialdl.comm.store import LOOPBACK, ask_store, keep_to_loopback, serve_store
+from spatialdl.comm.store import LOOPBACK, connect_store, keep_to_loopback, serve_store
 
 SHORT = timedelta(seconds=20)
 
 
 def test_a_store_listens_at_its_own_address_only():
     store = serve_store(LOOPBACK, 0, 2, SHORT)
-    other = ask_store(LOOPBACK, store.port, 2, SHORT)
+    other = connect_store(LOOPBACK, store.port, 2, SHORT)
     store.set("key", "value")
     assert other.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
@@ -25,7 +25,7 @@ def test_a_store_over_ipv6():
         pytest.skip("no IPv6 here")
     store = serve_store("::1", 0, 2, SHORT)
     store.set("key", "value")
-    assert ask_store("::1", store.port, 2, SHORT).get("key") == b"value"
+    assert connect_store("::1", store.port, 2, SHORT).get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, store.port), timeout=5)
 

@@ -124,5 +124,5 @@ def test_hand_overs_are_refused():
         route = Route([0, 1], 7)
         start_exchange(comm, Exchange(plan, sends, receives, tile.device, route=route))
 
-    with pytest.raises(NotImplementedError, match="come to an exchange together"):
+    with pytest.raises(NotImplementedError, match="collective exchanges only"):
         on(2, work)

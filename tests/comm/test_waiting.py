@@ -143,7 +143,7 @@ def test_the_place_is_the_closest_that_is_not_of_waiting_itself():
         place = place_of(thread)
     assert place.startswith("tests/comm/test_waiting.py:")
     assert place.endswith(" in hold")
-    assert place_of(-1) == "no place in Python"
+    assert place_of(-1) == "no Python frame"
 
 
 def test_the_module_is_called_as_the_network_calls_it():

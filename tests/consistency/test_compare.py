@@ -76,7 +76,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     """What was said, once, and by rank 0."""
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
-    [line] = [one for one in done.stderr.splitlines() if "the ranks are not alike" in one]
+    [line] = [one for one in done.stderr.splitlines() if "ranks differ" in one]
     assert line.startswith(f"rank 0 on {HOST}: ")
     return line.partition(": ")[2]
 
@@ -103,7 +103,7 @@ def test_all_that_differs_is_told_before_there_is_a_run_directory(start, folders
     assert (
         f"configuration: seed is {each('3', '4')}, optimizer.lr is {each('0.05', '0.5')}: " in text
     )
-    assert f", 0.9 on rank 1 ({HOST}): start all ranks in one environment" in text
+    assert f", 0.9 on rank 1 ({HOST}): start all ranks in the same environment" in text
     code = text.partition("code: ")[2].partition("files: ")[0]
     assert code.count(" is ") == 2
     assert "spatialdl/parallel/layout.py is " in code
@@ -124,7 +124,7 @@ def test_ranks_of_torch_distributed_are_compared_too(start):
     torch = [*SMALL, "comm.transport=torch"]
     text = refused(start([*torch, "hydra.run.dir=a"], [*torch, "hydra.run.dir=b"]))
     assert text == (
-        f"the ranks are not alike: configuration: hydra.run.dir is {each('a', 'b')}: give all "
+        f"ranks differ: configuration: hydra.run.dir is {each('a', 'b')}: give all "
         "ranks the same overrides"
     )
 

@@ -60,7 +60,7 @@ def test_code_is_that_of_the_package_and_of_what_the_configuration_names(tmp_pat
     target = "sameness_networks.Network"
     config = without_hydra(composed("model=resnet18", f"model._target_={target}"))
     file = tmp_path / "sameness_networks.py"
-    assert code(config).items[target].startswith("not to be imported (No module named")
+    assert code(config).items[target].startswith("not importable (No module named")
     file.write_text("__version__ = '3.1'\nclass Network: ...\n")
     before = code(config).items
     assert before["sameness_networks"] == "3.1"

@@ -525,13 +525,13 @@ class ConfigTarget:
 
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.configuring.overrides import flags_of
-        from spatialdl.starting import check_words, composed_for, without_hydra
+        from spatialdl.starting import check_command_line, composed_for, without_hydra
         from spatialdl.training.checks import check_config
 
         (self._folder / "model" / "mine.yaml").write_bytes(data)
         words = ["--config-dir", str(self._folder), "model=mine", "trainer.max_steps=1"]
         flags = flags_of(words)
-        check_words(flags, "train")
+        check_command_line(flags, "train")
         check_config(without_hydra(composed_for(flags, "train")))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from spatialdl.comm.exchange_strategies import WAYS
+from spatialdl.comm.exchange_strategies import STRATEGIES
 from spatialdl.comm.mpi import MpiCommunicator
 from tests.host_waits.device import ADDRESSES
 from tests.host_waits.ledger import Ledger
@@ -73,7 +73,7 @@ class _NoAnswer(MPI.Intracomm):
 class CountedMpi(MpiCommunicator, _NoAnswer):
     """One rank of `size`, of which there is no other."""
 
-    way = next(iter(WAYS))
+    way = next(iter(STRATEGIES))
     world_ranks: Sequence[int] = ()  # type: ignore[assignment]
 
     def __new__(cls, ledger: Ledger, rank: int, ranks: Sequence[int]) -> CountedMpi:

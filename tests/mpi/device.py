@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_path import choose_device_path, current_device, says_device_aware
+from spatialdl.comm.device_path import choose_device_path, current_device, reports_device_aware
 from spatialdl.comm.launch import launched
 from spatialdl.comm.single_process import SingleProcess
 from tests import simulated_device
@@ -41,8 +41,8 @@ def lacking(world: Communicator) -> str:
     """What this machine lacks for tests by `PATH`; else empty."""
     if PATH == "nccl" and DEVICE.type != "cpu" and _devices() < world.size:
         return f"nccl needs a device for each of {world.size} ranks, there are {_devices()}"
-    if PATH == "mpi" and DEVICE.type not in ("cpu", "sim") and not says_device_aware(DEVICE):
-        return f"the MPI library does not say that it takes memory of {DEVICE.type}"
+    if PATH == "mpi" and DEVICE.type not in ("cpu", "sim") and not reports_device_aware(DEVICE):
+        return f"the MPI library does not report support for {DEVICE.type} memory"
     return ""
 
 

@@ -154,5 +154,5 @@ def test_a_wide_stage_goes_where_it_fits():
 
 
 def test_other_ranks_than_those_of_the_placement_are_refused():
-    with pytest.raises(ValueError, match="3 ranks are on nodes, but it is 1 replica x 2x1 = 2"):
+    with pytest.raises(ValueError, match="got nodes of 3 ranks for 1 replica x 2x1 = 2"):
         order_by_nodes(Placement(1, ((2, 1),)), ["a"] * 3)

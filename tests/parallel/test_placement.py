@@ -40,7 +40,7 @@ def test_the_second_copy_lies_in_inverse_order():
     assert [list(placement.ranks(stage, 0, 1)) for stage in (0, 1)] == [[4, 3, 2, 1], [0]]
     assert placement.positions(0) == [Position(0, 0, 0), Position(0, 1, 0, copy=1)]
     assert placement.positions(3) == [Position(0, 0, 3), Position(0, 0, 1, copy=1)]
-    assert placement.describe() == "1 replica x (2x2 + 1x1) and again in inverse order = 5 ranks"
+    assert placement.describe() == "1 replica x (2x2 + 1x1) and again in reverse order = 5 ranks"
 
 
 def test_later_stages_may_divide_samples():
@@ -50,16 +50,16 @@ def test_later_stages_may_divide_samples():
     assert list(placement.ranks(1, 1)) == [7, 8, 9]
     assert placement.positions(9) == [Position(1, 1, 2)]
     for batch, grids in (((1,), 2 * ((1, 1),)), ((2, 1), 2 * ((1, 1),))):
-        with pytest.raises(ValueError, match="says for each of 2 stages"):
+        with pytest.raises(ValueError, match="must have one number for each of 2 stages"):
             Placement(1, grids, batch=batch)
     with pytest.raises(ValueError, match="divides either images or samples"):
         Placement(1, ((1, 1), (2, 1)), batch=(1, 2))
 
 
 def test_stages_that_share_ranks_must_be_alike():
-    with pytest.raises(ValueError, match="as many parts, got"):
+    with pytest.raises(ValueError, match="equal numbers of parts, got"):
         Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), interleave=2)
-    with pytest.raises(ValueError, match="3 stages cannot be dealt out to ranks 2 at a time"):
+    with pytest.raises(ValueError, match="3 stages cannot be distributed over ranks 2 at a time"):
         Placement(1, ((1, 1),) * 3, interleave=2)
     Placement(1, ((2, 1), (1, 1), (1, 2), (1, 1)), interleave=2)
 
@@ -78,7 +78,7 @@ def test_an_order_puts_ranks_at_places():
     mirrored = Placement(1, ((2, 2), (1, 1)), mirrored=True, order=(4, 0, 1, 2, 3))
     assert [list(mirrored.ranks(stage, 0, 1)) for stage in (0, 1)] == [[3, 2, 1, 0], [4]]
     for order in ((0, 1), (0, 0, 1), (1, 2, 3)):
-        with pytest.raises(ValueError, match="an order has each of 3 ranks once"):
+        with pytest.raises(ValueError, match="order must be a permutation of 3 ranks"):
             Placement(1, ((2, 1), (1, 1)), order=order)
 
 
@@ -103,8 +103,8 @@ def test_describe_shows_the_arithmetic(data, stages, text):
         (0, [(1, 1)], "the data axis of a mesh needs at least 1 rank, got 0"),
         (1, [(2, 0)], "the columns axis of a mesh needs at least 1 rank, got 0"),
         (1, [(1, 1), (-1, 2)], "the rows axis of a mesh needs at least 1 rank, got -1"),
-        (1, [], "there is at least one stage"),
-        (1, [(1, 1), (1, 1, 1)], "the grids of all stages have as many numbers"),
+        (1, [], "there must be at least one stage"),
+        (1, [(1, 1), (1, 1, 1)], "grids of all stages with the same number of dims"),
         (1, [(1, 1, 1, 1)], "a grid has one to three numbers"),
     ],
 )
@@ -116,10 +116,10 @@ def test_degrees_below_one_are_refused_with_their_values(data, stages, sentence)
 @pytest.mark.parametrize(
     ("size", "fits"),
     [
-        (6, "take parallel.data=2"),
-        (4, "take parallel.data=1 on 3 ranks"),
-        (8, "take parallel.data=2 on 6 ranks"),
-        (2, "take a smaller layout: a replica of this one has 3 ranks"),
+        (6, "set parallel.data=2"),
+        (4, "set parallel.data=1 on 3 ranks"),
+        (8, "set parallel.data=2 on 6 ranks"),
+        (2, "use a smaller layout: a replica of this one has 3 ranks"),
     ],
 )
 def test_another_world_is_refused_with_the_product_and_what_fits(size, fits):
@@ -172,9 +172,11 @@ def test_stages_divide_channels_over_ranks_of_their_own() -> None:
 
 
 def test_channels_of_stages_that_share_ranks_are_divided_alike() -> None:
-    with pytest.raises(ValueError, match=r"as many parts|over equally many"):
+    with pytest.raises(ValueError, match=r"equal numbers of parts|over equally many"):
         Placement(1, ((1, 1),) * 2, mirrored=True, tensor=(1, 2))
-    with pytest.raises(ValueError, match=r"tensor=\[2\] says for each of 2 stages"):
+    with pytest.raises(
+        ValueError, match=r"tensor=\[2\] must have one number of ranks for each of 2 stages"
+    ):
         Placement(1, ((1, 1),) * 2, tensor=(2,))
 
 
@@ -205,10 +207,10 @@ def test_ranks_are_cut_where_their_virtual_tiles_are():
 @pytest.mark.parametrize(
     ("stream", "more", "sentence"),
     [
-        ((2,), {}, r"along each of 2 spatial dims, at least 1 each, got stream=\[2\]"),
-        ((2, 2, 1), {}, r"along each of 2 spatial dims.*got stream=\[2, 2, 1\]"),
-        ((2, 0), {}, r"at least 1 each, got stream=\[2, 0\]"),
-        ((2, 2), {"batch": (1, 2)}, "ranks that divide samples or channels do not have"),
+        ((2,), {}, r"at least 1 for each of 2 spatial dims, got stream=\[2\]"),
+        ((2, 2, 1), {}, r"each of 2 spatial dims.*got stream=\[2, 2, 1\]"),
+        ((2, 0), {}, r"of 2 spatial dims, got stream=\[2, 0\]"),
+        ((2, 2), {"batch": (1, 2)}, "not supported for ranks that divide samples or channels"),
         ((1, 1), {"tensor": (2, 2)}, r"stream=\[1, 1\] cuts images into virtual tiles, which"),
     ],
 )

@@ -121,7 +121,7 @@ FIRST = [
     Span("hand-over", "backward", 3.5, 5.0),
     Span("halo", "inside", 5.0, 5.5),
     action("backward", 0, 0, 3.0, 6.0),
-    Span("hand-over", "until all has left", 6.0, 9.0),
+    Span("hand-over", "completion of sends", 6.0, 9.0),
 ]
 SECOND = [
     action("forward", 1, 0, 2.0, 2.5),

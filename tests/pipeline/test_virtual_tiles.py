@@ -369,7 +369,10 @@ def test_an_error_in_one_virtual_tile_ends_the_step(place, tile):
     ("place", "sentence"),
     [
         ("nothing", "3 of 4 virtual ranks wait for each other, and 1 have ended: the network"),
-        ("mean", "one of 4 virtual ranks does another thing than those before it: the network"),
+        (
+            "mean",
+            "one of 4 virtual ranks calls another operation than those before it: the",
+        ),
     ],
 )
 def test_virtual_tiles_that_do_not_do_the_same_are_told(place, sentence, tile):

@@ -52,7 +52,7 @@ def test_layouts_that_work_would_run(layout, capsys):
     ],
 )
 def test_every_task_and_precision_would_run(overrides, capsys):
-    assert train._look(config("parallel=sp", *overrides), overrides)
+    assert train._print_preflight(config("parallel=sp", *overrides), overrides)
     text = capsys.readouterr().out
     assert text.endswith("it would run\n")
     assert ("note: memory is told for float32" in text) == ("accumulate" in overrides[-1])
@@ -179,7 +179,7 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
     ],
 )
 def test_every_error_is_named(overrides, sentences, capsys):
-    assert not train._look(config(*overrides), overrides)
+    assert not train._print_preflight(config(*overrides), overrides)
     errors = [one for one in capsys.readouterr().out.splitlines() if one.startswith("error: ")]
     for sentence in sentences:
         assert sum(sentence in one for one in errors) == 1, (sentence, errors)
@@ -316,7 +316,7 @@ class Cumulates(torch.nn.Module):
     ],
 )
 def test_what_does_not_go_with_virtual_tiles_is_named(words, sentence, capsys):
-    assert not train._look(config("parallel.stream=[2,2]", *words), words)
+    assert not train._print_preflight(config("parallel.stream=[2,2]", *words), words)
     assert sentence in capsys.readouterr().out
 
 

@@ -28,9 +28,9 @@ class Buffer:
 
 
 def take_device_memory() -> None:
-    """Have MPI say that it takes memory of the device, and do so, from now on."""
+    """Have MPI report and provide support for memory of the device."""
     MPI.buffer = Buffer
-    device_path.says_device_aware = lambda device: device.type == "sim"
+    device_path.reports_device_aware = lambda device: device.type == "sim"
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def test_a_device_has_a_context_before_mpi_starts(
 
     monkeypatch.setattr(starting, "start_world", start_world)
     with pytest.raises(InterruptedError):
-        starting.meet(info, OmegaConf.create(CONFIG), lambda config: pytest.fail("too far"))
+        starting.join_ranks(info, OmegaConf.create(CONFIG), lambda config: pytest.fail("too far"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

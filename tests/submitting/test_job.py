@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.submitting.job import _parser, endings, job_id, why_not_again
+from spatialdl.submitting.job import _parser, end_markers, job_id, requeue_obstacle
 
 
 def test_one_of_an_array_is_not_all_of_it():
@@ -18,15 +18,15 @@ def test_one_of_an_array_is_not_all_of_it():
 
 
 def test_a_run_that_ended_has_left_something_new(tmp_path):
-    seen = [endings(tmp_path)]
+    seen = [end_markers(tmp_path)]
     for name in ("stopped.json", "summary.json", "stopped.json"):
         (tmp_path / "new").write_text("{}")
         (tmp_path / "new").replace(tmp_path / name)
-        seen.append(endings(tmp_path))
+        seen.append(end_markers(tmp_path))
     assert seen[0] == []
     assert all(one != other for one, other in pairwise(seen))
     (tmp_path / "metrics.csv").touch()
-    assert endings(tmp_path) == seen[-1]
+    assert end_markers(tmp_path) == seen[-1]
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,16 @@ def test_a_run_that_ended_has_left_something_new(tmp_path):
     [
         (20, 0, None),
         (20, 1, None),
-        (20, 2, "launcher.requeue=2; ckpt_path=latest goes on"),
-        (None, 0, "there is no checkpoint, it would begin anew (trainer.checkpoint.keep=0)"),
+        (20, 2, "launcher.requeue=2 reached; resume with ckpt_path=latest"),
+        (
+            None,
+            0,
+            "there is no checkpoint, it would restart from scratch (trainer.checkpoint.keep=0)",
+        ),
     ],
 )
 def test_a_job_goes_on_if_there_is_something_to_go_on_from(saved, restarts, reason):
-    assert why_not_again({"step": 20, "checkpoint": saved}, restarts, 2) == reason
+    assert requeue_obstacle({"step": 20, "checkpoint": saved}, restarts, 2) == reason
 
 
 def test_the_words_of_the_ranks_are_left_as_they_are():

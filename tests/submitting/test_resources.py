@@ -36,8 +36,8 @@ def test_ranks_share_nodes(ranks, nodes, each, expected):
 @pytest.mark.parametrize(
     ("ranks", "nodes", "each", "told"),
     [
-        (2, 3, None, r"launcher\.nodes=3, but the layout has 2 ranks: take 2"),
-        (1, 2, 1, r"launcher\.nodes=2, but the layout has 1 rank: take 1"),
+        (2, 3, None, r"launcher\.nodes=3, but the layout has 2 ranks: use at most 2"),
+        (1, 2, 1, r"launcher\.nodes=2, but the layout has 1 rank: use at most 1"),
         (
             *(9, 2, 4),
             r"the layout has 9 ranks, but launcher\.nodes=2 x launcher\.tasks_per_node=4 = 8",
@@ -86,15 +86,15 @@ def test_every_setting_is_an_option():
         ("options=['--qos=a\nb']", r"launcher.options has '--qos=a\nb': write options as"),
         (
             "options=['--ntasks=3']",
-            "launcher.options has --ntasks=3: leave it out, the layout says",
+            "launcher.options has --ntasks=3: omit it, the layout determines",
         ),
         (
             "options=['--array=0-3']",
-            "launcher.options has --array=0-3: leave it out, a sweep is one",
+            "launcher.options has --array=0-3: omit it, a sweep is an array",
         ),
         (
             "options=['--time=3']",
-            "launcher.options has --time=3: leave it out, launcher.time says it",
+            "launcher.options has --time=3: omit it, launcher.time sets it",
         ),
     ],
 )

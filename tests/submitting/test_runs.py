@@ -140,7 +140,7 @@ def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):
     assert re.findall(r"^(1\d_\d) .* (sweep/\d) ", out, re.MULTILINE) == [
         *(("12_0", "sweep/0"), ("12_1", "sweep/1"), ("13_0", "sweep/2"), ("13_1", "sweep/3")),
     ]
-    assert "squeue -j 12,13; end them: scancel 12 13" in out
+    assert "squeue -j 12,13; cancel: scancel 12 13" in out
 
 
 def test_one_run_is_one_job(submitted, tmp_path):
@@ -162,7 +162,7 @@ def test_where_a_layout_is_found_in_the_job_the_user_says_how_many_ranks(submitt
     assert "ntasks=5" in given()[0]
     code, _, err = submitted("parallel=auto", "hydra.run.dir=run")
     assert code == 1
-    assert err.startswith("error: parallel=auto does not know for how many ranks: add parallel.wor")
+    assert err.startswith("error: parallel=auto needs a number of ranks: add parallel.wor")
 
 
 def test_what_a_site_needs_is_a_file(submitted):
@@ -179,13 +179,13 @@ def test_what_a_site_needs_is_a_file(submitted):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["parallel=sp", "launcher.nodes=3"], "launcher.nodes=3, but the layout has 2 ranks: take"),
+        (["parallel=sp", "launcher.nodes=3"], "launcher.nodes=3, but the layout has 2 ranks: use"),
         (["launcher.partion=x"], "launcher.partion is unknown; nearest: launcher.partition"),
         (["launcher=slrum"], "launcher=slrum is unknown; nearest: launcher=slurm"),
         (["launcher=local", "launcher.nodes=2"], "launcher.nodes is a key of launcher=slurm, but"),
-        (["debug=fakecomm"], "debug=fakecomm runs nothing that needs a job: leave launcher=slurm"),
+        (["debug=fakecomm"], "debug=fakecomm needs no job: omit launcher=slurm"),
         (["data.batch_size=0"], "data.batch_size=0"),
-        (["hydra.run.dir='a%j'"], "has a %, which Slurm would replace"),
+        (["hydra.run.dir='a%j'"], "contains %, which Slurm expands"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, tmp_path):
@@ -199,9 +199,7 @@ def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, 
 def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
     code, _, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
     assert code == 1
-    assert err.endswith(
-        "(of the sweep's run launcher=slurm data.batch_size=0; none was submitted)\n"
-    )
+    assert err.endswith("(run launcher=slurm data.batch_size=0 of the sweep; none was submitted)\n")
     assert list((tmp_path / "given").iterdir()) == []
 
 
@@ -210,14 +208,16 @@ def test_what_sbatch_says_is_passed_on(submitted, words, tmp_path):
     (tmp_path / "refuse").write_text("gup")
     code, _, err = submitted("launcher.partition=gup", *words)
     assert code == 1
-    assert err == "error: sbatch refuses the job: sbatch: error: invalid partition specified: gup\n"
+    assert (
+        err == "error: sbatch rejected the job: sbatch: error: invalid partition specified: gup\n"
+    )
 
 
 def test_inside_of_a_job_none_is_submitted(submitted, monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     code, _, err = submitted("hydra.run.dir=run")
     assert code == 1
-    assert "but this is inside of job 7: leave it out to start the ranks in this allocation" in err
+    assert "but this is inside job 7: omit it to start the ranks in this allocation" in err
     assert list((tmp_path / "given").iterdir()) == []
 
 
@@ -225,7 +225,7 @@ def test_without_slurm_it_is_told(submitted, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, err = submitted("hydra.run.dir=run")
     assert code == 1
-    assert err.startswith("error: launcher=slurm submits by sbatch, but there is none on the path")
+    assert err.startswith("error: launcher=slurm needs sbatch, which is not on PATH")
 
 
 def test_words_come_through_the_shell_as_they_are():

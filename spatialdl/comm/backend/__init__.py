@@ -1,15 +1,15 @@
 """The `mpi4py` backend of torch.distributed: stock wheels over any MPI.
 
-Importing this package registers it. Then, in a program that mpiexec or srun starts,
+Importing this package registers it. Then a program launched by mpiexec or srun calls
 
     torch.distributed.init_process_group("mpi4py")
 
-needs nothing else: the ranks, and a store for them, come from MPI. Tensors on a GPU travel through
+without further settings: ranks and rendezvous store come from MPI. GPU tensors are staged through
 host memory.
 
-Until `destroy_process_group` an uncaught exception on one rank ends the job on all, and a process
-that ends first finishes what it has started: a rank that left otherwise would hang in MPI's
-finalisation, or crash there.
+Until `destroy_process_group` an uncaught exception on one rank aborts the job, and a process that
+exits first completes its pending operations: otherwise its peers would hang or crash in
+MPI_Finalize.
 """
 
 from spatialdl.comm.backend.registration import register

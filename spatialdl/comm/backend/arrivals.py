@@ -1,8 +1,8 @@
-"""Which ranks have come to a collective, told in memory that the ranks of a machine share.
+"""Arrival counters of ranks at a collective, in shared memory of a machine.
 
-MPI waits by asking again and again. Where threads share cores with what is computed, one that waits
-so for a slower rank takes the time that backward needs. So before it calls MPI it sleeps until the
-others of its machine have come. This chooses the moment only: no result depends on it.
+MPI waits by polling. Where threads share cores with computation, a thread that polls for a slower
+rank takes time from backward. So it sleeps until the other ranks of its machine arrive before it
+calls MPI. This affects timing only, never results.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mpi4py import MPI
 
 _SHORTEST_S, _LONGEST_S = 20e-6, 500e-6
 _WORDS = 8
-"""Of eight bytes for each rank: counters that are far apart do not disturb each other."""
+"""Eight-byte words for each rank: avoids false sharing between counters."""
 
 
 class Arrivals:
-    """A counter for each rank of `comm` on this machine; all ranks make it together.
+    """A counter for each rank of `comm` on this machine; collective.
 
     Args:
-        comm: whose collectives are counted.
+        comm: communicator whose collectives are counted.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -34,12 +34,12 @@ class Arrivals:
         self._others = [_WORDS * r for r in range(machine.size) if r != machine.rank]
         machine.Free()
 
-    def come(self) -> None:
-        """This rank is at its next collective."""
+    def arrive(self) -> None:
+        """Mark that this rank is at its next collective."""
         self._memory[self._own] += 1
 
     def sleep(self) -> None:
-        """Return when the others have come as far as this rank."""
+        """Sleep until the other ranks have arrived at this rank's collective."""
         memory, number, pause = self._memory, self._memory[self._own], _SHORTEST_S
         for other in self._others:
             while memory[other] < number:
@@ -48,9 +48,9 @@ class Arrivals:
 
 
 def _shared(machine: MPI.Intracomm, size: int) -> mmap.mmap:
-    """Memory of zeros that the ranks of a machine share, until the last of them lets go of it.
+    """Zero-initialised memory shared by the ranks of a machine.
 
-    A file rather than a window of MPI: those of Open MPI complain where a network is missing.
+    A file instead of an MPI window: windows of Open MPI print warnings where a network is missing.
     """
     name = None
     if machine.rank == 0:

@@ -1,6 +1,6 @@
-"""What this process is doing over MPI, so that nothing waits for ever without a word.
+"""Calls of this process over MPI, recorded for hang reports.
 
-Every operation of the `mpi4py` backend is noted while it runs, with its timeout, see
+Every operation of the `mpi4py` backend is recorded while it runs, with its timeout, see
 `comm.watchdog`.
 """
 
@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.ending import end_job_for_sure
-from spatialdl.comm.liveness import say
+from spatialdl.comm.liveness import print_stderr
 from spatialdl.comm.waiting import noted
 
 MANY = 32
@@ -23,13 +23,13 @@ Job = Callable[[], object]
 
 
 class Group(NamedTuple):
-    """A group as messages name it.
+    """Identity of a group in messages.
 
     Attributes:
-        name: that torch.distributed gave it.
-        ranks: of the world, in the order of the group.
-        rank: of this process in the world.
-        title: what messages call it.
+        name: given by torch.distributed.
+        ranks: world ranks, in the order of the group.
+        rank: world rank of this process.
+        title: description, shown instead of the name.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Call:
     """An operation of this rank.
 
     Args:
-        group: in which it is done.
+        group: its group.
         name: as in torch.distributed.
-        tensors: of this rank.
-        timeout_s: after which the job ends.
+        tensors: tensors of this rank.
+        timeout_s: timeout after which the job aborts.
         options: of torch.distributed, with reduction and root if the operation has them.
-        words: whatever else tells it apart.
+        words: further details for messages.
     """
 
     __slots__ = ("group", "name", "options", "tensors", "timeout_s", "words")
@@ -70,7 +70,7 @@ class Call:
         self.timeout_s, self.options, self.words = timeout_s, options, words
 
     def run(self, job: Job) -> None:
-        """Do the job, noted as running.
+        """Run the job, recorded as a wait.
 
         Raises:
             RuntimeError: if MPI fails, naming the operation.
@@ -89,7 +89,7 @@ class Call:
 
     @property
     def detail(self) -> str:
-        """What tells it apart besides name and tensors."""
+        """Details besides name and tensors."""
         op = getattr(self.options, "reduceOp", None)
         root = getattr(self.options, "rootRank", None)
         by = f" by {op.op.name}" if op is not None else ""
@@ -98,12 +98,12 @@ class Call:
 
 
 def describe(tensor: Tensor) -> str:
-    """Type and shape of a tensor, for messages."""
+    """Dtype and shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def seconds(timeout: timedelta, default: float) -> float:
-    """Seconds of a timeout; the default for the negative one that says that none was given."""
+    """Seconds of a timeout; `default` for a negative one, which means unset."""
     return timeout.total_seconds() if timeout > _NONE else default
 
 
@@ -111,8 +111,9 @@ _NONE = timedelta(0)
 
 
 def fail(call: Call, error: BaseException) -> None:
-    """End the job because of an error where no one would see an exception."""
-    say(
-        f"spatialdl: rank {call.group.rank}: {call} in {call.group} failed: {error}; ending the job"
+    """Abort the job because of an error in a thread whose exceptions are not propagated."""
+    print_stderr(
+        f"spatialdl: rank {call.group.rank}: {call} in {call.group} failed: {error}; "
+        "aborting the job"
     )
     end_job_for_sure()

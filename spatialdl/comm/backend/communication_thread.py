@@ -1,10 +1,10 @@
 """A thread that runs the collectives of one group in the order in which they were started.
 
-MPI's nonblocking collectives make little progress while nobody is in MPI, so collectives that are
-to overlap with computation run as blocking ones in a thread. Each group has its own: with one for
-all groups, two ranks whose groups come in another order would wait for each other.
+MPI's nonblocking collectives make little progress outside of MPI calls, so collectives that overlap
+with computation run as blocking ones in a thread. Each group has one: with a single thread for all
+groups, two ranks that use their groups in different orders would deadlock.
 
-A call that is waited for anyway, and finds nothing queued before it, runs where it is made.
+A synchronous call with an empty queue runs in the calling thread.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from spatialdl.comm.backend.calls import Call, Job, fail
 
 
 class CollectiveWork(Work):
-    """A collective under way.
+    """A pending collective.
 
     Args:
-        tensors: what its future will hold.
+        tensors: result of its future.
     """
 
     def __init__(self, call: Call, tensors: Sequence[Tensor]) -> None:
@@ -39,15 +39,15 @@ class CollectiveWork(Work):
         self._done = Event()
 
     def finish(self) -> None:
-        """Called when the tensors are there; runs what users have chained to the future."""
+        """Mark as complete; runs callbacks chained to the future."""
         self._done.set()
         self._future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the tensors are there.
+        """Block until the tensors are complete.
 
         Raises:
-            RuntimeError: if that takes longer than a timeout of more than zero.
+            RuntimeError: after a timeout greater than zero.
         """
         limit = timeout.total_seconds() if timeout is not None else 0.0
         if not self._done.wait(limit if limit > 0 else None):
@@ -58,7 +58,7 @@ class CollectiveWork(Work):
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        return self._done.is_set()  # failures end the job
+        return self._done.is_set()  # failures abort the job
 
     def exception(self) -> None:
         return None
@@ -75,7 +75,7 @@ class CollectiveWork(Work):
 
 
 class FinishedWork(Work):
-    """A collective that ran where it was called."""
+    """A collective that ran in the calling thread."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -96,13 +96,13 @@ FINISHED = FinishedWork()
 
 
 class CommunicationThread:
-    """The order of the collectives of a group, and the thread that runs those that are started.
+    """Runs the collectives of a group in order, in the calling thread or in a separate one.
 
     Args:
-        name: of the thread.
-        arrivals: of the ranks at each collective.
-        threaded: whether there may be one; if not, everything runs where it is called.
-        lock: held while something runs where it is called. Where MPI allows one thread at a time,
+        name: name of the thread.
+        arrivals: arrival counters of the ranks.
+        threaded: whether a separate thread is allowed; if not, everything runs in the caller.
+        lock: held while a collective runs in the caller. Where MPI allows one thread at a time,
             all groups share it.
     """
 
@@ -116,7 +116,7 @@ class CommunicationThread:
         self._thread: Thread | None = None
 
     def run(self, call: Call, job: Job) -> Work:
-        """Do it now, after everything that was started before."""
+        """Run a collective now, after everything that was started before."""
         if self._inside():
             self._now(call, job)
             return FINISHED
@@ -129,10 +129,10 @@ class CommunicationThread:
         return work
 
     def start(self, call: Call, job: Job, tensors: Sequence[Tensor]) -> CollectiveWork:
-        """Do it in the thread; what is chained to the future runs there too.
+        """Start a collective in the thread, which also runs callbacks of its future.
 
-        A callback that starts a collective itself has it done at once: on a rank where the
-        callback was chained later, it follows its collective directly too.
+        A collective started by a callback runs at once: on a rank where the callback was chained
+        later, it follows its collective directly too.
         """
         work = CollectiveWork(call, tensors)
         if self._inside():
@@ -152,17 +152,17 @@ class CommunicationThread:
         return work
 
     def close(self) -> None:
-        """Return when everything that was started is done, and the thread has ended."""
+        """Block until everything that was started is complete, and the thread has ended."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
 
     def _now(self, call: Call, job: Job) -> None:
-        self._arrivals.come()
+        self._arrivals.arrive()
         call.run(job)
 
-    def _when_all_have_come(self, job: Job) -> None:
+    def _after_arrivals(self, job: Job) -> None:
         self._arrivals.sleep()
         job()
 
@@ -173,11 +173,11 @@ class CommunicationThread:
         while (item := self._queue.get()) is not None:
             job, work = item
             try:
-                self._now(work.call, partial(self._when_all_have_come, job))
-            except BaseException as error:  # nobody may be waiting, and the other ranks hang
+                self._now(work.call, partial(self._after_arrivals, job))
+            except BaseException as error:  # no thread may be waiting, and other ranks would hang
                 fail(work.call, error)
-            with contextlib.suppress(Exception):  # errors of callbacks are in their own futures
+            with contextlib.suppress(Exception):  # errors of callbacks are stored in their futures
                 work.finish()
-            del item, job, work  # or the last tensors would stay until the next call
+            del item, job, work  # or the last tensors would be kept until the next call
             with self._lock:
                 self._unfinished -= 1

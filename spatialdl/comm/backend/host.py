@@ -1,4 +1,4 @@
-"""Tensors as MPI takes them: dense, on the host, with a type that it can move or reduce."""
+"""Converts tensors for MPI: dense, on the host, with a datatype that MPI can move or reduce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from spatialdl.comm.device_transport import pinned_copy
 
 MOST = 2**31 - 1
-"""Elements in one message: MPI counts in 32 bits."""
+"""Maximum number of elements of a message: MPI counts are 32-bit."""
 
 _MOVED = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 _REDUCED = {
@@ -55,7 +55,7 @@ _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it that lies contiguous on the host, from a device in pinned memory.
+    """`tensor`, or a contiguous copy on the host, pinned if it is on a device.
 
     Raises:
         TypeError: for sparse tensors.
@@ -71,7 +71,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def room_for(tensor: Tensor) -> Tensor:
-    """Where something lands that fills all of a tensor: itself, or memory without its content.
+    """Receive buffer for a whole tensor: itself, or uninitialised memory.
 
     Raises:
         TypeError: for sparse tensors.
@@ -80,52 +80,52 @@ def room_for(tensor: Tensor) -> Tensor:
 
 
 def room(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory on the host, pinned if the tensor that it is for lies on a device."""
+    """Host memory, pinned if `like` is on a device."""
     return torch.empty(shape, dtype=like.dtype, pin_memory=not like.is_cpu)
 
 
 def _is_dense(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
-        raise TypeError(f"mpi4py moves dense tensors only, not {tensor.layout}; call to_dense()")
+        raise TypeError(f"mpi4py supports dense tensors only, not {tensor.layout}; call to_dense()")
     is_plain = not (tensor.is_conj() or tensor.is_neg())
     return tensor.is_cpu and tensor.is_contiguous() and is_plain
 
 
 def device_kinds() -> list[str]:
-    """Of what devices tensors may be moved: a CPU's, and those of what PyTorch sees besides."""
+    """Device types whose tensors are supported: CPU and PyTorch's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return ["cpu", "cuda" if accelerator is None else accelerator.type]
 
 
-def give_back(tensor: Tensor, landed: Tensor) -> None:
-    """What has landed in the copy of a tensor goes into the tensor."""
-    if landed is not tensor:
-        tensor.detach().copy_(landed, non_blocking=True)
+def give_back(tensor: Tensor, received: Tensor) -> None:
+    """Copy a receive buffer to its tensor."""
+    if received is not tensor:
+        tensor.detach().copy_(received, non_blocking=True)
         if not tensor.is_cpu:
             torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 def queued_before(tensors: Sequence[Tensor]) -> list[torch.Event]:
-    """Events of what the current streams of the devices of some tensors have queued so far.
+    """Events after the work queued so far on the current streams of the tensors' devices.
 
-    A copy back may run in another stream, that of the communication thread or of the caller of
-    `wait`. It must not overtake what still writes or reads its target here.
+    A copy back may run on another stream, in the communication thread or in the caller of `wait`.
+    It must not overtake queued work that still writes or reads its target.
     """
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
     return [torch.accelerator.current_stream(device).record_event() for device in devices]
 
 
 def wait_in_stream(events: Sequence[torch.Event]) -> None:
-    """Have the current streams of this thread wait for events; the host does not."""
+    """Have the current streams of this thread wait for events, without blocking the host."""
     for event in events:
         torch.accelerator.current_stream(event.device).wait_event(event)
 
 
 def message(tensor: Tensor, count: int | None = None) -> list[Any]:
-    """A dense tensor as mpi4py takes it, to be moved.
+    """mpi4py buffer specification of a dense tensor to move.
 
     Args:
-        count: of elements, if they are not all.
+        count: number of elements, if not all.
     """
     size = tensor.element_size()
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
@@ -133,62 +133,62 @@ def message(tensor: Tensor, count: int | None = None) -> list[Any]:
 
 
 def blocks(tensor: Tensor, counts: Sequence[int]) -> list[Any]:
-    """A dense tensor that holds one block a rank, of so many elements each."""
+    """mpi4py buffer specification of a dense tensor with one block for each rank."""
     size = tensor.element_size()
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return [memory, (counts, None), _MOVED[size]]
 
 
 def portions(tensor: Tensor) -> Sequence[Tensor]:
-    """A dense tensor in pieces that MPI can count."""
+    """Split a dense tensor to fit MPI's counts."""
     return (tensor,) if tensor.numel() <= MOST else torch.split(tensor.detach().view(-1), MOST)
 
 
 def check_counts(name: str, *counts: int) -> None:
-    """Refuse what MPI cannot count and what cannot be cut here.
+    """Check counts of operations that cannot be split.
 
     Raises:
-        ValueError: with the numbers.
+        ValueError: if one exceeds MPI's range.
     """
     if max(counts, default=0) > MOST:
         raise ValueError(
-            f"{name} of {max(counts)} elements: MPI counts to {MOST}; use several smaller tensors"
+            f"{name} of {max(counts)} elements exceeds MPI's maximum {MOST}; use several tensors"
         )
 
 
 def reduction(op: Any, tensor: Tensor, ranks: int) -> Reduction:
-    """How `op` is done on tensors like this one.
+    """Reduction `op` for tensors like this one, cached.
 
     Args:
         op: a ReduceOp or its kind: SUM, AVG, PREMUL_SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
-        ranks: how many take part.
+        ranks: number of participating ranks.
 
     Raises:
-        TypeError: for an operator that the type does not have.
+        TypeError: if the dtype does not support the operator.
     """
     key = (hash(op), tensor.dtype, ranks)  # both kinds of operators hash to their number
-    found = _known.get(key)
-    if found is None:
+    known = _known.get(key)
+    if known is None:
         kind = getattr(op, "op", op)
         factor = op.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
-        found = Reduction(kind, tensor.dtype, ranks, factor)
+        known = Reduction(kind, tensor.dtype, ranks, factor)
         if factor is None:
-            _known[key] = found
-    return found
+            _known[key] = known
+    return known
 
 
 _known: dict[tuple[int, torch.dtype, int], Reduction] = {}
 
 
 class Reduction:
-    """A reduction operator of torch.distributed on tensors of one type.
+    """A reduction operator of torch.distributed for tensors of one dtype.
 
-    Half types are reduced in float32, complex ones as pairs of real ones, bool as bytes.
+    Half precision is reduced in float32, complex numbers as real pairs, bool as bytes.
 
     Args:
         kind: of operator.
-        ranks: how many, for the average.
-        factor: by which every rank multiplies first.
+        ranks: number of ranks, for the average.
+        factor: multiplier applied on every rank before the sum.
     """
 
     __slots__ = ("_bool", "_factor", "_half", "_ranks", "mpi", "plain", "type")
@@ -215,10 +215,10 @@ class Reduction:
         self.plain = real is dtype and kind not in (_Kind.AVG, _Kind.PREMUL_SUM)
 
     def opened(self, tensor: Tensor, own: bool = True) -> Tensor:
-        """A dense tensor as the operator takes it: itself, a view, or a copy.
+        """Convert a dense tensor for the operator: itself, a view, or a copy.
 
         Args:
-            own: whether its memory may be written to.
+            own: whether its memory may be modified.
         """
         if self.plain:
             return tensor
@@ -234,7 +234,7 @@ class Reduction:
         return tensor.mul_(self._factor) if own or self._half else tensor * self._factor
 
     def landing(self, tensor: Tensor) -> Tensor:
-        """Where a reduction can land that `close` then puts into a dense tensor."""
+        """Receive buffer for a reduction, to be passed to `close`."""
         if self.plain:
             return tensor
         tensor = tensor.detach()
@@ -243,7 +243,7 @@ class Reduction:
         return tensor.view(torch.uint8) if self._bool else _real(tensor)
 
     def close(self, tensor: Tensor, reduced: Tensor) -> None:
-        """Finish what was reduced, and put it into the dense tensor that it was opened from."""
+        """Finish a reduction, and store it in the dense tensor that was opened."""
         if self.plain:
             return
         if self._ranks != 1:
@@ -252,10 +252,10 @@ class Reduction:
             tensor.detach().copy_(reduced)
 
     def message(self, tensor: Tensor, ranks: int = 1) -> list[Any]:
-        """An opened tensor as mpi4py takes it.
+        """mpi4py buffer specification of an opened tensor.
 
         Args:
-            ranks: whose blocks it holds, of one size.
+            ranks: number of equal blocks that it holds.
         """
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         return [memory, tensor.numel() // ranks, self.type]

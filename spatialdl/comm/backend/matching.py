@@ -1,7 +1,7 @@
-"""Before a collective of the `mpi4py` backend ranks compare what they are about to do.
+"""Compares collectives of the `mpi4py` backend between ranks before they run.
 
-On with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or with `comm.check`. Without it ranks whose calls do
-not match hang until the timeout, or add up unrelated numbers.
+Enabled by ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or by `comm.check`. Without it mismatched calls hang
+until the timeout, or reduce unrelated numbers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from spatialdl.comm.backend.calls import Call, Job
 from spatialdl.errors import CommMismatch
 
 _MAY_DIFFER = ("all_gather", "gather", "scatter", "all_to_all_single", "all_to_all")
-"""Collectives in which ranks may bring different shapes."""
+"""Collectives that allow different shapes on ranks."""
 
 
-def asked_for() -> bool:
-    """Whether the environment switches it on."""
+def is_requested() -> bool:
+    """Whether the environment enables it."""
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
 def checked(comm: MPI.Intracomm, call: Call, numbers: Iterator[int], job: Job) -> Job:
-    """The job, after a comparison.
+    """The job, preceded by a comparison.
 
-    Calls are numbered when they run, not when they are made: what is chained to a future may be
-    made earlier on one rank than on another, but follows the same call everywhere. The job raises
-    CommMismatch, on all ranks, if ranks are about to do different things.
+    Calls are numbered when they run, not when they are created: callbacks of a future may be
+    created earlier on one rank than on another, but follow the same call on all ranks. The job
+    raises CommMismatch on all ranks if calls differ.
     """
 
     def compare_first() -> None:
@@ -39,17 +39,17 @@ def checked(comm: MPI.Intracomm, call: Call, numbers: Iterator[int], job: Job) -
         types = sorted({str(tensor.dtype) for tensor in call.tensors})
         key = f"number {number}: {call.name} {types}{call.detail}" if loose else text
         mine = check.encode(key) + check.encode(text)
-        everybody = bytearray(len(mine) * comm.size)
-        comm.Allgather(mine, everybody)
-        said = [everybody[i : i + len(mine)] for i in range(0, len(everybody), len(mine))]
-        if any(other[: check.TEXT_BYTES] != mine[: check.TEXT_BYTES] for other in said):
+        gathered = bytearray(len(mine) * comm.size)
+        comm.Allgather(mine, gathered)
+        texts = [gathered[i : i + len(mine)] for i in range(0, len(gathered), len(mine))]
+        if any(other[: check.TEXT_BYTES] != mine[: check.TEXT_BYTES] for other in texts):
             calls = "; ".join(
                 f"rank {rank} is at {check.decode(bytes(text[check.TEXT_BYTES :]))}"
-                for rank, text in zip(call.group.ranks, said, strict=True)
+                for rank, text in zip(call.group.ranks, texts, strict=True)
             )
             raise CommMismatch(
-                f"ranks do different things in {call.group}: {calls}; look for control flow that "
-                "depends on the rank"
+                f"ranks call different operations in {call.group}: {calls}; look for control flow "
+                "that depends on the rank"
             )
         job()
 

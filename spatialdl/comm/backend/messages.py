@@ -1,4 +1,4 @@
-"""Messages between two ranks, for torch.distributed: they never wait behind collectives."""
+"""Point-to-point messages for torch.distributed, which never queue behind collectives."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from spatialdl.comm.backend.host import (
 
 
 class MessageWork(Work):
-    """A message under way.
+    """A pending message.
 
     Args:
-        request: of MPI.
-        tensor: of the program.
-        held: what MPI reads or writes: the tensor itself, or a copy of it on the host.
+        request: MPI request.
+        tensor: tensor of the program.
+        held: memory that MPI reads or writes: the tensor itself, or a copy on the host.
         incoming: whether it is received.
     """
 
@@ -44,19 +44,19 @@ class MessageWork(Work):
         self._before = queued_before([tensor] if incoming else [])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the tensor is there, or may be written to again.
+        """Block until the tensor is received, or may be modified again.
 
-        The job ends if that takes longer than the timeout, or that of the group.
+        Aborts the job after the timeout, by default that of the group.
 
         Raises:
-            RuntimeError: if another number of elements has come.
+            RuntimeError: if a message of another size was received.
         """
         status = MPI.Status()
         if timeout is not None:
             self._call.timeout_s = seconds(timeout, self._call.timeout_s)
         with self._lock:
             if not self._done:
-                self._done = True  # whatever comes, MPI has let go of the memory then
+                self._done = True  # MPI releases the memory in any case
                 self._call.run(partial(self._request.Wait, status))
                 self._finish(status)
         return True
@@ -70,7 +70,7 @@ class MessageWork(Work):
             return self._done
 
     def is_over(self) -> bool:
-        """Whether nobody needs to keep it: received, given up, or sent, waited for or not."""
+        """Whether the reference can be dropped: received, cancelled, or sent."""
         return self._done or (not self._incoming and self.is_completed())
 
     def is_success(self) -> bool:
@@ -84,7 +84,7 @@ class MessageWork(Work):
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """The rank in the group that a message came from."""
+        """Rank in the group that sent the message."""
         self.wait()
         return self._source
 
@@ -92,7 +92,7 @@ class MessageWork(Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that is done: MPI has nobody who would tell it later."""
+        """A completed future: MPI has no thread that could complete it later."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
             devices=[self._tensor.device] if not self._tensor.is_cpu else []
         )
@@ -100,7 +100,7 @@ class MessageWork(Work):
         return future
 
     def cancel(self) -> None:
-        """Give up a message that nobody sends."""
+        """Cancel a receive without a matching send."""
         with self._lock:
             if not self._done:
                 self._request.Cancel()
@@ -111,10 +111,10 @@ class MessageWork(Work):
         if not self._incoming:
             return
         self._source = status.Get_source()
-        came = status.Get_count(MPI.BYTE)
-        if came != self._held.nbytes:
+        nbytes = status.Get_count(MPI.BYTE)
+        if nbytes != self._held.nbytes:
             raise RuntimeError(
-                f"{self._call}: rank {self._source} has sent {came} bytes, the tensor has "
+                f"{self._call}: rank {self._source} has sent {nbytes} bytes, but the tensor has "
                 f"{self._held.nbytes}"
             )
         wait_in_stream(self._before)
@@ -122,13 +122,13 @@ class MessageWork(Work):
 
 
 class GroupMessages:
-    """The messages of a group that are under way.
+    """Pending messages of a group.
 
-    They are kept until they are done: a program may drop the work of a message that is still being
-    sent.
+    Keeps references until they are complete: a program may drop the work of a message that is
+    still being sent.
 
     Args:
-        comm: gives the communicator, if it may be used.
+        comm: returns the communicator, if it may be used.
     """
 
     def __init__(self, comm: Callable[[], MPI.Intracomm]) -> None:
@@ -140,14 +140,14 @@ class GroupMessages:
         return self._add(call, tensor, held, lambda: comm.Isend(message(held), rank, tag))
 
     def receive(self, call: Call, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
-        """From a rank, or from whoever sends first."""
+        """Receive from a rank, or from any rank."""
         held, comm = room_for(tensor), self._comm()
         source = MPI.ANY_SOURCE if rank is None else rank
         start = lambda: comm.Irecv(message(held), source, tag)  # noqa: E731
         return self._add(call, tensor, held, start, incoming=True)
 
     def close(self) -> None:
-        """Return when everything is sent; nothing more is received."""
+        """Wait for all sends, and cancel all receives."""
         for work in self._open:
             if work._incoming:
                 work.cancel()

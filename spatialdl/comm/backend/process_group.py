@@ -1,8 +1,8 @@
 """A process group of torch.distributed over an MPI communicator.
 
-PyTorch calls the methods by name, from Python and, some of them, from C++. Names
-changed in 2.13; both stand here. Unlike gloo's and NCCL's this group is no `Backend` inside a
-`ProcessGroup`, but the group itself, which is what PyTorch lets Python do.
+PyTorch calls the methods by name, from Python and partly from C++. Names changed in 2.13; both are
+defined here. Unlike gloo and NCCL this is not a `Backend` inside a `ProcessGroup`, but the group
+itself, the only form that PyTorch supports in Python.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Tensors = Sequence[Tensor]
 _one_at_a_time = Lock()
 
 
-_Group: Any = ProcessGroup  # its stubs do not know what it takes
+_Group: Any = ProcessGroup  # its stubs lack the constructor's arguments
 
 
 class MpiProcessGroup(_Group):  # type: ignore[misc]
-    """The ranks of a communicator, which is freed with the group.
+    """Process group over a communicator, which is freed with the group.
 
     Args:
-        comm: of this group alone.
-        store: of the group.
-        name: that torch.distributed gave it.
-        ranks: of the world, in the order of the communicator.
-        timeout: after which an operation ends the job, unless it brings its own.
+        comm: used by this group only.
+        store: store of the group.
+        name: given by torch.distributed.
+        ranks: world ranks, in the order of the communicator.
+        timeout: default after which an operation aborts the job.
         on_close: called when the group is shut down.
     """
 
@@ -71,7 +71,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         self._rank, self._size = comm.rank, comm.size
         self._group = Group(name, ranks, ranks[comm.rank])
         self._timeout_s = timeout.total_seconds()
-        self._compares = matching.asked_for()
+        self._compares = matching.is_requested()
         level = MPI.Query_thread()
         threaded = level == MPI.THREAD_MULTIPLE
         self._arrivals = Arrivals(comm)
@@ -84,7 +84,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         self._open = True
         self._usable = level >= MPI.THREAD_SERIALIZED
 
-    # what torch.distributed asks of a group
+    # interface of torch.distributed
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -140,13 +140,13 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: calls are numbered from 0 on all ranks."""
+        """No-op: calls are numbered from 0 on all ranks."""
 
     def __repr__(self) -> str:
         return f"MpiProcessGroup(rank {self.rank()} of {self.size()}, '{self._name}')"
 
     def shutdown(self) -> None:
-        """Finish what is under way and free the communicator; all ranks of the group do so."""
+        """Complete pending operations and free the communicator; collective."""
         if self._open:
             self.drain()
             self._open = self._usable = False
@@ -154,12 +154,12 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
             self._communicator.Free()
 
     def drain(self) -> None:
-        """Return when everything that was started is done."""
+        """Block until all started operations are complete."""
         self._thread.close()
         self._messages.close()
 
     def abort(self) -> None:
-        """Forget the group; what is under way is not waited for."""
+        """Forget the group without waiting for pending operations."""
         if self._open:
             self._open = self._usable = False
             self._on_close(self)
@@ -216,13 +216,13 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
-        into = outputs[0] if outputs else []
-        job = collectives.gather(self._comm, into, inputs[0], opts.rootRank)
-        return self._do("gather", inputs, into, job, opts)
+        gathered = outputs[0] if outputs else []
+        job = collectives.gather(self._comm, gathered, inputs[0], opts.rootRank)
+        return self._do("gather", inputs, gathered, job, opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        given = inputs[0] if inputs else []
-        job = collectives.scatter(self._comm, outputs[0], given, opts.rootRank)
+        scattered = inputs[0] if inputs else []
+        job = collectives.scatter(self._comm, outputs[0], scattered, opts.rootRank)
         return self._do("scatter", outputs, outputs, job, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
@@ -232,8 +232,8 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
             collectives.reduce_scatter(self._comm, output, tensors, op)
             for output, tensors in zip(outputs, inputs, strict=True)
         ]
-        given = [tensor for tensors in inputs for tensor in tensors]
-        return self._do("reduce_scatter", given, outputs, collectives.all_of(jobs), opts)
+        flat = [tensor for tensors in inputs for tensor in tensors]
+        return self._do("reduce_scatter", flat, outputs, collectives.all_of(jobs), opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -278,7 +278,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         return self._do("barrier", (), (), job, opts or BarrierOptions())
 
     def _do(self, name: str, tensors: Tensors, results: Tensors, job: Job, opts: Any) -> Work:
-        """Run a collective, or start it if the program does not wait for it."""
+        """Run a collective, or start it if it is asynchronous."""
         call = Call(self._group, name, tensors, seconds(opts.timeout, self._timeout_s), opts)
         if self._compares or check.enabled():
             job = matching.checked(self._comm, call, self._numbers, job)
@@ -290,7 +290,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
 
     @property
     def _comm(self) -> MPI.Intracomm:
-        """The communicator, if it is there still and this thread may use it.
+        """The communicator, if it is open and this thread may use it.
 
         Raises:
             RuntimeError: otherwise.
@@ -298,10 +298,10 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         if self._usable:
             return self._communicator
         if not self._open:
-            raise RuntimeError(f"{self._group} was destroyed; make a new one")
+            raise RuntimeError(f"{self._group} was destroyed; create a new one")
         if current_thread() is not main_thread():
             raise RuntimeError(
-                f"{self._group}: this MPI takes calls from the main thread only; initialise it "
+                f"{self._group}: this MPI supports calls from the main thread only; initialise it "
                 "with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level)"
             )
         return self._communicator
@@ -328,7 +328,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
 
 
 def _after(events: Sequence[torch.Event], job: Job) -> Job:
-    """A job that writes to tensors of devices once events have happened there."""
+    """A job that first waits for device events, because it writes to device tensors."""
 
     def ordered() -> None:
         wait_in_stream(events)

@@ -1,4 +1,4 @@
-"""How torch.distributed learns of the `mpi4py` backend, and its groups until the job ends."""
+"""Registers the `mpi4py` backend with torch.distributed, and shuts down its groups at exit."""
 
 from __future__ import annotations
 
@@ -29,59 +29,59 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
 
 
 _open: list[MpiProcessGroup] = []
-"""The groups that are not shut down."""
+"""Groups that are not shut down."""
 
 
 def register() -> None:
-    """Make the backend and its rendezvous known to torch.distributed; once is enough."""
+    """Register the backend and its rendezvous with torch.distributed; idempotent."""
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=device_kinds())
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    handlers["env"] = _env_or_mpi(handlers["env"])  # the one that is taken when none is named
+    handlers["env"] = _env_or_mpi(handlers["env"])  # the default handler
 
 
 def _env_or_mpi(by_environment: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
-    """A rendezvous by environment variables as before, and by MPI where they are not set."""
+    """Rendezvous by environment variables, or by MPI if they are not set."""
 
     def rendezvous(url: str, timeout: timedelta, **kwargs: Any) -> Rendezvous:
-        asked = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
-        wanted = [*_ENVIRONMENT, *({"rank", "world_size"} - asked.keys())]
+        query = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
+        wanted = [*_ENVIRONMENT, *({"rank", "world_size"} - query.keys())]
         if all(name.upper() in os.environ for name in wanted):
             yield from by_environment(url, timeout=timeout, **kwargs)
         else:
             world = MPI.COMM_WORLD
             check_mpi_world(world.size)
-            _check_place(asked.get("rank", world.rank), asked.get("world_size", world.size))
+            _check_place(query.get("rank", world.rank), query.get("world_size", world.size))
             yield store_by_mpi(world, timeout), world.rank, world.size
 
     return rendezvous
 
 
 def _check_place(rank: int, size: int) -> None:
-    """Whether this is what MPI says too.
+    """Check rank and size against MPI.
 
     Raises:
-        ValueError: with both.
+        ValueError: if they differ.
     """
     world = MPI.COMM_WORLD
     if (rank, size) != (world.rank, world.size):
         raise ValueError(
-            f"torch.distributed calls this process rank {rank} of {size}, MPI calls it rank "
-            f"{world.rank} of {world.size}; start it with mpiexec or srun, and leave rank and "
-            "world_size to MPI"
+            f"torch.distributed has rank {rank} of {size}, but MPI has rank {world.rank} of "
+            f"{world.size} for this process; launch with mpiexec or srun, and omit rank and "
+            "world_size"
         )
 
 
 def _make_group(options: Any, _: object) -> MpiProcessGroup:
-    """What torch.distributed calls on the ranks of a new group."""
+    """Constructor of a group, called by torch.distributed on its ranks."""
     ranks = list(options.global_ranks_in_group)
     if ranks:
-        everybody = MPI.COMM_WORLD.Get_group()
-        chosen = everybody.Incl(ranks)
+        world_group = MPI.COMM_WORLD.Get_group()
+        chosen = world_group.Incl(ranks)
         comm = MPI.COMM_WORLD.Create_group(chosen)
         chosen.Free()
-        everybody.Free()
+        world_group.Free()
     else:
         _check_place(options.group_rank, options.group_size)
         ranks = list(range(options.group_size))
@@ -98,22 +98,22 @@ def _make_group(options: Any, _: object) -> MpiProcessGroup:
 
 
 def _closed(group: MpiProcessGroup) -> None:
-    """A group was shut down."""
+    """Forget a group that was shut down."""
     _open.remove(group)
 
 
 def _drain() -> None:
-    """At the end of a program that has not destroyed its groups."""
+    """Complete pending operations of groups that the program has not destroyed."""
     for group in _open:
         group.drain()
 
 
 def _end_job_on_exceptions() -> None:
-    """End the job when an exception ends this rank: the others may wait for it."""
+    """Abort the job on an uncaught exception, as other ranks may wait for this one."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None, /) -> None:
-        with contextlib.redirect_stderr(sys.__stderr__):  # PyTorch holds back what is printed
+        with contextlib.redirect_stderr(sys.__stderr__):  # PyTorch buffers stderr
             before(kind, error, at)
         if _open and MPI.COMM_WORLD.size > 1:
             end_job_for_sure()

@@ -112,5 +112,5 @@ def test_they_stay_together(world):
     def work(comm: Virtual) -> None:
         comm.subset([0, 1])
 
-    with pytest.raises(NotImplementedError, match="several processes stay together"):
+    with pytest.raises(NotImplementedError, match="several processes cannot form subsets"):
         on_all(world, work)

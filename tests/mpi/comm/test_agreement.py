@@ -56,9 +56,9 @@ def changed(pixels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (lambda: image(seed=1), "other values"),
-        (lambda: changed(image()), "other values"),
-        (lambda: image().flip(-1), "other values"),
+        (lambda: image(seed=1), "different values"),
+        (lambda: changed(image()), "different values"),
+        (lambda: image().flip(-1), "different values"),
         (lambda: image(0, 2, 3, 20, 12), r"\(2, 3, 20, 12\)"),
         (lambda: image(0, 1, 3, 16, 12), r"\(1, 3, 16, 12\)"),
         (lambda: image().float(), "float32"),
@@ -66,14 +66,14 @@ def changed(pixels: Tensor) -> Tensor:
     ],
 )
 def test_other_images_are_refused(other: Callable[[], Tensor], said: str, mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match=rf"image .*{said}.*the same one on all ranks of a grid"):
+    with pytest.raises(ValueError, match=rf"image .*{said}.*the same image on all ranks of a grid"):
         shard(other() if LAST else image(), mesh)
 
 
 def test_masks_differ_in_one_pixel(mesh: Mesh) -> None:
     mask = torch.zeros(2, 16, 12, dtype=torch.uint8)
     mask[1, 5, 5] = LAST
-    with pytest.raises(ValueError, match=r"image .* has other values on rank"):
+    with pytest.raises(ValueError, match=r"image .* has different values on rank"):
         shard(mask, mesh)
 
 
@@ -115,13 +115,13 @@ def test_tiles_and_replicas_have_images_of_their_own(mesh: Mesh) -> None:
 def test_other_labels_are_refused(mesh: Mesh) -> None:
     labels = torch.tensor([0, 2 if LAST else 1])
     loss = F.cross_entropy(network()(shard(image(), mesh)), labels)
-    with pytest.raises(ValueError, match="other losses: give all the same labels"):
+    with pytest.raises(ValueError, match="different losses: use the same labels"):
         loss.backward()
 
 
 def test_other_labels_after_a_gathered_image_are_refused(mesh: Mesh) -> None:
     x = shard(image(), mesh) * nn.Parameter(torch.ones((), dtype=torch.float64))
-    with pytest.raises(ValueError, match="other losses: give all the same labels"):
+    with pytest.raises(ValueError, match="different losses: use the same labels"):
         F.mse_loss(x.full_tensor(), image(seed=int(LAST))).backward()
 
 
@@ -131,7 +131,7 @@ def test_other_labels_of_pixels_are_refused(classes: bool, mesh: Mesh) -> None:
     labels[0, 0, 0] = LAST
     target = labels if classes else labels.double().unsqueeze(1).expand(2, 3, 16, 12)
     loss = F.cross_entropy if classes else F.mse_loss
-    with pytest.raises(ValueError, match="same labels, weights of pixels and masks"):
+    with pytest.raises(ValueError, match="same labels, pixel weights and masks"):
         loss(shard(image(), mesh), target)
 
 
@@ -142,13 +142,15 @@ def test_other_weights_are_refused(mesh: Mesh) -> None:
     average_gradients(model, mesh)
     with torch.no_grad():
         model[0].bias[0] += LAST
-    with pytest.raises(ValueError, match=r"different weights: parameter 1 .* other values on rank"):
+    with pytest.raises(
+        ValueError, match=r"different weights: parameter 1 .* different values on rank"
+    ):
         average_gradients(model, mesh)
     wrapped = SpatialParallel(network(seed=RANK), mesh)
     with torch.no_grad():
         wrapped.module[4].bias[0] += LAST  # after it has made them alike
     loss = wrapped(shard(image(), mesh)).sum()
-    with pytest.raises(ValueError, match=r"different weights|other losses"):
+    with pytest.raises(ValueError, match=r"different weights|different losses"):
         loss.backward()
 
 
@@ -197,9 +199,9 @@ def test_labels_behind_the_last_image_that_is_compared(mesh: Mesh) -> None:
 
 def test_ranks_that_divide_channels_have_one_image_and_one_label() -> None:
     mesh = init_mesh((1, 1), tensor=SIZE)
-    with pytest.raises(ValueError, match=r"image .* has other values on rank"):
+    with pytest.raises(ValueError, match=r"image .* has different values on rank"):
         shard(changed(image()) if LAST else image(), mesh)
-    with pytest.raises(ValueError, match=r"tile .* has other values .* divide channels"):
+    with pytest.raises(ValueError, match=r"tile .* has different values .* divide channels"):
         from_local(changed(image()) if LAST else image(), mesh, (16, 12))
     model = SpatialParallel(network(), mesh)
     for labels in (torch.tensor([0, 1]), torch.tensor([0, 2])):
@@ -220,7 +222,7 @@ def test_ranks_that_have_parted_unnoticed_are_named(mesh: Mesh) -> None:
     try:
         x = shard(image(), mesh)
         check.agree(mesh.grid_comm, "an exchange" if LAST else "a sum")
-        with pytest.raises(CommMismatch, match=r"ranks do different things: .*an exchange"):
+        with pytest.raises(CommMismatch, match=r"ranks call different operations: .*an exchange"):
             shard(image(), mesh)
         assert x.shape == (2, 3, 16, 12)
     finally:
@@ -262,7 +264,9 @@ def test_a_difference_is_named() -> None:
     named = {"a": image(), "b": image(seed=1) if LAST else image(), "c": image()}
     assert first_difference(comm, {"a": image()}) is None
     said = first_difference(comm, named)
-    assert said == f"b (float64 (2, 3, 16, 12)) has other values on rank {SIZE - 1} than on rank 0"
+    assert (
+        said == f"b (float64 (2, 3, 16, 12)) has different values on rank {SIZE - 1} than on rank 0"
+    )
 
 
 @pytest.fixture

@@ -53,31 +53,31 @@ def prefixed(place: str) -> Callable[..., object]:
 
 def until(alarm: Alarm, ranks: set[int]) -> dict[int, AlarmReport]:
     """What is heard when these have been heard; what does not come runs out of the test's time."""
-    while not ranks <= alarm.heard().keys():
+    while not ranks <= alarm.received().keys():
         pass
-    return dict(alarm.heard())
+    return dict(alarm.received())
 
 
 def test_all_hear_an_alarm_and_who_raised_it_hears_all(alarm: Alarm) -> None:
-    assert alarm.heard() == {}
+    assert alarm.received() == {}
     MPI.COMM_WORLD.Barrier()
     last, others = SIZE - 1, set(range(SIZE)) - {RANK}
     if last == RANK:
-        alarm.tell(report(RANK, raised=True))
+        alarm.send(report(RANK, raised=True))
         heard = until(alarm, others)
         assert heard == {rank: report(rank, raised=False) for rank in others}
     else:
         assert until(alarm, {last})[last] == report(last, raised=True)
-        alarm.tell(report(RANK, raised=False))
+        alarm.send(report(RANK, raised=False))
     assert alarm.reaches
     MPI.COMM_WORLD.Barrier()
-    assert RANK not in alarm.heard()
+    assert RANK not in alarm.received()
     if isinstance(alarm, ByMessages) and last != RANK:
-        assert alarm.heard().keys() == {last}  # who raised none needs no answer
+        assert alarm.received().keys() == {last}  # who raised none needs no answer
 
 
 def test_several_may_raise_it_at_once(alarm: Alarm) -> None:
-    alarm.tell(report(RANK, raised=True))
+    alarm.send(report(RANK, raised=True))
     others = set(range(SIZE)) - {RANK}
     assert until(alarm, others) == {rank: report(rank, raised=True) for rank in others}
 
@@ -85,10 +85,10 @@ def test_several_may_raise_it_at_once(alarm: Alarm) -> None:
 def test_an_answer_is_heard_by_those_that_raised_the_alarm_after_it(alarm: Alarm) -> None:
     others = set(range(SIZE)) - {RANK}
     if RANK > 0:
-        alarm.tell(report(RANK, raised=RANK == 1))
+        alarm.send(report(RANK, raised=RANK == 1))
     MPI.COMM_WORLD.Barrier()
     if RANK == 0:
-        alarm.tell(report(0, raised=True))
+        alarm.send(report(0, raised=True))
     if RANK < 2:
         assert until(alarm, others).keys() == others
     else:
@@ -108,14 +108,14 @@ def test_a_rank_that_has_ended_says_so_when_asked(over_mpi4py: object) -> None:
         pytest.skip("MPI takes calls from one thread only")
     alarm = ByMessages()
     others = [rank for rank in range(SIZE) if rank != RANK]
-    alarm.ask(others)  # before it ends
+    alarm.query_exit(others)  # before it ends
     MPI.COMM_WORLD.Barrier()
-    assert (alarm.heard(), alarm.ended()) == ({}, set())
+    assert (alarm.received(), alarm.exited()) == ({}, set())
     MPI.COMM_WORLD.Barrier()
     if RANK == 0:
-        alarm.leave()  # returns when all have ended
+        alarm.serve_until_all_exit()  # returns when all have ended
         return
-    while 0 not in alarm.ended():
-        alarm.heard()
-    alarm.ask([0])  # and afterwards
-    alarm.leave()
+    while 0 not in alarm.exited():
+        alarm.received()
+    alarm.query_exit([0])  # and afterwards
+    alarm.serve_until_all_exit()

@@ -15,13 +15,13 @@ def test_a_rank_sleeps_until_the_others_have_come():
     arrivals = Arrivals(world)
     for last in range(world.size):
         if world.rank != last:
-            arrivals.come()
+            arrivals.arrive()
             sleeper = Thread(target=arrivals.sleep, daemon=True)
             sleeper.start()
             assert sleeper.is_alive()
         world.Barrier()  # everybody has seen that
         if world.rank == last:
-            arrivals.come()
+            arrivals.arrive()
             arrivals.sleep()
         else:
             sleeper.join()

@@ -32,7 +32,7 @@ def test_all_ranks_hear_of_both_sides(one: str, other: str, world: MPI.Intracomm
     mesh = init_mesh((world.size, 1))
     x = shard(torch.rand(2, 2, 12, 8), mesh)
     name = one if world.rank == 0 else other
-    with pytest.raises(CommMismatch, match="ranks do different things") as error:
+    with pytest.raises(CommMismatch, match="ranks call different operations") as error:
         OPERATIONS[name](x)
     text = str(error.value)
     assert f"rank {world.rank} is at '{name}" in text
@@ -73,7 +73,7 @@ def test_without_it_the_last_communications_of_each_group_are_remembered(
         for number in range(2 * check.KEPT):
             check.agree(mesh.grid_comm, f"operation {number}")
         check.agree(gradients, "gradients")
-        done = check.done_last()
+        done = check.last_calls()
     finally:
         check.enable()
     if world.size == 1:

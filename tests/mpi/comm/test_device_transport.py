@@ -335,11 +335,11 @@ def test_ranks_that_share_a_device_do_not_take_nccl(undecided: None) -> None:
     assert path.name in ("mpi", "host")
     assert "ranks 0 and 1 share a device" in path.reason
     _Chosen.path = None
-    with pytest.raises(ValueError, match="device_path=nccl cannot be had: ranks 0 and 1 share"):
+    with pytest.raises(ValueError, match="device_path=nccl is unavailable: ranks 0 and 1 share"):
         choose_device_path(ranks, first, "nccl")
 
 
-SHARED, OWN = "ranks 0 and 1 share a device", "every rank has a device of its own"
+SHARED, OWN = "ranks 0 and 1 share a device", "every rank has a separate device"
 
 
 @pytest.mark.parametrize(
@@ -381,8 +381,10 @@ def test_collectives_of_the_device_need_its_path(undecided: None) -> None:
     """They went by gloo, through the host, and nothing was printed."""
     if backend_for(DEVICE) is None:
         pytest.skip("PyTorch has no collectives for the device")
-    _Chosen.path = DevicePath("host", "as wanted")
-    with pytest.raises(ValueError, match=r"comm\.backend=nccl needs .* go by host \(as wanted\)"):
+    _Chosen.path = DevicePath("host", "as configured")
+    with pytest.raises(
+        ValueError, match=r"comm\.backend=nccl needs .* path is host \(as configured\)"
+    ):
         start("nccl")
 
 
@@ -390,7 +392,7 @@ def test_what_was_chosen_stays() -> None:
     ranks, name = as_communicator(MPI.COMM_WORLD), device_path().name
     assert choose_device_path(ranks, DEVICE) == device_path()
     other = "host" if name != "host" else "nccl"
-    with pytest.raises(ValueError, match=f"go by {name} already, not by {other}"):
+    with pytest.raises(ValueError, match=f"path is {name} already, not {other}"):
         choose_device_path(ranks, DEVICE, other)
 
 
@@ -398,7 +400,7 @@ def test_what_was_chosen_stays() -> None:
 def test_devices_of_different_kinds_are_refused() -> None:
     ranks = as_communicator(MPI.COMM_WORLD)
     own = DEVICE if ranks.rank else torch.device("cpu")
-    with pytest.raises(ValueError, match="different kinds of device"):
+    with pytest.raises(ValueError, match="different device types"):
         choose_device_path(ranks, own)
 
 

@@ -35,7 +35,7 @@ def test_ranks_that_are_waited_for_are_told_as_the_world_calls_them(
 ) -> None:
     """The world's first rank waits for its last alone, in a subset that has them backwards."""
     part = COMM.subset(range(SIZE)[::-1])
-    part.way = "a message for each piece"
+    part.strategy = "a message for each piece"
     first, last = OWN[-1], OWN[0]
     giver, taker = (first, last) if adjoint else (last, first)
     needed = [giver if box == taker else box for box in OWN]

@@ -1,4 +1,4 @@
-"""Every way moves the same, whichever is the fastest here: tensors of any strides and types."""
+"""Every exchange strategy moves the same pieces, for tensors of any strides and types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange
-from spatialdl.comm.exchange_strategies import WAYS
+from spatialdl.comm.exchange_strategies import STRATEGIES
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
@@ -48,22 +48,22 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_pieces_arrive_whatever_their_strides(way: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pieces_arrive_whatever_their_strides(strategy: str, dtype: torch.dtype) -> None:
     for needed, layout, plan in plans():
         for name, laid in LAID.items():
             tile = laid(view_of(image(0, dtype), layout.whole, plan.own))
             out = laid(torch.zeros(shape_of(plan.need), dtype=dtype))
             own, window = [BoxedTensor(tile, plan.own)], [BoxedTensor(out, plan.need)]
-            WAYS[way](COMM, Exchange(plan, own, window, tile.device)).wait()
+            STRATEGIES[strategy](COMM, Exchange(plan, own, window, tile.device)).wait()
             if not plan.need.is_empty:
                 view_of(out, layout.whole, plan.own).copy_(tile)
             expected = view_of(image(0, dtype), layout.whole, plan.need)
             assert torch.equal(out, expected), f"{name}, needed by {needed}"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pieces_go_back_to_where_they_came_from(way: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pieces_go_back_to_where_they_came_from(strategy: str) -> None:
     for needed, layout, plan in plans():
         for name, laid in LAID.items():
             out = laid(view_of(image(RANK, torch.float32), layout.whole, plan.need))
@@ -72,7 +72,9 @@ def test_pieces_go_back_to_where_they_came_from(way: str) -> None:
                 for piece in plan.sends
             ]
             window = [BoxedTensor(out, plan.need)]
-            WAYS[way](COMM, Exchange(plan, window, rooms, out.device, adjoint=True)).wait()
+            STRATEGIES[strategy](
+                COMM, Exchange(plan, window, rooms, out.device, adjoint=True)
+            ).wait()
             for piece, (room, box) in zip(plan.sends, rooms, strict=True):
                 expected = view_of(image(piece.peer, torch.float32), layout.whole, box)
                 assert torch.equal(room, expected), f"{name}, {needed}, from {piece.peer}"

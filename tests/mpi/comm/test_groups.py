@@ -55,8 +55,8 @@ def test_groups_of_the_same_ranks_keep_apart():
 
 
 def test_what_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="mpi is unknown: take one of mpi4py, gloo, nccl"):
+    with pytest.raises(ValueError, match="unknown backend mpi, must be one of mpi4py, gloo, nccl"):
         start("mpi")
     if DEVICE.type == "cpu":
-        with pytest.raises(ValueError, match="nccl needs GPUs, and PyTorch has no collectives for"):
+        with pytest.raises(ValueError, match="nccl needs GPUs, but PyTorch has no collectives for"):
             start("nccl")

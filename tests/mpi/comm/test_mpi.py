@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(SIZE < 2, reason="needs ranks")
     [
         ("barrier", lambda part: part.barrier(), BACKWARD),
         ("all-reduce", lambda part: part.all_reduce(torch.ones(3)), BACKWARD),
-        ("setting up a communicator", lambda part: part.duplicate(), BACKWARD),
-        ("setting up a communicator", lambda part: part.subset(BACKWARD), FORWARD),
+        ("creation of a communicator", lambda part: part.duplicate(), BACKWARD),
+        ("creation of a communicator", lambda part: part.subset(BACKWARD), FORWARD),
     ],
 )
 def test_ranks_of_a_subset_are_told_as_the_world_calls_them(
@@ -74,13 +74,13 @@ def test_the_way_of_exchanges_is_found_out_once() -> None:
     own = [Box(((0, 1), (rank, rank + 1), (0, 4))) for rank in range(SIZE)]
     plan = Plan(own, own[1:] + own[:1], RANK)
     for way in (None, "neighbourhood collective", "packed pieces"):
-        ranks.way = way
+        ranks.strategy = way
         tile, landed = torch.full((1, 1, 1, 4), float(RANK)), torch.zeros(1, 1, 1, 4)
         sends, receives = [BoxedTensor(tile, plan.own)], [BoxedTensor(landed, plan.need)]
         start_exchange(ranks, Exchange(plan, sends, receives, tile.device)).wait()
         assert landed.unique().tolist() == [(RANK + 1) % SIZE]
-        assert ranks.way is not None
-        assert way in (None, ranks.way)
+        assert ranks.strategy is not None
+        assert way in (None, ranks.strategy)
 
 
 def test_other_threads_run_while_a_rank_waits_for_a_sum_of_objects() -> None:

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange
-from spatialdl.comm.exchange_strategies import WAYS
+from spatialdl.comm.exchange_strategies import STRATEGIES
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
@@ -158,18 +158,20 @@ def test_maps_and_volumes_move_as_images_do(shape: tuple[int, ...], world: MPI.I
     assert torch.equal(moved, image if world.rank == 0 else image[:0, ..., :0, :0])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_where_nothing_is_in_the_pieces_nothing_goes_wrong(way: str, world: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_nothing_is_in_the_pieces_nothing_goes_wrong(
+    strategy: str, world: MPI.Intracomm
+) -> None:
     """Channels are not cut, so pieces without any are in the plan."""
     layout = Layout.even(2, (8, 6), (world.size, 1))
     plan = plan_for(layout.boxes, (layout.whole,) * world.size, world.rank)
-    assert plan.talks
+    assert plan.communicates
     tile, out = (torch.empty(2, 0, *box.shape[1:]) for box in (plan.own, plan.need))
     comm = MpiCommunicator(MPI.COMM_WORLD)
     for first, then, adjoint in ((tile, out, False), (out, tile, True)):
         sent, received = ((plan.own, plan.need), (plan.need, plan.own))[adjoint]
         sends, receives = [BoxedTensor(first, sent)], [BoxedTensor(then, received)]
-        WAYS[way](comm, Exchange(plan, sends, receives, tile.device, adjoint)).wait()
+        STRATEGIES[strategy](comm, Exchange(plan, sends, receives, tile.device, adjoint)).wait()
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
@@ -182,7 +184,7 @@ def test_an_image_without_samples_is_padded(mode: str, meshes: dict) -> None:
 def test_what_stays_at_home_is_not_sent(world: MPI.Intracomm) -> None:
     boxes = Layout.even(1, (8, 8), (world.size, 1)).boxes
     plan = plan_for(boxes, boxes, world.rank)
-    assert not plan.talks
+    assert not plan.communicates
     tile = torch.rand(1, 2, *plan.own.shape[1:])
     assert torch.equal(move(MPI.COMM_NULL, plan, tile), tile)  # no communicator is touched
 

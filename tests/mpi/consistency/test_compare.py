@@ -10,7 +10,7 @@ from spatialdl.consistency.rank_state import RankState
 
 
 def subjects(**items: str) -> dict[str, RankState]:
-    return {"code": RankState(items, "install one", "/opt"), "data": RankState({}, "copy it")}
+    return {"code": RankState(items, "install the same", "/opt"), "data": RankState({}, "copy it")}
 
 
 @pytest.fixture
@@ -19,11 +19,11 @@ def hosts(world, monkeypatch):
 
 
 def said(world, own: dict[str, RankState]) -> str:
-    with pytest.raises(ValueError, match="the ranks are not alike: ") as found:
+    with pytest.raises(ValueError, match="ranks differ: ") as found:
         check_alike(world, own)
     texts = world.allgather(str(found.value))
     assert texts == [texts[0]] * world.size
-    return texts[0].removeprefix("the ranks are not alike: ")
+    return texts[0].removeprefix("ranks differ: ")
 
 
 @pytest.mark.world(2, 3, 4)
@@ -36,7 +36,7 @@ def test_the_last_rank_differs(world, hosts):
     last = world.size - 1
     text = said(world, subjects(a="1", b="2" if world.rank < last else "3"))
     others = "ranks 0-1 (node0)" + (", 2 (node1)" if last == 3 else "")
-    assert text == f"code: b is 2 on {others}, 3 on rank {last} (node1): install one"
+    assert text == f"code: b is 2 on {others}, 3 on rank {last} (node1): install the same"
 
 
 @pytest.mark.world(3, 4)
@@ -54,5 +54,5 @@ def test_a_rank_that_knows_no_such_thing_differs(world):
 def test_much_that_differs_is_cut_short(world, hosts):
     text = said(world, subjects(**{f"k{n}": f"{world.rank}" * 200 for n in range(9)}))
     assert text.count(" is ") == 5
-    assert "and 4 more: install one" in text
+    assert "and 4 more: install the same" in text
     assert len(text) < 2500

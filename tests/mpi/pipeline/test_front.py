@@ -158,10 +158,12 @@ def test_ranks_with_other_batches_are_refused(world: Communicator) -> None:
         network(False), stages=2, image_size=SIZE, criterion=F.cross_entropy, comm=world
     )
     images, targets = batch(0, maps=False)
-    with pytest.raises(ValueError, match=r"images .* has other values on rank 1 than on rank 0"):
+    with pytest.raises(
+        ValueError, match=r"images .* has different values on rank 1 than on rank 0"
+    ):
         pipeline.step(images + WORLD.rank, targets)
     with pytest.raises(
-        ValueError, match=r"targets .* has other values .*: give every rank the same"
+        ValueError, match=r"targets .* has different values .*: give every rank the same"
     ):
         pipeline.step(images, (targets + WORLD.rank) % 5)
     own = BATCH - WORLD.rank
