@@ -125,8 +125,8 @@ def table(result: dict[str, Any]) -> str:
         cells = [_percent(value) for value in (*last, statistics.mean(last))]
         rows.append([title, *cells, f"{seconds:.0f}"])
     about = (
-        f"accuracy on {options['validation']} other slides after {options['epochs']} epochs of "
-        f"{options['slides']}, two of {options['tiles']} tiles tell the class; chance: 50%"
+        f"accuracy on {options['validation']} validation slides after {options['epochs']} epochs "
+        f"of {options['slides']}, two of {options['tiles']} tiles show the class; chance: 50%"
     )
     return "\n".join([*heading(result), about, "", *markdown(titles, rows)])
 

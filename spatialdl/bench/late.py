@@ -180,7 +180,7 @@ def table(result: dict[str, Any]) -> str:
         *heading(result),
         *markdown(titles, rows),
         "",
-        "CPU s: of all ranks, including waits; per rank: activations held from forward to backward,",
+        "CPU s: of all ranks with waits; per rank: activations held from forward to backward,",
         "weights with gradients and momentum, and data sent or all-reduced in a step",
         "",
         picked(result["sides"]),
