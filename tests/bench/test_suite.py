@@ -49,7 +49,7 @@ def test_every_benchmark_takes_its_words(ranks, names):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [([], "PyTorch sees no accelerator"), (["--ranks", "0"], "at least 1")]
+    ("words", "message"), [([], "PyTorch has no accelerator"), (["--ranks", "0"], "at least 1")]
 )
 def test_what_cannot_be_measured_is_refused(words, message):
     with pytest.raises(ValueError, match=message):

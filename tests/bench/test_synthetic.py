@@ -35,7 +35,7 @@ def test_keys_with_several_values_make_a_configuration_each():
         (["parallel=none,ps"], "parallel=ps is unknown"),
         (["parallel=pp", "data.batch_size=1"], "cannot be cut"),
         (["debug=overfit"], "debug=overfit is not supported"),
-        (["model=glob(res*)"], "name the choices"),
+        (["model=glob(res*)"], "list the choices"),
         (["parallel=auto"], "parallel.world"),
         (["model._target_=nowhere.Net"], "cannot be imported"),
         (["--rounds", "1"], "--rounds 1 must be at least 2"),
