@@ -336,7 +336,7 @@ def test_no_pickle_of_a_run_directory_is_loaded(inside, tmp_path):
     code, errors, calls = inside("--experimental-rerun", "config.pickle")
     assert (code, calls) == (1, [])
     assert errors.startswith("error: --experimental-rerun unpickles files of a run directory")
-    assert "give the words of its .hydra/overrides.yaml instead" in errors
+    assert "pass the overrides in its .hydra/overrides.yaml instead" in errors
     assert not (tmp_path / "loaded").exists()
 
 
