@@ -1,9 +1,9 @@
-"""Your own images as a data set folder, and a network trained on it over two ranks.
+"""Write your own images as a data set, and train a network on it over two ranks.
 
     python examples/custom_dataset.py
 
-Any numpy array of uint8, uint16 or floats can be written: here, wide and narrow stripes under
-noise. It is read back by boxes, so no rank holds a whole image.
+The images are wide and narrow stripes under noise; any numpy array of uint8, uint16 or floats
+works. Training reads images by boxes, so no rank holds a whole image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZE = 64
 
 
 def picture(stripes: int, rng: np.random.Generator) -> np.ndarray:
-    """uint8 (rows, columns, channels)."""
+    """Stripes under noise: uint8 (rows, columns, channels)."""
     phase = 2 * np.pi * (stripes * np.arange(SIZE) / SIZE + rng.random())
     noise = rng.normal(0, 20, (SIZE, SIZE, 3))
     return (128 + 60 * np.sin(phase)[:, None, None] + noise).clip(0, 255).astype(np.uint8)
@@ -41,7 +41,7 @@ def main() -> None:
                 label = list(STRIPES)[number % len(STRIPES)]
                 writer.add(picture(STRIPES[label], rng), label=label, split=split)
     print(f"wrote {len(writer)} images to {writer.path}", flush=True)
-    shutil.rmtree(out / "run", ignore_errors=True)  # or an earlier run would be in the way
+    shutil.rmtree(out / "run", ignore_errors=True)  # remove an earlier run
     command = [
         *(sys.executable, "-m", "spatialdl.train", "parallel=sp", "model.width=8"),
         *("data=shards", f"data.path={out / 'set'}", "trainer.max_epochs=4"),

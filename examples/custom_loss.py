@@ -1,9 +1,9 @@
-"""Your own loss on images split over ranks, beside the same loss in one process.
+"""Train with your own loss on images split over ranks, and compare with a single process.
 
     python examples/custom_loss.py
 
-It is written as for one process. Its sums run over all pixels of all ranks, because `output` and
-`target` know that they are split: nothing in it is averaged, gathered or scaled by hand.
+The loss is written as for a single process. Its sums include the pixels of all ranks, because
+`output` and `target` are split tensors: no averaging, gathering or scaling by hand.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 
 STEPS = 4
-UNLABELLED = 255  # of pixels that nobody has marked
+UNLABELLED = 255  # class of unlabelled pixels
 
 
 class TverskyLoss(nn.Module):
-    """1 less the Tversky index (Salehi et al., 2017, section 2), the mean over the classes.
+    """1 minus the mean Tversky index of the classes (Salehi et al., 2017, section 2).
 
     Args:
-        missed: what a pixel counts that is of a class, but not found; more than 0.5 where finding
-            all of a class matters more than finding nothing else.
+        missed: weight of false negatives; above 0.5 favours recall over precision.
     """
 
     def __init__(self, missed: float = 0.7) -> None:
@@ -36,7 +35,7 @@ class TverskyLoss(nn.Module):
         self.missed = missed
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """One number for (N, classes, rows, columns) and the classes (N, rows, columns)."""
+        """Scalar loss of logits (N, classes, rows, columns) and classes (N, rows, columns)."""
         known = (target != UNLABELLED).unsqueeze(1)
         classes = torch.arange(output.shape[1], device=output.device).view(1, -1, 1, 1)
         wanted = (target.unsqueeze(1) == classes).to(output.dtype)
@@ -44,17 +43,17 @@ class TverskyLoss(nn.Module):
         both = (found * wanted).sum((0, 2, 3))  # over the pixels of all ranks
         missed = wanted.sum((0, 2, 3)) - both
         wrong = found.sum((0, 2, 3)) - both
-        # no mean of a loss of each pixel: parts of an image cannot be averaged afterwards
+        # a ratio of sums over all ranks: means of the parts of an image would be another value
         index = (both + 1) / (both + self.missed * missed + (1 - self.missed) * wrong + 1)
         return 1 - index.mean()
 
 
 def losses(out: Path, parallel: str) -> list[float]:
-    """Those of a U-Net's first steps on random images with masks, in float64."""
+    """Losses of the first steps of a U-Net on random images with masks, in float64."""
     shutil.rmtree(out / parallel, ignore_errors=True)
     keys = [
         *("task=segmentation", "model=unet", "model.width=4", "model.depth=2"),
-        # the module is this file: a class in the current folder would do without PYTHONPATH
+        # a module in the current folder would not need PYTHONPATH
         *("task.loss._target_=custom_loss.TverskyLoss", "task.loss.missed=0.8"),
         *("data.image_size=[65,50]", "data.num_classes=3", "data.batch_size=4", "data.samples=16"),
         *("data.validation_samples=0", f"trainer.max_steps={STEPS}", "trainer.precision=float64"),

@@ -1,11 +1,11 @@
-"""Your own network on images split over ranks, beside the same network in one process.
+"""Train your own network on images split over ranks, and compare with a single process.
 
-    python examples/custom_model.py                 one process, images in one piece
-    mpiexec -n 2 python examples/custom_model.py    upper and lower half on a rank each
+    python examples/custom_model.py                 single process, whole images
+    mpiexec -n 2 python examples/custom_model.py    upper and lower half on one rank each
 
-Both train in float64 on the same images. A row a step is printed: the loss, and by how much loss
-and gradients differ from those of one process. Differences of about 1e-15 are the rounding of sums
-that were added up in another order.
+Both train in float64 on the same images. Each step prints the loss, and the differences of loss
+and gradients from the single process. Differences of about 1e-15 are rounding errors of sums in
+another order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import spatialdl
 
 STEPS = 6
-IMAGES, SIZE, CLASSES = 4, (67, 50), 3  # nothing needs to be divisible by anything
+IMAGES, SIZE, CLASSES = 4, (67, 50), 3  # sizes need not be divisible by the ranks
 
 
 class Network(nn.Module):
-    """A plain module: a residual, a stride, and attention to channels; nothing knows of ranks."""
+    """A plain module with a residual, a stride and channel attention; no code for ranks."""
 
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Network(nn.Module):
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
 ) -> Tensor:
-    """Forward and backward, the same lines for a split image and a whole one."""
+    """Forward and backward; the same code for split and whole images."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(images), labels)
     loss.backward()
@@ -53,7 +53,7 @@ def train_step(
 
 
 def gradient_difference(model: nn.Module, other: nn.Module) -> float:
-    """The largest difference between two gradients of one parameter."""
+    """Largest absolute difference of the gradients of two networks."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return max((ours.grad - theirs.grad).abs().max().item() for ours, theirs in pairs)
 
@@ -63,8 +63,8 @@ def main() -> None:
     mesh = spatialdl.init_mesh(grid=(ranks, 1))
     torch.manual_seed(0)  # the same weights and images on every rank
     model = Network().double()
-    alone = copy.deepcopy(model)  # the same network in one process
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone)]
+    reference = copy.deepcopy(model)  # runs on whole images, on every rank
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     images = torch.randn(IMAGES, 3, *SIZE, dtype=torch.float64)
     labels = torch.arange(IMAGES) % CLASSES
     if mesh.comm.rank == 0:
@@ -72,9 +72,9 @@ def main() -> None:
         print("step    loss   difference of loss   of gradients")
     for step in range(STEPS):
         loss = train_step(model, optimizers[0], spatialdl.shard(images, mesh), labels)
-        spatialdl.average_gradients(model, mesh)  # the only line that one process does not need
-        expected = train_step(alone, optimizers[1], images, labels)
-        differences = abs(loss - expected).item(), gradient_difference(model, alone)
+        spatialdl.average_gradients(model, mesh)  # the only line for ranks
+        expected = train_step(reference, optimizers[1], images, labels)
+        differences = abs(loss - expected).item(), gradient_difference(model, reference)
         for optimizer in optimizers:
             optimizer.step()
         if mesh.comm.rank == 0:

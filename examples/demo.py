@@ -1,14 +1,14 @@
 """From slides to a trained network on several ranks, in a few minutes without a GPU.
 
-Writes four synthetic slides (or takes your own), cuts them into tiles, and trains a small ResNet
-with every image split over two ranks and the rest of the network on a third. Each step is a command
-that you can run yourself; it is printed before it runs.
+The demo writes four synthetic slides (or uses your own), cuts them into tiles, and trains a small
+ResNet with every image split over two ranks and the last layers on a third. Each step is a command
+that you can also run yourself; it is printed before it runs.
 
     python examples/demo.py
     python examples/demo.py --slides /path/to/slides
 
-Your slides' classes come from a file labels.csv (slide,label,split) beside them. Without one, each
-slide is a class of its own, and nothing is held out for validation.
+Classes of your slides are read from a file labels.csv (slide,label,split) in their folder. Without
+it, each slide is a separate class, and there is no validation.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
 
 ROOT = Path(__file__).resolve().parent.parent
 SPLITS = ("train", "val")
-SIZE = 8192  # of a slide's side, pixels
-TILE_SIZE, MPP = 256, 1.0  # a tile shows 512 pixels of the slide: enough to see a gland
+SIZE = 8192  # side of a slide in pixels
+TILE_SIZE, MPP = 256, 1.0  # a tile covers 512 pixels of the slide, enough for a gland
 EPOCHS = 4
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     pictures = tiles / "pictures"
     if len(classes) < 2:
         print(f"\ntiles on the slides: {pictures}")
-        print(f"all slides are of class {classes[0]}: two classes at least are needed to train on")
+        print(f"all slides have class {classes[0]}: training needs at least two classes")
         return
     shutil.rmtree(run, ignore_errors=True)
     command(
@@ -70,18 +70,18 @@ def main() -> None:
         ),
         f"hydra.run.dir={run}",
     )
-    tell(run, pictures, time.monotonic() - started)
+    report(run, pictures, time.monotonic() - started)
 
 
 def synthetic_slides(folder: Path) -> tuple[Path, Path]:
-    """Slides of both kinds, for training and for validation, and the file that labels them."""
+    """Write slides of both classes for training and validation, and their labels."""
     folder.mkdir(exist_ok=True)
     rows = [(f"{kind}-{split}.tif", kind, split) for split in SPLITS for kind in KINDS]
     missing = [row for row in rows if not (folder / row[0]).exists()]
     print(f"writing {len(missing)} synthetic slides of {SIZE} x {SIZE} pixels to {folder}")
     with ProcessPoolExecutor(2) as workers:
         jobs = [
-            # slides of one split are equal but for the kind: nothing else tells the classes apart
+            # slides of one split share a seed, so that they differ in their class only
             workers.submit(
                 write_synthetic_slide, folder / name, kind, (SIZE, SIZE), seed=SPLITS.index(split)
             )
@@ -93,12 +93,12 @@ def synthetic_slides(folder: Path) -> tuple[Path, Path]:
 
 
 def labels_of(slides: Path, out: Path) -> Path:
-    """The labels beside the user's slides, or a class for every slide."""
+    """The labels of the user's slides, or else one class per slide."""
     beside = (slides if slides.is_dir() else slides.parent) / "labels.csv"
     if beside.exists():
         return beside
     names = [path.name for path in find_slides([slides])]
-    print(f"there is no {beside}: every slide is a class of its own, and no slide is held out")
+    print(f"no file {beside}: every slide is a separate class, without validation")
     return write_labels(out / "labels.csv", [(name, Path(name).stem, "train") for name in names])
 
 
@@ -109,7 +109,7 @@ def write_labels(path: Path, rows: list[tuple[str, str, str]]) -> Path:
 
 
 def command(*arguments: object) -> None:
-    """Run Python with `arguments` in the project's folder, and stop the demo if that fails."""
+    """Print and run a Python command; exit if it fails."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ python {shlex.join(words)}", flush=True)
     first = [str(ROOT / words[0])] if words[0].endswith(".py") else words[:1]
@@ -118,8 +118,8 @@ def command(*arguments: object) -> None:
         sys.exit(done.returncode)
 
 
-def tell(run: Path, pictures: Path, seconds: float) -> None:
-    """Where the results are."""
+def report(run: Path, pictures: Path, seconds: float) -> None:
+    """Print the results and their location."""
     summary = json.loads((run / "summary.json").read_text())
     loss = summary["loss"]
     tenth = max(1, len(loss) // 10)

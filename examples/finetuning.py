@@ -1,10 +1,10 @@
-"""A network that knows one kind of image, fine-tuned on few images of another, over two ranks.
+"""Pretrain a network, and fine-tune it on few images of another kind over two ranks.
 
     python examples/finetuning.py
 
-It first learns to tell five kinds of stripes apart, from many images. Its weights go into one file,
-from which a second run begins: its first layers stay as they are, the others learn slowly, the head
-is new. Files of torchvision and timm are used in the same way: weights=resnet18-f37072fd.pth.
+The network is trained on many images of five kinds of stripes, and its weights are exported to one
+file. A second run starts from it with frozen first layers, a small learning rate and a new head.
+Files of torchvision and timm work likewise: weights=resnet18-f37072fd.pth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FROZEN = "[conv1.*,bn1.*,layer1.*]"
 
 
 def stripes(count: float, tilted: bool, rng: np.random.Generator) -> np.ndarray:
-    """uint8 (rows, columns, channels)."""
+    """Stripes under noise: uint8 (rows, columns, channels)."""
     rows, cols = np.mgrid[:SIZE, :SIZE] / SIZE
     phase = 2 * np.pi * (count * (rows + cols if tilted else cols) + rng.random())
     noise = rng.normal(0, 20, (SIZE, SIZE, 3))
@@ -37,7 +37,7 @@ def stripes(count: float, tilted: bool, rng: np.random.Generator) -> np.ndarray:
 def write(
     path: Path, classes: dict[str, tuple[float, bool]], images: dict[str, int], seed: int
 ) -> Path:
-    """A data set folder with so many images of every class."""
+    """Write a data set; `images` is the number of images per class by split."""
     rng = np.random.default_rng(seed)
     with ShardWriter(path, classes=list(classes), overwrite=True) as writer:
         for split, count in images.items():
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("finetuning"), help="folder (%(default)s)")
     out = parser.parse_args().out
-    shutil.rmtree(out / "first", ignore_errors=True)  # or earlier runs would be in the way
+    shutil.rmtree(out / "first", ignore_errors=True)  # remove earlier runs
     shutil.rmtree(out / "second", ignore_errors=True)
     many = {str(count): (count, False) for count in (2, 4, 7, 11, 16)}
     few = {"coarse": (3.0, True), "fine": (9.0, True)}
@@ -74,8 +74,8 @@ def main() -> None:
     second = write(out / "few", few, {"train": 8, "val": 16}, seed=1)
     command(
         *("spatialdl.train", *NETWORK, f"data.path={second}", f"weights={weights}"),
-        f"trainer.freeze={FROZEN}",  # general features, and BatchNorm's statistics of them, stay
-        "optimizer.lr=3e-4",  # a third of adamw's own: what was learned shall not be washed away
+        f"trainer.freeze={FROZEN}",  # keeps general features and their BatchNorm statistics
+        "optimizer.lr=3e-4",  # a third of the default of adamw, to keep the pretrained features
         *("parallel=sp", "trainer.max_epochs=6", f"hydra.run.dir={out / 'second'}"),
     )
     summary = json.loads((out / "second" / "summary.json").read_text())

@@ -1,10 +1,10 @@
-"""A network that finds glands in a slide, and what QuPath shows of it.
+"""Predict glands in a slide, and open the results in QuPath.
 
     python examples/predict_to_qupath.py
     python examples/predict_to_qupath.py --ckpt RUN --slides /data/*.svs
 
-Without a checkpoint it draws two slides, trains on tiles of one (gland or stroma, told by colour),
-and predicts the other. What is written is said at the end, and what to drag where.
+Without a checkpoint it writes two synthetic slides, trains on tiles of one (gland or stroma, by
+colour), and predicts the other. At the end it lists the files to open in QuPath.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SIZE = (1200, 1600)
 
 
 def is_gland(tile: np.ndarray) -> bool:
-    """Glands are purple (nuclei) or pale (lumens), stroma is pink."""
+    """Whether a tile is gland, purple (nuclei) or pale (lumens), and not pink stroma."""
     red, _, blue = tile.reshape(-1, 3).mean(0)
     return bool(red < blue + 3)
 
 
 def write_tiles(slide: Path, folder: Path) -> None:
-    """A data set of tiles, with the settings by which they were cut."""
+    """Write a data set of tiles, with the settings of the tiling."""
     settings = {"tile_size": TILE, "mpp": 0.5, "min_tissue": 0.5}
     with (
         Slide(slide) as opened,
@@ -53,8 +53,8 @@ def run(command: str, *words: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ckpt", type=Path, help="a run directory; trains one if not given")
-    parser.add_argument("--slides", nargs="+", help="to predict; draws one if not given")
+    parser.add_argument("--ckpt", type=Path, help="run directory (default: trains a network)")
+    parser.add_argument("--slides", nargs="+", help="slides to predict (default: a synthetic one)")
     parser.add_argument("--out", type=Path, default=Path("qupath"), help="folder (%(default)s)")
     given = parser.parse_args()
     out, trained, slides = given.out, given.ckpt, given.slides
@@ -76,10 +76,10 @@ def main() -> None:
         *(f"ckpt_path={trained}", f"slides=[{','.join(slides)}]", "activation=true"),
         *("batch_size=32", f"hydra.run.dir={out / 'predicted'}"),
     )
-    print("\nin QuPath: open a slide, then drag onto it")
+    print("\nin QuPath: open a slide, then drag onto it:")
     for path in sorted((out / "predicted").glob("*.geojson")):
         print(f"  {path}   tiles with probabilities, regions of strong activation")
-    print("or open beside it, as images of the same region:")
+    print("or open as separate images of the same region:")
     for path in sorted((out / "predicted").glob("*.tif")):
         print(f"  {path}")
 

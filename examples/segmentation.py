@@ -1,10 +1,10 @@
-"""A class for every pixel: images and masks in shards, a U-Net over two ranks, a picture of it.
+"""Segmentation: write images and masks, train a U-Net over two ranks, draw predictions.
 
     python examples/segmentation.py
 
-Round cells, and brighter square ones, under noise; some pixels nobody has marked. Each rank reads
-its own half of images and masks. At the end the weights go into one file, and the plain network
-here draws what it has learned: overlay.png has image, mask and prediction.
+The images have round cells and brighter square ones under noise; some pixels are unlabelled. Each
+rank reads its half of images and masks. The weights are exported to one file, loaded into the plain
+network, and overlay.png shows image, mask and prediction.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spatialdl.models import unet
 
 CLASSES = ("ground", "round", "square")
 COLORS = np.array([[0, 0, 0], [230, 120, 30], [40, 110, 220]])
-UNLABELLED = 255  # pixels of this class count nowhere
+UNLABELLED = 255  # class ignored by loss and metrics
 IMAGES = {"train": 32, "val": 4}
 SIZE = (64, 56)
 UNET = {"width": 8, "depth": 2}
 
 
 def picture(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 (rows, columns, channels), and the class of every pixel."""
+    """Image, uint8 (rows, columns, channels), and mask, uint8 (rows, columns)."""
     rows, cols = np.mgrid[: SIZE[0], : SIZE[1]]
     mask = np.zeros(SIZE, np.uint8)
     for number in range(4):
@@ -54,20 +54,20 @@ def write(path: Path) -> Path:
         for split, images in IMAGES.items():
             for _ in range(images):
                 image, mask = picture(rng)
-                writer.add(image, mask=mask, split=split)  # no label: the mask says it all
+                writer.add(image, mask=mask, split=split)
     return path
 
 
 def overlay(image: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """The image, half covered by the colours of the classes."""
+    """The image blended with the colours of the classes."""
     inside = ((classes > 0) & (classes != UNLABELLED))[..., None]
     colors = COLORS[np.where(inside[..., 0], classes, 0)]
     return np.where(inside, (image + colors) // 2, image).astype(np.uint8)
 
 
 def draw(data: ShardDataset, weights: Path, out: Path) -> None:
-    """Image, mask and prediction of every validation image, one below the other."""
-    model = unet(num_classes=len(CLASSES), **UNET)  # a plain network: no ranks, no wrapper
+    """Draw image, mask and prediction of every validation image, one row each."""
+    model = unet(num_classes=len(CLASSES), **UNET)  # a plain network, without ranks or wrappers
     model.load_state_dict(load_file(weights))
     model.eval()
     lines = []
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("cells"), help="folder (%(default)s)")
     out = parser.parse_args().out
     data = write(out / "set")
-    shutil.rmtree(out / "run", ignore_errors=True)  # or an earlier run would be in the way
+    shutil.rmtree(out / "run", ignore_errors=True)  # remove an earlier run
     command = [
         *(sys.executable, "-m", "spatialdl.train", "task=segmentation", "task.dice=1"),
         *("model=unet", *(f"model.{key}={value}" for key, value in UNET.items())),

@@ -1,8 +1,8 @@
-"""What training sees of an image: a picture of it and of what is drawn for it in some epochs.
+"""Draw an image and its augmented versions in several epochs.
 
     python examples/show_augmentation.py tiles data/augment=pathology data.augment.blur=2
 
-Takes a data set folder and any key of the training command.
+Arguments are a data set folder and any keys of the training command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="data set folder")
     parser.add_argument("keys", nargs="*", help="keys of the training command")
-    parser.add_argument("--sample", type=int, default=0, help="of the training split (%(default)s)")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="index in the training split (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("augmented.png"), help="(%(default)s)")
     options = parser.parse_args()
     with initialize_config_module("spatialdl.conf", version_base="1.3"):

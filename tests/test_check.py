@@ -227,16 +227,16 @@ def test_a_refusal_in_a_chain_of_modules_names_the_module(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("no_package.build", (), "no_package.build is not to be found: No module named"),
-        ("my_package.networks.absent", (), "is not to be found: "),
-        ("absent.py:build", (), "there is no file absent.py"),
+        ("no_package.build", (), "cannot import no_package.build: No module named"),
+        ("my_package.networks.absent", (), "cannot import my_package.networks.absent: "),
+        ("absent.py:build", (), "file absent.py does not exist"),
         ("my_package/networks.py:absent", (), "my_package/networks.py has no absent"),
-        ("my_package.networks.thing", (), "is an int, not a function that makes the network"),
-        ("my_package.networks.number", (), "gives an int, not a torch.nn.Module"),
+        ("my_package.networks.thing", (), "is an int, not a function that returns the network"),
+        ("my_package.networks.number", (), "returned an int, not a torch.nn.Module"),
         (
             "my_package.networks.needs",
             (),
-            "missing 1 required positional argument: 'width'; arguments follow",
+            "missing 1 required positional argument: 'width'; pass arguments",
         ),
         ("my_package.networks.needs", ("size=3",), "got an unexpected keyword argument 'size'"),
         ("my_package.networks.named", ("in_channels=4",), "images (2, 4, 21, 18)"),
@@ -287,7 +287,7 @@ def test_mistakes_are_told_before_ranks_start(
 def test_a_mistake_is_told_once(folder: Path) -> None:
     done = check(folder, "no_package.build", "--size", "21x18", "--grid", "2x1")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: no_package.build is not to be found")
+    assert done.stderr.startswith("error: cannot import no_package.build")
     assert len(done.stderr.splitlines()) == 1
 
 

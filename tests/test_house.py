@@ -1,4 +1,4 @@
-"""The page of the house names every room, and imports go only downwards in it."""
+"""docs/house.md lists every folder, and imports go only downwards in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = {
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, wherever in it."""
+    """Modules of the package that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -41,7 +41,7 @@ def room_of(module: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """What is seen from outside of folders: these, and files that lie in none deeper."""
+    """The folder of a module, or the module itself if it lies in no subfolder."""
     return ".".join(module.split(".")[:3])
 
 

@@ -55,7 +55,7 @@ def test_the_reference_has_every_key_with_its_comment():
     ]
     keys = [key for file in files for key in keys_of(file) if not key.name.startswith("hydra")]
     assert [key.name for key in keys if f"| `{key.name}` |" not in page] == []
-    assert "| `data.batch_size` | `8` | images in a step" in page
+    assert "| `data.batch_size` | `8` | images per step" in page
     assert "#### `parallel=sp+pp`" in page
     for command in COMMANDS:
         assert f"<!-- keys of {command} -->" in PAGES["configuration.md"]

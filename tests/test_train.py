@@ -183,7 +183,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
     [
         (
             ["parallel=tp"],
-            "error: parallel=tp is unknown; there are auto, dp, dp+gems",
+            "error: parallel=tp is unknown; choices: auto, dp, dp+gems",
         ),
         (["data.bach_size=3"], "error: data.bach_size is unknown; nearest: data.batch_size; `pyth"),
         (["+foo=1"], "error: +foo is unknown; `python -m spatialdl.train --help` lists all"),
@@ -335,8 +335,8 @@ def test_no_pickle_of_a_run_directory_is_loaded(inside, tmp_path):
     (tmp_path / "config.pickle").write_bytes(pickle.dumps(Program()))
     code, errors, calls = inside("--experimental-rerun", "config.pickle")
     assert (code, calls) == (1, [])
-    assert errors.startswith("error: --experimental-rerun unpickles what lies in a run directory")
-    assert "give the words of its .hydra/overrides.yaml instead" in errors
+    assert errors.startswith("error: --experimental-rerun unpickles files of a run directory")
+    assert "pass the overrides in its .hydra/overrides.yaml instead" in errors
     assert not (tmp_path / "loaded").exists()
 
 
@@ -349,7 +349,7 @@ def test_help_is_ours_and_runs_nothing(inside, tmp_path, capsys):
 def test_a_sweep_with_an_unknown_word_starts_no_job(inside, tmp_path):
     code, errors, calls = inside("-m", "parallel=dp,non")
     assert (code, calls) == (1, [])
-    assert errors.startswith("error: parallel=non is unknown; nearest: parallel=none; there are")
+    assert errors.startswith("error: parallel=non is unknown; nearest: parallel=none; choices:")
     assert not (tmp_path / "multirun").exists()
     assert not (tmp_path / "outputs").exists()
 

@@ -1,4 +1,4 @@
-"""Images or patches as a data set: python tools/import_images.py images|clam ... --out DIR"""
+"""Import images or patches: python tools/import_images.py images|clam ... --out DIR"""
 
 from __future__ import annotations
 

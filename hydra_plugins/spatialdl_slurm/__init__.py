@@ -1,1 +1,1 @@
-"""Hydra looks for plugins in this place only; see spatialdl/submitting."""
+"""Plugin package, where Hydra searches for launchers; see spatialdl/submitting."""

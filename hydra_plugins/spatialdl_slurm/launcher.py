@@ -1,6 +1,6 @@
-"""Hydra's launcher for ``launcher=slurm``: a sweep's runs are prepared here and submitted together.
+"""Hydra launcher of ``launcher=slurm``: prepares the runs of a sweep and submits them together.
 
-Hydra imports this at every start.
+Hydra imports this module at every start, so it must import quickly.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from omegaconf import DictConfig, open_dict
 
 
 class SlurmLauncher(Launcher):
-    """Has every run of a sweep hand itself in, as a job of Slurm."""
+    """Launcher that submits the runs of a sweep as Slurm jobs."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what Hydra gives."""
+        """Store the arguments of Hydra."""
         self._context, self._task, self._config = hydra_context, task_function, config
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Submit runs; returns when they are in the queue.
+        """Submit the runs; returns when they are queued.
 
         Args:
-            job_overrides: of each run.
-            initial_job_idx: number of the first one in the sweep.
+            job_overrides: overrides of each run.
+            initial_job_idx: number of the first run in the sweep.
 
         Raises:
-            SystemExit: with what sbatch says.
+            SystemExit: submission failed; with the error of sbatch.
         """
         from tqdm import tqdm
 
@@ -45,7 +45,7 @@ class SlurmLauncher(Launcher):
         hydra = self._config.hydra
         bar = tqdm(job_overrides, desc="preparing", unit="run", disable=None, delay=2)
         with gathered() as runs:
-            found = [
+            prepared = [
                 self._prepare(list(overrides), number)
                 for number, overrides in enumerate(bar, start=initial_job_idx)
             ]
@@ -54,10 +54,10 @@ class SlurmLauncher(Launcher):
             submit(runs, Path(str(hydra.sweep.dir)))
         except ValueError as error:
             sys.exit(f"error: {describe_error(error)}")
-        return found
+        return prepared
 
     def _prepare(self, overrides: list[str], number: int) -> JobReturn:
-        """Make the run directory with its records, and let the command hand the run in."""
+        """Create the run directory and its records; the command queues the run for submission."""
         config = self._context.config_loader.load_sweep_config(self._config, overrides)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number

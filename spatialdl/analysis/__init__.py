@@ -1,15 +1,16 @@
-"""Clusters, projections, regressions and neighbours of features whose rows are divided over ranks.
+"""Distributed k-means, PCA, SVD, ridge regression and nearest neighbours.
 
-Estimators have scikit-learn's interface, and `comm`, an mpi4py communicator or this package's::
+Rows are divided over ranks. Estimators have scikit-learn's interface plus `comm`, a communicator of
+mpi4py or of this package::
 
     from mpi4py import MPI
     from spatialdl.analysis import KMeans
 
-    model = KMeans(n_clusters=8, comm=MPI.COMM_WORLD).fit(own_rows)  # each rank its own, or none
-    model.cluster_centers_, model.labels_                            # labels of the own rows
+    model = KMeans(n_clusters=8, comm=MPI.COMM_WORLD).fit(own_rows)  # may be empty on a rank
+    model.cluster_centers_, model.labels_                            # labels of this rank's rows
 
-Methods that learn or score are called by all ranks; `predict` and `transform` need no other rank.
-Instead of arrays they take `Rows`, such as the `FileRows` of feature files.
+`fit` and `score` are collective: all ranks must call them. `predict` and `transform` are local.
+Instead of arrays they accept `Rows`, such as the `FileRows` of feature files.
 """
 
 from spatialdl.analysis.decomposition import PCA, TruncatedSVD

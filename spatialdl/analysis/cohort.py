@@ -1,4 +1,4 @@
-"""Feature files of a number of slides, divided over ranks: by rows to learn, by slides to write."""
+"""Feature files of a cohort, divided over ranks: by rows for fits, by slides for output."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _DECIMALS = 6
 
 
 class Sampled(NamedTuple):
-    """What pictures show of a slide.
+    """Rows of a slide shown in pictures.
 
     Attributes:
-        slide: number of the slide.
-        coords: (rows, 2), None where the file has none.
-        values: of each column the same rows.
+        slide: index of the slide.
+        coords: (rows, 2), or None if the file has none.
+        values: result columns of the same rows.
     """
 
     slide: int
@@ -38,15 +38,15 @@ class Sampled(NamedTuple):
 
 
 class Cohort:
-    """The feature files of the slides given, the same on all ranks; all of them must make it.
+    """Feature files of slides, identical on all ranks; construction is collective.
 
     Args:
         paths: see `list_features`.
         world: all ranks.
 
     Attributes:
-        files: of all slides, in the order of their names.
-        tiles: of all slides.
+        files: feature files of all slides, sorted by name.
+        tiles: number of tiles of all slides.
 
     Raises:
         ValueError: on all ranks, see `list_features`.
@@ -55,8 +55,8 @@ class Cohort:
     def __init__(self, paths: Sequence[Path], world: Communicator) -> None:
         self.ranks = Ranks(world)
         is_first = world.rank == 0
-        found = self.ranks.together(lambda: list_features(paths) if is_first else None)
-        self.files: list[FeatureFile] = world.bcast(found)
+        files = self.ranks.together(lambda: list_features(paths) if is_first else None)
+        self.files: list[FeatureFile] = world.bcast(files)
         self.tiles = sum(file.tiles for file in self.files)
         if not self.tiles:
             raise ValueError(f"the {len(self.files)} feature files have no tiles")
@@ -67,7 +67,7 @@ class Cohort:
 
     @contextmanager
     def rows(self, files: Sequence[FeatureFile] | None = None) -> Iterator[FileRows]:
-        """This rank's share of the rows of these files, of all if None; rank 0 shows a bar."""
+        """This rank's share of the rows of `files` (all if None), with a progress bar on rank 0."""
         parts = self.parts(self.files if files is None else files)
         with tqdm(
             desc="rank 0 reads",
@@ -75,15 +75,15 @@ class Cohort:
             unit_scale=True,
             mininterval=0.5,
             disable=self.ranks.rank != 0,
-        ) as bar:  # how often a method reads them is not known before
+        ) as bar:  # without a total, as the number of passes is not known in advance
             yield FileRows(parts, self.width, progress=bar.update)
 
     def parts(self, files: Sequence[FeatureFile]) -> list[FilePart]:
-        """Where the rows of `rows` come from."""
+        """Parts of the files that `rows` reads on this rank."""
         return share(files, self.ranks.rank, self.ranks.size)
 
     def own_slides(self) -> list[int]:
-        """Numbers of the slides whose results this rank writes, about as many tiles on each."""
+        """Indices of the slides whose results this rank writes, balanced by tiles."""
         filled, mine = [0] * self.ranks.size, []
         for number in sorted(range(len(self.files)), key=lambda k: (-self.files[k].tiles, k)):
             rank = filled.index(min(filled))
@@ -101,17 +101,17 @@ class Cohort:
         samples: int = 0,
         also: Callable[[FeatureFile, Sampled], object] | None = None,
     ) -> list[Sampled]:
-        """Write a CSV file for each slide, a line for each tile; all ranks must call it.
+        """Write a CSV file per slide with a line per tile; collective.
 
         Args:
-            folder: of the files.
-            columns: of the rows of a slide.
-            whole: slides of which all rows are returned.
-            samples: tiles of all slides that are returned, spread evenly.
-            also: is called with all rows of each slide.
+            folder: output folder.
+            columns: computes the columns of the rows of a slide.
+            whole: indices of slides whose rows are all returned.
+            samples: number of evenly spaced tiles of all slides to return.
+            also: called with all rows of each slide.
 
         Returns:
-            On rank 0 what is wanted for pictures, in the order of slides; nothing elsewhere.
+            Rows for pictures on rank 0, in the order of slides; empty on all other ranks.
         """
         wanted, step = set(whole), max(1, -(-self.tiles // samples)) if samples else 0
         firsts = list(accumulate((file.tiles for file in self.files), initial=0))
@@ -131,8 +131,9 @@ class Cohort:
                     kept.append(_thinned(every, -firsts[number] % step, step))
             return kept
 
-        found = self.ranks.comm.gather(self.ranks.together(work))
-        return sorted((one for of in found or [] for one in of), key=lambda one: one.slide)
+        gathered = self.ranks.comm.gather(self.ranks.together(work))
+        rows = (sampled for of_rank in gathered or [] for sampled in of_rank)
+        return sorted(rows, key=lambda sampled: sampled.slide)
 
     def _write(self, folder: Path, number: int, columns: Callable[[FileRows], Columns]) -> Sampled:
         file = self.files[number]
@@ -148,7 +149,7 @@ class Cohort:
         return Sampled(number, coords, values)
 
     def slide_means(self, rows: FileRows, files: Sequence[FeatureFile]) -> npt.NDArray[Any]:
-        """(files, width): the mean of each file's rows, of which this rank has `rows`."""
+        """Mean features of each file, (files, width); `rows` is this rank's share of them."""
         places = np.repeat(
             [files.index(part.file) for part in self.parts(files)],
             [part.tiles for part in self.parts(files)],
@@ -177,13 +178,13 @@ def _texts(column: npt.NDArray[Any]) -> list[object]:
 
 
 def tile_span(file: FeatureFile, coords: npt.NDArray[np.int64]) -> float:
-    """Level-0 pixels along a tile: as the file says, else the smallest distance of two tiles."""
-    about = file.attributes
+    """Side of a tile in level-0 pixels: from the file, else the smallest distance of two tiles."""
+    attributes = file.attributes
     for key in ("patch_size_level0", "patch_size_lv0"):
-        if key in about:
-            return float(np.ravel(about[key])[0])
-    if "patch_size" in about:
-        down = np.ravel(about.get("downsample", 1.0))
-        return float(np.ravel(about["patch_size"])[0]) * float(down[0])
+        if key in attributes:
+            return float(np.ravel(attributes[key])[0])
+    if "patch_size" in attributes:
+        down = np.ravel(attributes.get("downsample", 1.0))
+        return float(np.ravel(attributes["patch_size"])[0]) * float(down[0])
     steps = np.concatenate([np.diff(np.unique(coords[:, k])) for k in (0, 1)])
     return float(steps.min()) if len(steps) else 256.0

@@ -1,6 +1,6 @@
-"""The command that learns from features: `spatialdl-analyze METHOD FEATURES... --out DIR`.
+"""The command `spatialdl-analyze METHOD FEATURES... --out DIR`.
 
-It runs in one process, on ranks that mpiexec or srun has started, or on ranks it starts.
+It runs in a single process, under mpiexec or srun, or launches ranks itself.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ _OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Learn from features of tiles, or apply what was learned.
+    """Fit a model to features of tiles, or apply a saved model.
 
     Args:
         argv: arguments of the command; those of the process if None.
 
     Returns:
-        The exit code: 0, or 1 when something cannot be read or done, 2 for a mistake in the
-        arguments, 130 when it was interrupted.
+        The exit code: 0; 1 on an error; 2 for invalid arguments; 130 after an interrupt.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(world: Communicator, words: Sequence[str]) -> int:
-    """What every rank does: errors are raised on all of them, and rank 0 prints them."""
+    """Run the command on every rank; errors are raised on all ranks and printed by rank 0."""
     parsed = world.bcast(_parsed(words) if world.rank == 0 else None)
     if isinstance(parsed, int):
         return parsed
@@ -67,12 +66,12 @@ def _run(world: Communicator, words: Sequence[str]) -> int:
         if world.rank == 0:
             print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
         code = _FAILED
-    world.barrier()  # no rank ends the others before rank 0 has printed
+    world.barrier()  # a rank that exits with an error would abort the job before rank 0 prints
     return code
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace | int:
-    """The options, or the exit code of a mistake or of --help, which is printed."""
+    """Parse the options; prints help or an error and returns the exit code for those."""
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -113,19 +112,19 @@ def _analyze(options: argparse.Namespace, world: Communicator) -> None:
     }
     ranks.on_first(lambda: save_json(options.out / "summary.json", _plain(summary)))
     if world.rank == 0:
-        print_lines(_told(options, summary, found))
+        print_lines(_report(options, summary, found))
 
 
 def _plain(summary: dict[str, Any]) -> dict[str, Any]:
-    """Without what JSON does not know."""
+    """Replace NaN, which JSON lacks, by None."""
     nan = [key for key, value in summary.items() if isinstance(value, float) and math.isnan(value)]
     return {key: None if key in nan else value for key, value in summary.items()}
 
 
-def _told(options: argparse.Namespace, summary: dict[str, Any], found: dict[str, Any]) -> str:
+def _report(options: argparse.Namespace, summary: dict[str, Any], found: dict[str, Any]) -> str:
     lines = [
         f"{options.method}: {counted(summary['tiles'], 'tile')} of "
-        f"{counted(summary['slides'], 'slide')}, {summary['width']} numbers each, on "
+        f"{counted(summary['slides'], 'slide')}, {summary['width']} features each, on "
         f"{counted(summary['ranks'], 'rank')} in {summary['seconds']:.1f} s"
     ]
     for key, value in found.items():
@@ -143,10 +142,10 @@ def _short(value: object) -> str:
 
 
 def _device(name: str) -> str:
-    """The device of this rank: ranks of a machine take its accelerators in turn.
+    """Choose the device of this rank: ranks of a machine use its accelerators in turn.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist or cannot compute in float64.
     """
     if name == "cpu":
         return name

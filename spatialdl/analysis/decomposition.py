@@ -1,4 +1,4 @@
-"""Principal components and truncated singular value decomposition of rows divided among ranks."""
+"""PCA and truncated singular value decomposition of rows divided over ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
 from spatialdl.analysis.ranks import Comm
 from spatialdl.analysis.rows import DividedRows
 
-_WIDE = 4096  # columns above which the matrix of their products is no longer decomposed
+_WIDE = 4096  # columns above which "auto" avoids the (width, width) Gram matrix
 _RANDOMIZED, _AUTO = "randomized", "auto"
 
 
 class _Projection(Estimator):
-    """What both have in common.
+    """Base class of the linear projections.
 
     Attributes:
         components_: (components, width), unit vectors.
-        explained_variance_: of each component.
-        explained_variance_ratio_: of each component, of the variance of all features.
-        singular_values_: of each component.
+        explained_variance_: (components,), variance of each projection.
+        explained_variance_ratio_: (components,), relative to the variance of all features.
+        singular_values_: (components,).
     """
 
     components_: Array
@@ -58,47 +58,48 @@ class _Projection(Estimator):
         return singular, moments.signed(vectors)
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
-        """Find the components; all ranks must call it with their own rows."""
+        """Fit the components; all ranks must call it with their own rows."""
         raise NotImplementedError
 
     def transform(self, X: Any) -> Array:  # noqa: N803
-        """(rows, components): this rank's rows projected; needs no other rank."""
+        """Project this rank's rows, (rows, components); without communication."""
         rows = self._fitted_rows(X)
         vectors = self._put(self.components_)
-        found = [numpy(self._projected(block, vectors)) for _, block in self._blocks(rows)]
-        return np.concatenate([np.empty((0, len(vectors))), *found])
+        parts = [numpy(self._projected(block, vectors)) for _, block in self._blocks(rows)]
+        return np.concatenate([np.empty((0, len(vectors))), *parts])
 
     def fit_transform(self, X: Any, y: object = None) -> Array:  # noqa: N803
-        """Find the components, and return this rank's rows projected."""
+        """Fit the components, and project this rank's rows."""
         return self.fit(X).transform(X)
 
     def _projected(self, block: Tensor, vectors: Tensor) -> Tensor:
         return block @ vectors.T
 
     def inverse_transform(self, X: Any) -> Array:  # noqa: N803
-        """(rows, width): rows of this projection put back among the features."""
+        """Map projected rows back to features, (rows, width)."""
         return np.asarray(np.asarray(X, np.float64) @ self.components_)
 
 
 class PCA(_Projection):
-    """Principal components: directions of most variance around the mean.
+    """Principal component analysis of rows divided over ranks.
 
     Args:
-        n_components: how many; a part of the variance between 0 and 1; None is all.
+        n_components: number of components; or, between 0 and 1, the share of variance to explain;
+            None: all.
         whiten: scale the projections to a variance of 1.
-        svd_solver: `covariance_eigh`, exact, by the width x width matrix of products;
-            `randomized`, for many columns; `auto`, the latter for more than 4,096 columns.
+        svd_solver: `covariance_eigh`, exact, from the (width, width) covariance; `randomized`, for
+            many columns; `auto`, the latter for more than 4,096 columns.
         iterated_power: subspace iterations of `randomized`.
-        n_oversamples: vectors beyond n_components of `randomized`.
+        n_oversamples: additional vectors of `randomized`.
         random_state: seed of `randomized`, the same on all ranks.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
 
     Attributes:
         mean_: (width,).
-        n_components_: found.
+        n_components_: number of components.
         n_samples_: rows of all ranks.
-        noise_variance_: mean variance of the directions that are left out.
+        noise_variance_: mean variance of the discarded directions.
     """
 
     mean_: Array
@@ -123,10 +124,10 @@ class PCA(_Projection):
         self.random_state, self.comm, self.device = random_state, comm, device
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
-        """Find the components; all ranks must call it with their own rows.
+        """Fit the components; all ranks must call it with their own rows.
 
         Raises:
-            ValueError: on all ranks: n_components does not fit the rows, or some cannot be used.
+            ValueError: on all ranks: invalid n_components or rows.
         """
         solvers = (_AUTO, "covariance_eigh", _RANDOMIZED)
         if self.svd_solver not in solvers:
@@ -156,32 +157,32 @@ class PCA(_Projection):
         return self
 
     def _projected(self, block: Tensor, vectors: Tensor) -> Tensor:
-        found = (block - self._put(self.mean_)) @ vectors.T
-        return found / self._put(self._scale()) if self.whiten else found
+        projected = (block - self._put(self.mean_)) @ vectors.T
+        return projected / self._put(self._scale()) if self.whiten else projected
 
     def _scale(self) -> Array:
-        """Standard deviations of the components, 1 where there is none."""
+        """Standard deviations of the components; 1 where the variance vanishes."""
         scale = np.sqrt(self.explained_variance_)
         return np.where(scale > np.finfo(np.float64).eps, scale, 1.0)
 
     def inverse_transform(self, X: Any) -> Array:  # noqa: N803
-        """(rows, width): rows of this projection put back among the features."""
+        """Map projected rows back to features, (rows, width)."""
         values = np.asarray(X, np.float64) * (self._scale() if self.whiten else 1)
         return np.asarray(values @ self.components_ + self.mean_)
 
 
 class TruncatedSVD(_Projection):
-    """Singular vectors of the rows as they are, without subtracting the mean.
+    """Truncated SVD of rows divided over ranks, without subtracting the mean.
 
     Args:
-        n_components: how many.
-        algorithm: `exact`, by the width x width matrix of products; `randomized`, for many
-            columns; `auto`, the latter for more than 4,096 columns.
+        n_components: number of components.
+        algorithm: `exact`, from the (width, width) Gram matrix; `randomized`, for many columns;
+            `auto`, the latter for more than 4,096 columns.
         n_iter: subspace iterations of `randomized`.
-        n_oversamples: vectors beyond n_components of `randomized`.
+        n_oversamples: additional vectors of `randomized`.
         random_state: seed of `randomized`, the same on all ranks.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
     """
 
     def __init__(
@@ -200,10 +201,10 @@ class TruncatedSVD(_Projection):
         self.comm, self.device = comm, device
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
-        """Find the components; all ranks must call it with their own rows.
+        """Fit the components; all ranks must call it with their own rows.
 
         Raises:
-            ValueError: on all ranks: n_components does not fit the rows, or some cannot be used.
+            ValueError: on all ranks: invalid n_components or rows.
         """
         if self.algorithm not in (_AUTO, "exact", _RANDOMIZED):
             raise ValueError(
@@ -228,7 +229,7 @@ class TruncatedSVD(_Projection):
         return self
 
     def _spread(self, data: DividedRows, mean: Tensor, vectors: Tensor) -> Tensor:
-        """Variance of each projection."""
+        """Variance of each projection, (components,)."""
 
         def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
             sums[0].add_(((block - mean) @ vectors.T).square().sum(0))
@@ -239,16 +240,16 @@ class TruncatedSVD(_Projection):
 
 
 def _wanted(components: int | float | None, most: int, randomized: bool) -> float:
-    """How many components, or which part of the variance.
+    """Number of components, or share of the variance below 1.
 
     Raises:
-        ValueError: there are not so many, or a solver needs a number.
+        ValueError: more than the rows have, or a share with the randomized solver.
     """
     if isinstance(components, float) and 0 < components < 1:
         if randomized:
             raise ValueError(
-                f"n_components={components} needs all components: the randomized solver takes a "
-                "whole number"
+                f"n_components={components} needs all components: use a whole number with the "
+                "randomized solver"
             )
         return components
     if components is None:
@@ -256,12 +257,12 @@ def _wanted(components: int | float | None, most: int, randomized: bool) -> floa
     wanted = positive("n_components", components)
     if wanted > most:
         raise ValueError(
-            f"n_components={wanted} is more than {most}, the smaller of rows and columns"
+            f"n_components={wanted} is more than {most}, the minimum of rows and columns"
         )
     return wanted
 
 
 def _count_of(ratio: Tensor, part: float) -> int:
-    """Components that explain more than a part of the variance."""
+    """Number of components that explain more than a share of the variance."""
     reached = torch.searchsorted(ratio.cumsum(0), torch.tensor(part).to(ratio), right=True)
     return min(int(reached) + 1, len(ratio))

@@ -1,4 +1,4 @@
-"""What estimators have in common: parameters as scikit-learn has them, and checks."""
+"""Base class of estimators: parameters as in scikit-learn, and checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 class Estimator:
-    """An estimator of scikit-learn's interface; arguments of the constructor are its parameters."""
+    """Estimator with scikit-learn's interface; constructor arguments are its parameters."""
 
     comm: Comm
     device: str | torch.device
@@ -29,14 +29,14 @@ class Estimator:
         return [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The parameters by name; `deep` is there for scikit-learn."""
+        """Parameters by name; `deep` is ignored, as in scikit-learn's interface."""
         return {name: getattr(self, name) for name in self._names()}
 
     def set_params(self, **params: Any) -> Self:
-        """Change parameters.
+        """Set parameters by name.
 
         Raises:
-            ValueError: one is unknown.
+            ValueError: unknown parameter.
         """
         known = self._names()
         for name, value in params.items():
@@ -55,10 +55,10 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def _fitted_rows(self, values: Any) -> Rows:
-        """Own rows to apply the model to.
+        """Rows to apply the model to.
 
         Raises:
-            ValueError: it is not fitted, or they have another width.
+            ValueError: the model is not fitted, or the rows have another width.
         """
         if not hasattr(self, "n_features_in_"):
             raise ValueError(f"{type(self).__name__} is not fitted: call fit first")
@@ -73,15 +73,15 @@ class Estimator:
         return rows.blocks(torch.device(self.device))
 
     def _put(self, values: Array) -> Tensor:
-        """A fitted array where computing is done."""
+        """Copy a fitted array to the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(torch.device(self.device))
 
 
 def positive(name: str, value: object) -> int:
-    """A whole number of at least 1.
+    """Check that a value is a whole number of at least 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
@@ -89,5 +89,5 @@ def positive(name: str, value: object) -> int:
 
 
 def numpy(values: Tensor) -> Array:
-    """A tensor as an array on the CPU."""
+    """Copy a tensor to an array on the CPU."""
     return values.cpu().numpy()

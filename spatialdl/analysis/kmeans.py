@@ -1,8 +1,8 @@
-"""k-means over rows divided among ranks.
+"""k-means on rows divided over ranks.
 
-Centres begin as in Arthur and Vassilvitskii, "k-means++: The Advantages of Careful Seeding", 2007
-(section 2.2; the greedy variant of section 7 with 2 + log k trials), and are improved by Lloyd's
-iterations. Draws depend on the seed and the order of all rows, not on the number of ranks.
+Initial centres are those of Arthur and Vassilvitskii, "k-means++: The Advantages of Careful
+Seeding", 2007 (section 2.2; the greedy variant of section 7 with 2 + log k trials), followed by
+Lloyd's iterations. Draws depend on the seed and the order of all rows, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
 from spatialdl.analysis.ranks import Comm
 from spatialdl.analysis.rows import DividedRows
 
-_NOISE = 1e-13  # of a squared distance, relative to the squared lengths: rounding
+_NOISE = 1e-13  # rounding error of a squared distance, relative to the squared norms
 
 
 class KMeans(Estimator):
-    """Clusters of rows.
+    """k-means clustering of rows divided over ranks.
 
     Args:
-        n_clusters: of clusters.
-        init: `k-means++`, or the centres to begin with.
-        n_init: times it begins anew; the best counts.
-        max_iter: iterations at most.
-        tol: of the movement of centres that ends it, relative to the variance of the features.
+        n_clusters: number of clusters.
+        init: `k-means++`, or the initial centres, (clusters, width).
+        n_init: number of initialisations; the best run is kept.
+        max_iter: maximum number of iterations.
+        tol: tolerance of the movement of centres, relative to the variance of the features.
         random_state: seed, the same on all ranks.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
 
     Attributes:
         cluster_centers_: (clusters, width).
-        labels_: of this rank's rows.
+        labels_: (rows,), clusters of this rank's rows.
         inertia_: sum of squared distances to the nearest centre, over all ranks.
         n_iter_: iterations of the best run.
     """
@@ -66,17 +66,17 @@ class KMeans(Estimator):
         self.comm, self.device = comm, device
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
-        """Find the clusters; all ranks must call it with their own rows.
+        """Fit the clusters; all ranks must call it with their own rows.
 
         Raises:
-            ValueError: on all ranks: there are fewer rows than clusters, or some cannot be used.
+            ValueError: on all ranks: fewer rows than clusters, or invalid rows.
         """
         count = positive("n_clusters", self.n_clusters)
         positive("max_iter", self.max_iter)
-        begins = isinstance(self.init, str)
-        if begins and self.init != "k-means++":
+        seeds = isinstance(self.init, str)
+        if seeds and self.init != "k-means++":
             raise ValueError(f"init={self.init!r} must be 'k-means++' or an array of centres")
-        times = 1 if self.n_init == "auto" or not begins else positive("n_init", self.n_init)
+        times = 1 if self.n_init == "auto" or not seeds else positive("n_init", self.n_init)
         data = DividedRows(X, self.comm, self.device)
         if data.total < count:
             raise ValueError(f"n_clusters={count} is more than the {data.total} rows on all ranks")
@@ -85,15 +85,15 @@ class KMeans(Estimator):
         threshold = self.tol * run.variance()
         best: tuple[_Step, Tensor, int] | None = None
         for _ in range(times):
-            centres = run.seeded(rng) if begins else self._given(data, count) - data.mean()
-            found = run.lloyd(centres, self.max_iter, threshold)
-            if best is None or found[0].inertia < best[0].inertia:
-                best = found
+            centres = run.seeded(rng) if seeds else self._initial(data, count) - data.mean()
+            result = run.lloyd(centres, self.max_iter, threshold)
+            if best is None or result[0].inertia < best[0].inertia:
+                best = result
         assert best is not None  # n_init is at least 1
         self._take(data, *best)
         return self
 
-    def _given(self, data: DividedRows, count: int) -> Tensor:
+    def _initial(self, data: DividedRows, count: int) -> Tensor:
         centres = torch.as_tensor(np.asarray(self.init), dtype=torch.float64).to(data.device)
         if tuple(centres.shape) != (count, data.width):
             raise ValueError(
@@ -110,62 +110,62 @@ class KMeans(Estimator):
         if filled < len(centres) and data.ranks.rank == 0:
             warnings.warn(
                 f"only {filled} of {len(centres)} clusters have rows: there are fewer distinct "
-                "rows than clusters, or it has not converged",
+                "rows than clusters, or k-means has not converged",
                 stacklevel=3,
             )
 
     def fit_predict(self, X: Any, y: object = None) -> Array:  # noqa: N803
-        """Find the clusters, and return those of this rank's rows."""
+        """Fit the clusters, and return the labels of this rank's rows."""
         return self.fit(X).labels_
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """(rows,): the nearest centre of each row; needs no other rank."""
+        """Nearest centre of each row, (rows,); without communication."""
         return np.asarray(self._distances(X).argmin(1), dtype=np.int64)
 
     def transform(self, X: Any) -> Array:  # noqa: N803
-        """(rows, clusters): distance of each row to each centre; needs no other rank."""
+        """Distance of each row to each centre, (rows, clusters); without communication."""
         return np.asarray(np.sqrt(self._distances(X)))
 
     def fit_transform(self, X: Any, y: object = None) -> Array:  # noqa: N803
-        """Find the clusters, and return the distances of this rank's rows."""
+        """Fit the clusters, and return the distances of this rank's rows."""
         return self.fit(X).transform(X)
 
     def score(self, X: Any, y: object = None) -> float:  # noqa: N803
-        """Minus the sum of squared distances to the nearest centre; all ranks must call it."""
+        """Negative sum of squared distances to the nearest centre; all ranks must call it."""
         data = DividedRows(X, self.comm, self.device)
         data.check_width(self.n_features_in_)
         own = data.ranks.together(lambda: float(self._distances(X).min(1).sum()))
         return -float(sum(data.ranks.comm.allgather(own)))
 
     def _distances(self, values: Any) -> Array:
-        """(rows, clusters): squared distances."""
+        """Squared distances, (rows, clusters)."""
         rows = self._fitted_rows(values)
         centre = self._put(self.cluster_centers_)
         middle = centre.mean(0)
-        found = [
+        parts = [
             numpy(squared_distances(block - middle, centre - middle))
             for _, block in self._blocks(rows)
         ]
-        return np.concatenate([np.empty((0, len(centre))), *found])
+        return np.concatenate([np.empty((0, len(centre))), *parts])
 
 
 def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
-    """(rows, others): squared euclidean distances; 0 where they are nothing but rounding."""
+    """Squared euclidean distances, (rows, others); 0 below the rounding error."""
     lengths = rows.square().sum(1, keepdim=True) + others.square().sum(1)
-    found = torch.addmm(lengths, rows, others.T, alpha=-2)
-    return found.masked_fill_(found <= _NOISE * lengths, 0)
+    squares = torch.addmm(lengths, rows, others.T, alpha=-2)
+    return squares.masked_fill_(squares <= _NOISE * lengths, 0)
 
 
 class _Step(NamedTuple):
-    """What a pass over the rows found.
+    """Results of a pass over the rows.
 
     Attributes:
-        labels: of this rank's rows.
-        distances: of this rank's rows to their centre, squared.
-        sums: (clusters, width), of the rows of each cluster on all ranks.
-        counts: (clusters,), of rows on all ranks.
-        inertia: on all ranks.
-        changed: labels that are other than before, on all ranks.
+        labels: (rows,), clusters of this rank's rows.
+        distances: (rows,), squared distances of this rank's rows to their centres.
+        sums: (clusters, width), sums of the rows of each cluster over all ranks.
+        counts: (clusters,), numbers of rows on all ranks.
+        inertia: sum of `distances` over all ranks.
+        changed: number of changed labels on all ranks.
     """
 
     labels: Tensor
@@ -177,7 +177,7 @@ class _Step(NamedTuple):
 
 
 class _Run:
-    """Runs on the same rows, from which their mean is subtracted."""
+    """Initialisation and iterations of k-means on centred rows."""
 
     def __init__(self, data: DividedRows, clusters: int) -> None:
         self._data, self._clusters = data, clusters
@@ -188,13 +188,13 @@ class _Run:
         [squares] = data.sums(
             [()], lambda sums, _, block: sums[0].add_((block - mean).square().sum())
         )
-        found: float = squares.item() / (data.total * data.width)
-        return found
+        variance: float = squares.item() / (data.total * data.width)
+        return variance
 
     # --- k-means++
 
     def seeded(self, rng: np.random.RandomState) -> Tensor:
-        """Centres drawn among the rows."""
+        """Draw initial centres from the rows."""
         data, trials = self._data, 2 + int(math.log(self._clusters))
         first = min(int(rng.random_sample() * data.total), data.total - 1)
         own = first - data.first
@@ -213,42 +213,42 @@ class _Run:
         return torch.stack(chosen)
 
     def _closer(self, closest: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared distances (candidates, own rows) if each became a centre; their global sums."""
+        """Squared distances (candidates, own rows) with each candidate as a centre; global sums."""
         data, mean = self._data, self._data.mean()
         closer = closest.repeat(len(candidates), 1)
 
         def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
-            found = squared_distances(block - mean, candidates).T
-            closer[:, place] = torch.minimum(closer[:, place], found)
+            squares = squared_distances(block - mean, candidates).T
+            closer[:, place] = torch.minimum(closer[:, place], squares)
             sums[0].add_(closer[:, place].sum(1))
 
         [potentials] = data.sums([(len(candidates),)], add)
         return closer, potentials
 
     def _draw(self, closest: Tensor, uniform: Array) -> list[int | None]:
-        """Own indices of rows drawn by their squared distances, None of those of other ranks."""
+        """Draw rows by squared distance: this rank's indices, None for rows of other ranks."""
         comm = self._data.ranks.comm
         running = closest.cumsum(0)
         own = float(running[-1]) if len(running) else 0.0
         ends = list(accumulate(comm.allgather(own)))
         last = max(rank for rank, count in enumerate(self._data.counts) if count)
-        found: list[int | None] = []
+        drawn: list[int | None] = []
         for value in uniform * ends[-1]:
             owner = min(bisect_left(ends, value), last)
             while not self._data.counts[owner]:
                 owner += 1
             before = ends[owner - 1] if owner else 0.0
             at = int(torch.searchsorted(running, float(value) - before)) if len(running) else 0
-            found.append(min(at, len(running) - 1) if owner == comm.rank else None)
-        return found
+            drawn.append(min(at, len(running) - 1) if owner == comm.rank else None)
+        return drawn
 
     # --- Lloyd's iterations
 
     def lloyd(self, centres: Tensor, most: int, tol: float) -> tuple[_Step, Tensor, int]:
-        """Move centres to the means of their rows until they stay.
+        """Run Lloyd's iterations until convergence.
 
         Returns:
-            What a last pass found, the centres, and the number of iterations.
+            Results of a final pass, the centres, and the number of iterations.
         """
         labels = torch.full((self._data.rows.count,), -1).to(self._data.device)
         iterations = 0
@@ -270,10 +270,10 @@ class _Run:
 
         def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
             rows = block - mean
-            found = squared_distances(rows, centres)
-            labels[place] = nearest = found.argmin(1)
-            distances[place] = found.gather(1, nearest[:, None])[:, 0]
-            # a product with 0 and 1 adds rows in the same order each time, on GPUs too
+            squares = squared_distances(rows, centres)
+            labels[place] = nearest = squares.argmin(1)
+            distances[place] = squares.gather(1, nearest[:, None])[:, 0]
+            # a product with a 0/1 matrix is deterministic, also on GPUs
             member = (nearest == numbers[:, None]).double()
             sums[0].addmm_(member, rows)
             sums[1].add_(member.sum(1))
@@ -285,7 +285,7 @@ class _Run:
         return _Step(labels, distances, total, counts, float(inertia), int(changed))
 
     def _moved(self, step: _Step, centres: Tensor) -> Tensor:
-        """The means of clusters; one without rows takes the row that is farthest from its own."""
+        """Means of the clusters; an empty cluster gets the row farthest from its centre."""
         sums, counts = step.sums.clone(), step.counts.clone()
         empty = (counts == 0).nonzero()[:, 0].tolist()
         if empty:
@@ -296,14 +296,14 @@ class _Run:
         return torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centres)
 
     def _farthest(self, step: _Step, most: int) -> list[tuple[Tensor, int]]:
-        """The rows of all ranks farthest from their centres, each with its cluster."""
+        """The rows of all ranks farthest from their centres, with their clusters."""
         data = self._data
         own = step.distances.argsort(dim=0, descending=True, stable=True)[:most].tolist()
         mine = [
             (-float(step.distances[row]), data.first + row, int(step.labels[row])) for row in own
         ]
-        every = [one for found in data.ranks.comm.allgather(mine) for one in found]
-        chosen = [one for one in sorted(every)[:most] if one[0] < 0]
+        every = [row for of_rank in data.ranks.comm.allgather(mine) for row in of_rank]
+        chosen = [row for row in sorted(every)[:most] if row[0] < 0]
         local = [row - data.first for _, row, _ in chosen]
         rows = data.fetch([at if 0 <= at < data.rows.count else None for at in local])
         return [(row - data.mean(), old) for row, (_, _, old) in zip(rows, chosen, strict=True)]

@@ -1,4 +1,4 @@
-"""What `spatialdl-analyze` does with the features of a cohort: learn, write tables, draw."""
+"""Methods of `spatialdl-analyze`: fit a model, write tables, draw pictures."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Summary = dict[str, Any]
 def learned(
     options: argparse.Namespace, cohort: Cohort, make: Callable[[], Any], kinds: tuple[type, ...]
 ) -> Any:
-    """The model of a file, or one fitted to all rows, which rank 0 saves."""
+    """Load a model, or fit one to all rows and save it on rank 0."""
     ranks = cohort.ranks
     if options.apply is not None:
         model = ranks.together(lambda: _loaded(options, kinds))
         if model.n_features_in_ != cohort.width:
             raise ValueError(
-                f"{options.apply} was fitted on features of {model.n_features_in_} numbers, these "
-                f"have {cohort.width}"
+                f"{options.apply} was fitted on {model.n_features_in_} features per tile, but "
+                f"these files have {cohort.width}"
             )
         return model
     model = make()
@@ -62,7 +62,7 @@ def _loaded(options: argparse.Namespace, kinds: tuple[type, ...]) -> Any:
 
 
 def cluster(options: argparse.Namespace, cohort: Cohort) -> Summary:
-    """Clusters of all tiles: a table for each slide, maps, GeoJSON."""
+    """Cluster all tiles: a table per slide, maps, GeoJSON."""
     ranks = cohort.ranks
     slides = ranks.together(lambda: SlidePictures(options.slides))
     model = learned(options, cohort, lambda: _kmeans(options, cohort), (KMeans,))
@@ -124,8 +124,8 @@ def _draw_maps(
 
 
 def _boxes(every: Sampled, span: float) -> Iterator[dict[str, Any]]:
-    """Tiles as QuPath has them."""
-    assert every.coords is not None  # asked before
+    """Tiles as GeoJSON features for QuPath."""
+    assert every.coords is not None  # checked by the caller
     side = round(span)
     for (x, y), cluster in zip(
         every.coords.tolist(), every.values["cluster"].tolist(), strict=True
@@ -147,7 +147,7 @@ def _unreadable(slides: SlidePictures) -> Summary:
 
 
 def project(options: argparse.Namespace, cohort: Cohort) -> Summary:
-    """Components of all tiles: a table for each slide, and a picture of the first two."""
+    """Project all tiles: a table per slide, and a picture of the first two components."""
     ranks, files = cohort.ranks, cohort.files
     slides = [file.slide for file in files]
     labels = ranks.together(
@@ -173,7 +173,7 @@ def project(options: argparse.Namespace, cohort: Cohort) -> Summary:
             groups = [labels.get(slide, {}).get(options.column, "") for slide in groups]
         numbers = as_numbers(groups) if labels is not None else None
         if numbers is not None and len(set(groups)) <= 5:
-            numbers = None  # classes that are called 0, 1, ...
+            numbers = None  # class labels 0, 1, ...
         titles = [f"component {k + 1} ({100 * r:.1f} % of variance)" for k, r in enumerate(ratios)]
         pictures.draw_projection(
             options.out / "components.png",
@@ -204,7 +204,7 @@ def _projection(options: argparse.Namespace, cohort: Cohort) -> PCA | TruncatedS
 
 
 def search(options: argparse.Namespace, cohort: Cohort) -> Summary:
-    """The nearest tiles of some tiles: a table, and their pictures."""
+    """Search the nearest tiles of query tiles: a table, and their pictures."""
     ranks = cohort.ranks
     slides = ranks.together(lambda: SlidePictures(options.slides))
     wanted = options.neighbours
@@ -262,7 +262,7 @@ def _file(cohort: Cohort, slide: str) -> FeatureFile:
         if file.slide == slide:
             return file
     raise ValueError(
-        f"--query {slide}: there are no features of such a slide; there are "
+        f"--query {slide}: no features of this slide; slides: "
         f"{', '.join(file.slide for file in cohort.files[:5])}"
     )
 

@@ -1,4 +1,4 @@
-"""Sums of products of columns, and subspaces, of rows divided among ranks."""
+"""Gram matrices and singular vectors of rows divided over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spatialdl.analysis.rows import DividedRows
 
 
 def gram(data: DividedRows, centre: Tensor | None) -> Tensor:
-    """(width, width): the sum over all rows of x x', where x is a row minus the centre."""
+    """Gram matrix (width, width): sum over all rows of x x', with x a row minus the centre."""
 
     def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
         rows = block if centre is None else block - centre
@@ -21,7 +21,7 @@ def gram(data: DividedRows, centre: Tensor | None) -> Tensor:
 
 
 def square_sum(data: DividedRows, centre: Tensor | None) -> Tensor:
-    """(width,): the sum over all rows of the squares of x, where x is a row minus the centre."""
+    """Squares (width,): sum over all rows of x^2, with x a row minus the centre."""
 
     def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
         sums[0].add_((block if centre is None else block - centre).square().sum(0))
@@ -31,7 +31,7 @@ def square_sum(data: DividedRows, centre: Tensor | None) -> Tensor:
 
 
 def exact(data: DividedRows, centre: Tensor | None) -> tuple[Tensor, Tensor]:
-    """All singular values of the rows, largest first, and right singular vectors, (k, width)."""
+    """All singular values, largest first, and right singular vectors, (k, width)."""
     values, vectors = torch.linalg.eigh(gram(data, centre))
     most = min(data.total, data.width)
     singular = values.flip(0).clamp(min=0).sqrt()[:most]
@@ -47,11 +47,11 @@ def randomized(
     oversamples: int,
     iterations: int,
 ) -> tuple[Tensor, Tensor]:
-    """The first singular values and right singular vectors, by a randomised range finder.
+    """Largest singular values and right singular vectors, by a randomised range finder.
 
     Halko, Martinsson and Tropp, "Finding structure with randomness", 2011: subspace iteration
-    (algorithm 4.4, here of the rows' span, which all ranks have whole) and the factorisation of
-    the projected rows (section 5.1), by QR factors of blocks that are put together (TSQR).
+    (algorithm 4.4, here on the row space, replicated on all ranks) and factorisation of the
+    projected rows (section 5.1), by a tall-skinny QR over blocks (TSQR).
     """
     size = min(wanted + oversamples, data.total, data.width)
     basis = torch.from_numpy(rng.standard_normal((data.width, size))).to(data.device)
@@ -63,7 +63,7 @@ def randomized(
 
 
 def _applied_twice(data: DividedRows, centre: Tensor | None, basis: Tensor) -> Tensor:
-    """A' (A basis), where A has all rows."""
+    """A' (A basis), with A the rows of all ranks."""
 
     def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
         rows = block if centre is None else block - centre
@@ -74,7 +74,7 @@ def _applied_twice(data: DividedRows, centre: Tensor | None, basis: Tensor) -> T
 
 
 def _factor(data: DividedRows, centre: Tensor | None, basis: Tensor) -> Tensor:
-    """R of the QR factorisation of A basis, (size, size)."""
+    """Factor R of the QR factorisation of A basis, (size, size)."""
     size = basis.shape[1]
 
     def own() -> Tensor:
@@ -90,7 +90,7 @@ def _factor(data: DividedRows, centre: Tensor | None, basis: Tensor) -> Tensor:
 
 
 def signed(vectors: Tensor) -> Tensor:
-    """Vectors whose entry of largest absolute value is positive, as scikit-learn turns them."""
+    """Flip signs so that the largest absolute entry is positive, as in scikit-learn."""
     largest = vectors.abs().argmax(1, keepdim=True)
     signs = vectors.gather(1, largest).sign()
     turned: Tensor = vectors * torch.where(signs == 0, 1.0, signs)

@@ -1,4 +1,4 @@
-"""The nearest tiles of all tiles of a cohort: a table for each slide."""
+"""Tables of the nearest tiles of all tiles of a cohort, one per slide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def place_of(cohort: Cohort, indices: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-    """Numbers of slides, and rows in them, of indices among the tiles of all slides."""
+    """Map indices among the tiles of all slides to slide indices and rows in them."""
     ends = np.cumsum([file.tiles for file in cohort.files])
     numbers = np.searchsorted(ends, indices, side="right")
     sizes = np.array([file.tiles for file in cohort.files])
@@ -28,16 +28,16 @@ def place_of(cohort: Cohort, indices: npt.NDArray[Any]) -> tuple[Ints, Ints]:
 def write_neighbours(
     folder: Path, cohort: Cohort, model: NearestNeighbors, wanted: int
 ) -> dict[str, float]:
-    """Write SLIDE.csv of each slide, a line for each tile; all ranks must call it.
+    """Write SLIDE.csv for each slide, with a line per tile; collective.
 
     Args:
-        folder: of the files.
+        folder: output folder.
+        cohort: the slides.
         model: fitted on the tiles of all slides, in their order.
-        wanted: neighbours of each tile, which is none of them.
+        wanted: number of neighbours per tile, without the tile itself.
 
     Returns:
-        The share of neighbours that are of the tile's own slide, and what it would be if all other
-        tiles were as near; on all ranks.
+        Share of neighbours from the tile's own slide, and its value by chance; on all ranks.
     """
     own = cohort.own_slides()
     parts = [FilePart(cohort.files[k], 0, cohort.files[k].tiles) for k in own]
@@ -66,7 +66,7 @@ def write_neighbours(
 
 
 def _without_itself(distances: Floats, indices: Ints, itself: Ints) -> tuple[Floats, Ints]:
-    """One column less: the tile itself, or the last where others are as near as it."""
+    """Drop the column of the tile itself, or the last column if ties pushed the tile out."""
     dropped = indices == itself[:, None]
     dropped[~dropped.any(1), -1] = True
     shape = len(indices), max(0, indices.shape[1] - 1)
@@ -84,7 +84,7 @@ def _write(
         head += [f"slide_{k}", f"row_{k}", f"distance_{k}"]
     lines = []
     for row in range(file.tiles):
-        found = zip(slides[row].tolist(), rows[row].tolist(), distances[row].tolist(), strict=True)
-        cells = [cell for k, at, d in found for cell in (names[k], at, f"{d:.6g}")]
+        near = zip(slides[row].tolist(), rows[row].tolist(), distances[row].tolist(), strict=True)
+        cells = [cell for k, at, d in near for cell in (names[k], at, f"{d:.6g}")]
         lines.append([row, *coords[row], *cells])
     save_table(folder / f"{file.slide}.csv", head, lines)

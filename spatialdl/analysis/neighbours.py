@@ -1,6 +1,6 @@
 """Exact nearest neighbours among rows divided over ranks.
 
-Queries stay where they are; the rows of the ranks circulate, and each query keeps its best.
+Queries stay on their rank; rows circulate over the ranks, and each query keeps the nearest so far.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import Box
 
-_QUERIES, _ROWS = 256, 1024  # of a block of distances
-_GATHERED = 2**18  # numbers of candidates whose distances are computed exactly at once
-_NOISE = 1e-13  # of a distance by products, relative to the squared lengths
+_QUERIES, _ROWS = 256, 1024  # size of a block of distances
+_GATHERED = 2**18  # numbers gathered at once to compute exact distances of candidates
+_NOISE = 1e-13  # rounding error of a distance from products, relative to the squared norms
 
 
 class NearestNeighbors(Estimator):
-    """The nearest of all ranks' rows.
+    """Exact nearest neighbours among the rows of all ranks.
 
-    Rows as near as each other come in the order of their index, so results are the same on any
-    number of ranks.
+    Ties are ordered by index, so results are the same on any number of ranks.
 
     Args:
-        n_neighbors: of each query.
+        n_neighbors: number of neighbours per query.
         metric: `euclidean` or `cosine`.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
 
     Attributes:
         n_samples_fit_: rows of all ranks.
@@ -57,10 +56,10 @@ class NearestNeighbors(Estimator):
         self.comm, self.device = comm, device
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
-        """Keep this rank's rows in memory, as they are; all ranks must call it.
+        """Keep this rank's rows in memory; all ranks must call it.
 
         Raises:
-            ValueError: on all ranks: some rows cannot be used.
+            ValueError: on all ranks: invalid rows.
         """
         if self.metric not in _METRICS:
             raise ValueError(f"metric={self.metric!r} must be one of {', '.join(_METRICS)}")
@@ -75,29 +74,29 @@ class NearestNeighbors(Estimator):
         n_neighbors: int | None = None,
         return_distance: bool = True,
     ) -> Any:
-        """The nearest rows of this rank's queries, nearest first; all ranks must call it.
+        """Find the nearest rows of this rank's queries; all ranks must call it.
 
         Args:
-            X: queries (rows, width), of which a rank may have none; None are the rows of `fit`,
-                each without itself. It must be None on all ranks or on none.
-            n_neighbors: of each, instead of that of the constructor.
-            return_distance: whether distances are wanted.
+            X: queries (rows, width), possibly empty on a rank; None: the rows of `fit`, each
+                without itself. It must be None on all ranks or on none.
+            n_neighbors: number of neighbours, instead of that of the constructor.
+            return_distance: whether to return distances.
 
         Returns:
-            Distances and indices (queries, neighbours) among the rows of all ranks, in the order of
-            the ranks; or indices only.
+            Distances and indices (queries, neighbours), nearest first; or indices only. Indices
+            count the rows of all ranks, in the order of the ranks.
 
         Raises:
-            ValueError: on all ranks: there are fewer rows, or queries cannot be used.
+            ValueError: on all ranks: fewer rows than neighbours, or invalid queries.
         """
         data, ranks = self._fitted(), self._data.ranks
         wanted = positive("n_neighbors", self.n_neighbors if n_neighbors is None else n_neighbors)
         itself = X is None
         if len(set(ranks.comm.allgather((itself, wanted)))) > 1:
             raise ValueError("X is None on some ranks only, or n_neighbors differ between ranks")
-        there = data.total - itself
-        if wanted > there:
-            raise ValueError(f"n_neighbors={wanted} is more than the {there} rows on all ranks")
+        available = data.total - itself
+        if wanted > available:
+            raise ValueError(f"n_neighbors={wanted} is more than the {available} rows on all ranks")
         queries: Rows = (
             ArrayRows(self._own) if itself else ranks.together(lambda: self._fitted_rows(X))
         )
@@ -114,9 +113,9 @@ class NearestNeighbors(Estimator):
         return self._data
 
     def _circulate(self) -> Iterator[tuple[int, Tensor]]:
-        """The rows of each rank as they are stored, the own ones first, with the first's index.
+        """Rows of each rank in their stored dtype, this rank's first, with their first index.
 
-        Each part comes straight from the rank that has it, while the one before is worked on.
+        Each part is received from its owner while the previous part is processed.
         """
         data, size = self._data, self._data.ranks.size
         rank, width = data.ranks.rank, data.width
@@ -130,8 +129,8 @@ class NearestNeighbors(Estimator):
                 plan = plan_for(owned, needed, rank)
                 room = message.new_empty(plan.need.shape)
                 sends = [BoxedTensor(self._own.reshape(1, -1), plan.own)]
-                what = Exchange(plan, sends, [BoxedTensor(room, plan.need)], room.device)
-                following = room, start_exchange(data.ranks.comm, what, "neighbours")
+                exchange = Exchange(plan, sends, [BoxedTensor(room, plan.need)], room.device)
+                following = room, start_exchange(data.ranks.comm, exchange, "neighbours")
             if pending is not None:
                 pending.wait()
             yield firsts[(rank + hop) % size], message.view(-1, width)
@@ -140,17 +139,17 @@ class NearestNeighbors(Estimator):
 
 
 def _whole(data: DividedRows) -> Tensor:
-    """This rank's rows in the type that all ranks have in common, checked."""
+    """This rank's rows in the common dtype of all ranks, checked."""
     rows = data.rows
     own = torch.empty((rows.count, data.width), dtype=data.dtype)
     for start, stop in rows.spans():
-        rows.block(start, stop, torch.device("cpu"))  # refuses what is not finite
+        rows.block(start, stop, torch.device("cpu"))  # raises on NaN and infinity
         own[start:stop] = rows.read(start, stop).cpu()
     return own
 
 
 class _Euclidean(NamedTuple):
-    """Squared distances, while candidates are chosen."""
+    """Euclidean metric; distances are squared until the results are returned."""
 
     @staticmethod
     def prepared(rows: Tensor) -> Tensor:
@@ -158,10 +157,10 @@ class _Euclidean(NamedTuple):
 
     @staticmethod
     def quick(queries: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Distances (queries, rows) by products, and how wrong those of a query can be."""
+        """Distances (queries, rows) from products, and their error bounds per query."""
         lengths = queries.square().sum(1, keepdim=True), rows.square().sum(1)
-        found = torch.addmm(lengths[0] + lengths[1], queries, rows.T, alpha=-2)
-        return found, _NOISE * (lengths[0] + lengths[1].max())
+        squares = torch.addmm(lengths[0] + lengths[1], queries, rows.T, alpha=-2)
+        return squares, _NOISE * (lengths[0] + lengths[1].max())
 
     @staticmethod
     def exactly(queries: Tensor, candidates: Tensor) -> Tensor:
@@ -173,7 +172,7 @@ class _Euclidean(NamedTuple):
 
 
 class _Cosine(NamedTuple):
-    """1 minus the cosine of the angle; that of a row of zeros is 1."""
+    """Cosine metric: 1 minus the cosine of the angle; 1 for a row of zeros."""
 
     @staticmethod
     def prepared(rows: Tensor) -> Tensor:
@@ -200,23 +199,24 @@ _METRICS: dict[str, type[_Euclidean] | type[_Cosine]] = {
 
 
 def _padded(rows: Tensor, count: int, values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """(count, most): values and columns of each row beside each other, infinity behind the last."""
+    """Values and columns grouped by row, (count, most), padded with infinity."""
     counts = torch.bincount(rows, minlength=count)
     place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
     shape = count, int(counts.max())
-    distances, found = values.new_full(shape, torch.inf), columns.new_zeros(shape)
-    distances[rows, place], found[rows, place] = values, columns
-    return distances, found
+    padded, padded_columns = values.new_full(shape, torch.inf), columns.new_zeros(shape)
+    padded[rows, place], padded_columns[rows, place] = values, columns
+    return padded, padded_columns
 
 
 class _Search:
-    """The nearest rows so far of a rank's queries.
+    """Search state: the nearest rows so far of a rank's queries.
 
     Args:
         queries: blocks, (rows, width).
-        wanted: neighbours of each.
-        metric: of distances.
-        own: index of the first query among all rows, where a row is no neighbour of itself.
+        wanted: number of neighbours per query.
+        metric: distance.
+        own: index of the first query among all rows, to exclude each row from its own neighbours;
+            None if the queries are other rows.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class _Search:
         ]
 
     def add(self, rows: Tensor, first: int) -> None:
-        """Look among more rows, of which the first has this index."""
+        """Search further rows; `first` is the index of the first of them."""
         for start in range(0, len(rows), _ROWS):
             block = self._metric.prepared(rows[start : start + _ROWS].double())
             before = 0
@@ -258,7 +258,7 @@ class _Search:
         if distances.shape[1] < self._wanted or torch.isinf(limit).any():
             wanted = min(self._wanted, len(block))
             limit = quick.topk(wanted, dim=1, largest=False).values[:, -1:]
-        # all that may be among the nearest, whatever rounding did to them
+        # all candidates that may be nearest within the rounding error
         rows, chosen = (quick <= limit + 2 * noise).nonzero(as_tuple=True)
         values = self._exact(queries, block, rows, chosen)
         values[quick[rows, chosen] == torch.inf] = torch.inf
@@ -271,7 +271,7 @@ class _Search:
         return distances.gather(1, order), indices.gather(1, order)
 
     def _exact(self, queries: Tensor, block: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Distances of pairs."""
+        """Exact distances of pairs of queries and rows."""
         step = max(1, _GATHERED // block.shape[1])
         parts = [
             self._metric.exactly(queries[some], block[chosen])

@@ -1,4 +1,4 @@
-"""Sums of which ridge regressions are made, in parts that can be taken out again."""
+"""Normal equations of ridge regression, as sums per fold that can be subtracted again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spatialdl.analysis.rows import DividedRows
 class Sums(NamedTuple):
     """Sums over rows x with targets y, each minus a fixed centre.
 
-    With a leading dim they are those of several folds.
+    All have a leading dim for several folds.
 
     Attributes:
-        rows: how many, ().
+        rows: number of rows, ().
         x: (width,).
         y: (targets,).
         xx: (width, width).
         xy: (width, targets).
-        yy: (targets,), of squares.
+        yy: (targets,), sums of squares.
     """
 
     rows: Tensor
@@ -43,12 +43,12 @@ class Sums(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A regression for each of several strengths: y - b is predicted by (x - a) w.
+    """Regressions for several penalties: y - b is predicted by (x - a) w.
 
     Attributes:
-        weights: (strengths, width, targets).
-        x: (width,), a.
-        y: (targets,), b.
+        weights: w, (strengths, width, targets).
+        x: a, (width,).
+        y: b, (targets,).
     """
 
     weights: Tensor
@@ -66,10 +66,11 @@ def collect(
     """Sums of each fold over the rows of all ranks.
 
     Args:
-        targets: of this rank's rows, (rows, targets).
-        folds: of this rank's rows, numbers below `count`.
-        centres: that are subtracted from rows and targets, so that no digits are lost when one
-            sum is taken from another.
+        data: the rows.
+        targets: targets of this rank's rows, (rows, targets).
+        folds: folds of this rank's rows, below `count`.
+        count: number of folds.
+        centres: subtracted from rows and targets, to avoid cancellation between sums.
     """
 
     def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
@@ -87,10 +88,12 @@ def collect(
 
 
 def solve(sums: Sums, alphas: Tensor, intercept: bool) -> Fit:
-    """Ridge regressions by the eigenvectors of the matrix of products.
+    """Solve ridge regressions by an eigendecomposition of the Gram matrix.
 
     Args:
-        alphas: (strengths, targets or 1), at least 0; with 0 the solution of least length.
+        sums: sums over the rows.
+        alphas: (strengths, targets or 1), at least 0; 0 gives the minimum-norm solution.
+        intercept: whether to fit a constant.
     """
     x, y = (sums.x / sums.rows, sums.y / sums.rows) if intercept else (sums.x * 0, sums.y * 0)
     xx, xy = sums.xx, sums.xy
@@ -105,7 +108,7 @@ def solve(sums: Sums, alphas: Tensor, intercept: bool) -> Fit:
 
 
 def squared_errors(sums: Sums, fit: Fit) -> Tensor:
-    """(strengths, targets): of a fit on the rows of the sums, without reading them again."""
+    """Squared errors (strengths, targets) of a fit, from the sums alone."""
     count, dx, dy = sums.rows, sums.x - sums.rows * fit.x, sums.y - sums.rows * fit.y
     yy = sums.yy - 2 * fit.y * sums.y + count * fit.y.square()
     xy = sums.xy - torch.outer(fit.x, dy) - torch.outer(sums.x, fit.y)
@@ -116,5 +119,5 @@ def squared_errors(sums: Sums, fit: Fit) -> Tensor:
 
 
 def spread(sums: Sums) -> Tensor:
-    """(targets,): squared distances of the targets from their mean."""
+    """Total sum of squares of the targets about their mean, (targets,)."""
     return (sums.yy - sums.y.square() / sums.rows.clamp(min=1)).clamp(min=0)

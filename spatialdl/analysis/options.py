@@ -1,4 +1,4 @@
-"""Options of `spatialdl-analyze`."""
+"""Command-line options of `spatialdl-analyze`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from spatialdl.text import positive_int
 
 KMEANS, PCA, TSVD, RIDGE, NEIGHBOURS = METHODS = ("kmeans", "pca", "tsvd", "ridge", "neighbours")
 _ABOUT = {
-    KMEANS: "clusters of tiles, and where they lie in the slides",
+    KMEANS: "clusters of tiles, with maps of the slides",
     PCA: "principal components of tiles",
-    TSVD: "truncated singular value decomposition of tiles",
-    RIDGE: "a number or a class for each slide predicted from its features",
-    NEIGHBOURS: "the tiles most like given ones",
+    TSVD: "the truncated singular value decomposition of tiles",
+    RIDGE: "a number or a class per slide, predicted from its features",
+    NEIGHBOURS: "the nearest tiles of query tiles",
 }
 _ALPHAS = [10.0**k for k in range(-3, 7)]
 
 
 def parser() -> ArgumentParser:
-    """The parser of the command line."""
+    """Build the parser of the command line."""
     made = ArgumentParser(
         prog="spatialdl-analyze",
-        description="Cluster, project and search features of tiles, HDF5 files in the form of CLAM "
-        "and TRIDENT, alone or on ranks of mpiexec or srun: results are the same.",
+        description="Cluster, project and search features of tiles in HDF5 files as of CLAM and "
+        "TRIDENT, in a single process or on ranks of mpiexec or srun, with the same results.",
     )
     methods = made.add_subparsers(dest="method", required=True, metavar="METHOD")
     for name, about in _ABOUT.items():
@@ -40,14 +40,14 @@ def parser() -> ArgumentParser:
 
 def _add_common(one: ArgumentParser) -> None:
     add = one.add_argument
-    add("features", type=Path, nargs="+", metavar="FEATURES", help="files *.h5, or their folders")
-    add("--out", type=Path, required=True, metavar="DIR", help="a new folder for the results")
+    add("features", type=Path, nargs="+", metavar="FEATURES", help="files *.h5, or folders of them")
+    add("--out", type=Path, required=True, metavar="DIR", help="new folder for the results")
     add("--device", default="cpu", help="cpu, or an accelerator such as cuda (%(default)s)")
     add(
         "--ranks",
         type=positive_int,
         metavar="N",
-        help="start N ranks of it by mpiexec, or srun in a Slurm job",
+        help="launch N ranks by mpiexec, or by srun in a Slurm job",
     )
 
 
@@ -57,19 +57,19 @@ def _add_seed(one: ArgumentParser) -> None:
 
 def _add_slides(one: ArgumentParser, use: str) -> None:
     one.add_argument(
-        "--slides", nargs="+", default=[], metavar="PATH", help=f"slides, or their folders: {use}"
+        "--slides", nargs="+", default=[], metavar="PATH", help=f"slides, or folders of them: {use}"
     )
 
 
 def _add_kmeans(one: ArgumentParser) -> None:
     add = one.add_argument
     add("-k", "--clusters", type=positive_int, default=8, metavar="K", help="(%(default)s)")
-    add("--n-init", type=positive_int, default=1, metavar="N", help="runs; the best counts (1)")
+    add("--n-init", type=positive_int, default=1, metavar="N", help="runs; keeps the best (1)")
     add("--max-iter", type=positive_int, default=300, metavar="N", help="(%(default)s)")
     _add_seed(one)
-    _add_slides(one, "shown below the maps of clusters")
-    add("--maps", type=int, default=12, metavar="N", help="slides of which maps are drawn (12)")
-    add("--geojson", action="store_true", help="write GeoJSON of the clusters for QuPath, too")
+    _add_slides(one, "background of the cluster maps")
+    add("--maps", type=int, default=12, metavar="N", help="number of slides to map (12)")
+    add("--geojson", action="store_true", help="also write GeoJSON of the clusters for QuPath")
 
 
 def _add_projection(one: ArgumentParser) -> None:
@@ -78,8 +78,14 @@ def _add_projection(one: ArgumentParser) -> None:
     add("--solver", choices=("auto", "exact", "randomized"), default="auto", help="(%(default)s)")
     _add_seed(one)
     add("--labels", type=Path, metavar="CSV", help="a table with a column slide")
-    add("--column", metavar="NAME", help="of the table: colours of the picture")
-    add("--points", type=positive_int, default=20_000, metavar="N", help="drawn (%(default)s)")
+    add("--column", metavar="NAME", help="column of the table that colours the picture")
+    add(
+        "--points",
+        type=positive_int,
+        default=20_000,
+        metavar="N",
+        help="points in the picture (%(default)s)",
+    )
 
 
 def _add_ridge(one: ArgumentParser) -> None:
@@ -87,12 +93,12 @@ def _add_ridge(one: ArgumentParser) -> None:
     add("--labels", type=Path, metavar="CSV", help="a table with a column slide")
     add("--target", metavar="NAME", help="column of the table to predict")
     add("--classes", action="store_true", help="the column has classes, not numbers")
-    add("--group", metavar="NAME", help="column of the table, such as patient: never in two folds")
+    add("--group", metavar="NAME", help="column such as patient; a group stays in one fold")
     add(
         "--level",
         choices=("slide", "tile"),
         default="slide",
-        help="learn from the mean features of slides, or from every tile (%(default)s)",
+        help="fit mean features of slides, or features of tiles (%(default)s)",
     )
     add("--alphas", type=float, nargs="+", default=_ALPHAS, metavar="A", help="(1e-3 to 1e6)")
     add("--folds", type=positive_int, default=5, metavar="N", help="(%(default)s)")
@@ -106,12 +112,12 @@ def _add_neighbours(one: ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="SLIDE:ROW",
-        help="tiles by their slide and row, from 0",
+        help="query tiles, by slide and row from 0",
     )
-    add("--all", action="store_true", help="find those of every tile: a table for each slide")
+    add("--all", action="store_true", help="query every tile: writes a table per slide")
     add("-k", "--neighbours", type=positive_int, default=8, metavar="K", help="(%(default)s)")
     add("--metric", choices=("cosine", "euclidean"), default="cosine", help="(%(default)s)")
-    _add_slides(one, "the tiles are shown")
+    _add_slides(one, "to draw the tiles")
 
 
 _ADD = {
@@ -124,10 +130,10 @@ _ADD = {
 
 
 def query(text: str) -> tuple[str, int]:
-    """A slide's name and the number of a row.
+    """Parse a slide name and a row.
 
     Raises:
-        ArgumentTypeError: the text is none.
+        ArgumentTypeError: not SLIDE:ROW.
     """
     slide, _, row = text.rpartition(":")
     if not slide or not row.isascii() or not row.isdigit():
@@ -142,30 +148,28 @@ def _components(text: str) -> int | float:
                 return float(text)
         except ValueError:
             pass
-        raise ArgumentTypeError(f"{text!r} is neither a number nor a part such as 0.9")
+        raise ArgumentTypeError(f"{text!r} is neither a number nor a share such as 0.9")
     return positive_int(text)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
+    """Check combinations of options.
 
     Raises:
-        ValueError: there are some.
+        ValueError: an invalid combination, or an output folder that is not empty.
     """
     if options.method in (PCA, TSVD) and (options.labels is None) != (options.column is None):
-        raise ValueError("--labels and --column belong together")
+        raise ValueError("--labels and --column must be used together")
     if options.method == TSVD and isinstance(options.components, float):
-        raise ValueError(f"tsvd takes a number of components, not {options.components}")
+        raise ValueError(f"tsvd needs a number of components, got {options.components}")
     if options.method == RIDGE:
         if (options.labels is None) != (options.target is None):
-            raise ValueError("--labels and --target belong together")
+            raise ValueError("--labels and --target must be used together")
         if options.labels is None and options.apply is None:
-            raise ValueError("ridge learns from --labels CSV --target NAME")
+            raise ValueError("ridge needs --labels CSV --target NAME")
     if options.method == NEIGHBOURS and not (options.query or options.all):
-        raise ValueError(
-            "neighbours are those of --query SLIDE:ROW ..., or with --all of every tile"
-        )
+        raise ValueError("neighbours needs --query SLIDE:ROW ..., or --all for every tile")
     if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out {options.out} is a file: give a new folder")
+        raise ValueError(f"--out {options.out} is a file: use a new folder")
     if options.out.is_dir() and any(options.out.iterdir()):
-        raise ValueError(f"--out {options.out} is not empty: give a new folder")
+        raise ValueError(f"--out {options.out} is not empty: use a new folder")

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LISTED = 12  # groups that a legend names
-_NAME = 28  # letters of a name above a panel
-_SIDE = 3.2  # inches of a panel
+_LISTED = 12  # groups in a legend
+_NAME = 28  # letters of a panel title
+_SIDE = 3.2  # side of a panel in inches
 _MISSING = (0.75, 0.75, 0.75)
 
 
@@ -29,11 +29,11 @@ class SlideMap(NamedTuple):
     """Clusters of the tiles of a slide.
 
     Attributes:
-        name: of the slide.
+        name: slide name.
         coords: (tiles, 2), level-0 x and y.
         clusters: (tiles,).
-        span: level-0 pixels along a tile.
-        picture: (rows, cols, 3) of the whole slide; None where there is none.
+        span: side of a tile in level-0 pixels.
+        picture: (rows, cols, 3), overview of the slide, or None.
         scale: level-0 pixels per pixel of the picture.
     """
 
@@ -46,7 +46,7 @@ class SlideMap(NamedTuple):
 
 
 def draw_maps(path: Path, maps: Sequence[SlideMap], clusters: int) -> None:
-    """Where in each slide the tiles of each cluster lie, on the slide if there is a picture."""
+    """Draw maps of the clusters of tiles, over the slide if there is a picture."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
@@ -91,18 +91,19 @@ def draw_projection(
     titles: tuple[str, str],
     legend: str,
 ) -> None:
-    """The first two components of tiles.
+    """Draw the first two components of tiles.
 
     Args:
+        path: output file.
         points: (tiles, 2).
-        groups: of each tile, which have a colour each; an empty one is grey.
-        numbers: of each tile instead, NaN is grey.
-        titles: of the axes.
-        legend: what colours stand for.
+        groups: group of each tile, by colour; empty is grey.
+        numbers: values that replace groups, by colour map; NaN is grey.
+        titles: titles of the axes.
+        legend: title of the legend.
     """
     figure = _figure(7.5, 5.5)
     panel = figure.subplots()
-    order = np.random.RandomState(0).permutation(len(points))  # none lies above all others
+    order = np.random.RandomState(0).permutation(len(points))  # so that no group covers the rest
     size = float(np.clip(15_000 / max(1, len(points)), 2, 16))
     x, y = points[order].T
     if numbers is not None:
@@ -124,7 +125,7 @@ def draw_projection(
 
 
 def _name_groups(panel: Axes, names: Sequence[str], legend: str) -> None:
-    """Beside the panel, as many as there is room for."""
+    """Draw a legend beside the panel, of at most `_LISTED` groups."""
     for number, name in enumerate(names[:_LISTED]):
         colour = _colours([number])
         panel.scatter([], [], s=25, c=colour, label=fitted(name, _NAME))
@@ -143,7 +144,7 @@ def draw_regression(
     target: str,
     title: str,
 ) -> None:
-    """Predicted over true values of slides."""
+    """Scatter plot of predicted over true values of slides."""
     figure = _figure(5, 5)
     panel = figure.subplots()
     ends = [float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))]
@@ -159,7 +160,7 @@ def draw_regression(
 def draw_confusion(
     path: Path, pairs: npt.NDArray[np.int64], classes: Sequence[str], target: str, title: str
 ) -> None:
-    """How many slides of each class are predicted to be of which, (classes, classes)."""
+    """Confusion matrix of slides, (classes, classes)."""
     side = max(4.0, 1.8 + 0.62 * len(classes))
     figure = _figure(side, side)
     panel = figure.subplots()
@@ -174,7 +175,7 @@ def draw_tiles(
     path: Path,
     rows: Sequence[Sequence[tuple[str, npt.NDArray[np.uint8] | None]]],
 ) -> None:
-    """Tiles below their captions, a query and its neighbours in each row."""
+    """Draw tiles with captions, a query and its neighbours in each row."""
     columns = max(map(len, rows))
     figure = _figure(1.7 * columns, 2.15 * len(rows))
     panels = figure.subplots(len(rows), columns, squeeze=False)
@@ -184,7 +185,7 @@ def draw_tiles(
         for panel, (caption, tile) in zip(line, row, strict=False):
             panel.set_xticks([])
             panel.set_yticks([])
-            panel.spines[:].set_color("#c0c0c0")  # or a white tile could not be seen
+            panel.spines[:].set_color("#c0c0c0")  # a visible frame for white tiles
             panel.set_title(caption, fontsize=7)
             if tile is not None:
                 panel.imshow(tile)
@@ -194,7 +195,7 @@ def draw_tiles(
 
 
 def _colours(numbers: Any) -> npt.NDArray[np.float64]:
-    """(n, 3) between 0 and 1: those that a GeoJSON has."""
+    """Colours of clusters as in GeoJSON, (n, 3) between 0 and 1."""
     known = {int(k): np.array(colour_of(int(k))) / 255 for k in np.unique(numbers)}
     return np.array([known[int(k)] for k in numbers]).reshape(-1, 3)
 

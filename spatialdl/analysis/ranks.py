@@ -1,4 +1,4 @@
-"""Sums over ranks in which an error of one rank is raised on all of them."""
+"""Collective operations that raise an error of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
 
 Result = TypeVar("Result")
-Comm = Any  # mpi4py's communicator or ours, or None; a type that needs no MPI to be imported
+Comm = Any  # communicator of mpi4py or of this package, or None; Any avoids importing MPI
 
 
 class Ranks:
-    """The ranks among which rows are divided.
+    """Ranks that share the rows.
 
     Args:
-        comm: of mpi4py or of this package; None is a single process.
+        comm: communicator of mpi4py or of this package; None: single process.
     """
 
     def __init__(self, comm: Communicator | MPI.Intracomm | None) -> None:
@@ -34,22 +34,22 @@ class Ranks:
         self.rank, self.size = self.comm.rank, self.comm.size
 
     def generator(self, seed: int | None) -> np.random.RandomState:
-        """Random numbers that are the same on all ranks; of rank 0's seed, or of none."""
+        """Generator with the same state on all ranks, from rank 0's seed, or a random one."""
         fresh = int(np.random.RandomState().randint(2**31 - 1)) if seed is None else seed
         return np.random.RandomState(self.comm.bcast(fresh))
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which does not communicate, on every rank.
+        """Run `work`, which must not communicate, on every rank.
 
         Raises:
-            ValueError: it failed on another rank; that rank raises its own error.
+            ValueError: `work` failed on another rank; the failed rank raises its own error.
         """
         result, error = _tried(work)
         self._check(error)
         return result  # type: ignore[return-value]
 
     def on_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0; all ranks must call it, and its error is raised on all."""
+        """Run `work` on rank 0 and raise its error on all ranks; collective."""
         self.together(work if self.rank == 0 else lambda: None)
 
     def total(
@@ -58,14 +58,15 @@ class Ranks:
         work: Callable[[list[Tensor]], object],
         device: torch.device,
     ) -> list[Tensor]:
-        """Sums over the ranks, the same bits on every rank, by one all-reduce.
+        """Sum over ranks by one all-reduce; bitwise the same on every rank.
 
         Args:
-            shapes: of the sums.
-            work: adds this rank's part to float64 zeros of these shapes; does not communicate.
+            shapes: shapes of the sums.
+            work: adds this rank's part to float64 zeros of these shapes; must not communicate.
+            device: device of the sums.
 
         Raises:
-            ValueError: it failed on another rank; that rank raises its own error.
+            ValueError: `work` failed on another rank; the failed rank raises its own error.
         """
         sizes = [math.prod(shape) for shape in shapes]
         flat = torch.zeros(sum(sizes) + 1, dtype=torch.float64, device=device)
@@ -83,10 +84,10 @@ class Ranks:
         return sums
 
     def _check(self, error: Exception | None) -> None:
-        found = self.comm.allgather(None if error is None else str(error))
+        messages = self.comm.allgather(None if error is None else str(error))
         if error is not None:
             raise error
-        for rank, message in enumerate(found):
+        for rank, message in enumerate(messages):
             if message is not None:
                 raise ValueError(f"rank {rank}: {message}")
 
@@ -94,5 +95,5 @@ class Ranks:
 def _tried(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # raised by `_check`, once all ranks know of it
+    except Exception as error:  # raised by `_check` after all ranks have received it
         return None, error

@@ -1,4 +1,4 @@
-"""Numbers or classes of slides predicted from features: `spatialdl-analyze ridge`."""
+"""Ridge regression of numbers or classes of slides: `spatialdl-analyze ridge`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Numbers = npt.NDArray[np.float64]
 
 
 class _Labels(NamedTuple):
-    """What the table says of slides that have a line.
+    """Labels of the slides in the table.
 
     Attributes:
-        target: by slide, a number or a class.
-        group: by slide, the slide itself where no group is asked for.
+        target: number or class, by slide.
+        group: group, by slide; the slide itself without --group.
     """
 
     target: dict[str, Any]
@@ -33,11 +33,11 @@ class _Labels(NamedTuple):
 
 
 class _Predicted(NamedTuple):
-    """Of slides: what is predicted, and of classes the numbers that it follows from.
+    """Predictions of slides.
 
     Attributes:
-        values: by slide, a number or a class.
-        columns: of each, by the name of its column; none where numbers are predicted.
+        values: predicted number or class, by slide.
+        columns: scores of classes, by column and slide; empty for numbers.
     """
 
     values: dict[str, Any]
@@ -45,7 +45,7 @@ class _Predicted(NamedTuple):
 
 
 def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
-    """A ridge regression of slides: tables of slides and tiles, predicted and true values."""
+    """Fit or apply a ridge regression of slides; writes tables and a picture."""
     ranks = cohort.ranks
     model: Any = ranks.together(lambda: _loaded(options, cohort)) if options.apply else None
     is_class = options.classes or isinstance(model, RidgeClassifierCV)
@@ -57,9 +57,8 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     if model is None:
         model, held_out, summary = _learned(options, cohort, filled, means, labels)
-    found = _columns(model, means)
     slides = [file.slide for file in filled]
-    predicted = _by_slide(slides, found)
+    predicted = _by_slide(slides, _columns(model, means))
     cohort.write_tables(options.out / "tiles", lambda of_slide: _columns(model, of_slide))
     shown = held_out or predicted
     ranks.on_first(lambda: _write(options, cohort, labels, predicted, held_out))
@@ -72,31 +71,31 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
 
 
 def _columns(model: Any, rows: Any) -> Columns:
-    """What a model says of rows: `predicted`, and of classes their numbers."""
+    """Result columns of rows: `predicted`, and scores of classes."""
     if not isinstance(model, RidgeClassifierCV):
         return {"predicted": model.predict(rows)}
     decisions = model.decision_function(rows)
     several = np.atleast_2d(decisions.T)
-    names = model.classes_.tolist()[-len(several) :]  # of two classes the second
+    names = model.classes_.tolist()[-len(several) :]  # for two classes, the second only
     scores = {f"score_{name}": values for name, values in zip(names, several, strict=True)}
     return {"predicted": model.decide(decisions), **scores}
 
 
-def _by_slide(slides: list[str], found: Columns) -> _Predicted:
+def _by_slide(slides: list[str], results: Columns) -> _Predicted:
     def of(column: str) -> dict[str, Any]:
-        return dict(zip(slides, found[column].tolist(), strict=True))
+        return dict(zip(slides, results[column].tolist(), strict=True))
 
-    return _Predicted(of("predicted"), {name: of(name) for name in found if name != "predicted"})
+    return _Predicted(of("predicted"), {name: of(name) for name in results if name != "predicted"})
 
 
 def _compared(labels: _Labels, shown: _Predicted) -> list[tuple[Any, Any]]:
-    """True and predicted values of the slides whose true one is known."""
+    """True and predicted values of labelled slides."""
     known = [name for name in shown.values if name in labels.target]
     return [(labels.target[name], shown.values[name]) for name in known]
 
 
 def _shares(both: list[tuple[str, str]]) -> dict[str, float]:
-    """Accuracy, and the mean over the classes of the share of each that is predicted."""
+    """Accuracy and balanced accuracy (mean recall of the classes)."""
     true, predicted = (np.array(values) for values in zip(*both, strict=True))
     right = true == predicted
     recalls = [float(right[true == name].mean()) for name in np.unique(true)]
@@ -124,11 +123,12 @@ def _loaded(options: argparse.Namespace, cohort: Cohort) -> Any:
         raise ValueError(f"{options.apply} is a {type(model).__name__}, expected a ridge model")
     is_class = isinstance(model, RidgeClassifierCV)
     if options.classes and not is_class:
-        raise ValueError(f"{options.apply} predicts a number: leave out --classes")
+        raise ValueError(f"{options.apply} predicts a number: remove --classes")
     if model.n_features_in_ != cohort.width or (model.coef_.ndim != 1 and not is_class):
         raise ValueError(
-            f"{options.apply} was fitted on features of {model.n_features_in_} numbers and "
-            f"{model.coef_.size // model.n_features_in_} targets; these have {cohort.width}, and 1"
+            f"{options.apply} was fitted on {model.n_features_in_} features and "
+            f"{model.coef_.size // model.n_features_in_} targets; expected {cohort.width} features "
+            "and 1 target"
         )
     return model
 
@@ -140,7 +140,7 @@ def _learned(
     means: Numbers,
     labels: _Labels,
 ) -> tuple[RidgeCV, _Predicted, dict[str, Any]]:
-    """The model, what models that have not seen a slide predict for it, and what was found."""
+    """Fit a model; returns it, held-out predictions of the slides, and entries of the summary."""
     ranks = cohort.ranks
     known = [k for k, file in enumerate(filled) if file.slide in labels.target]
     files, of_slides = [filled[k] for k in known], means[known]
@@ -171,8 +171,9 @@ def _learned(
     predicted = _Predicted({}, {})
     for fold in sorted(set(folds.values())):
         inside = [k for k, name in enumerate(names) if folds[name] == fold]
-        found = _columns(model.without(fold), of_slides[inside])
-        part = _by_slide([names[k] for k in inside], found)
+        part = _by_slide(
+            [names[k] for k in inside], _columns(model.without(fold), of_slides[inside])
+        )
         predicted.values.update(part.values)
         for column, cells in part.columns.items():
             predicted.columns.setdefault(column, {}).update(cells)

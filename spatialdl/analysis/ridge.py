@@ -1,4 +1,4 @@
-"""Ridge regression on rows divided among ranks, by normal equations."""
+"""Ridge regression on rows divided over ranks, by normal equations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ R2, MSE = "r2", "neg_mean_squared_error"
 
 
 class _Linear(Estimator):
-    """What both have in common.
+    """Base class of linear models.
 
     Attributes:
-        coef_: (width,), or (targets, width) of several targets.
+        coef_: (width,), or (targets, width) for several targets.
         intercept_: a number, or (targets,).
     """
 
@@ -31,15 +31,15 @@ class _Linear(Estimator):
     fit_intercept: bool
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """(rows,) or (rows, targets): of this rank's rows; needs no other rank."""
+        """Predict this rank's rows, (rows,) or (rows, targets); without communication."""
         rows = self._fitted_rows(X)
         weights = self._put(np.atleast_2d(self.coef_)).T
-        found = [numpy(block @ weights) for _, block in self._blocks(rows)]
-        several = np.concatenate([np.empty((0, weights.shape[1])), *found])
+        parts = [numpy(block @ weights) for _, block in self._blocks(rows)]
+        several = np.concatenate([np.empty((0, weights.shape[1])), *parts])
         return np.asarray((several if self.coef_.ndim == 2 else several[:, 0]) + self.intercept_)
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
-        """R2 over the rows of all ranks, the mean over targets; all ranks must call it."""
+        """Mean R2 of the targets over the rows of all ranks; all ranks must call it."""
         data = DividedRows(X, self.comm, self.device)
         data.check_width(self.n_features_in_)
         targets, _ = _targets(data, y)
@@ -74,13 +74,13 @@ class _Linear(Estimator):
 
 
 class Ridge(_Linear):
-    """Least squares with a penalty on the weights.
+    """Least squares with an L2 penalty.
 
     Args:
-        alpha: strength of the penalty, at least 0; a number, or one for each target.
-        fit_intercept: whether there is a constant, which is not penalised.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        alpha: penalty, at least 0; a number, or one per target.
+        fit_intercept: whether to fit an unpenalised constant.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Ridge(_Linear):
         """Fit targets (rows,) or (rows, targets); all ranks must call it with their own rows.
 
         Raises:
-            ValueError: on all ranks: rows, targets or alpha cannot be used.
+            ValueError: on all ranks: invalid rows, targets or alpha.
         """
         data = DividedRows(X, self.comm, self.device)
         targets, flat = _targets(data, y)
@@ -114,25 +114,25 @@ class Ridge(_Linear):
 
 
 class RidgeCV(_Linear):
-    """Ridge regression whose penalty is chosen by cross-validation.
+    """Ridge regression with the penalty chosen by cross-validation.
 
-    The rows are read once: the sums of all folds but one are those of all, less those of the one.
+    The rows are read once: sums without a fold are the total sums minus those of the fold.
 
     Args:
-        alphas: strengths among which to choose.
-        fit_intercept: whether there is a constant, which is not penalised.
-        scoring: `r2` or `neg_mean_squared_error`, whose mean over the folds decides.
-        cv: number of folds: stretches of all rows, in their order, or whole groups.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        alphas: candidate penalties.
+        fit_intercept: whether to fit an unpenalised constant.
+        scoring: `r2` or `neg_mean_squared_error`; the mean over the folds selects the penalty.
+        cv: number of folds: contiguous ranges of all rows, or whole groups.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
 
     Attributes:
-        alpha_: chosen.
-        best_score_: its mean over the folds.
+        alpha_: selected penalty.
+        best_score_: mean score of `alpha_` over the folds.
         scores_: (alphas, folds).
-        folds_: of this rank's rows.
-        fold_coef_: (folds, targets, width) of the models without a fold, with the alpha chosen.
-        fold_intercept_: (folds, targets), of the same.
+        folds_: (rows,), folds of this rank's rows.
+        fold_coef_: (folds, targets, width), weights fitted without each fold, with `alpha_`.
+        fold_intercept_: (folds, targets), constants fitted without each fold.
     """
 
     alpha_: float
@@ -160,11 +160,11 @@ class RidgeCV(_Linear):
 
         Args:
             X: this rank's rows.
-            y: of the same rows.
-            groups: of the same rows, such as patients; a group is never in two folds.
+            y: targets of the same rows.
+            groups: groups of the same rows, such as patients; a group stays in one fold.
 
         Raises:
-            ValueError: on all ranks: rows, targets, alphas or folds cannot be used.
+            ValueError: on all ranks: invalid rows, targets, alphas or folds.
         """
         if self.scoring not in (R2, MSE):
             raise ValueError(f"scoring={self.scoring!r} must be {R2!r} or {MSE!r}")
@@ -193,7 +193,7 @@ class RidgeCV(_Linear):
         return self
 
     def _scored(self, sums: Sums, fit: Fit) -> Tensor:
-        """(alphas,): mean over targets."""
+        """Mean score of the targets, (alphas,)."""
         wrong = normal_equations.squared_errors(sums, fit)
         if self.scoring == MSE:
             return -(wrong / sums.rows).mean(1)
@@ -209,7 +209,7 @@ class RidgeCV(_Linear):
         self.fold_intercept_ = numpy(torch.stack(offsets)) * bool(self.fit_intercept)
 
     def without(self, fold: int) -> Self:
-        """The model that has not seen a fold, to predict with."""
+        """The model fitted without a fold, for predictions."""
         model = copy.copy(self)
         flat = self.coef_.ndim == 1
         model.coef_ = self.fold_coef_[fold][0] if flat else self.fold_coef_[fold]
@@ -218,25 +218,25 @@ class RidgeCV(_Linear):
         return model
 
     def predict_held_out(self, X: Any) -> Array:  # noqa: N803
-        """As `predict`, each row of `fit` by the model that has not seen its fold."""
+        """Predict the rows of `fit`, each by the model fitted without its fold."""
         rows = self._fitted_rows(X)
         if rows.count != len(self.folds_):
             raise ValueError(f"there are {rows.count} rows, fit had {len(self.folds_)}")
-        found = np.empty((rows.count, self.fold_coef_.shape[1]))
+        predicted = np.empty((rows.count, self.fold_coef_.shape[1]))
         for place, block in self._blocks(rows):
             numbers = self.folds_[place]
             for fold in np.unique(numbers):
                 chosen = torch.from_numpy(np.flatnonzero(numbers == fold)).to(block.device)
                 values = numpy(block[chosen] @ self._put(self.fold_coef_[fold]).T)
-                found[place][numbers == fold] = values + self.fold_intercept_[fold]
-        return found if self.coef_.ndim == 2 else found[:, 0]
+                predicted[place][numbers == fold] = values + self.fold_intercept_[fold]
+        return predicted if self.coef_.ndim == 2 else predicted[:, 0]
 
 
 def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
-    """1 minus the ratio; of constant targets 1 if they are right and else 0, as scikit-learn."""
+    """R2; for constant targets 1 if predicted exactly, else 0, as in scikit-learn."""
     constant = (wrong > 0).logical_not().to(wrong.dtype)
-    found: Tensor = torch.where(whole > 0, 1 - wrong / torch.where(whole > 0, whole, 1.0), constant)
-    return found
+    score: Tensor = torch.where(whole > 0, 1 - wrong / torch.where(whole > 0, whole, 1.0), constant)
+    return score
 
 
 def _mean(data: DividedRows, targets: Tensor) -> Tensor:
@@ -247,53 +247,53 @@ def _mean(data: DividedRows, targets: Tensor) -> Tensor:
 
 
 def _alphas(values: Any) -> Tensor:
-    """(strengths,).
+    """Penalties as a tensor, (strengths,).
 
     Raises:
-        ValueError: there are none, or one is negative or no number.
+        ValueError: empty, negative or not finite.
     """
-    found = np.atleast_1d(np.asarray(values, np.float64))
-    if found.ndim != 1 or not len(found) or not np.isfinite(found).all() or (found < 0).any():
+    alphas = np.atleast_1d(np.asarray(values, np.float64))
+    if alphas.ndim != 1 or not len(alphas) or not np.isfinite(alphas).all() or (alphas < 0).any():
         raise ValueError(f"alpha={values!r} must be numbers of at least 0")
-    return torch.from_numpy(found)
+    return torch.from_numpy(alphas)
 
 
 def _targets(data: DividedRows, values: Any) -> tuple[Tensor, bool]:
-    """(rows, targets) of this rank, and whether there is one target, whose results are flat.
+    """Targets of this rank, (rows, targets), and whether there is one target (flat results).
 
     Raises:
-        ValueError: on all ranks: they are not finite, or not as many as rows.
+        ValueError: on all ranks: targets are not finite, or do not match the rows.
     """
 
-    def own() -> Tensor:
-        found = torch.as_tensor(np.asarray(values, np.float64))
-        if found.ndim not in (1, 2) or len(found) != data.rows.count:
+    def parse() -> Tensor:
+        parsed = torch.as_tensor(np.asarray(values, np.float64))
+        if parsed.ndim not in (1, 2) or len(parsed) != data.rows.count:
             raise ValueError(
-                f"targets have shape {tuple(found.shape)} for {data.rows.count} rows, expected "
-                "one or several for each row"
+                f"targets have shape {tuple(parsed.shape)} for {data.rows.count} rows, expected "
+                "(rows,) or (rows, targets)"
             )
-        if not torch.isfinite(found).all():
-            row = int((~torch.isfinite(found)).nonzero()[0, 0])
+        if not torch.isfinite(parsed).all():
+            row = int((~torch.isfinite(parsed)).nonzero()[0, 0])
             raise ValueError(f"the target of {data.rows.place(row)} is not finite")
-        return found
+        return parsed
 
-    found = data.ranks.together(own)
-    everywhere = data.ranks.comm.allgather(tuple(found.shape))
+    own = data.ranks.together(parse)
+    everywhere = data.ranks.comm.allgather(tuple(own.shape))
     shapes = {shape[1:] for shape in everywhere if shape[0]}
     if len(shapes) > 1:
         raise ValueError(f"ranks have targets of different shapes: {everywhere}")
     [shape] = shapes
-    targets = found.reshape(data.rows.count, *(shape or (1,))).to(data.device)
+    targets = own.reshape(data.rows.count, *(shape or (1,))).to(data.device)
     return targets, targets.shape[1] == 1
 
 
 def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
-    """The fold of each of this rank's rows."""
+    """Folds of this rank's rows, (rows,)."""
     if groups is None:
         if count < 2 or count > data.total:
             raise ValueError(f"cv={count} must be between 2 and the {data.total} rows on all ranks")
         index = data.first + torch.arange(data.rows.count)
-        # the first folds have one row more, as those of scikit-learn
+        # the first folds have one row more, as in scikit-learn
         size, more = divmod(data.total, count)
         folds = torch.where(index < more * (size + 1), index // (size + 1), (index - more) // size)
         return folds.to(data.device)
@@ -315,7 +315,7 @@ def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
 
 
 def _named(groups: Any, count: int) -> Array:
-    found = np.asarray(groups).astype(str)
-    if found.shape != (count,):
-        raise ValueError(f"groups have shape {found.shape}, expected one for each of {count} rows")
-    return found
+    names = np.asarray(groups).astype(str)
+    if names.shape != (count,):
+        raise ValueError(f"groups have shape {names.shape}, expected one for each of {count} rows")
+    return names

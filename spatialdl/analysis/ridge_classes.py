@@ -1,4 +1,4 @@
-"""Classes by ridge regression: a number for each class, +1 of the own and -1 of the others."""
+"""Classification by ridge regression on targets +1 (the class of a row) and -1 (all others)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from spatialdl.analysis.rows import DividedRows
 
 
 class RidgeClassifierCV(RidgeCV):
-    """Ridge regression of classes, whose penalty is chosen by cross-validation.
+    """Ridge classifier with the penalty chosen by cross-validation.
 
-    A class is predicted where its number is the largest; of two classes the second where the one
-    number is above 0, as `RidgeClassifier` of scikit-learn does. The penalty is that of `RidgeCV`
-    on these numbers.
+    The class of the largest decision value is predicted; of two classes the second if the single
+    decision value is above 0, as in scikit-learn's `RidgeClassifier`. The penalty is that of
+    `RidgeCV` on the targets +1 and -1.
 
     Args:
-        alphas: strengths among which to choose.
-        fit_intercept: whether there is a constant, which is not penalised.
-        scoring: `r2` or `neg_mean_squared_error` of the numbers, whose mean over the folds decides.
-        cv: number of folds: stretches of all rows, in their order, or whole groups.
-        comm: mpi4py's communicator or this package's; None is a single process.
-        device: where to compute.
+        alphas: candidate penalties.
+        fit_intercept: whether to fit an unpenalised constant.
+        scoring: `r2` or `neg_mean_squared_error` of the decision values; the mean over the folds
+            selects the penalty.
+        cv: number of folds: contiguous ranges of all rows, or whole groups.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
 
     Attributes:
-        classes_: (classes,), text in order.
+        classes_: (classes,), sorted text.
     """
 
     classes_: Array
@@ -52,11 +53,11 @@ class RidgeClassifierCV(RidgeCV):
 
         Args:
             X: this rank's rows.
-            y: of the same rows, text or what becomes text.
-            groups: of the same rows, such as patients; a group is never in two folds.
+            y: classes of the same rows, converted to text.
+            groups: groups of the same rows, such as patients; a group stays in one fold.
 
         Raises:
-            ValueError: on all ranks: see `RidgeCV`, or there are fewer than two classes.
+            ValueError: on all ranks: see `RidgeCV`, or fewer than two classes.
         """
         own = np.asarray(y).astype(str)
         ranks = DividedRows(X, self.comm, self.device).ranks
@@ -74,25 +75,25 @@ class RidgeClassifierCV(RidgeCV):
         return super().fit(X, coded[..., 1] if len(self.classes_) == 2 else coded, groups)
 
     def decision_function(self, X: Any) -> Array:  # noqa: N803
-        """(rows, classes), or (rows,) of two classes: of this rank's rows; needs no other rank."""
+        """Decision values of this rank's rows, (rows, classes), or (rows,) for two classes."""
         return super().predict(X)
 
     def decide(self, decisions: Array) -> Array:
-        """(rows,): the classes that follow from what `decision_function` gives."""
+        """Classes of decision values, (rows,)."""
         several = decisions.ndim == 2
         numbers = decisions.argmax(1) if several else (decisions > 0).astype(np.int64)
         return np.asarray(self.classes_[numbers])
 
     def predict(self, X: Any) -> Array:  # noqa: N803
-        """(rows,): the class of each of this rank's rows; needs no other rank."""
+        """Predict the classes of this rank's rows, (rows,); without communication."""
         return self.decide(self.decision_function(X))
 
     def predict_held_out(self, X: Any) -> Array:  # noqa: N803
-        """As `predict`, each row of `fit` by the model that has not seen its fold."""
+        """Predict the rows of `fit`, each by the model fitted without its fold."""
         return self.decide(super().predict_held_out(X))
 
     def score(self, X: Any, y: Any) -> float:  # noqa: N803
-        """Share of the rows of all ranks whose class is predicted; all ranks must call it."""
+        """Accuracy over the rows of all ranks; all ranks must call it."""
         data = DividedRows(X, self.comm, self.device)
         data.check_width(self.n_features_in_)
         own = data.ranks.together(

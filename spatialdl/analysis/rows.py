@@ -1,4 +1,4 @@
-"""Rows of features divided over ranks: arrays in memory, or files that are read in blocks."""
+"""Rows of features divided over ranks: arrays in memory, or files read in blocks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from spatialdl.analysis.ranks import Comm, Ranks
 from spatialdl.data.feature_file import FeatureFile
 
-_READ, _LONGEST = 2**21, 2**15  # numbers read at once, 16 MB in float64, and rows
-_IN_CACHE = 2**17  # numbers of a block on a CPU, which reads it several times
+_READ, _LONGEST = 2**21, 2**15  # numbers (16 MB in float64) and rows per read
+_IN_CACHE = 2**17  # numbers per block on a CPU, to stay in cache over several uses
 KEPT = 2**31
 """Bytes of feature files that a rank keeps in memory between passes."""
 
@@ -25,9 +25,9 @@ class Rows(ABC):
     """This rank's rows.
 
     Attributes:
-        count: of rows.
-        width: numbers of a row; 0 where an empty array has none.
-        dtype: in which they are stored.
+        count: number of rows.
+        width: number of columns; 0 for an empty array without columns.
+        dtype: stored dtype.
     """
 
     count: int
@@ -36,14 +36,14 @@ class Rows(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows start to stop as they are stored, on the CPU."""
+        """Read rows start to stop in the stored dtype, on the CPU."""
 
     @abstractmethod
     def place(self, row: int) -> str:
-        """A row's name in messages."""
+        """Name of a row, for messages."""
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """First row and end of what is read at once."""
+        """Start and stop of each read."""
         step = min(max(1, _READ // max(1, self.width)), _LONGEST)
         for start in range(0, self.count, step):
             yield start, min(start + step, self.count)
@@ -52,12 +52,12 @@ class Rows(ABC):
         """Rows start to stop in float64.
 
         Raises:
-            ValueError: there is a NaN or infinity, or a file is damaged.
+            ValueError: NaN or infinity, or a damaged file.
         """
         return self._checked(self.read(start, stop), start, device)
 
     def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """All rows in float64, a block at a time, each with its place; see `block`."""
+        """All rows in float64, block by block, each with its slice; see `block`."""
         step = _LONGEST if device.type != "cpu" else max(16, _IN_CACHE // max(1, self.width))
         for start, stop in self.spans():
             at = start
@@ -67,7 +67,7 @@ class Rows(ABC):
 
     def _checked(self, rows: Tensor, start: int, device: torch.device) -> Tensor:
         block = rows.to(device, torch.float64)
-        if not torch.isfinite(block.sum()):  # a sum is quicker than looking at all
+        if not torch.isfinite(block.sum()):  # a sum is faster than a test of every value
             bad = (~torch.isfinite(block)).nonzero()
             if len(bad):
                 row, column = bad[0].tolist()
@@ -79,7 +79,7 @@ class Rows(ABC):
 
 
 class ArrayRows(Rows):
-    """Rows of a tensor.
+    """Rows of a tensor in memory.
 
     Args:
         values: (rows, width).
@@ -110,13 +110,13 @@ class FilePart(NamedTuple):
 
 
 class FileRows(Rows):
-    """Rows of feature files, read when they are needed.
+    """Rows of feature files, read on demand.
 
     Args:
-        parts: the rows, in their order.
-        width: numbers of a row.
-        keep: bytes that stay in memory for the next pass.
-        progress: is called with the number of rows that were read.
+        parts: parts of files, in the order of the rows.
+        width: number of columns.
+        keep: bytes to cache in memory between passes.
+        progress: called with the number of rows of each read.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class FileRows(Rows):
             at = end
         if not pieces:
             return torch.empty((0, self.width), dtype=self.dtype)
-        found = torch.cat(pieces)
-        if found.nbytes <= self._free:
-            self._free -= found.nbytes
-            self._kept[start, stop] = found
-        return found
+        rows = torch.cat(pieces)
+        if rows.nbytes <= self._free:
+            self._free -= rows.nbytes
+            self._kept[start, stop] = rows
+        return rows
 
     def place(self, row: int) -> str:
         part, first = self._parts[self._at(row)], self._ends[self._at(row)]
@@ -164,22 +164,22 @@ class FileRows(Rows):
 
 
 def share(files: Sequence[FeatureFile], rank: int, size: int) -> list[FilePart]:
-    """The rows of one of `size` ranks: as many on each, in the order of the files."""
+    """The rows of one of `size` ranks: equal contiguous shares, in the order of the files."""
     ends = list(accumulate((file.tiles for file in files), initial=0))
     first, last = ends[-1] * rank // size, ends[-1] * (rank + 1) // size
-    found = []
+    parts = []
     for file, start in zip(files, ends[:-1], strict=True):
         inside = max(first - start, 0), min(last - start, file.tiles)
         if inside[0] < inside[1]:
-            found.append(FilePart(file, inside[0], inside[1]))
-    return found
+            parts.append(FilePart(file, inside[0], inside[1]))
+    return parts
 
 
 def as_rows(values: Any) -> Rows:
-    """This rank's rows of a tensor or what numpy takes for an array, of any real type.
+    """Wrap a tensor or array-like of any real dtype as rows.
 
     Raises:
-        ValueError: it is not two-dimensional, or has no real numbers.
+        ValueError: not two-dimensional, or not real.
     """
     if isinstance(values, Rows):
         return values
@@ -209,25 +209,24 @@ def _common(types: Sequence[torch.dtype]) -> torch.dtype:
 
 
 class DividedRows:
-    """Rows of all ranks, as one of them sees them; all ranks must make it.
+    """Rows divided over ranks; construction is collective.
 
     Args:
-        values: this rank's rows, see `as_rows`; there may be none.
+        values: this rank's rows, see `as_rows`; may be empty.
         comm: see `Ranks`.
-        device: where to compute.
-        least: rows that are needed on all ranks together.
+        device: device of the computation.
+        least: minimum number of rows on all ranks together.
 
     Attributes:
-        rows: this rank's own.
-        counts: of rows of each rank.
-        total: rows of all ranks.
-        first: index of this rank's first row among those of all ranks.
-        width: numbers of a row.
-        dtype: one that holds what any rank has stored.
+        rows: rows of this rank.
+        counts: number of rows of each rank.
+        total: number of rows of all ranks.
+        first: index of this rank's first row among the rows of all ranks.
+        width: number of columns.
+        dtype: common dtype of the rows of all ranks.
 
     Raises:
-        ValueError: on all ranks: rows of some rank cannot be used, widths differ, or there are too
-            few.
+        ValueError: on all ranks: invalid rows on a rank, different widths, or too few rows.
     """
 
     def __init__(self, values: Any, comm: Comm, device: str | torch.device, least: int = 1) -> None:
@@ -235,11 +234,11 @@ class DividedRows:
         self.device = torch.device(device)
         self.rows = self.ranks.together(lambda: as_rows(values))
         own = self.rows.count, self.rows.width, self.rows.dtype
-        found = self.ranks.comm.allgather(own)
-        self.counts = [count for count, _, _ in found]
+        everywhere = self.ranks.comm.allgather(own)
+        self.counts = [count for count, _, _ in everywhere]
         self.total = sum(self.counts)
         self.first = sum(self.counts[: self.ranks.rank])
-        widths = {width: rank for rank, (count, width, _) in enumerate(found) if count}
+        widths = {width: rank for rank, (count, width, _) in enumerate(everywhere) if count}
         if len(widths) > 1:
             listed = ", ".join(f"{width} on rank {rank}" for width, rank in widths.items())
             raise ValueError(f"rows have different widths: {listed}")
@@ -248,7 +247,7 @@ class DividedRows:
         self.width = next(iter(widths), 0)
         if self.width < 1:
             raise ValueError("rows have no columns")
-        self.dtype = _common([dtype for count, _, dtype in found if count])
+        self.dtype = _common([dtype for count, _, dtype in everywhere if count])
         self._mean: Tensor | None = None
 
     def sums(
@@ -259,8 +258,9 @@ class DividedRows:
         """Sums over the rows of all ranks.
 
         Args:
-            add: adds to float64 tensors of these shapes what a block has, given its place among
-                this rank's rows and the block.
+            shapes: shapes of the sums.
+            add: adds the part of a block to float64 tensors of these shapes; called with the sums,
+                the slice of the block among this rank's rows, and the block.
         """
 
         def work(sums: list[Tensor]) -> None:
@@ -270,17 +270,17 @@ class DividedRows:
         return self.ranks.total(shapes, work, self.device)
 
     def mean(self) -> Tensor:
-        """(width,): of each column, kept."""
+        """Mean of each column, (width,); cached."""
         if self._mean is None:
             [total] = self.sums([(self.width,)], lambda sums, _, block: sums[0].add_(block.sum(0)))
             self._mean = total / self.total
         return self._mean
 
     def fetch(self, local: Sequence[int | None]) -> Tensor:
-        """(len, width): rows that one rank each names by its own index, on all ranks in float64.
+        """Broadcast rows of all ranks, (len, width), in float64; collective.
 
         Args:
-            local: indices of this rank's rows, None of those of other ranks.
+            local: this rank's indices of the rows it owns, None for rows of other ranks.
         """
 
         def work(sums: list[Tensor]) -> None:
@@ -288,14 +288,14 @@ class DividedRows:
                 if index is not None:
                     sums[0][number] = self.rows.block(index, index + 1, self.device)[0]
 
-        [found] = self.ranks.total([(len(local), self.width)], work, self.device)
-        return found
+        [rows] = self.ranks.total([(len(local), self.width)], work, self.device)
+        return rows
 
     def check_width(self, width: int) -> None:
-        """Refuse rows of another width than a model was fitted on.
+        """Check that rows have the width that a model was fitted on.
 
         Raises:
-            ValueError: on all ranks.
+            ValueError: on all ranks: another width.
         """
         if self.width != width:
             raise ValueError(f"rows have {self.width} columns, the model was fitted on {width}")

@@ -1,4 +1,4 @@
-"""Fitted models in files `.npz`, to be applied to other features."""
+"""Save and load fitted models as `.npz` files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _DAMAGED = (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError)
 
 
 def save_model(path: Path, model: Estimator) -> None:
-    """Write a fitted model, whole or not at all; nothing of single rows is in it.
+    """Write a fitted model atomically, without attributes of single rows.
 
     Raises:
-        ValueError: it is not fitted.
-        OSError: it cannot be written.
+        ValueError: the model is not fitted.
+        OSError: the file cannot be written.
     """
     if not hasattr(model, "n_features_in_"):
         raise ValueError(f"{type(model).__name__} is not fitted: call fit first")
@@ -48,19 +48,19 @@ def save_model(path: Path, model: Estimator) -> None:
 
 
 def load_model(path: Path, **params: Any) -> Any:
-    """A model of `save_model`.
+    """Load a model of `save_model`.
 
     Args:
-        path: of the file.
-        params: such as `device`, instead of those that were saved.
+        path: file name.
+        params: overrides of saved parameters, such as `device`.
 
     Raises:
-        ValueError: the file is missing, damaged, or no model.
+        ValueError: the file is missing, damaged, or not a model.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
+        raise ValueError(f"{path}: no such file")
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no model: expected a file model.npz")
+        raise ValueError(f"{path} is not a model: expected a file model.npz")
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
@@ -69,5 +69,5 @@ def load_model(path: Path, **params: Any) -> Any:
                 value = file[name]
                 setattr(model, name, value if value.ndim else value.item())
     except _DAMAGED as error:
-        raise ValueError(f"{path} has no model that can be read: {error}") from error
+        raise ValueError(f"{path} has no valid model: {error}") from error
     return model.set_params(**params)

@@ -1,4 +1,4 @@
-"""Pixels of the slides whose features are looked at: overviews and tiles."""
+"""Overviews and tiles of the slides of feature files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.slides.reading.paths import slide_aliases
 from spatialdl.slides.reading.reader import Slide
 
-_OVERVIEW = 500  # pixels along the longer side
+_OVERVIEW = 500  # longer side in pixels
 _TILE = 160
 
 Picture = npt.NDArray[np.uint8]
@@ -23,10 +23,10 @@ class SlidePictures:
     """Slides by the names of their feature files.
 
     Args:
-        paths: of slides, folders and patterns; there may be none.
+        paths: slides, folders and patterns; may be empty.
 
     Attributes:
-        unreadable: what went wrong with slides, by name.
+        unreadable: error messages of unreadable slides, by name.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ class SlidePictures:
         return self._paths.get(name)
 
     def overview(self, name: str) -> tuple[Picture, float] | None:
-        """The whole slide, and level-0 pixels per pixel; None where it cannot be shown."""
+        """Overview of a slide, and level-0 pixels per pixel; None if missing or unreadable."""
         path = self.path(name)
         if path is None:
             return None
@@ -54,7 +54,7 @@ class SlidePictures:
             return None
 
     def tile(self, name: str, place: tuple[int, int], span: float) -> Picture | None:
-        """A tile at level-0 x and y, `span` level-0 pixels wide; None where it cannot be shown."""
+        """Tile at level-0 x and y, `span` level-0 pixels wide; None if missing or unreadable."""
         path = self.path(name)
         if path is None:
             return None

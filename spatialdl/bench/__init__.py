@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m spatialdl.bench NAME`` prints a table, writes JSON and a picture."""
+"""Benchmarks: ``python -m spatialdl.bench NAME`` prints a table, and writes JSON and a picture."""

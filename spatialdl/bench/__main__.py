@@ -55,10 +55,10 @@ def main() -> None:
     if name not in BENCHES:
         print("usage: python -m spatialdl.bench NAME [--help], with NAME one of\n")
         for known, bench in BENCHES.items():
-            said = sys.modules[bench.__module__].__doc__ or ""
-            print(f"  {known:<16}{said.partition(chr(10))[0]}")
+            about = sys.modules[bench.__module__].__doc__ or ""
+            print(f"  {known:<16}{about.partition(chr(10))[0]}")
         if name not in ("", "-h", "--help"):
-            sys.exit(f"\nerror: {name} is none of these")
+            sys.exit(f"\nerror: unknown benchmark {name}")
         sys.exit(0 if name else 2)
     try:
         BENCHES[name](arguments)

@@ -1,4 +1,4 @@
-"""Learning from features on ranks, and scikit-learn on as many threads, in turns."""
+"""Analysis of features on ranks against scikit-learn on as many threads."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str]) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("analysis", __doc__)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="and threads (%(default)s)")
-    add("--rows", type=int, default=40_000, help="of features, on all ranks (%(default)s)")
-    add("--width", type=int, default=256, help="numbers of a row (%(default)s)")
-    add("--rounds", type=int, default=3, help="(%(default)s)")
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks or threads (%(default)s)")
+    add("--rows", type=int, default=40_000, help="rows on all ranks together (%(default)s)")
+    add("--width", type=int, default=256, help="features per row (%(default)s)")
+    add("--rounds", type=int, default=3, help="rounds (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.rounds, *options.ranks) < 1 or options.rows < 2000 or options.width < 32:
         raise ValueError("rounds and ranks must be at least 1, rows 2000 and width 32")
@@ -65,10 +65,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, ranks: int, name: str) -> dict[str, Any]:
-    """Seconds of each method, and a number by which results are compared."""
+    """Seconds of each method, and one value of its result for comparison."""
     if name == OURS:
-        given = argparse.Namespace(**{**vars(options), "device": "cpu", "library": OURS})
-        return run_worker(worker_command("analysis_worker", ranks, given), environment(1))
+        settings = argparse.Namespace(**{**vars(options), "device": "cpu", "library": OURS})
+        return run_worker(worker_command("analysis_worker", ranks, settings), environment(1))
     words = json.dumps({**vars(options), "device": "cpu", "library": THEIRS})
     command = [sys.executable, "-m", "spatialdl.bench.analysis_worker", words]
     return run_worker(command, environment(ranks))
@@ -77,17 +77,17 @@ def _run(options: argparse.Namespace, ranks: int, name: str) -> dict[str, Any]:
 def summarise(
     options: argparse.Namespace, found: Sequence[tuple[tuple[int, str], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Medians over the rounds; ratios are taken round by round.
+    """Medians over the rounds, and medians of the ratios per round.
 
     Raises:
-        RuntimeError: results of the two are not the same.
+        RuntimeError: results of the two libraries differ.
     """
     rows = []
     for method in WHAT:
         values = [one["values"][method] for _, one in found]
-        apart = max(values) - min(values)
-        if apart > 1e-8 * max(1.0, abs(values[0])):
-            raise RuntimeError(f"{method}: results differ by {apart:.3g} between runs: {values}")
+        spread = max(values) - min(values)
+        if spread > 1e-8 * max(1.0, abs(values[0])):
+            raise RuntimeError(f"{method}: results differ by {spread:.3g} between runs: {values}")
         for ranks in options.ranks:
             seconds = {
                 name: [one["seconds"][method] for turn, one in found if turn == (ranks, name)]
@@ -111,7 +111,7 @@ def summarise(
 
 
 def table(result: dict[str, Any]) -> str:
-    """Seconds of each method on each number of ranks."""
+    """Table of seconds by method and number of ranks."""
     options = result["options"]
     titles = ["method", "ranks or threads", f"{OURS}, s", f"{THEIRS}, s", "times as fast"]
     rows = [
@@ -134,7 +134,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Seconds over the number of ranks, a panel a method."""
+    """Bars of seconds over the number of ranks, one panel per method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.6), dpi=130, layout="constrained")

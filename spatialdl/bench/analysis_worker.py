@@ -1,6 +1,6 @@
-"""The ranks of the analysis benchmark, or one process of scikit-learn.
+"""Worker of the analysis benchmark: the ranks, or a single process of scikit-learn.
 
-Prints one line of JSON: seconds of each method on the slowest rank, and a number of each result.
+Prints one line of JSON: seconds of each method on the slowest rank, and one value of each result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def made(rows: int, width: int) -> tuple[Any, Any]:
-    """Features with groups and a spectrum that falls, and 4 targets; the same in every process."""
+    """Clustered features with a decaying spectrum, and 4 targets; the same in every process."""
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(16, width)) * 2
     features = centres[rng.integers(0, 16, rows)] + rng.normal(size=(rows, width))
@@ -57,7 +57,7 @@ def made(rows: int, width: int) -> tuple[Any, Any]:
 
 
 def share(rows: int, world: Communicator) -> slice:
-    """This rank's part of some rows."""
+    """This rank's share of a number of rows."""
     return slice(rows * world.rank // world.size, rows * (world.rank + 1) // world.size)
 
 
@@ -66,12 +66,12 @@ def _queries(world: Communicator) -> slice:
 
 
 def ours(features: Any, world: Communicator) -> dict[str, Method]:
-    """Each method with a number of its result that is the same on all ranks."""
+    """Methods of spatialdl; each returns one value of its result, the same on all ranks."""
     begin = features[:16]
 
     def near(own: Any, _: Any, queries: Any) -> float:
-        found = NearestNeighbors(16, comm=world).fit(own).kneighbors(queries)[0]
-        return float(sum(world.allgather(float(found.sum()))))
+        distances = NearestNeighbors(16, comm=world).fit(own).kneighbors(queries)[0]
+        return float(sum(world.allgather(float(distances.sum()))))
 
     return {
         "kmeans": lambda own, _, __: (
@@ -87,7 +87,7 @@ def ours(features: Any, world: Communicator) -> dict[str, Method]:
 
 
 def theirs(features: Any) -> dict[str, Method]:
-    """The same of scikit-learn, in one process."""
+    """The same methods of scikit-learn, in a single process."""
     from sklearn import cluster, decomposition, linear_model, neighbors
 
     begin = features[:16]
@@ -114,7 +114,7 @@ def theirs(features: Any) -> dict[str, Method]:
 
 
 def _first(model: Any) -> float:
-    """The largest singular value, which both find whatever they draw."""
+    """Largest singular value, which does not depend on the random draws."""
     return float(model.singular_values_[0])
 
 

@@ -1,4 +1,4 @@
-"""torch.distributed over mpi4py beside gloo or NCCL and mpi4py itself, alternately in one job."""
+"""torch.distributed over mpi4py against gloo or NCCL and plain mpi4py, in one job."""
 
 from __future__ import annotations
 
@@ -38,26 +38,30 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("backend", __doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks (%(default)s)")
     parser.add_argument(
         "--most", type=int, default=4**13, help="bytes of the largest all-reduce (%(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=40, help="of all-reduces (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="of training (%(default)s)")
-    parser.add_argument("--model", default="resnet50", help="of spatialdl.models (%(default)s)")
-    parser.add_argument("--side", type=int, default=64, help="of the images (%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="images of a rank (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="rounds of all-reduces (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="training steps (%(default)s)")
+    parser.add_argument(
+        "--model", default="resnet50", help="function of spatialdl.models (%(default)s)"
+    )
+    parser.add_argument("--side", type=int, default=64, help="side of the images (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="images per rank (%(default)s)")
     add_device(parser)
     options = parser.parse_args(arguments)
     if options.ranks < 2 or options.most < 4:
-        raise ValueError("there must be at least 2 ranks, and 4 bytes")
+        raise ValueError("ranks must be at least 2, most at least 4 bytes")
     if min(options.rounds, options.steps) < 2 or min(options.side, options.batch) < 1:
         raise ValueError("rounds and steps must be at least 2, side and batch at least 1")
     return options
 
 
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the rounds; differences and ratios are taken round by round."""
+    """Medians over the rounds, and medians of differences and ratios per round."""
     sizes, other = {}, found["other"]
     for size, seconds in found["all_reduce"].items():
         sizes[size] = {
@@ -92,7 +96,7 @@ def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Microseconds of an all-reduce for each size, and milliseconds of a training step."""
+    """Tables of microseconds of an all-reduce by size, and milliseconds of a training step."""
     options, other, step = result["options"], result["other"], result["step"]
     names = (OURS, RAW, other)
     titles = ["all-reduce, us", *names, "above raw", CALL, f"{other} / ours"]
@@ -110,7 +114,7 @@ def table(result: dict[str, Any]) -> str:
         *heading(result),
         *markdown(titles, sums),
         "",
-        f"{CALL} is that of a group in Python that does nothing",
+        f"{CALL}: overhead of PyTorch with an empty process group in Python",
         "",
         f"DistributedDataParallel, {options['model']} ({result['parameters'] / 1e6:.1f} M "
         f"parameters), {options['batch']} images of {options['side']}x{options['side']} a rank",
@@ -124,7 +128,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def words(size: int) -> str:
-    """Bytes as people say them."""
+    """Bytes with a unit."""
     for unit, name in ((2**20, "MB"), (2**10, "KB")):
         if size >= unit:
             return f"{size // unit} {name}"
@@ -132,7 +136,7 @@ def words(size: int) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Times of all-reduces over their size, and the throughput of training."""
+    """Plot time of all-reduces over their size, and throughput of training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")

@@ -1,7 +1,7 @@
-"""The ranks of the backend benchmark: all-reduces and data-parallel training, over all backends.
+"""Ranks of the backend benchmark: all-reduces and data-parallel training over all backends.
 
-Prints one line of JSON: seconds on the slowest rank, one number a round, of an all-reduce of each
-size and of a training step.
+Prints one line of JSON: seconds on the slowest rank per round, of an all-reduce of each size and
+of a training step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spatialdl.comm.world import start_world
 Thing = TypeVar("Thing")
 Todo = Callable[[], object]
 BYTES_A_ROUND = 2**22
-"""Small all-reduces are repeated within a round, as many as move so much, but no more than 200."""
+"""Bytes per round: small all-reduces are repeated to move this much, at most 200 times."""
 
 
 def main() -> None:
@@ -58,35 +58,38 @@ def main() -> None:
 
 
 def _other_backend(device: torch.device) -> str:
-    """What PyTorch has for such devices: gloo on CPUs, NCCL or its like on accelerators.
+    """PyTorch's own backend for a device: gloo on CPUs, NCCL or its equivalent on accelerators.
 
     Raises:
-        ValueError: if several ranks share a device, which that refuses.
+        ValueError: ranks share a device, which NCCL does not support.
     """
     path = choose_device_path(start_world(), device)
     if path is None:
         return "gloo"
     name = backend_for(device)
     if name is None or path.name != "nccl":
-        raise ValueError(f"there is nothing to compare with on {device.type}: {path.reason}")
+        raise ValueError(f"no other backend to compare with on {device.type}: {path.reason}")
     return name
 
 
-_Group: Any = ProcessGroup  # its stubs do not know what it takes
+_Group: Any = ProcessGroup  # its stubs lack the constructor's parameters
 
 
 class _Nothing(_Group):  # type: ignore[misc]
-    """A group in Python whose all-reduce does nothing: what is left is PyTorch's call of it."""
+    """Process group in Python with an empty all-reduce, to measure PyTorch's overhead."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:
         return FINISHED
 
 
 class Bench:
-    """What is measured, over our backend and over another one.
+    """Measurements over the mpi4py backend and another backend.
 
     Args:
-        other: name of the other backend, whose group of all ranks is `group`.
+        options: options of the benchmark.
+        device: device of this rank.
+        other: name of the other backend.
+        group: its process group of all ranks.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Bench:
         self._world = MPI.Intracomm(MPI.COMM_WORLD.Dup())
 
     def all_reduces(self) -> dict[str, dict[str, list[float]]]:
-        """Seconds of an all-reduce for each size, of each backend, round by round."""
+        """Seconds of an all-reduce by size, backend and round."""
         found = {}
         for size in _progress(_sizes(self._options.most), "all-reduce"):
             calls = max(1, min(200, BYTES_A_ROUND // size))
@@ -120,7 +123,7 @@ class Bench:
         }
 
     def _raw(self, tensor: torch.Tensor) -> Todo:
-        """mpi4py by hand; what lies on an accelerator goes through pinned memory."""
+        """All-reduce with plain mpi4py; tensors on an accelerator are staged in pinned memory."""
         on_host = tensor if tensor.is_cpu else torch.zeros(tensor.shape, pin_memory=True)
         message = [buffer(on_host), on_host.numel(), MPI.FLOAT]
 
@@ -136,7 +139,7 @@ class Bench:
         return add if tensor.is_cpu else copy_and_add
 
     def steps(self) -> dict[str, list[float]]:
-        """Seconds of a training step in data parallel."""
+        """Seconds of a data-parallel training step by backend and round."""
         options = self._options
         torch.manual_seed(dist.get_rank())
         images = torch.randn(options.batch, 3, options.side, options.side).to(self._device)
@@ -166,7 +169,7 @@ class Bench:
 
 
 def _sizes(most: int) -> list[int]:
-    """Bytes of the all-reduces."""
+    """Sizes of the all-reduces in bytes."""
     return [4**power for power in range(1, 14) if 4**power <= most]
 
 
@@ -177,7 +180,7 @@ def measure(
     device: torch.device,
     progress: str = "",
 ) -> dict[str, list[float]]:
-    """Seconds of a call on the slowest rank, the variants in an order drawn anew each round."""
+    """Seconds of a call on the slowest rank; variants run in a random order each round."""
     for work in variants.values():
         work()
     seconds: dict[str, list[float]] = {name: [] for name in variants}

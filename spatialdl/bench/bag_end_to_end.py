@@ -1,8 +1,8 @@
-"""Accuracy of a frozen encoder against one that learns with its aggregator, on rare tiles.
+"""Accuracy of a frozen encoder against end-to-end training, on rare tiles.
 
-Trains `experiment=bag_end_to_end` with several seeds, of which each draws other slides and other
-weights: once with the encoder as it begins, and once end to end. All else is the same. What is
-finished in the folder is not done again.
+Trains `experiment=bag_end_to_end` with several seeds for slides and weights: once with a frozen,
+randomly initialised encoder, and once end to end, with all other settings equal. Finished runs in
+the folder are reused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spatialdl.data.rare_tiles import KINDS, draw_tile
 from spatialdl.planning import worker
 
 ARMS = {"frozen": ("trainer.freeze=[encoder.*]",), "end_to_end": ()}
-"""What differs from the experiment, by arm."""
+"""Overrides of the experiment, by arm."""
 
 TITLES = {"frozen": "frozen encoder", "end_to_end": "end to end"}
 COLORS = {"frozen": "#d0862a", "end_to_end": "#1f5fa8"}
@@ -64,15 +64,15 @@ def main(arguments: Sequence[str]) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("bag_end_to_end", __doc__)
     shown = "(%(default)s)"
-    parser.add_argument("--seeds", type=int, default=3, help=f"runs of each arm {shown}")
-    parser.add_argument("--epochs", type=int, default=14, help=f"of a run {shown}")
-    parser.add_argument("--slides", type=int, default=400, help=f"to train on {shown}")
-    parser.add_argument("--validation", type=int, default=200, help=f"other slides {shown}")
-    parser.add_argument("--tiles", type=int, default=16, help=f"of a slide {shown}")
+    parser.add_argument("--seeds", type=int, default=3, help=f"runs per arm {shown}")
+    parser.add_argument("--epochs", type=int, default=14, help=f"epochs per run {shown}")
+    parser.add_argument("--slides", type=int, default=400, help=f"training slides {shown}")
+    parser.add_argument("--validation", type=int, default=200, help=f"validation slides {shown}")
+    parser.add_argument("--tiles", type=int, default=16, help=f"tiles per slide {shown}")
     parser.add_argument(
         "--folder",
         default="outputs/bench/bag_end_to_end",
-        help=f"where finished runs are kept {shown}",
+        help=f"folder of finished runs {shown}",
     )
     options = parser.parse_args(arguments)
     counts = (options.seeds, options.epochs, options.slides, options.validation)
@@ -82,7 +82,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
-    """Accuracy on the validation slides after every epoch, and seconds of the run."""
+    """Accuracy on the validation slides by epoch, and seconds of the run."""
     settings = [
         *ARMS[arm],
         f"seed={seed}",
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
 
 
 def _trained(run_dir: Path, settings: Sequence[str]) -> dict[str, Any]:
-    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was stopped
+    shutil.rmtree(run_dir, ignore_errors=True)  # remains of an interrupted run
     command = [
         *(sys.executable, "-m", "spatialdl.train", "experiment=bag_end_to_end", *settings),
         *("trainer.checkpoint.keep=0", "trainer.report=false", f"hydra.run.dir={run_dir}"),
@@ -107,14 +107,14 @@ def _trained(run_dir: Path, settings: Sequence[str]) -> dict[str, Any]:
     seconds = time.monotonic() - started
     summary_file = run_dir / "summary.json"
     if not summary_file.exists():
-        raise RuntimeError(f"the run in {run_dir} was stopped: run the same command again")
+        raise RuntimeError(f"the run in {run_dir} was interrupted: run the same command again")
     summary = json.loads(summary_file.read_text())
     curve = [row["accuracy"] for row in summary["validation"]]
     return {"curve": curve, "loss": summary["loss"][-1], "seconds": seconds}
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each arm, a column for each seed."""
+    """Table with a line per arm and a column per seed."""
     options = result["options"]
     titles = ["", *(f"seed {seed}" for seed in range(options["seeds"])), "mean", "s a run"]
     rows = []
@@ -125,8 +125,8 @@ def table(result: dict[str, Any]) -> str:
         cells = [_percent(value) for value in (*last, statistics.mean(last))]
         rows.append([title, *cells, f"{seconds:.0f}"])
     about = (
-        f"accuracy on {options['validation']} other slides after {options['epochs']} epochs of "
-        f"{options['slides']}, two of {options['tiles']} tiles tell the class; chance: 50%"
+        f"accuracy on {options['validation']} validation slides after {options['epochs']} epochs "
+        f"of {options['slides']}, two of {options['tiles']} tiles show the class; chance: 50%"
     )
     return "\n".join([*heading(result), about, "", *markdown(titles, rows)])
 
@@ -136,7 +136,7 @@ def _percent(value: float) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Tiles without a mark and of both classes; accuracy of both arms over the epochs."""
+    """Draw tiles without a mark and of both classes, and accuracy over the epochs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 3.2), dpi=150, layout="constrained")
@@ -159,7 +159,7 @@ def _show_tiles(figure: Any) -> None:
 
 
 def _draw_accuracy(figure: Any, result: dict[str, Any]) -> None:
-    """A thin line for each seed, and their mean."""
+    """Plot a thin line per seed, and their mean."""
     panel = figure.subplots()
     for arm, title in TITLES.items():
         curves = [row["curve"] for row in result["rows"] if row["arm"] == arm]

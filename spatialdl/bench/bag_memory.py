@@ -1,8 +1,8 @@
-"""Memory of a step on all tiles of a slide over their number: the whole graph, and slices.
+"""Memory of a training step over the number of tiles of a slide: whole graph, and slices.
 
 An encoder (a ResNet-18 with frozen BatchNorm) and gated attention train two steps on one slide, in
-a process of its own for each number. Memory is the peak resident set of the largest rank, above
-what the imports take. What is finished in the folder is not done again.
+a separate process for each number. Memory is the peak resident set of the largest rank, minus that
+of the imports. Finished runs in the folder are reused.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def main(arguments: Sequence[str]) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("bag_memory", __doc__)
     shown = "(%(default)s)"
-    parser.add_argument("--tiles", type=int, nargs="+", default=[16, 32, 64, 128], help=shown)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help=shown)
-    parser.add_argument("--side", type=int, default=64, help=f"of a tile, in pixels {shown}")
-    parser.add_argument("--slice", type=int, default=16, help=f"tiles of a slice {shown}")
-    parser.add_argument("--width", type=int, default=256, help=f"of the features {shown}")
     parser.add_argument(
-        "--folder",
-        default="outputs/bench/bag_memory",
-        help=f"where finished runs are kept {shown}",
+        "--tiles", type=int, nargs="+", default=[16, 32, 64, 128], help=f"tiles per slide {shown}"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help=f"ranks {shown}")
+    parser.add_argument("--side", type=int, default=64, help=f"side of a tile in pixels {shown}")
+    parser.add_argument("--slice", type=int, default=16, help=f"tiles per slice {shown}")
+    parser.add_argument("--width", type=int, default=256, help=f"features per tile {shown}")
+    parser.add_argument(
+        "--folder", default="outputs/bench/bag_memory", help=f"folder of finished runs {shown}"
     )
     options = parser.parse_args(arguments)
     if min(options.side, options.slice, options.width, *options.tiles, *options.ranks) < 1:
         raise ValueError("tiles, ranks, side, slice and width must be at least 1")
     if len(options.ranks) > len(STYLES):
-        raise ValueError(f"at most {len(STYLES)} numbers of ranks fit into one picture")
+        raise ValueError(f"--ranks: at most {len(STYLES)} values, as in one picture")
     return options
 
 
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace, tiles: int, ranks: int, mode: str) -> dict
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each number of tiles, a column for each mode and number of ranks."""
+    """Table with a line per number of tiles, and a column per mode and number of ranks."""
     options = result["options"]
     sides = list(product(MODES[::-1], options["ranks"]))
     titles = ["tiles", *(f"{mode}, {_ranks(ranks)}" for mode, ranks in sides)]
@@ -115,7 +115,7 @@ def _ranks(ranks: int) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A line for each mode and number of ranks: memory of a rank over tiles of the slide."""
+    """Plot memory of a rank over the number of tiles, by mode and number of ranks."""
     from matplotlib.figure import Figure
 
     options = result["options"]

@@ -1,6 +1,6 @@
-"""A rank of the benchmark of memory against tiles: steps on one slide, and what they took.
+"""Rank of the `bag_memory` benchmark: training steps on one slide.
 
-Rank 0 prints one line of JSON: the peak memory of the largest rank above what the imports take, and
+Rank 0 prints one line of JSON: the peak memory of the largest rank, minus that of the imports, and
 seconds of the last step.
 """
 
@@ -32,7 +32,7 @@ def main() -> None:
     for name in ("tiles", "side", "slice", "width", "ranks"):
         parser.add_argument(f"--{name}", type=int, required=True)
     options = parser.parse_args()
-    import_module("torch._dynamo")  # which PyTorch's optimizers import: no part of training
+    import_module("torch._dynamo")  # imported by optimizers; counts as imports, not training
     mesh = spatialdl.init_mesh((options.ranks,), check=False)
     device = torch.device("cpu")
     baseline = peak_memory_mb(device)
@@ -56,9 +56,9 @@ def main() -> None:
         e2e.step(tiles, torch.tensor([1]), F.cross_entropy, count=options.tiles)
         optimizer.step()
         seconds = time.perf_counter() - began
-    everybody = mesh.comm.gather((peak_memory_mb(device) - baseline, seconds))
-    if everybody is not None:
-        memory, times = zip(*everybody, strict=True)
+    gathered = mesh.comm.gather((peak_memory_mb(device) - baseline, seconds))
+    if gathered is not None:
+        memory, times = zip(*gathered, strict=True)
         print(json.dumps({"memory_mb": max(memory), "seconds": max(times)}))
 
 

@@ -1,4 +1,4 @@
-"""The tiles of the benchmark of bags."""
+"""Synthetic tiles of the benchmarks of bags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def noise(start: int, stop: int, side: int, seed: int = 0) -> Tensor:
-    """Tiles (stop - start, 3, side, side) of noise, each by its number alone."""
+    """Noise tiles (stop - start, 3, side, side); each depends on its index and the seed only."""
     tiles = [
         torch.rand(3, side, side, generator=torch.Generator().manual_seed((seed << 32) + number))
         for number in range(start, stop)

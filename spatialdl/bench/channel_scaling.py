@@ -1,9 +1,8 @@
 """Simulated strong scaling to thousands of GPUs by samples, space and channels.
 
-Nothing is run: costs are counted, and a cluster of the configuration's carries them out on paper.
-The batch stays as it is, so that with more GPUs than images several work on each. Of every number
-of GPUs the fastest layout counts that fits the memory, among those that divide what a curve is
-named after.
+Nothing is trained: the planner predicts costs on a cluster of conf/cluster. The batch size is
+fixed, so with more GPUs than images several work on each image. Each point is the fastest layout
+that fits into memory, among those that divide the dimensions of the curve.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import cluster_named
 
 TENSOR = (1, 2, 4, 8, 16)
-"""Ranks that divide the channels of a tile, as many as are tried."""
+"""Sizes of the tensor axis to try."""
 
 MOST_PARTS = 64
-"""Ranks that work on one image."""
+"""Maximum number of ranks per image."""
 
 
 class TrainingCase(NamedTuple):
-    """A network that learns from a batch of images.
+    """A network and its batch of images.
 
     Attributes:
-        keys: of the network.
+        keys: arguments of the network.
     """
 
     title: str
@@ -65,11 +64,11 @@ CURVES = {
     "and channels": (False, True),
     "all three": (True, True),
 }
-"""Whether images are cut, and channels divided, beside the samples."""
+"""Whether images, and channels, are divided in addition to samples."""
 
 PUBLISHED = (
     "Dryden et al. report up to 4.1 times shorter training of residual networks by channel and\n"
-    "filter parallelism (SC 2019, abstract, which names no numbers of GPUs; measured)"
+    "filter parallelism (SC 2019, abstract, without numbers of GPUs; measured)"
 )
 
 
@@ -98,13 +97,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _numbers(case: TrainingCase, most: int) -> list[int]:
-    """Of GPUs: from two images each to `MOST_PARTS` for each image."""
+    """Numbers of GPUs: from two images per GPU to `MOST_PARTS` GPUs per image."""
     numbers = (case.batch * 2**n // 2 for n in range(MOST_PARTS.bit_length() + 1))
     return [number for number in numbers if 0 < number <= min(most, case.batch * MOST_PARTS)]
 
 
 def _fastest(case: TrainingCase, cluster: Cluster, ranks: int) -> dict[str, Any]:
-    """By curve the fastest layout that fits."""
+    """The fastest layout that fits, by curve."""
     job = _job(case)
     found: dict[str, Any] = {}
     for placement in _placements(case, ranks):
@@ -130,7 +129,7 @@ def _job(case: TrainingCase) -> PlannedJob:
 
 
 def _placements(case: TrainingCase, ranks: int) -> Iterator[Placement]:
-    """All in one stage, and in two of which the second divides the channels of whole images."""
+    """Layouts with one stage, and with a second stage that divides channels of whole images."""
     dims = len(case.size)
     for data in (2**n for n in range(12) if case.batch % 2**n == 0):
         if ranks % data or ranks // data > MOST_PARTS:
@@ -147,7 +146,7 @@ def _placements(case: TrainingCase, ranks: int) -> Iterator[Placement]:
 
 
 def _predicted(job: PlannedJob, cluster: Cluster, placement: Placement) -> Prediction | None:
-    """The fastest that fits: samples at once or one after the other, blocks again or not."""
+    """The fastest variant that fits: samples at once or in sequence, with or without recompute."""
     best: Prediction | None = None
     size, each = job.image[1:], job.batch // placement.data
     if any(n < parts for n, parts in zip(size, placement.grids[0], strict=True)):
@@ -168,7 +167,7 @@ def _predicted(job: PlannedJob, cluster: Cluster, placement: Placement) -> Predi
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a number of GPUs: seconds of each curve, and the fastest layout."""
+    """Table with a line per number of GPUs: seconds of each curve, and the fastest layout."""
     lines = [result["command"], f"simulated: {result['cluster']} on paper, {result['date']}"]
     for case in result["cases"]:
         rows = []
@@ -180,19 +179,19 @@ def table(result: dict[str, Any]) -> str:
         titles = ["GPUs", *CURVES, "gain", "layout of all three"]
         heading = f"{case['title']}, {case['batch']} images, seconds a step"
         lines += ["", heading, "", *markdown(titles, rows)]
-    lines += ["", "gain: how much faster a step is with channels divided, too", PUBLISHED]
+    lines += ["", "gain: speed-up of a step from also dividing channels", PUBLISHED]
     return "\n".join(lines)
 
 
 def gain(curves: dict[str, Any]) -> str:
-    """Of channels, beside samples and space."""
+    """Speed-up from channels, in addition to samples and space."""
     if "and space" not in curves:
         return "-"
     return f"{curves['and space']['seconds'] / curves['all three']['seconds']:.2f}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Images a second over the number of GPUs, a panel a case."""
+    """Plot images per second over the number of GPUs, one panel per case."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 

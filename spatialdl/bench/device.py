@@ -1,4 +1,4 @@
-"""Where the ranks of a benchmark compute, and seconds by the clock of that device."""
+"""Devices of the ranks of a benchmark, and a stopwatch for them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from spatialdl.comm.launch import launched, mpiexec_command
 
 def add_device(parser: ArgumentParser) -> None:
     """Add the option ``--device``."""
-    text = "cpu, auto (the accelerator that PyTorch sees, else cpu) or its kind, such as cuda"
+    text = "cpu, auto (accelerator if available, otherwise cpu), or a device type such as cuda"
     parser.add_argument("--device", default="cpu", help=f"{text} (%(default)s)")
 
 
 def worker_command(name: str, ranks: int, options: Namespace) -> list[str]:
-    """The command that runs a benchmark's worker on ranks, each on its device.
+    """Command that runs a benchmark's worker on ranks, each on its device.
 
     Args:
-        name: of the worker's module, which finds the options by `worker_options`.
-        options: with ``device``.
+        name: module of the worker, which reads the options by `worker_options`.
+        ranks: number of ranks.
+        options: options, including ``device``.
     """
     start = [*mpiexec_command(ranks), sys.executable, "-m", "spatialdl.bench.device"]
     return [*start, name, json.dumps(vars(options))]
 
 
 def worker_options() -> Namespace:
-    """The options of `worker_command`, in the worker."""
+    """Parse the options of `worker_command`, in the worker."""
     return Namespace(**json.loads(sys.argv[1]))
 
 
 def take_device(name: str) -> torch.device:
-    """The device of this rank, the current one from now on; called before ranks are connected.
+    """Set and return the current device of this rank; to be called before MPI starts.
 
-    Rank i of a machine takes device i. Where there are more ranks than devices, some share one.
+    Rank i of a machine uses device i, modulo the number of devices.
 
     Raises:
-        ValueError: if PyTorch sees no such device.
+        ValueError: PyTorch has no such device.
     """
     info = launched()
     if name != "cpu" and info is not None and torch.accelerator.is_available():
@@ -53,7 +54,7 @@ def take_device(name: str) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """The device, and how tensors travel between those of several ranks."""
+    """Name of the device, and the transfer path between ranks."""
     if device.type == "cpu":
         return CPU
     name = str(torch.get_device_module(device).get_device_name(device))
@@ -62,10 +63,9 @@ def describe(device: torch.device) -> str:
 
 
 class Stopwatch:
-    """Seconds of work on a device, without those until the host hears that it has ended.
+    """Stopwatch for work on a device, without the latency of synchronisation.
 
-    On an accelerator they are taken between two of its own events in the current stream, on a CPU
-    by the clock of the host.
+    It uses events in the current stream on an accelerator, and the host's clock on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Stopwatch:
         self._first: torch.Event | None = None
 
     def start(self) -> None:
-        """Begin, once the device has done all that it was given before."""
+        """Start after all previous work of the device."""
         if self._device.type == "cpu":
             self._began = time.perf_counter()
             return
@@ -82,7 +82,7 @@ class Stopwatch:
         self._first = self._event()
 
     def stop(self) -> float:
-        """Seconds since `start`, once the device has done all that it was given since."""
+        """Seconds since `start`, after all work of the device since then."""
         if self._first is None:
             return time.perf_counter() - self._began
         last = self._event()
@@ -95,7 +95,7 @@ class Stopwatch:
         return event
 
 
-if __name__ == "__main__":  # takes the device before a worker's imports initialise MPI
+if __name__ == "__main__":  # sets the device before the imports of a worker initialise MPI
     del sys.argv[0]
     take_device(json.loads(sys.argv[1])["device"])
     runpy.run_module(f"spatialdl.bench.{sys.argv[0]}", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""A halo exchange of ours against the same bytes sent by hand, alternately in one go."""
+"""Halo exchange of spatialdl against hand-written exchanges of the same bytes."""
 
 from __future__ import annotations
 
@@ -42,23 +42,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--grid", type=int, nargs=2, default=[2, 2], metavar=("ROWS", "COLS"), help="(2 2)"
     )
-    parser.add_argument("--channels", type=int, default=64, help="of the tile (%(default)s)")
-    parser.add_argument("--side", type=int, default=256, help="of the tile (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="of all variants (%(default)s)")
+    parser.add_argument("--channels", type=int, default=64, help="channels of a tile (%(default)s)")
+    parser.add_argument("--side", type=int, default=256, help="side of a tile (%(default)s)")
     parser.add_argument(
-        "--exchanges", type=int, default=10, help="in a row, timed together (%(default)s)"
+        "--rounds", type=int, default=60, help="rounds of all variants (%(default)s)"
+    )
+    parser.add_argument(
+        "--exchanges", type=int, default=10, help="exchanges per measurement (%(default)s)"
     )
     add_device(parser)
     options = parser.parse_args(arguments)
     if min(*options.grid, options.channels, options.side, options.rounds, options.exchanges) < 1:
         raise ValueError("grid, channels, side, rounds and exchanges must be at least 1")
     if options.grid == [1, 1]:
-        raise ValueError("a grid of 1x1 has no halo: take at least 2 ranks")
+        raise ValueError("a grid of 1x1 has no halo: use at least 2 ranks")
     return options
 
 
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the rounds, and how ours compare with the best by hand, round by round."""
+    """Medians over the rounds, and of ratios to the best hand-written variant per round."""
     seconds: dict[str, list[float]] = found["seconds"]
     median = {name: statistics.median(times) for name, times in seconds.items()}
     best = min((n for n in median if n not in OURS + BOUNDS), key=lambda name: median[name])
@@ -79,7 +81,7 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> str:
-    """Microseconds of an exchange, and the ratio to the best variant by hand, as text."""
+    """Table of microseconds of an exchange, and ratios to the best hand-written variant."""
     rows, cols = result["options"]["grid"]
     took = f"; we took: {result['way']}" if result["device"] == CPU else ""
     cells = []
@@ -100,7 +102,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of the medians, with the middle half of the rounds as a line."""
+    """Bars of the medians, with the interquartile range as a line."""
     from matplotlib.figure import Figure
 
     names = list(result["seconds"])
@@ -122,8 +124,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panel.margins(x=0.18)
     panel.set_xlim(left=0)
     panel.set_xlabel(
-        f"time of an exchange, microseconds (median, middle half of the rounds), and ratio to "
-        f"the best by hand; dashed: {TARGET} times it",
+        f"time of an exchange, microseconds (median, quartiles), and ratio to the best "
+        f"hand-written; dashed: {TARGET} times that",
         fontsize=8,
     )
     rows, cols = result["options"]["grid"]

@@ -1,4 +1,4 @@
-"""A halo exchange between accelerators by hand, with all buffers set up beforehand."""
+"""Hand-written halo exchanges between accelerators, with preallocated buffers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from spatialdl.comm.device_path import device_path
 
 
 class DevicePieces(NamedTuple):
-    """Views on an accelerator of what a rank sends and receives.
+    """Views on an accelerator to send and receive.
 
     Attributes:
-        targets: rank of each of `sends`.
-        sources: rank of each of `receives`.
+        sends: views to send.
+        receives: views to receive into.
+        targets: destination rank of each of `sends`.
+        sources: source rank of each of `receives`.
     """
 
     sends: Sequence[Tensor]
@@ -30,7 +32,7 @@ class DevicePieces(NamedTuple):
 
 
 def variants_on_device(pieces: DevicePieces, comm: MPI.Intracomm) -> dict[str, Callable[[], None]]:
-    """Through memory of the host always, and by the path that was chosen for the device."""
+    """Variants through host memory, and by the transfer path of the device."""
     found = {"pack, pinned, Isend/Irecv": _through_host(pieces, comm)}
     device, path = pieces.sends[0].device, device_path().name
     if path == "nccl":
@@ -49,7 +51,7 @@ def _through_host(pieces: DevicePieces, comm: MPI.Intracomm) -> Callable[[], Non
         _copy(pieces.sends, packed)
         _copy(packed, outgoing)
         stream.synchronize()
-        _talk(comm, pieces, outgoing, incoming)
+        _send_and_receive(comm, pieces, outgoing, incoming)
         _copy(incoming, landed)
         _copy(landed, pieces.receives)
 
@@ -63,7 +65,7 @@ def _device_aware(pieces: DevicePieces, comm: MPI.Intracomm) -> Callable[[], Non
     def exchange() -> None:
         _copy(pieces.sends, packed)
         stream.synchronize()
-        _talk(comm, pieces, packed, landed)
+        _send_and_receive(comm, pieces, packed, landed)
         _copy(landed, pieces.receives)
 
     return exchange
@@ -90,7 +92,7 @@ def _by_group(pieces: DevicePieces, comm: MPI.Intracomm) -> Callable[[], None]:
 
 
 def _buffers(pieces: DevicePieces) -> tuple[list[Tensor], list[Tensor]]:
-    """Contiguous, for what is sent and for what is received."""
+    """Contiguous send and receive buffers."""
     sends, receives = (
         [torch.empty(view.shape, device=view.device) for view in views]
         for views in (pieces.sends, pieces.receives)
@@ -107,7 +109,7 @@ def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         target.copy_(tensor, non_blocking=True)
 
 
-def _talk(
+def _send_and_receive(
     comm: MPI.Intracomm,
     pieces: DevicePieces,
     outgoing: Sequence[Tensor],

@@ -1,8 +1,8 @@
-"""The ranks of the halo benchmark: one exchange, by us and by hand in several ways.
+"""Ranks of the halo benchmark: exchanges of spatialdl and hand-written variants.
 
-All variants move the same pieces of the same tile to the same places, except the one in two
-phases, which needs a padded tile and sends the corners along with the rows. Prints one line of
-JSON: per variant, the seconds of an exchange on the slowest rank, one number a round.
+All variants move the same pieces of a tile, except the two-phase variant, which needs a padded
+tile and sends corners with the rows. Prints one line of JSON: seconds of an exchange on the slowest
+rank, by variant and round.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def measure(halo: Halo, rounds: int, exchanges: int) -> dict[str, list[float]]:
-    """Seconds of an exchange, round by round, of the variants in an order that is drawn anew.
+    """Seconds of an exchange by variant and round.
 
-    What one leaves behind in caches is not always met by the same other.
+    Variants run in a random order each round, so that none profits from the caches of another.
     """
     variants = halo.variants()
     for exchange in variants.values():
@@ -74,14 +74,14 @@ def measure(halo: Halo, rounds: int, exchanges: int) -> dict[str, list[float]]:
 
 
 class SilentExchange(SingleProcess):
-    """Exchanges move nothing, to know the time without communication."""
+    """Communicator with empty exchanges, to measure the time without communication."""
 
     def start_exchange(self, *_: object) -> Completed:
         return Completed()
 
 
 class Halo:
-    """The tile of one rank, and who sends what of it to whom."""
+    """The tile of one rank, and its pieces to send and receive."""
 
     def __init__(
         self, mesh: spatialdl.Mesh, channels: int, side: int, device: torch.device
@@ -129,13 +129,13 @@ class Halo:
         return variants_on_device(pieces, self.comm)
 
     def check(self) -> None:
-        """What the last variant that wrote into the strips left there is the neighbours' pixels."""
+        """Check that the strips hold the neighbours' pixels."""
         for piece, view in zip(self.plan.receives, self.receives, strict=True):
             if not torch.equal(view.cpu(), view_of(self._image, self._layout.whole, piece.box)):
                 raise RuntimeError(f"wrong pixels in {piece.box}")
 
     def _ours(self, new_strips: bool = False) -> Variant:
-        """As a convolution does it; it needs new strips each time, the variants by hand do not."""
+        """Exchange as in a convolution, which allocates new strips each time."""
         comm, plan, geometry, tile = self.mesh.grid_comm, self.plan, self.geometry, self.tile
 
         def exchange() -> None:
@@ -146,14 +146,14 @@ class Halo:
         return exchange
 
     def _nothing(self) -> Variant:
-        """Ours with an exchanger that moves nothing."""
-        alone, plan, geometry, tile = SilentExchange(), self.plan, self.geometry, self.tile
+        """Exchange of spatialdl with a communicator that moves nothing."""
+        silent, plan, geometry, tile = SilentExchange(), self.plan, self.geometry, self.tile
 
         def exchange() -> None:
             halo = Exchange(
                 plan, [BoxedTensor(tile, plan.own)], geometry.held(self.strips), tile.device
             )
-            start_exchange(alone, halo, "halo").wait()
+            start_exchange(silent, halo, "halo").wait()
 
         return exchange
 
@@ -219,7 +219,7 @@ class Halo:
         return exchange
 
     def _two_phases(self) -> Variant:
-        """Columns, then rows with what the columns brought, in a tile with a margin."""
+        """Exchange columns, then rows with the received corners, in a padded tile."""
         _, channels, height, width = self.tile.shape
         self._padded = padded = self.tile.new_zeros(channels, height + 2, width + 2)
         padded[:, 1:-1, 1:-1] = self.tile[0]
@@ -258,7 +258,7 @@ class Halo:
 
 
 def _typed(views: Sequence[Tensor]) -> list[list[object]]:
-    """Views as messages of one datatype each."""
+    """Views as messages of one derived datatype each."""
     return [
         [MPI.buffer.fromaddress(view.data_ptr(), mpi_type(view).extent), 1, mpi_type(view)]
         for view in views

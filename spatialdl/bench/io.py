@@ -1,8 +1,8 @@
-"""Reading, feeding, staging and writing of data sets, and what they are aimed at.
+"""Reading, loading, staging and writing of data sets, with targets.
 
-Boxes of one image are read in all formats, warm and cold; the loader feeds an accelerator that is
-emulated; an epoch is staged from a slow source; shards are written; a box of a giant is read.
-Computing is sleeping, as in DLIO.
+Boxes of one image are read in all formats, with warm and cold page cache; the loader feeds an
+emulated accelerator, which sleeps as in DLIO; an epoch is staged from a slow source; shards are
+written; a box of a giant image is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _ticks(options: argparse.Namespace) -> dict[str, int]:
-    """How often each part ticks."""
+    """Progress ticks of each part."""
     known = {
         "reading": io_reading.ticks(options),
         "feeding": len(io_loader.SETS) * len(options.workers),
@@ -61,22 +61,22 @@ def _ticks(options: argparse.Namespace) -> dict[str, int]:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("io", __doc__)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
-    add("--side", type=int, default=8192, help="of the image to be read, in pixels (%(default)s)")
-    add("--boxes", type=int, default=100, help="of each kind in a round (%(default)s)")
-    add("--rounds", type=int, default=7, help="of each way, warm (%(default)s)")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    add("--side", type=int, default=8192, help="side of the image to read (%(default)s)")
+    add("--boxes", type=int, default=100, help="boxes per kind and round (%(default)s)")
+    add("--rounds", type=int, default=7, help="rounds with warm page cache (%(default)s)")
     add("--tile", type=int, default=1024, help="side of the tiles of data sets (%(default)s)")
-    add("--batch", type=int, default=4, help="tiles a step (%(default)s)")
-    add("--compute", type=float, default=0.3, help="seconds of a step (%(default)s)")
-    add("--workers", type=int, nargs="+", default=[0, 1, 2], help="processes that read (0 1 2)")
-    add("--steps", type=int, default=24, help="of feeding (%(default)s)")
-    add("--skip", type=int, default=4, help="of these, before it is steady (%(default)s)")
-    add("--epoch", type=int, default=100, help="steps of an epoch that is staged (%(default)s)")
-    add("--rate", type=float, default=50, help="of the slow source, MB/s (%(default)s)")
-    add("--shard", type=size_in_bytes, default="128M", help="size, staged, written (%(default)s)")
-    add("--written", type=int, default=340, help="tiles (%(default)s)")
-    add("--giant", type=int, default=100_000, help="side of the largest image (%(default)s)")
-    add("--folder", help="where files are kept meanwhile (the system's temporary folder)")
+    add("--batch", type=int, default=4, help="tiles per step (%(default)s)")
+    add("--compute", type=float, default=0.3, help="seconds of compute per step (%(default)s)")
+    add("--workers", type=int, nargs="+", default=[0, 1, 2], help="reader processes (0 1 2)")
+    add("--steps", type=int, default=24, help="loader steps (%(default)s)")
+    add("--skip", type=int, default=4, help="loader steps of warm-up (%(default)s)")
+    add("--epoch", type=int, default=100, help="steps of a staged epoch (%(default)s)")
+    add("--rate", type=float, default=50, help="rate of the slow source, MB/s (%(default)s)")
+    add("--shard", type=size_in_bytes, default="128M", help="size of shards (%(default)s)")
+    add("--written", type=int, default=340, help="tiles to write (%(default)s)")
+    add("--giant", type=int, default=100_000, help="side of the giant image (%(default)s)")
+    add("--folder", help="folder for temporary files (that of the system)")
     options = parser.parse_args(arguments)
     _check(options)
     return options

@@ -1,4 +1,4 @@
-"""How busy the loader keeps an accelerator that is emulated, as DLIO does it."""
+"""Utilisation of an emulated accelerator fed by the loader, as in DLIO."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ AUGMENTED = "raw, augmented"
 SETS: dict[str, Codec] = {"raw": "raw", "zstd": "zstd", "jpeg": "jpeg", AUGMENTED: "raw"}
 WANTED_AT = "raw", 2
 UTILISATION = 0.98
-"""What is wanted of `WANTED_AT`."""
+"""Target at `WANTED_AT`."""
 _PRESET = "pathology"
 
 
 def measure(options: argparse.Namespace, folder: Path, tick: Callable[[], object]) -> Any:
-    """Utilisation for every set and number of workers."""
+    """Utilisation by data set and number of workers."""
     rows = []
     for codec in dict.fromkeys(SETS.values()):
         write_tiles(folder / codec, options.tile, options.steps * options.batch, codec)
@@ -47,7 +47,7 @@ def run(
     *more: str,
     environment: Mapping[str, str] | None = None,
 ) -> list[float]:
-    """An epoch in a process of its own; when each step ended, in seconds."""
+    """Run an epoch in a subprocess; returns the end times of the steps in seconds."""
     command = [
         *(sys.executable, "-m", "spatialdl.bench.loader_worker", str(folder)),
         *("--batch", str(options.batch), "--compute", str(options.compute)),
@@ -57,7 +57,7 @@ def run(
 
 
 def utilisation(ends: Sequence[float], compute: float, skip: int) -> float:
-    """Time of computing / time in all, without the first `skip` steps."""
+    """Compute time / total time, without the first `skip` steps."""
     return compute * (len(ends) - skip) / (ends[-1] - ends[skip - 1])
 
 
@@ -68,7 +68,7 @@ def write_tiles(
     codec: Codec = "raw",
     shard_size: int = DEFAULT_SHARD_SIZE,
 ) -> None:
-    """A data set of tiles that differ."""
+    """Write a data set of distinct tiles."""
     image = draw_image(side)
     with ShardWriter(folder, codec=codec, shard_size=shard_size) as writer:
         for number in range(count):

@@ -1,7 +1,6 @@
 """Memory of opening a data set with one giant image and reading a box of it.
 
-The shard is as a real one, every chunk has its place in it, but those that are not read are holes
-of the file.
+The shard is a sparse file: all chunks are allocated, but only those of the box are written.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from spatialdl.planning.worker import run_worker
 
 BOX = 1024
 LIMIT = 200.0
-"""MB that reading a box may take besides the imports."""
+"""Target: MB to read a box, in addition to the imports."""
 _VALUE = 7
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """MB at the peak of a process: before anything is opened, and afterwards."""
+    """Peak MB of a process before opening the data set, and after reading the box."""
     write_giant(folder / "giant", options.giant)
     command = [sys.executable, "-m", "spatialdl.bench.io_memory", str(folder / "giant")]
     return run_worker(command, os.environ)
 
 
 def write_giant(folder: Path, side: int) -> None:
-    """A region of `side` x `side`, in whose middle lies a box that is not empty."""
+    """Write a region of `side` x `side` with data only in a box in its middle."""
     with ShardWriter(folder, kind="regions") as writer:
         writer.add(np.zeros((1, 1, 3), np.uint8))
     shard = next(folder.glob("*.h5"))
@@ -59,12 +58,12 @@ def write_giant(folder: Path, side: int) -> None:
 
 
 def _middle(side: int) -> int:
-    """First row and column of the box."""
+    """First row, and column, of the box."""
     return (side - BOX) // 2
 
 
 def _peak_mb() -> float:
-    """Of the resident set since `_forget_peak`; `getrusage` has that of the parent in it."""
+    """Peak resident set since `_forget_peak`; `getrusage` would include that of the parent."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024 / 1e6

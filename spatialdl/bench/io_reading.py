@@ -1,10 +1,10 @@
-"""Boxes of one large image, from a raw shard and from what else there is.
+"""Read boxes of one large image from a raw shard and from other formats.
 
-Windows of 1024 pixels lie anywhere; quarters are what each of 2 x 2 ranks reads of such an image
-of 1024 pixels. All ways take the same boxes in turns, in one process: from the page cache, as
-writing has left it (files that were dropped and read again lie in smaller pieces there, and boxes
-of them take a third longer), in MB per CPU second; and windows from the disk, in MB per second of
-the clock, where the system drops pages when it is asked to.
+Windows of 1024 pixels have random positions; quarters are the boxes of 2 x 2 ranks in an image of
+1024 pixels. All strategies read the same boxes in one process. Warm: from the page cache as left by
+writing, in MB per CPU second (after dropping and reading again, the cache has smaller pages and
+boxes take a third longer). Cold: windows from the disk, in MB per second of wall time, if the
+system permits dropping pages.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ QUARTER = WINDOW // 2
 KINDS = {f"windows of {WINDOW}": WINDOW, f"quarters of {QUARTER}": QUARTER}
 WINDOWS, QUARTERS = KINDS
 OF_MEMMAP, OF_PLAIN = 0.6, 3.0
-"""What reading a raw shard is to reach of the others' rates."""
+"""Targets: rate of a raw shard relative to `np.memmap` and to plain HDF5."""
 FEWER = {ZSTD: 4, LZ4: 4, CODED: 4, PNG: 20, JPEG: 20}
-"""Boxes to one of a way that decodes, in the page cache."""
+"""Factor by which strategies that decode read fewer boxes from the page cache."""
 COLD_ROUNDS = 3
 COLD_FEWER = 4
-_COLD = 0.02  # of the pages, still there
+_COLD = 0.02  # largest share of pages still resident
 
 Rates = Mapping[str, Sequence[float]]
-"""MB per second, round by round, in each way."""
+"""MB per second by strategy and round."""
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def ticks(options: argparse.Namespace) -> int:
-    """How often `measure` ticks."""
+    """Number of progress ticks of `measure`."""
     return len(WAYS) * (int(options.rounds) * len(KINDS) + COLD_ROUNDS)
 
 
 def measure(
     options: argparse.Namespace, folder: Path, tick: Callable[[], object]
 ) -> dict[str, Any]:
-    """Rates of all ways, their medians, and medians of their ratios, round by round."""
+    """Rates of all strategies by round, their medians, and medians of ratios per round."""
     write_all(draw_image(options.side), folder)
     rng = np.random.default_rng(1)
     reads = {way: open_way(folder, options.side, way) for way in WAYS}
@@ -81,15 +81,15 @@ def measure(
 
 
 def check_same(reads: Mapping[str, Read]) -> None:
-    """All ways that lose nothing give the same pixels.
+    """Check that all lossless strategies return the same pixels.
 
     Raises:
-        RuntimeError: one does not.
+        RuntimeError: a strategy returns other pixels.
     """
     wanted = reads[MEMMAP](0, 0, WINDOW)
     for way in WAYS:
         if way not in LOSSY and not np.array_equal(reads[way](0, 0, WINDOW), wanted):
-            raise RuntimeError(f"{way} gives other pixels than {MEMMAP}")
+            raise RuntimeError(f"{way} returns other pixels than {MEMMAP}")
 
 
 def _warm(
@@ -112,12 +112,12 @@ def _warm(
 def _cold(
     options: argparse.Namespace, folder: Path, rng: np.random.Generator, tick: Callable[[], object]
 ) -> dict[str, list[float]] | None:
-    """None where the pages stay in memory."""
+    """Rates from the disk; None if pages stay in memory."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(COLD_ROUNDS):
         places = _places(rng, options.side, WINDOW, -(-options.boxes // COLD_FEWER))
         for way in WAYS:
-            gc.collect()  # a map that is still there keeps its pages
+            gc.collect()  # an open memory map keeps its pages
             paths = files_of(folder, way)
             drop(paths)
             if resident(paths) > _COLD:
@@ -159,7 +159,7 @@ def _summarised(rates: Rates) -> dict[str, Any]:
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Ask the system to forget files that are on the disk and not mapped by any process."""
+    """Drop files from the page cache, if they are on the disk and not mapped."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -169,10 +169,10 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def resident(paths: Iterable[Path]) -> float:
-    """The share of files' pages that is in memory, by mincore(2).
+    """Share of the pages of files in memory, by mincore(2).
 
     Raises:
-        OSError: the call fails.
+        OSError: mincore failed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     pages = found = 0

@@ -1,4 +1,4 @@
-"""What `bench io` found, as a table and as a picture."""
+"""Table and picture of the `io` benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spatialdl.bench.io_strategies import MEMMAP, OURS, PLAIN, PREAD, THROUGH, W
 from spatialdl.bench.results import save
 
 _WIDE = 28  # columns of names in the table
-_NOT_COLD = "not permitted here: pages stay in memory when they are dropped"
+_NOT_COLD = "not permitted here: dropped pages stay in memory"
 _OURS_BLUE, _GREY, _ORANGE = "#1f5fa8", "#8a8a8a", "#d0862a"
 _COLORS = {MEMMAP: _GREY, OURS: _OURS_BLUE, PREAD: "#5d8fca", THROUGH: "#8fb3dc"}
 _LINES = {
@@ -23,7 +23,7 @@ _SHADES = ("#c9d9ec", "#7fa6d3", _OURS_BLUE, "#123c6b")
 
 
 class Aim(NamedTuple):
-    """Something wanted, beside what was found."""
+    """A target and the measured value."""
 
     what: str
     wanted: float
@@ -36,7 +36,7 @@ class Aim(NamedTuple):
 
 
 def aims(result: dict[str, Any]) -> Iterator[Aim]:
-    """All that is wanted of the parts that ran."""
+    """Targets of the parts that ran."""
     if "reading" in result:
         windows, quarters = (
             result["reading"]["warm"][kind] for kind in (io_reading.WINDOWS, io_reading.QUARTERS)
@@ -62,12 +62,12 @@ def aims(result: dict[str, Any]) -> Iterator[Aim]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """All parts that ran, and what was wanted of them."""
+    """Tables of all parts that ran, and of their targets."""
     lines = [result["command"], f"{result['machine']}, {result['date']}"]
-    for part, tell in _TOLD.items():
+    for part, report in _REPORTS.items():
         if part in result:
-            lines += ["", *tell(result)]
-    lines += ["", f"{'':46}{'wanted':>12}{'found':>9}"]
+            lines += ["", *report(result)]
+    lines += ["", f"{'':46}{'target':>12}{'found':>9}"]
     for aim in aims(result):
         sign = "at most" if aim.at_most else "at least"
         missed = "" if aim.is_met else "  missed"
@@ -75,7 +75,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _tell_reading(result: dict[str, Any]) -> Iterator[str]:
+def _report_reading(result: dict[str, Any]) -> Iterator[str]:
     side, found = result["options"]["side"], result["reading"]
     rows, cold = found["warm"], found["cold"]
     yield f"boxes of an image of {side} x {side} pixels, medians; warm: MB per CPU second from the"
@@ -96,11 +96,11 @@ def _tell_reading(result: dict[str, Any]) -> Iterator[str]:
         yield f"cold: {_NOT_COLD}"
 
 
-def _tell_feeding(result: dict[str, Any]) -> Iterator[str]:
+def _report_feeding(result: dict[str, Any]) -> Iterator[str]:
     options = result["options"]
     tile, workers = options["tile"], options["workers"]
     yield f"utilisation of an emulated accelerator: {options['batch']} tiles of {tile} x {tile},"
-    yield f"{options['compute']:g} s a step; by the processes that read"
+    yield f"{options['compute']:g} s per step; by number of reader processes"
     yield ""
     yield f"{'':{_WIDE}}" + "".join(f"{count:>8}" for count in workers)
     for name in io_loader.SETS:
@@ -108,7 +108,7 @@ def _tell_feeding(result: dict[str, Any]) -> Iterator[str]:
         yield f"{name:{_WIDE}}" + "".join(f"{value:8.3f}" for value in found)
 
 
-def _tell_staging(result: dict[str, Any]) -> Iterator[str]:
+def _report_staging(result: dict[str, Any]) -> Iterator[str]:
     options, found = result["options"], result["staging"]
     yield f"an epoch of {found['mb']:.0f} MB, the source slowed to {options['rate']:g} MB/s"
     yield ""
@@ -117,7 +117,7 @@ def _tell_staging(result: dict[str, Any]) -> Iterator[str]:
         yield f"{row['way']:{_WIDE}}{row['seconds']:9.2f}{row['served'] / 1e6:19.0f}"
 
 
-def _tell_writing(result: dict[str, Any]) -> Iterator[str]:
+def _report_writing(result: dict[str, Any]) -> Iterator[str]:
     found = result["writing"]
     yield f"writing {found['mb']:.0f} MB of raw tiles, MB per second until they are on the disk"
     yield ""
@@ -126,23 +126,23 @@ def _tell_writing(result: dict[str, Any]) -> Iterator[str]:
         yield f"{way + after:{_WIDE}}{found['rates'][way]:9.0f}"
 
 
-def _tell_memory(result: dict[str, Any]) -> Iterator[str]:
+def _report_memory(result: dict[str, Any]) -> Iterator[str]:
     found, box = result["memory"], io_memory.BOX
     yield f"a box of {box} x {box} of an image of {found['side']} x {found['side']} pixels:"
-    yield f"{found['peak']:.0f} MB at the peak, {found['mb']:.0f} MB more than after the imports"
+    yield f"peak {found['peak']:.0f} MB, {found['mb']:.0f} MB more than after the imports"
 
 
-_TOLD = {
-    "reading": _tell_reading,
-    "feeding": _tell_feeding,
-    "staging": _tell_staging,
-    "writing": _tell_writing,
-    "memory": _tell_memory,
+_REPORTS = {
+    "reading": _report_reading,
+    "feeding": _report_feeding,
+    "staging": _report_staging,
+    "writing": _report_writing,
+    "memory": _report_memory,
 }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel for each part; three for reading."""
+    """Draw one panel per part; three for reading."""
     from matplotlib.figure import Figure
 
     wide = 3 if "reading" in result else 0

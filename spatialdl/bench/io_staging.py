@@ -1,4 +1,4 @@
-"""An epoch whose shards are copied to a local disk meanwhile, beside one that has them there."""
+"""An epoch during staging to a local disk, against one with staged shards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spatialdl.bench.slow_source import environment
 STAGED, STAGING, SOURCE = "staged before", "staging meanwhile", "from the source"
 WAYS = (STAGED, STAGING, SOURCE)
 TO_STAGED = 1.05
-"""What an epoch of `STAGING` may take of one of `STAGED`."""
+"""Target: largest time of an epoch of `STAGING`, relative to `STAGED`."""
 WORKERS = 2
 
 
 def measure(options: argparse.Namespace, folder: Path, tick: Callable[[], object]) -> Any:
-    """Seconds of an epoch, and what was read of the slow source meanwhile, in each way."""
+    """Seconds of an epoch, and bytes read from the slow source, by strategy."""
     source = folder / "source"
     count = options.epoch * options.batch
     write_tiles(source, options.tile, count, shard_size=options.shard)
@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace, folder: Path, tick: Callable[[], object
         server, slow = environment(source, options.rate * 1e6, work)
         stage = [] if way == SOURCE else ["--stage", str(disk)]
         waits = ["--staged"] if way == STAGED else []
-        # a file server's files are read so
+        # the default on network file systems
         ends = run(source, options, WORKERS, "--io", "pread", *stage, *waits, environment=slow)
         rows.append({"way": way, "seconds": ends[-1], "served": server.served(), "ends": ends})
         tick()

@@ -1,4 +1,4 @@
-"""One image kept in several ways on the disk, and how a box of it is read from each."""
+"""Storage formats of one image, and functions that read boxes of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spatialdl.data.saving import sync
 
 Pixels = npt.NDArray[np.uint8]
 Read = Callable[[int, int, int], Pixels]
-"""From a row, a column and a side to the pixels of that square."""
+"""Reads the square at a row and column with a side: `read(row, column, side)`."""
 
 MEMMAP = "np.memmap"
 OURS, PREAD, THROUGH = "raw shard", "raw shard, pread", "raw shard, through HDF5"
@@ -46,7 +46,7 @@ _QUALITY = 90
 
 
 def draw_image(side: int) -> Pixels:
-    """A square RGB image, smooth with some noise, as photographs are."""
+    """Square RGB image, smooth with some noise, as a photograph."""
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 240, (-(-side // 64), -(-side // 64), 3), np.uint8)
     image = coarse.repeat(64, 0).repeat(64, 1)[:side, :side].copy()
@@ -55,7 +55,7 @@ def draw_image(side: int) -> Pixels:
 
 
 def write_all(image: Pixels, folder: Path) -> None:
-    """Write an image in all ways; all of it is on the disk then."""
+    """Write an image in all formats, and sync to disk."""
     image.tofile(folder / "image.raw")
     for codec in dict.fromkeys(codec for codec, _ in _SHARDS.values()):
         with ShardWriter(folder / codec, kind="regions", codec=codec, quality=_QUALITY) as writer:
@@ -77,7 +77,7 @@ def write_all(image: Pixels, folder: Path) -> None:
 
 
 def files_of(folder: Path, way: str) -> list[Path]:
-    """The files in which pixels lie."""
+    """The files of a format."""
     if way == MEMMAP:
         return [folder / "image.raw"]
     if way == PLAIN:
@@ -88,7 +88,7 @@ def files_of(folder: Path, way: str) -> list[Path]:
 
 
 def open_way(folder: Path, side: int, way: str) -> Read:
-    """How to read a box in a way; files are closed when it is dropped."""
+    """Open a format for reading boxes; files are closed with the returned function."""
     if way == MEMMAP:
         memmap = np.memmap(folder / "image.raw", np.uint8, "r", shape=(side, side, 3))
         return lambda row, col, n: np.array(memmap[row : row + n, col : col + n])
@@ -119,5 +119,5 @@ def _file(folder: Path, way: str, row: int, col: int) -> Path:
 
 
 def size_of(folder: Path, way: str) -> int:
-    """Bytes of a way on the disk."""
+    """Bytes of a format on the disk."""
     return sum(os.stat(path).st_size for path in files_of(folder, way))

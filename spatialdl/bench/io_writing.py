@@ -1,4 +1,4 @@
-"""Writing a data set of raw tiles, beside the same bytes in one file; both are synced."""
+"""Writing a data set of raw tiles, against the same bytes in one file; both synced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spatialdl.data import ShardWriter
 FILE, OURS = "one file", "ShardWriter"
 WAYS = (FILE, OURS)
 OF_FILE = 0.8
-"""What writing shards is to reach of the rate of one file."""
+"""Target: rate of writing shards, relative to one file."""
 ROUNDS = 3
 _DISTINCT = 16
 
@@ -28,7 +28,7 @@ _DISTINCT = 16
 def measure(
     options: argparse.Namespace, folder: Path, tick: Callable[[], object]
 ) -> dict[str, Any]:
-    """MB per second of the clock, in turns."""
+    """MB per second of wall time, in alternating rounds."""
     image = draw_image(options.tile)
     tiles = [np.roll(image, 7 * number, axis=1) for number in range(_DISTINCT)]
     size = options.written * image.nbytes
@@ -36,7 +36,7 @@ def measure(
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(ROUNDS):
         for way, write in writes.items():
-            os.sync()  # what others have left to write is not ours
+            os.sync()  # pending writes of other processes are not measured
             before = time.perf_counter()
             write(tiles, options, folder / "written")
             rates[way].append(size / 1e6 / (time.perf_counter() - before))

@@ -1,8 +1,8 @@
-"""The last layers of a network on many ranks: their space, their samples or their channels divided.
+"""Last layers of a network on several ranks: division of space, samples or channels.
 
-Late layers have few pixels and many channels and weights (Dryden et al., SC 2019). All sides train
-the same weights on the same images, in turn, in one job, and start from the same loss. Beside what
-is measured stands what the planner predicts.
+Late layers have few pixels, and many channels and weights (Dryden et al., SC 2019). All variants
+train the same weights on the same images, alternately in one job, and start from the same loss.
+Measured times are compared with predictions of the planner.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--network",
         choices=NETWORKS,
         default="resnet50",
-        help="the last of four stages and the head of a ResNet-50, or the dense layers of a VGG-16 "
+        help="last of four stages and head of a ResNet-50, or dense layers of a VGG-16 "
         "(%(default)s)",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="images a step (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="images per step (%(default)s)")
     parser.add_argument(
         "--size", type=int, default=2048, help="side of the images of a ResNet-50 (%(default)s)"
     )
-    parser.add_argument("--alone", action="store_true", help="also one process with one thread")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each side (%(default)s)")
+    parser.add_argument("--alone", action="store_true", help="also run a single process")
+    parser.add_argument("--rounds", type=int, default=3, help="steps per variant (%(default)s)")
     add_device(parser)
     parser.add_argument(
         "--cluster",
-        help=f"of conf/cluster, for the planner ({MEASURED}, with accelerators nvlink_node)",
+        help=f"file of conf/cluster for the planner ({MEASURED}, on accelerators nvlink_node)",
     )
     options = parser.parse_args(arguments)
     if options.cluster is None:
@@ -85,14 +85,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError("rounds and batch must be at least 1, ranks at least 2, size at least 32")
     if options.batch % options.ranks:
         raise ValueError(
-            f"samples are divided evenly: --batch {options.batch} is no multiple of --ranks "
-            f"{options.ranks}"
+            f"--batch {options.batch} must be a multiple of --ranks {options.ranks}, to divide "
+            "samples evenly"
         )
     return options
 
 
 def network_of(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
-    """The late layers, and the shape of what they are given, without samples."""
+    """The late layers, and the shape of their input without the batch dim."""
     torch.manual_seed(0)
     if options.network == "resnet50":
         side = options.size // 16
@@ -105,7 +105,7 @@ def network_of(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]
 
 
 class _Earlier(nn.Module):
-    """Stands for the layers before, which want the gradient of what they gave."""
+    """Stand-in for the earlier layers, which need the gradient of their output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Earlier(nn.Module):
 
 
 def predicted(options: argparse.Namespace, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a step of each side, as the planner has it."""
+    """Seconds of a step by variant, as predicted by the planner."""
     late, shape = network_of(options)
     optimizer = functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
     model, on_cpu = nn.Sequential(_Earlier(), *late.children()), cluster.cores is not None
@@ -136,10 +136,12 @@ def predicted(options: argparse.Namespace, cluster: Cluster) -> dict[str, float]
 def summarise(
     options: argparse.Namespace, found: dict[str, Any], planned: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Medians over the rounds, and ratios to the division of space round by round.
+    """Medians over the rounds, and of ratios to the division of space per round.
 
     Args:
-        planned: seconds by side, as predicted.
+        options: options of the benchmark.
+        found: measurements of the ranks.
+        planned: predicted seconds by variant.
     """
     base = found["sides"][SIDES[0]]["seconds"]
     sides = {
@@ -160,7 +162,7 @@ def summarise(
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each side, as text."""
+    """Table with a line per variant."""
     rows = [
         [
             name,
@@ -178,8 +180,8 @@ def table(result: dict[str, Any]) -> str:
         *heading(result),
         *markdown(titles, rows),
         "",
-        "CPU s: of all ranks, waiting included; of a rank: held from forward to backward, weights",
-        "with gradients and momentum, and what it sends or brings to sums in a step",
+        "CPU s: of all ranks with waits; per rank: activations held from forward to backward,",
+        "weights with gradients and momentum, and data sent or all-reduced in a step",
         "",
         picked(result["sides"]),
     ]
@@ -187,7 +189,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def picked(sides: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which of the three divisions the planner takes, and whether that was the fastest."""
+    """The planner's choice of the three divisions, and whether it was the fastest."""
     choice = min(SIDES, key=lambda name: sides[name]["predicted"])
     fastest = min(SIDES, key=lambda name: sides[name]["median"])
     if choice == fastest:
@@ -197,7 +199,7 @@ def picked(sides: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Time, memory and messages of the sides, beside each other."""
+    """Bars of time, memory and sent data by variant."""
     from matplotlib.figure import Figure
 
     names = list(result["sides"])

@@ -1,7 +1,7 @@
-"""The ranks of the benchmark of late layers: steps of one network, divided in several ways.
+"""Ranks of the `late` benchmark: steps of one network, divided in several ways.
 
-Rank 0 prints one line of JSON: of each side the seconds of each step on the slowest rank, CPU
-seconds of all ranks, and of a rank what it holds and sends.
+Rank 0 prints one line of JSON: by variant, seconds of each step on the slowest rank, CPU seconds of
+all ranks, and MB that a rank holds and sends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     with tqdm(
         total=len(sides) * (1 + options.rounds), desc="steps", unit="step", disable=world.rank != 0
     ) as progress:
-        for side in sides:  # the first step takes memory, and tells whether all compute the same
+        for side in sides:  # the first step allocates memory, and its loss is compared
             side.start()
             progress.update()
         check_alike({side.name: side.loss for side in sides}, world)
@@ -63,16 +63,20 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def check_alike(losses: dict[str, float], world: Communicator) -> None:
-    """Refuse sides that do not compute the same; those of rank 0, which takes part in all."""
+    """Check that the losses of all variants agree, as seen by rank 0.
+
+    Raises:
+        RuntimeError: on all ranks: the losses differ.
+    """
     losses = world.bcast(losses)
-    wanted = losses[SIDES[0]]
+    expected = losses[SIDES[0]]
     for name, loss in losses.items():
-        if abs(loss - wanted) > 1e-3 * abs(wanted):
-            raise RuntimeError(f"{name} divided, the loss is {loss}, but {wanted} by {SIDES[0]}")
+        if abs(loss - expected) > 1e-3 * abs(expected):
+            raise RuntimeError(f"loss of {name} is {loss}, but {expected} with {SIDES[0]} divided")
 
 
 class LateVariant:
-    """One way of dividing the layers, at work on all ranks."""
+    """The layers divided in one way, on all ranks."""
 
     def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
         self.name, self._device, self._ranks = name, device, options.ranks
@@ -80,7 +84,7 @@ class LateVariant:
         data = options.ranks if name == SIDES[1] else 1
         tensor = options.ranks if name == SIDES[2] else 1
         if name == ALONE:
-            data = options.ranks  # of which only the first does something
+            data = options.ranks  # only the first rank computes
         self.mesh = spatialdl.init_mesh(grid, data, check=False, tensor=tensor)
         self.world = self.mesh.tensor_comm if tensor > 1 else self.mesh.comm
         model, shape = network_of(options)
@@ -103,7 +107,7 @@ class LateVariant:
         self.loss = 0.0
 
     def start(self) -> None:
-        """The first step, and what a rank holds and sends."""
+        """Run the first step, and measure what a rank holds and sends."""
         held: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ class LateVariant:
         self.found["sent_mb"] = self._sent() / MB
 
     def measure(self) -> None:
-        """One step; its seconds are those of the slowest rank."""
+        """Measure one step on the slowest rank."""
         own = spent = 0.0
         self.world.barrier()
         if self._works:
@@ -138,24 +142,24 @@ class LateVariant:
             self._forward().backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             own, spent = self._watch.stop(), time.process_time() - cpu
-        everybody = self.world.allgather((own, spent))
-        self.found["seconds"].append(max(seconds for seconds, _ in everybody))
-        total = sum(seconds for _, seconds in everybody)
+        of_ranks = self.world.allgather((own, spent))
+        self.found["seconds"].append(max(seconds for seconds, _ in of_ranks))
+        total = sum(seconds for _, seconds in of_ranks)
         count = len(self.found["seconds"])
         self.found["cpu_seconds"] += (total - self.found["cpu_seconds"]) / count
 
     def _forward(self) -> Tensor:
-        images = self._images.requires_grad_()  # earlier layers would want it
+        images = self._images.requires_grad_()  # earlier layers would need it
         x = spatialdl.shard(images, self.mesh) if self.name == SIDES[0] else images
         with self._statistics(self.mesh.comm):
             return F.cross_entropy(self._model(x), self._labels)
 
     def _statistics(self, comm: Communicator) -> AbstractContextManager[object]:
-        """BatchNorm sees all samples, wherever they are."""
+        """BatchNorm statistics over the samples of all ranks."""
         return BatchNormOver(comm) if self.name == SIDES[1] else nullcontext()
 
     def _sent(self) -> int:
-        """Bytes that a rank sends, or brings to sums, in a step: found without data."""
+        """Bytes that a rank sends or all-reduces in a step, from a dry run."""
         if self.name == ALONE:
             return 0
         model, comm = self._without_data, Dry(0, self._ranks)
@@ -174,7 +178,7 @@ class LateVariant:
 
 
 def _input(side: LateVariant, mesh: Mesh) -> Tensor:
-    """Without data, what a rank has of the images."""
+    """This rank's part of the images, for the dry run."""
     shape = list(side._images.shape)
     if side.name != SIDES[0]:
         return torch.empty(shape, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Batches of a data set for an accelerator that is emulated, in a process of its own.
+"""Subprocess that loads a data set for an emulated accelerator.
 
-Computing is sleeping, as in DLIO: the CPU is free meanwhile. Prints when each step ended, as JSON.
+Compute is emulated by sleeping, as in DLIO. Prints the end times of the steps as JSON.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def main() -> None:
     add("--batch", type=int, required=True)
     add("--compute", type=float, required=True)
     add("--workers", type=int, required=True)
-    add("--augment", help="a preset of data.augment")
+    add("--augment", help="preset of data/augment")
     add("--io", default="auto")
     add("--stage", default="off", help="folder to stage to")
-    add("--staged", action="store_true", help="wait until all is there, and begin then")
+    add("--staged", action="store_true", help="start after staging is complete")
     options = parser.parse_args()
 
     dataset = ShardDataset(options.folder, io=options.io)
@@ -47,7 +47,7 @@ def main() -> None:
     batches = -(-len(views) // options.batch)
     began = time.perf_counter()
     with ExitStack() as stack:
-        if not options.staged:  # its processes start meanwhile, as in training
+        if not options.staged:  # worker processes start during staging, as in training
             loader = Loader(views, batching, SEED, workers=options.workers)
         stack.enter_context(
             Staging(

@@ -1,9 +1,9 @@
-"""The largest square image that trains within a limit of memory a rank, on 1, 2, 4 ranks.
+"""Largest square image that trains within a memory limit per rank, on 1, 2, 4 ranks.
 
-Every answer is a real run of two training steps; one that takes more than the limit is stopped. The
-peak at one fixed size is told, too, also of PyTorch as it comes, without the memory settings of
-`spatialdl.comm.allocator`. Memory is the peak resident set above what the imports take, on an
-accelerator the peak of its own memory that tensors take.
+Each size is a run of two training steps, which is aborted above the limit. The peak at one fixed
+size is also reported, including that of PyTorch without the memory settings of
+`spatialdl.comm.allocator`. Memory is the peak resident set minus that of the imports, or on an
+accelerator the peak memory of tensors.
 """
 
 from __future__ import annotations
@@ -56,14 +56,18 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("memory", __doc__)
-    parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
-    parser.add_argument("--limit", type=float, default=1500, help="MB a rank (%(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="(%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
+    parser.add_argument(
+        "--model", default="resnet18", help="function of spatialdl.models (%(default)s)"
+    )
+    parser.add_argument("--limit", type=float, default=1500, help="MB per rank (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks (%(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="images per step (%(default)s)")
     parser.add_argument("--size", type=int, default=2048, help="fixed size (%(default)s)")
-    parser.add_argument("--largest", type=int, default=16384, help="try no more (%(default)s)")
+    parser.add_argument("--largest", type=int, default=16384, help="largest size (%(default)s)")
     add_device(parser)
-    parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="total threads (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.limit, options.batch, options.threads, *options.ranks) <= 0:
         raise ValueError("limit, ranks, batch and threads must be more than 0")
@@ -98,10 +102,10 @@ def _measure_side(
 
 
 def search(measure: Measure, limit: float, most: int) -> int:
-    """The largest multiple of `STEP` up to `most` for which `measure` gives a number; 0 if none.
+    """Largest multiple of `STEP` up to `most` for which `measure` returns a number; 0 if none.
 
-    Bisection between the largest side that trained and the smallest that did not. Memory grows
-    with the area, so where the last run says what fits, that is tried first.
+    Bisection between the largest side that trained and the smallest that did not. As memory grows
+    with the area, the side extrapolated from the last run is tried first.
     """
     fits, too_large = 0, most // STEP * STEP + STEP
     following = 8 * STEP
@@ -125,7 +129,7 @@ def _run(
     limit: float | None,
     plain: bool = False,
 ) -> float | None:
-    """Peak MB of the largest rank; None if it was more than the limit, or than there is."""
+    """Peak MB of the largest rank; None above the limit or the available memory."""
     rows, cols = nearly_cubic(ranks)
     command = [
         *([] if ranks == 1 else mpiexec_command(ranks)),
@@ -136,8 +140,8 @@ def _run(
         *(("--recompute",) if again else ()),
         *(() if limit is None else ("--limit", str(limit))),
     ]
-    found_there = environment(max(1, options.threads // ranks), plain)
-    done = subprocess.run(command, env=found_there, capture_output=True, text=True, check=False)
+    variables = environment(max(1, options.threads // ranks), plain)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if "over limit" in done.stdout or done.returncode in (OVER_LIMIT, *KILLED):
         return None
     if done.returncode:
@@ -147,7 +151,7 @@ def _run(
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a side, as text."""
+    """Table with a line per variant."""
     options, rows = result["options"], result["rows"]
     first = rows[0]
     one = first["memory_mb_at_size"]
@@ -168,13 +172,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _peak(memory: float | None, one: float | None) -> tuple[str, str]:
-    """MB, and what share that is of one process."""
+    """MB, and the ratio to one process."""
     found = "killed" if memory is None else f"{memory:.0f}"
     return found, f"{memory / one:.2f}" if memory and one else ""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars: the side of the largest image, and the peak at one size."""
+    """Bars of the side of the largest image, and of the peak at one size."""
     from matplotlib.figure import Figure
 
     options, rows = result["options"], result["rows"]
@@ -184,8 +188,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(title, fontsize=11)
     limit, size = options["limit"], options["size"]
     titles = (
-        ("largest", f"largest square image within {limit:.0f} MB a rank,\npixels a side"),
-        ("memory_mb_at_size", f"peak of a rank at {size}x{size}, MB;\nas a share of one process"),
+        ("largest", f"largest square image within {limit:.0f} MB per rank,\nside in pixels"),
+        ("memory_mb_at_size", f"peak of a rank at {size}x{size}, MB;\nratio to one process"),
     )
     ranks = options["ranks"]
     for panel, (key, title) in zip(panels, titles, strict=True):

@@ -1,8 +1,8 @@
-"""CPU time of a training step on split tensors against plain PyTorch, without any message.
+"""CPU time of a training step on split tensors against plain PyTorch, without messages.
 
-The step is forward and backward of small images, where Python counts most. A grid of one rank has
-nothing to exchange; a rank of a larger one sends to peers that are not there and never answer, so
-that its halos are zeros and only the time means something.
+The step is forward and backward of small images, where Python's share is largest. A grid of one
+rank exchanges nothing; in larger grids messages are dropped, so that halos are zeros and only the
+time is meaningful.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM_UP = 2
 
 
 class SilentPeers(Dry):
-    """A communicator of which no peer answers, for tensors with data."""
+    """Communicator that drops all messages, for tensors with data."""
 
     def start_exchange(self, *args: Any) -> Completed:
         return Completed()
@@ -66,7 +66,7 @@ def _layer(
 
 
 def efficientnet_b0(num_classes: int) -> nn.Module:
-    """A network of many small operations."""
+    """EfficientNet-B0, a network of many small operations."""
     blocks: list[nn.Module] = [_layer(3, 32, 3, 2)]
     inputs = 32
     for expand, outputs, repeats, stride, kernel in (
@@ -90,9 +90,9 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spatialdl.bench overhead", description=__doc__)
     parser.add_argument("--size", type=int, default=64, help="side of a tile (%(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="images a step (%(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each side (%(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="images per step (%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="steps per variant (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.size, options.batch, options.rounds, *options.ranks) < 1:
         raise ValueError("size, batch, ranks and rounds must be at least 1")
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     torch.set_num_threads(1)
-    print(f"{machine()}, {options.batch} images, a tile of {options.size}x{options.size} a rank\n")
+    print(f"{machine()}, {options.batch} images, tiles of {options.size}x{options.size}\n")
     print(f"{'network':18}{'ranks':>6}{'plain, CPU s':>14}{'split, CPU s':>14}{'ratio':>8}")
     for name, make in NETWORKS.items():
         network = make(num_classes=10)
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
 def compare(
     network: nn.Module, ranks: int, size: int, batch: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """CPU seconds of `rounds` steps on a plain tile, and as many on a split one, in turn."""
+    """CPU seconds of `rounds` steps on a plain tile and on a split one, alternately."""
     comm = SilentPeers(0, ranks)
     mesh = Mesh(Axes(spatial=nearly_cubic(ranks)), 0, 0, comm, comm)
     whole = (size * mesh.grid[0], size * mesh.grid[1])

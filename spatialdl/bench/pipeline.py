@@ -1,7 +1,7 @@
-"""Pipelines and GEMS beside layer parallelism and beside their simulation, in one job.
+"""Pipelines and GEMS against layer parallelism and their simulation, in one job.
 
-What the simulator calls ideal is the time of a step if its actions took what they took, but no
-rank waited for messages, and weights were averaged and changed in no time.
+The simulated ideal is the time of a step with the measured times of its actions, but without waits
+for messages, averaging of gradients and weight updates.
 """
 
 from __future__ import annotations
@@ -43,27 +43,31 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("pipeline", __doc__)
-    parser.add_argument("--model", default="resnet18", help="of spatialdl.models (%(default)s)")
-    parser.add_argument("--size", type=int, default=512, help="side of the images (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="one stage each (%(default)s)")
     parser.add_argument(
-        "--microbatches", type=int, default=8, help="of a pipeline, one image each (%(default)s)"
+        "--model", default="resnet18", help="function of spatialdl.models (%(default)s)"
+    )
+    parser.add_argument("--size", type=int, default=512, help="side of the images (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="ranks, with one stage each (%(default)s)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="micro-batches of one image (%(default)s)"
     )
     add_device(parser)
-    parser.add_argument("--rounds", type=int, default=6, help="steps of each layout (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="steps per layout (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.size, options.rounds) < 1 or options.ranks < 2:
         raise ValueError("size and rounds must be at least 1, ranks at least 2")
     if options.microbatches < 2 or options.microbatches % 2:
         raise ValueError(
-            f"GEMS deals micro-batches out to two copies: --microbatches {options.microbatches} "
-            "must be even"
+            f"--microbatches {options.microbatches} must be even: GEMS divides them over two "
+            "replicas"
         )
     return options
 
 
 def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the rounds, and ratios round by round."""
+    """Medians over the rounds, and of ratios per round."""
     base = found["layouts"][ONE_AFTER_THE_OTHER]
     slowest = [seconds / base["images"] for seconds in base["seconds"]]
     layouts = {}
@@ -86,7 +90,7 @@ def summarise(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> str:
-    """A row a layout, as text."""
+    """Table with a line per layout."""
     keys = ("images_per_second", "speed_up", "ideal_images_per_second", "reached")
     titles = ["", "images/s", "/ layer parallel", "ideal images/s", "reached", "held"]
     rows = [
@@ -97,16 +101,16 @@ def table(result: dict[str, Any]) -> str:
         *heading(result),
         *markdown(titles, rows),
         "",
-        "ideal: simulated from the times of the same actions (on an accelerator: of a step more,",
-        "in which the host waits for the end of each, so more may be reached);",
+        "ideal: simulated from the measured times of actions (on an accelerator: in another step",
+        "that synchronises after each action, so reached may exceed 1);",
         "reached: ideal time / time;",
-        "held: micro-batches whose activations a rank holds at most",
+        "held: largest number of micro-batches whose activations a rank holds",
     ]
     return "\n".join(lines)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of images a second, with a mark where the simulation says they could be."""
+    """Bars of images per second, with a mark at the simulated ideal."""
     from matplotlib.figure import Figure
 
     options, layouts = result["options"], result["layouts"]
@@ -141,7 +145,7 @@ class NamedLayout(NamedTuple):
 
 
 def layouts(ranks: int, microbatches: int) -> list[NamedLayout]:
-    """Layer parallelism, pipelines of `microbatches`, and GEMS of one image a copy and of all."""
+    """Layer parallelism, pipelines, and GEMS with one or more images per replica."""
     plain = Placement(1, ((1, 1),) * ranks)
     dealt = Placement(1, ((1, 1),) * ranks * INTERLEAVE, INTERLEAVE)
     mirrored = Placement(1, ((1, 1),) * ranks, mirrored=True)

@@ -1,7 +1,7 @@
-"""The ranks of the pipeline benchmark: steps of one network in several layouts, in turn.
+"""Ranks of the pipeline benchmark: steps of one network in several layouts.
 
-Rank 0 prints one line of JSON: for each layout the seconds of each step, and what the simulator
-makes of the times that the same step's actions took.
+Rank 0 prints one line of JSON: by layout, seconds of each step, and the simulated time from the
+measured times of its actions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     ]
     steps = len(sides) * (1 + options.rounds)
     with tqdm(total=steps, desc="steps", unit="step", disable=world.rank != 0) as progress:
-        for side in sides:  # the first step takes memory and tries ways of talking
+        for side in sides:  # the first step allocates memory and chooses exchange strategies
             side.step(0)
             progress.update()
         draw = random.Random(0)  # the same order on all ranks
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 class PipelineVariant:
-    """One layout at work on all ranks."""
+    """The pipeline of one layout, on all ranks."""
 
     def __init__(
         self,
@@ -92,27 +92,27 @@ class PipelineVariant:
         self._optimizer.step()
 
     def measure(self, number: int) -> None:
-        """One step, beside what the simulator says of its actions if nobody waits in vain.
+        """Measure one step, and simulate it without waits from the times of its actions.
 
-        On an accelerator that is of a step more, in which the host waits for each action's end.
+        On an accelerator, actions are timed in another step that synchronises after each.
         """
         is_cpu = self._device.type == "cpu"
         if is_cpu:
             trace.start()
         seconds = self._timed(number)
         if not is_cpu:
-            # not the whole device: sums of gradients may wait for ranks that wait for this one
+            # the stream only: an all-reduce may wait for ranks that wait for this one
             trace.start(torch.accelerator.current_stream(self._device).synchronize)
             self._timed(number)
-        everybody = self._world.gather((seconds, trace.stop()))
-        if everybody is None:
+        of_ranks = self._world.gather((seconds, trace.stop()))
+        if of_ranks is None:
             return
         placement, train = self.layout.placement, self.layout.schedule.train
         ranks = [actions_of(rank, placement, train) for rank in range(self._world.size)]
         timeline = simulate(
-            ranks, measured_costs([spans for _, spans in everybody], placement.stages)
+            ranks, measured_costs([spans for _, spans in of_ranks], placement.stages)
         )
-        self.found["seconds"].append(max(seconds for seconds, _ in everybody))
+        self.found["seconds"].append(max(seconds for seconds, _ in of_ranks))
         self.found["ideal"].append(timeline.seconds)
         self.found["held"] = max(timeline.peak_held)
 

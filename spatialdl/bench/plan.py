@@ -1,7 +1,7 @@
-"""What `spatialdl.plan` predicts beside what `spatialdl.train` takes, memory and time.
+"""Memory and time predicted by `spatialdl.plan` against those of `spatialdl.train`.
 
-The machine is measured first. Both that and the runs count by their fastest repetition: programs
-beside them only slow them down, and a shared machine never is as fast as it could be for long.
+The machine is calibrated first. Calibration and runs both use the fastest repetition, as other
+processes on a shared machine only slow them down.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("plan", __doc__)
-    parser.add_argument("--steps", type=int, default=3, help="of each run (%(default)s)")
-    parser.add_argument("--keep", action="store_true", help="take what was measured before")
-    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), help="layouts (all)")
+    parser.add_argument("--steps", type=int, default=3, help="steps per run (%(default)s)")
+    parser.add_argument("--keep", action="store_true", help="use the existing calibration")
+    parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), help="layouts to run (all)")
     options = parser.parse_args(arguments)
     if options.steps < 2:
-        raise ValueError(f"--steps {options.steps}: the first one warms up, take at least 2")
+        raise ValueError(f"--steps {options.steps} must be at least 2: the first is a warm-up")
     return options
 
 
@@ -131,12 +131,12 @@ def _trained(overrides: Sequence[str], job: PlannedJob, steps: int) -> dict[str,
 
 
 def off(row: dict[str, Any], unit: str) -> float:
-    """By which share the prediction is above (below) what was measured."""
+    """Relative error of the prediction."""
     return float(row[f"predicted_{unit}"] / row[f"measured_{unit}"] - 1)
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a layout."""
+    """Table with a line per layout."""
     rows = result["rows"]
     lines = [
         result["command"],
@@ -164,7 +164,7 @@ TARGETS = {"mb": 0.1, "s": 0.2}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Measured against predicted, with bands as wide as they should be."""
+    """Plot predicted over measured values, with bands of the target accuracy."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, tables, pictures and files of what they found."""
+"""Shared code of the benchmarks: options, tables, pictures and result files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CPU = "CPU"
-"""A device, of which the machine says more."""
+"""Device name of CPUs; the machine's description has the model."""
 
 
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
-    """The parser of a benchmark's command line; it has ``--out``, where `publish` writes."""
+    """Parser of a benchmark's command line, with ``--out`` for `publish`."""
     parser = argparse.ArgumentParser(prog=f"python -m spatialdl.bench {name}", description=about)
-    parser.add_argument("--out", default="outputs/bench", help="folder (%(default)s)")
+    parser.add_argument("--out", default="outputs/bench", help="output folder (%(default)s)")
     return parser
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """The words that give these options on the command line, without ``--out``."""
+    """Command-line arguments of these options, without ``--out``."""
     words = []
     for key, value in vars(options).items():
         if key != "out" and value is not None and value is not False:
@@ -39,13 +39,13 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 
 def origin(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """By which command, where and when a benchmark ran."""
+    """Command, machine and date of a benchmark."""
     command = " ".join(["python -m spatialdl.bench", name, *words])
     return {"command": command, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 
 def median_ratio(upper: Sequence[float], lower: Sequence[float]) -> float:
-    """The median of ratios that are taken round by round."""
+    """Median of the ratios per round."""
     return statistics.median(a / b for a, b in zip(upper, lower, strict=True))
 
 
@@ -55,7 +55,7 @@ def publish(
     draw: Callable[[dict[str, Any], Path], None],
     path: Path,
 ) -> None:
-    """Print a result in Markdown; write it to `path`.md, .json and its picture to .png."""
+    """Print a result in Markdown, and write `path`.md, .json and .png."""
     text = table(result)
     print(text)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,29 +66,29 @@ def publish(
 
 
 def kept(path: Path, words: Sequence[str], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` finds, or has found before by the same words; kept in a file of JSON."""
-    before = load_json(path)
-    if before is None or before["words"] != list(words):
-        before = {"words": list(words), "found": work()}
+    """Result of `work`, cached in a JSON file under the same words."""
+    cached = load_json(path)
+    if cached is None or cached["words"] != list(words):
+        cached = {"words": list(words), "found": work()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_json(path, before)
-    found: dict[str, Any] = before["found"]
+        save_json(path, cached)
+    found: dict[str, Any] = cached["found"]
     return found
 
 
 def heading(result: dict[str, Any], *more: str) -> list[str]:
-    """What was run, on what and when, and an empty line."""
+    """Heading lines: command, machine and date."""
     found = [result[key] for key in ("machine", "device", "mpi") if key in result]
     where = ", ".join([*(text for text in found if text != CPU), *more, result["date"]])
     return [f"`{result['command']}`", "", where, ""]
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown, readable as they are: first column left, others right.
+    """Lines of an aligned table in Markdown: first column left, all others right.
 
     Args:
-        titles: of the columns.
-        rows: a cell for each column.
+        titles: titles of the columns.
+        rows: cells by row.
     """
     lines = [list(titles), *map(list, rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
@@ -103,20 +103,20 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def place(result: dict[str, Any]) -> str:
-    """The device, or the cores, of a result in few words, for pictures."""
+    """Short name of the device or the cores of a result, for pictures."""
     device: str = result["device"]
     return (result["machine"] if device == CPU else device).partition(",")[0]
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture, without lines above and right of its panels."""
+    """Write a picture, without top and right spines."""
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
 def machine() -> str:
-    """What the numbers were taken on."""
+    """Number of cores and CPU model."""
     return f"{os.cpu_count()} cores, {cpu_model()}"
 
 

@@ -1,7 +1,7 @@
-"""Simulated scaling to thousands of GPUs, beside what the papers of GEMS and Hy-Fi tell.
+"""Simulated scaling to thousands of GPUs, compared with the papers of GEMS and Hy-Fi.
 
-Nothing is run: costs are counted, and a cluster of the configuration's carries them out on paper.
-Of every number of GPUs the fastest of some layouts counts that fit the memory.
+Nothing is trained: the planner predicts costs on a cluster of conf/cluster. Each point is the
+fastest of some layouts that fit into memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ScalingCase(NamedTuple):
     """A network on images of a size.
 
     Attributes:
-        first: the smallest number of GPUs; to it efficiencies relate.
-        grids: parts of an image that are tried.
-        batch: images of strong scaling, on any number of GPUs.
-        each: GPUs for each image of weak scaling; fewer than one: images for each GPU.
+        first: smallest number of GPUs, the reference of efficiencies.
+        grids: numbers of parts of an image to try.
+        batch: images per step of strong scaling.
+        each: GPUs per image of weak scaling; may be below 1.
     """
 
     title: str
@@ -63,17 +63,17 @@ PUBLISHED = {
         "GEMS: 97.32 % on 1,024 V100\n(a ResNet of 1,000 layers)",
     ),
 }
-"""Jain et al., SC 2020, abstract. Hy-Fi's (ISC 2022) tells 2,048 GPUs, but no efficiency."""
+"""Jain et al., SC 2020, abstract. That of Hy-Fi (ISC 2022) has 2,048 GPUs, but no efficiency."""
 
 ONE, ROWS, SQUARE = (1, 1), (2, 1), (2, 2)
 SIDE, IMAGES = 2048, 4
 Tried = list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]
-LAYOUTS: dict[str, Tried] = {  # of four GPUs: parts of the images in each stage, micro-batches
+LAYOUTS: dict[str, Tried] = {  # on four GPUs: grids of the stages, numbers of micro-batches
     "layers": [((ONE,) * 4, (1,))],
     "pipeline": [((ONE,) * 4, (2, 4))],
     "space, and with a pipeline": [((SQUARE,), (1, 4)), ((ROWS,) * 2, (2, 4))],
 }
-HYBRID = "Hy-Fi tells of up to 2.67 times layers and 1.68 times a pipeline (abstract, ISC 2022)"
+HYBRID = "Hy-Fi reports up to 2.67 times layers and 1.68 times a pipeline (abstract, ISC 2022)"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -105,10 +105,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def options_of(name: str, doc: str | None, arguments: Sequence[str]) -> argparse.Namespace:
-    """Of a simulation on a cluster of the configuration's."""
+    """Parse the options of a simulation on a cluster of conf/cluster."""
     parser = parser_of(name, doc)
-    parser.add_argument("--cluster", default="infiniband", help="of conf/cluster (%(default)s)")
-    parser.add_argument("--most", type=int, default=MOST, help="GPUs (%(default)s)")
+    parser.add_argument(
+        "--cluster", default="infiniband", help="file of conf/cluster (%(default)s)"
+    )
+    parser.add_argument("--most", type=int, default=MOST, help="largest number (%(default)s)")
     options = parser.parse_args(arguments)
     if options.most < 1:
         raise ValueError(f"--most {options.most} must be at least 1 GPU")
@@ -127,7 +129,7 @@ def _job(model: str, size: int) -> PlannedJob:
 
 
 def _point(case: ScalingCase, cluster: Cluster, kind: str, ranks: int) -> dict[str, Any] | None:
-    """The fastest layout that fits; None if none does."""
+    """The fastest layout that fits into memory; None if none does."""
     batch = case.batch if kind == "strong" else max(1, round(ranks / case.each))
     job = _job(case.model, case.size)
     job.batch = batch
@@ -154,7 +156,7 @@ def _point(case: ScalingCase, cluster: Cluster, kind: str, ranks: int) -> dict[s
 
 
 def _fastest(cluster: Cluster, name: str) -> float:
-    """Seconds of a step of ResNet-50 on four GPUs, in the fastest of some layouts."""
+    """Seconds of a step of ResNet-50 on four GPUs in the fastest layout."""
     job = _job("resnet50", SIDE)
     job.batch = IMAGES
     placements = [(Placement(1, grids), pieces) for grids, most in LAYOUTS[name] for pieces in most]
@@ -174,7 +176,7 @@ def _layouts(
         rows, cols = nearly_cubic(parts)
         data = ranks // parts
         placement = Placement(data, ((rows, cols),))
-        for pieces in sorted({1, batch // data}):  # all images at once, or one after the other
+        for pieces in sorted({1, batch // data}):  # all images at once, or in sequence
             for recompute in again:
                 name = f"{data} x {rows}x{cols}, {pieces} micro-batches, recompute {recompute}"
                 yield name, placement, make_schedule("1f1b", placement, pieces), recompute
@@ -187,14 +189,14 @@ def _layouts(
 
 
 def efficiencies(points: Sequence[dict[str, Any] | None]) -> list[tuple[int, float]]:
-    """Images a second of a GPU, as a share of that of the smallest number that works."""
+    """Images per second per GPU, relative to the smallest number of GPUs that works."""
     there = [point for point in points if point is not None]
     each = [(p["ranks"], p["images_per_second"] / p["ranks"]) for p in there]
     return [(ranks, rate / each[0][1]) for ranks, rate in each]
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a number of GPUs."""
+    """Tables with a line per number of GPUs."""
     lines = [result["command"], f"{result['cluster']} on paper, {result['date']}"]
     for case in result["cases"]:
         for kind, points in case["curves"].items():
@@ -219,7 +221,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Efficiency over the number of GPUs, a panel a case."""
+    """Plot efficiency over the number of GPUs, one panel per case."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
@@ -245,5 +247,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("GPUs")
         panel.legend(frameon=False, fontsize=8, loc="lower left")
     panels[0].set_ylim(0, 1.08 * highest)
-    panels[0].set_ylabel("images a second of a GPU, % of the smallest number")
+    panels[0].set_ylabel("images/s per GPU, % of the smallest number")
     save(figure, path)

@@ -1,10 +1,9 @@
-"""A folder whose files are read at a limited rate, by all processes together.
+"""Emulated file server: a folder whose files are read at a rate shared by all processes.
 
-It stands for a file server: requests of all processes and threads are served one after the other,
-in pieces, so that those who read at a time share the rate. What is read by `os.preadv` counts,
-which is how shards are read with io="pread" and how the copier reads; this hook replaces it in
-every Python process that has `hook_folder` in its PYTHONPATH. It needs nothing but Python, because
-a copy of this file is what those processes run when they start (`sitecustomize`).
+Requests of all processes and threads are served in sequence and in pieces, so that concurrent
+readers share the rate. It throttles `os.preadv`, which shards with io="pread" and the copier use,
+in every Python process with the hook's folder in its PYTHONPATH. The file uses the standard library
+only, as those processes run a copy of it at start (`sitecustomize`).
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 _VARIABLE = "SPATIALDL_BENCH_SLOW_SOURCE"
-_STATE = struct.Struct("dQ")  # when the server is free again, and bytes served
-_PIECE = 2**20  # bytes: what network file systems ask for at a time
-_IDLE_S = 0.05  # of reading that is done before anybody asks
+_STATE = struct.Struct("dQ")  # time at which the server is free again, and bytes served
+_PIECE = 2**20  # bytes per request, as of network file systems
+_IDLE_S = 0.05  # seconds of read-ahead of an idle server
 
 
 class SlowSource:
-    """The rate that processes share.
+    """Rate limiter shared by processes.
 
     Args:
-        state: a file that they all see.
+        state: a file accessible to all processes.
         rate: bytes per second.
     """
 
@@ -37,21 +36,21 @@ class SlowSource:
         self._state, self._rate = state, rate
 
     def serve(self, count: int) -> None:
-        """Return when so many bytes have been served."""
+        """Block until `count` bytes have been served."""
         while count > 0:
             piece = min(count, _PIECE)
             self._wait(piece)
             count -= piece
 
     def served(self) -> int:
-        """Bytes so far, to everybody."""
+        """Bytes served so far, to all processes."""
         try:
             return int(_STATE.unpack(Path(self._state).read_bytes())[1])
         except FileNotFoundError:
             return 0
 
     def _wait(self, count: int) -> None:
-        # opened each time: processes that were forked would share one lock
+        # opened each time: forked processes would share a lock
         file = os.open(self._state, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -65,12 +64,12 @@ class SlowSource:
 
 
 def environment(folder: Path, rate: float, work: Path) -> tuple[SlowSource, Mapping[str, str]]:
-    """What processes need in their environment that are to read `folder` at `rate`.
+    """Environment variables of processes that read `folder` at `rate`.
 
     Args:
-        folder: whose files are slow.
+        folder: the throttled folder.
         rate: bytes per second.
-        work: an empty folder for what this needs.
+        work: an empty folder for hook and state.
     """
     hook, state = work / "hook", work / "state"
     hook.mkdir()

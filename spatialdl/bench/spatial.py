@@ -1,8 +1,8 @@
-"""Spatial parallelism against one process, alternately in one go.
+"""Spatial parallelism against a single process.
 
-On CPUs they have the same cores, and one process is there twice: as PyTorch comes, and with the
-memory settings of `spatialdl.comm.allocator`, which the ranks have. With ``--device`` one process
-has one accelerator, and each rank its own where there are enough.
+On CPUs both use the same cores, and the single process runs twice: with PyTorch's memory settings,
+and with those of `spatialdl.comm.allocator`, as the ranks have. With ``--device`` the single
+process uses one accelerator, and each rank its own if there are enough.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _sides(options: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """What is compared: its command, and the environment of that."""
+    """Command and environment of each variant."""
     ranks, on_cpu = options.ranks, device_of(options.device).type == "cpu"
     sides = {PLAIN: _one_process(options, plain=True)}
     if on_cpu:
@@ -72,23 +72,21 @@ def _sides(options: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("spatial", __doc__)
     models = (
-        f"of spatialdl.models, or {CONVOLUTIONS}, or package.module.function or file.py:function, "
-        "which takes num_classes (%(default)s)"
+        f"function of spatialdl.models, {CONVOLUTIONS}, or package.module.function or "
+        "file.py:function with an argument num_classes (%(default)s)"
     )
     parser.add_argument("--model", default="resnet18", help=models)
     parser.add_argument("--size", type=int, default=1024, help="side of the image (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="images a step (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="images per step (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="tiles of the image (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="threads in all (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="total threads (%(default)s)")
     parser.add_argument(
-        "--plain-ranks", action="store_true", help="also ranks with PyTorch's memory settings"
+        "--plain-ranks", action="store_true", help="also run ranks with PyTorch's memory settings"
     )
-    parser.add_argument(
-        "--ddp", action="store_true", help="also ranks that share the batch, by PyTorch's DDP"
-    )
+    parser.add_argument("--ddp", action="store_true", help="also run PyTorch's DDP on the ranks")
     add_device(parser)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps a run (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each side (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="runs per variant (%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.size, options.batch, options.ranks, options.steps, options.rounds) < 1:
         raise ValueError("size, batch, ranks, steps and rounds must be at least 1")
@@ -98,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if options.threads % options.ranks and options.ranks <= options.threads:
         raise ValueError(
-            f"{options.threads} threads cannot be shared by {options.ranks} ranks: take a multiple"
+            f"{options.threads} threads cannot be shared by {options.ranks} ranks: use a multiple"
         )
     return options
 
@@ -124,7 +122,7 @@ def _ranks(
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of all sides, and the ratios of the ranks to the others, run by run."""
+    """Medians of all variants, and of ratios of the ranks to each other variant per run."""
     values = {
         side: {
             "seconds": [statistics.median(run["seconds"]) for run in found],
@@ -152,7 +150,7 @@ def _ratios(many: dict[str, list[float]], one: dict[str, list[float]]) -> dict[s
 
 
 def table(result: dict[str, Any]) -> str:
-    """The medians side by side, as text."""
+    """Table of the medians by variant."""
     sides, ratios = list(result["median"]), result["ratio"]
     rows = []
     for measure, title in MEASURES.items():
@@ -170,12 +168,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _words(value: float) -> str:
-    """Two digits behind the point, or three digits of what is small."""
+    """Two decimals, or three significant digits below 1."""
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of the medians with every run as a point."""
+    """Bars of the medians, with every run as a point."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3 * len(result["median"]), 3.6), dpi=150, layout="constrained")
@@ -197,6 +195,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
             found = result["sides"][side][measure]
             panel.plot([position] * len(found), found, "o", color="black", markersize=3)
         ratios = ", ".join(f"{ratio[measure]:.2f}" for ratio in result["ratio"].values())
-        panel.set_title(f"{title}\n{sides[-1]}: {ratios} of the others", fontsize=9)
+        panel.set_title(f"{title}\nratios of {sides[-1]}: {ratios}", fontsize=9)
         panel.tick_params(axis="x", labelsize=8)
     save(figure, path)

@@ -1,10 +1,10 @@
-"""Training steps on images larger than memory in one process: streamed, beside the whole image.
+"""Streamed training steps on images larger than memory, against whole images.
 
-A step of a ResNet-18 has a process of its own, in which the kernel refuses memory beyond the limit,
-or, with ``--device``, PyTorch memory of the device; there the second of two steps is measured.
-The ideal is the same step on the whole image without a limit, alternately in the same run; where
-that is more than the machine has, it is extrapolated by pixels. The largest image that trains
-within the limit without streaming is found by bisection.
+Each step of a ResNet-18 runs in a subprocess with a memory limit set in the kernel or, with
+``--device``, in PyTorch's allocator; there the second of two steps is measured. The ideal is the
+same step on the whole image without a limit, alternately in the same run, or extrapolated by pixels
+if it exceeds the memory of the machine. The largest image that trains within the limit without
+streaming is found by bisection.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from spatialdl.comm.device_path import device_of
 from spatialdl.planning.worker import environment, run_worker
 
 SHARE = 0.8
-"""Of the machine's free memory, up to which the ideal is measured."""
+"""Share of the machine's free memory up to which the ideal is measured."""
 BYTES_PER_PIXEL = 500
-"""What a step of a ResNet-18 on a whole image takes, a little more than measured."""
+"""Memory of a step of a ResNet-18 on a whole image, slightly more than measured."""
 ALIKE = {"float32": 1e-4, "bfloat16": 1e-2}
-"""How far losses may be apart."""
+"""Relative tolerance of losses."""
 Row = dict[str, Any]
 
 
@@ -63,23 +63,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("stream", __doc__)
     shown = "(%(default)s)"
     sizes = [2048, 4096, 8192, 16384]
-    parser.add_argument("--sizes", type=int, nargs="+", default=sizes, help=f"of images {shown}")
-    parser.add_argument("--limit-gb", type=float, default=2.0, help=f"of the process {shown}")
-    parser.add_argument("--live-gb", type=float, default=0.6, help=f"of streamed tensors {shown}")
-    parser.add_argument("--tile", type=int, default=2048, help=f"side at most {shown}")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=sizes, help=f"sides of the images {shown}"
+    )
+    parser.add_argument("--limit-gb", type=float, default=2.0, help=f"limit of a process {shown}")
+    parser.add_argument("--live-gb", type=float, default=0.6, help=f"limit of tensors {shown}")
+    parser.add_argument("--tile", type=int, default=2048, help=f"largest side of a tile {shown}")
     parser.add_argument(
         "--small-from",
         type=int,
         default=16384,
-        help=f"from this size on in bfloat16, the stem run again in backward {shown}",
+        help=f"smallest size in bfloat16 with a recomputed stem {shown}",
     )
-    text = "where tensors wait: host, disk or a folder (host; of a CPU disk)"
+    text = "where to offload tensors: host, disk or a folder (host; on CPUs disk)"
     parser.add_argument("--store", help=text)
     add_device(parser)
-    parser.add_argument("--threads", type=int, default=1, help=shown)
-    parser.add_argument("--rounds", type=int, default=1, help=f"steps of each case {shown}")
+    parser.add_argument("--threads", type=int, default=1, help=f"threads {shown}")
+    parser.add_argument("--rounds", type=int, default=1, help=f"steps per case {shown}")
     parser.add_argument(
-        "--folder", default="outputs/bench/stream", help=f"where finished steps are kept {shown}"
+        "--folder", default="outputs/bench/stream", help=f"folder of finished steps {shown}"
     )
     options = parser.parse_args(arguments)
     numbers = (options.tile, options.threads, options.rounds, *options.sizes)
@@ -105,7 +107,7 @@ def grid_of(options: argparse.Namespace, size: int) -> int:
 
 
 def _measure(options: argparse.Namespace) -> list[Row]:
-    """A row for each size and precision; the smaller precision also where the ideal fits."""
+    """Rows by size and precision; bfloat16 also at the largest size whose ideal fits."""
     sides = [(size, precision_of(options, size)) for size in options.sizes]
     if any(precision == "bfloat16" for _, precision in sides):
         measured = [size for size in options.sizes if _fits_whole(options, size)]
@@ -125,7 +127,7 @@ def _measure(options: argparse.Namespace) -> list[Row]:
 
 
 def _pair(options: argparse.Namespace, row: Row, number: int) -> dict[str, Any]:
-    """The streamed step and the ideal, one after the other."""
+    """Run the streamed step and the ideal, in sequence."""
     size, precision = row["size"], row["precision"]
     pair = {"streamed": _streamed(options, size, precision, number)}
     pair["limited"] = _step(options, size, precision, _within(options), 0)
@@ -136,10 +138,10 @@ def _pair(options: argparse.Namespace, row: Row, number: int) -> dict[str, Any]:
 
 
 def check_alike(size: int, precision: str, streamed: float, ideal: float) -> None:
-    """Refuse steps that do not compute the same."""
+    """Check that the losses of a streamed and a whole step agree."""
     if not abs(streamed - ideal) <= ALIKE[precision] * abs(ideal):
         raise RuntimeError(
-            f"streamed, the loss of {size}x{size} in {precision} is {streamed}, but {ideal} whole"
+            f"the loss of {size}x{size} in {precision} is {streamed} streamed, but {ideal} whole"
         )
 
 
@@ -171,7 +173,7 @@ def _step(
 
 
 def _fits_whole(options: argparse.Namespace, size: int) -> bool:
-    """Whether the machine, or its device, has memory for a step on the whole image."""
+    """Whether a step on the whole image fits into memory of the machine or its device."""
     device = device_of(options.device)
     if device.type == "cpu":
         free = available_memory()
@@ -181,7 +183,7 @@ def _fits_whole(options: argparse.Namespace, size: int) -> bool:
 
 
 def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of each precision, the largest image within the limit without streaming and with it."""
+    """The largest image within the limit, whole and streamed, by precision."""
     found = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         whole, runs = _largest_whole(options, precision)
@@ -201,7 +203,7 @@ def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str,
 def _largest_whole(
     options: argparse.Namespace, precision: str
 ) -> tuple[int, dict[int, float | None]]:
-    """Side of the largest image without streaming, and memory of all that were tried."""
+    """Side of the largest image without streaming, and memory of all sizes tried."""
     runs: dict[int, float | None] = {}
 
     def measure(size: int) -> float | None:
@@ -212,11 +214,11 @@ def _largest_whole(
     return search(measure, options.limit_gb, max(*options.sizes, STEP)), runs
 
 
-# --- what they say
+# --- report
 
 
 def complete(rows: Sequence[Row]) -> None:
-    """Add medians to the rows, and the ideal of each: measured, or extrapolated by pixels."""
+    """Add medians and the ideal to the rows: measured, or extrapolated by pixels."""
     for row in rows:
         runs = [run["streamed"] for run in row["runs"]]
         row["fits"] = all(run["fits"] for run in runs)
@@ -257,21 +259,21 @@ TITLES = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line for each size, and which images are the largest."""
+    """Tables with a line per size, and of the largest images."""
     options, largest = result["options"], result["largest"]
     rows = [_cells(row) for row in result["rows"]]
     limit = f"{options['limit_gb']:g} GB"
     base = result["rows"][0]["runs"][0]["streamed"]
     within = (
-        f"a process may have {limit} of private memory, of which the imports take "
-        f"{base['base_data_gb']:.2f} GB; resident memory has shared libraries beside, in all "
+        f"limit of {limit} of private memory per process, of which imports take "
+        f"{base['base_data_gb']:.2f} GB; resident memory includes shared libraries, "
         f"{base['base_gb']:.2f} GB at the start"
     )
     if result["device"] != CPU:
-        within = f"a process may have {limit} of the device, which is what *resident* counts"
+        within = f"limit of {limit} of device memory per process, which *resident* counts"
     about = (
         f"ResNet-18, one training step, {options['threads']} thread(s); {within}; ~ extrapolated "
-        "by pixels; *bf16*: by autocast, and the stem runs again in backward"
+        "by pixels; *bf16*: autocast, with a recomputed stem"
     )
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The picture of the benchmark `stream`: memory and CPU time over the size of the image."""
+"""Picture of the `stream` benchmark: memory and CPU time over the image size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STREAMED, WHOLE = "#1f5fa8", "#d0862a"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Memory of the process beside the limit; CPU seconds beside the ideal."""
+    """Draw memory of the process with the limit, and CPU seconds with the ideal."""
     from matplotlib.figure import Figure
 
     options = result["options"]
@@ -34,7 +34,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _bars(panel: Any, rows: list[dict[str, Any]], key: str) -> None:
-    """Streamed, and the whole image; hatched where that is extrapolated."""
+    """Bars of the streamed and the whole image; hatched if extrapolated."""
     places = range(len(rows))
     bars = panel.bar(
         [at - 0.2 for at in places],

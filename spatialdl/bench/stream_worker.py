@@ -1,9 +1,8 @@
-"""One training step of a ResNet-18 on a large image, streamed or whole, within a limit of memory.
+"""Training step of a ResNet-18 on a large image, streamed or whole, within a memory limit.
 
-The limit is the kernel's: RLIMIT_DATA, on private memory that can be written to, with what the
-imports and stacks of threads take. On a device it is that of PyTorch's allocator, and the second
-of two steps counts, which loads no kernels. Prints one line of JSON; a step that does not fit says
-why.
+The limit is RLIMIT_DATA of the kernel: on private writable memory, including imports and thread
+stacks. On a device it is that of PyTorch's allocator, and the second of two steps counts, which
+loads no kernels. Prints one line of JSON; with a reason if a step does not fit.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from spatialdl.training.peak_memory import peak_memory_mb
 
 CLASSES = 10
 STACK = 2 * 2**20
-"""Bytes of a thread: the limit counts them whole, the usual 8 MB for each tile would fill it."""
+"""Stack size of a thread: the limit counts stacks in full, and the default is 8 MB per tile."""
 _LACKS_MEMORY = ("memory", "alloc", "create a primitive", "start new thread")
 
 
 class Picture:
-    """A square image (1, 3, size, size) of float32 in [0, 1); parts of it are drawn when read."""
+    """Square image (1, 3, size, size) of float32 in [0, 1), computed on access."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.shape, self._device = (1, 3, size, size), device
@@ -49,7 +48,7 @@ class Picture:
 
 
 class _Stem(Recomputed, nn.Sequential):
-    """The layers up to the first pooling, whose forward runs again in backward."""
+    """The layers up to the first pooling, recomputed in backward."""
 
 
 def main() -> None:
@@ -67,15 +66,15 @@ def main() -> None:
             raise
         found = {"fits": False, "why": (str(error) or type(error).__name__).splitlines()[0]}
     print(json.dumps({**base, **found}), flush=True)
-    os._exit(0)  # threads that lack memory cannot be waited for
+    os._exit(0)  # threads without memory cannot be joined
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--grid", type=int, help="streamed, in so many tiles a side")
+    parser.add_argument("--grid", type=int, help="streamed, with this number of tiles per side")
     parser.add_argument("--live-gb", type=float, help="limit of streamed tensors")
-    parser.add_argument("--limit-gb", type=float, help="of the process")
+    parser.add_argument("--limit-gb", type=float, help="limit of the process")
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--recompute-stem", action="store_true")
     parser.add_argument("--store")
@@ -84,28 +83,28 @@ def _parse() -> argparse.Namespace:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory ended a step: of PyTorch's allocator, oneDNN, Python or a thread's stack."""
+    """Whether an error is out of memory: PyTorch's allocator, oneDNN, Python or a thread stack."""
     words = str(error).lower()
     return isinstance(error, MemoryError) or any(word in words for word in _LACKS_MEMORY)
 
 
 def limit(device: torch.device, most: int) -> None:
-    """Have more than so many bytes refused: of this process, or of what PyTorch takes on a device.
+    """Limit memory to `most` bytes, of this process or of PyTorch's allocator on a device.
 
     Raises:
-        ValueError: the device has no such limit.
+        ValueError: the device does not support a limit.
     """
     if device.type == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         return
     module = torch.get_device_module(device)
     if not hasattr(module, "set_per_process_memory_fraction"):
-        raise ValueError(f"memory of {device.type} cannot be limited: leave --limit-gb out")
+        raise ValueError(f"memory of {device.type} cannot be limited: remove --limit-gb")
     module.set_per_process_memory_fraction(min(1.0, most / module.mem_get_info()[1]))
 
 
 def _step(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Forward, loss and backward of the first step."""
+    """Run forward, loss and backward of one step."""
     threading.stack_size(STACK)
     torch.manual_seed(0)
     model: nn.Module = models.resnet18(num_classes=CLASSES)
@@ -165,7 +164,7 @@ def _forward(model: nn.Module, image: Picture, options: argparse.Namespace) -> T
 
 
 def _data() -> float:
-    """What the limit counts, now, in GB."""
+    """Memory that RLIMIT_DATA counts, in GB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith("VmData:"))
     return int(line.split()[1]) * 1024 / 1e9

@@ -1,7 +1,7 @@
-"""All benchmarks of training on the accelerators of this machine, and one file of their tables.
+"""All training benchmarks on the accelerators of this machine, with one file of tables.
 
-Spatial parallelism beside one device and beside DDP, halo exchanges beside those by hand,
-pipelines, memory, the training command, and all-reduces. One that fails does not stop the others.
+Spatial parallelism against one device and DDP, halo exchanges against hand-written ones, pipelines,
+memory, the training command, and all-reduces. The suite continues after a failure.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("suite", __doc__)
     add_device(parser)
     parser.set_defaults(device="auto")
-    parser.add_argument("--ranks", type=int, help="(devices of this machine, at least 2)")
-    parser.add_argument("--limit", type=float, default=8000, help="MB a rank (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
+    parser.add_argument("--ranks", type=int, help="ranks (devices of this machine, at least 2)")
+    parser.add_argument("--limit", type=float, default=8000, help="MB per rank (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="smoke test with tiny sizes")
     options = parser.parse_args(arguments)
     if options.device == "auto" and device_of("auto").type == "cpu":
-        raise ValueError("PyTorch sees no accelerator here: take --device cpu to measure the CPU")
+        raise ValueError("PyTorch has no accelerator here: use --device cpu to measure the CPU")
     if options.ranks is not None and options.ranks < 1:
         raise ValueError("--ranks must be at least 1")
     options.ranks = options.ranks or max(2, _devices(options.device))
@@ -64,7 +64,7 @@ def _devices(name: str) -> int:
 
 
 def runs(options: argparse.Namespace) -> dict[str, tuple[Bench, list[str]]]:
-    """The benchmarks and their words; some need several ranks."""
+    """The benchmarks and their arguments; some need several ranks."""
     ranks = options.ranks
     device, many = ["--device", options.device], ["--ranks", str(ranks)]
     grid = nearly_cubic(ranks)
@@ -79,26 +79,26 @@ def runs(options: argparse.Namespace) -> dict[str, tuple[Bench, list[str]]]:
         found["pipeline"] = (pipeline.main, [*device, *many, *_pipeline(options)])
     why_not = _lacks_backend(options)
     if why_not:
-        print(f"backend is left out: {why_not}", flush=True)
+        print(f"backend skipped: {why_not}", flush=True)
     else:
         found["backend"] = (backend.main, [*device, *many, *_backend(options)])
     return found
 
 
 def _lacks_backend(options: argparse.Namespace) -> str:
-    """Why our backend of torch.distributed has nothing to be compared with; else empty."""
+    """Why no other backend of torch.distributed can be compared; otherwise empty."""
     device = device_of(options.device)
     if options.ranks == 1:
-        return "one rank has no other to talk to"
+        return "it needs several ranks"
     if device.type != "cpu" and backend_for(device) is None:
-        return f"PyTorch has no collectives for {device.type} here"
+        return f"PyTorch has no backend for {device.type} here"
     if device.type != "cpu" and options.ranks > _devices(options.device):
-        return "several ranks share a device, to which NCCL would give only one"
+        return "several ranks share a device, which NCCL does not support"
     return ""
 
 
 def _spatial(options: argparse.Namespace) -> list[str]:
-    """Every rank has an image if they share the batch, so that DDP can be compared."""
+    """A batch of one image per rank, so that DDP can be compared."""
     words = f"--batch {options.ranks} --ddp"
     if options.quick:
         return f"{words} --model resnet18 --size 64 --steps 2 --rounds 1".split()
@@ -112,7 +112,7 @@ def _memory(options: argparse.Namespace) -> list[str]:
 
 
 def _synthetic(options: argparse.Namespace, grid: Sequence[int]) -> list[str]:
-    """One device, and tiles of the same images on all of them."""
+    """One device, and tiles of the same images on all devices."""
     rows, cols = grid
     shared = -(-options.ranks // _devices(options.device))
     grids = "[1,1]" if options.ranks == 1 else f"[1,1],[{rows},{cols}]"

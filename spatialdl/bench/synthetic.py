@@ -1,9 +1,8 @@
-"""Images a second of training, for any keys of `spatialdl.train`, without loading data.
+"""Images per second of training, for any keys of `spatialdl.train`, without loading data.
 
-One batch is made, and trained on again and again. Steps are timed in rounds, and told as other
-synthetic benchmarks do: the mean of the rounds, and 1.96 standard deviations. Keys with several
-values, as in parallel=none,sp, are compared: each configuration takes its turns, in ranks of its
-own.
+Training repeats one batch. Steps are timed in rounds, and reported as in other synthetic
+benchmarks: mean of the rounds, and 1.96 standard deviations. Keys with several values, such as
+parallel=none,sp, are compared: configurations alternate, each on newly launched ranks.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from spatialdl.training.checks import check_config
 
 WORKER = "spatialdl.bench.synthetic_worker"
 SPREAD = 1.96
-"""Standard deviations around a mean, between which lie 95 % of a normal distribution."""
+"""Standard deviations of the 95 % interval of a normal distribution."""
 
 
 class SyntheticVariant(NamedTuple):
-    """One of the configurations that are compared.
+    """A configuration to compare.
 
     Attributes:
-        name: the keys in which it differs from the others.
-        config: what `spatialdl.train` would train.
-        placement: the ranks that it needs.
+        name: keys that differ between configurations.
+        config: configuration of `spatialdl.train`.
+        placement: its placement on ranks.
     """
 
     name: str
@@ -62,12 +61,12 @@ class SyntheticVariant(NamedTuple):
 def main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     if launched() is not None:
-        raise ValueError("the benchmark starts its ranks itself: leave the launcher out")
+        raise ValueError("the benchmark launches its ranks itself: run it without a launcher")
     out = Path(options.out)
     sides = sides_of(options.keys)
     turns = options.turns or min(2, len(sides))
     runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
-    out.mkdir(parents=True, exist_ok=True)  # a folder that all nodes see
+    out.mkdir(parents=True, exist_ok=True)  # a folder shared by all nodes
     with tempfile.TemporaryDirectory(prefix=".synthetic-", dir=out) as folder:
         for turn in range(turns):
             for side in sides if turn % 2 == 0 else reversed(sides):
@@ -81,10 +80,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("synthetic", __doc__)
     add = parser.add_argument
     add("keys", nargs="*", metavar="key=value", help="of spatialdl.train, such as model=resnet50")
-    add("--warmup", type=int, default=3, help="steps that do not count (%(default)s)")
-    add("--rounds", type=int, default=5, help="timed ones, of --steps steps (%(default)s)")
-    add("--steps", type=int, default=3, help="of a round (%(default)s)")
-    add("--turns", type=int, help="of each configuration (2 where there are several, else 1)")
+    add("--warmup", type=int, default=3, help="warm-up steps (%(default)s)")
+    add("--rounds", type=int, default=5, help="timed rounds of --steps steps (%(default)s)")
+    add("--steps", type=int, default=3, help="steps per round (%(default)s)")
+    add("--turns", type=int, help="runs per configuration (1, or 2 to compare several)")
     options = parser.parse_intermixed_args(arguments)
     for name, least in (("warmup", 1), ("rounds", 2), ("steps", 1), ("turns", 1)):
         given = getattr(options, name)
@@ -102,13 +101,13 @@ def _without_out(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def sides_of(keys: Sequence[str]) -> list[SyntheticVariant]:
-    """The configurations that keys of ``spatialdl.train`` name.
+    """Compose the configurations of keys of ``spatialdl.train``.
 
     Args:
-        keys: one with several values, separated by commas, makes a configuration of each.
+        keys: overrides; comma-separated values give one configuration each.
 
     Raises:
-        ValueError: there is no such key, or a configuration does not fit together.
+        ValueError: unknown key, or invalid configuration.
     """
     keys = [rewritten(key) for key in keys]
     check_overrides(keys, multirun=True)
@@ -122,12 +121,12 @@ def sides_of(keys: Sequence[str]) -> list[SyntheticVariant]:
 
 
 def _values(one: Override) -> Iterator[str]:
-    """A key with each of its values, every one once."""
+    """The override with each of its distinct values."""
     if not one.is_sweep_override():
         yield str(one.input_line)
         return
     if one.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        raise ValueError(f"{one.input_line}: name the choices, separated by commas")
+        raise ValueError(f"{one.input_line}: list the choices, separated by commas")
     key = str(one.input_line).partition("=")[0]
     yield from dict.fromkeys(f"{key}={value}" for value in one.sweep_string_iterator())
 
@@ -136,9 +135,11 @@ def _side(name: str, keys: list[str]) -> SyntheticVariant:
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", keys)
     if config.debug.name != "none":
-        raise ValueError(f"debug={config.debug.name} is not timed: leave it out")
+        raise ValueError(f"debug={config.debug.name} is not supported by the benchmark: remove it")
     if config.launcher.name != "local":
-        raise ValueError(f"launcher={config.launcher.name} is not timed: leave it out")
+        raise ValueError(
+            f"launcher={config.launcher.name} is not supported by the benchmark: remove it"
+        )
     if config.parallel.name == "auto":
         config, _ = choose_alone(config, keys)
     placement = check_config(config)
@@ -147,10 +148,10 @@ def _side(name: str, keys: list[str]) -> SyntheticVariant:
 
 
 def _run(side: SyntheticVariant, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What the ranks of a configuration found.
+    """Run the ranks of a configuration, and return their measurements.
 
     Raises:
-        RuntimeError: they failed, and have said why.
+        RuntimeError: a rank failed; its output has the reason.
     """
     given, found = folder / "config.yaml", folder / "found.json"
     OmegaConf.save(side.config, given)
@@ -170,7 +171,7 @@ def _run(side: SyntheticVariant, options: argparse.Namespace, folder: Path) -> d
 
 
 def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Mean and spread of the rounds of all turns; beside the first configuration, turn by turn."""
+    """Mean and spread of the rounds of all turns, and ratios to the first configuration."""
     totals = {
         name: [
             run["images"] * options.steps / seconds for run in found for seconds in run["rounds"]
@@ -201,7 +202,7 @@ def summarise(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
 
 
 def table(result: dict[str, Any]) -> str:
-    """Images a second of a rank and of all, as text."""
+    """Table of images per second per rank and in total."""
     sides = result["sides"]
     rows = [
         [
@@ -228,7 +229,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A bar for each configuration, its spread, and every round as a point."""
+    """Bars by configuration with their spread, and every round as a point."""
     from matplotlib.figure import Figure
 
     sides = result["sides"]
@@ -246,5 +247,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panel.set_yticks(range(len(sides)), names, fontsize=8)
     panel.invert_yaxis()
     panel.set_xlim(0, 1.5 * max(ends))
-    panel.set_xlabel(f"images a second of all ranks; bars: {SPREAD} standard deviations")
+    panel.set_xlabel(f"total images per second; bars: {SPREAD} standard deviations")
     save(figure, path)

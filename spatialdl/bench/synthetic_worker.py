@@ -1,6 +1,6 @@
-"""The ranks of the synthetic benchmark: training steps of a configuration on one batch.
+"""Ranks of the synthetic benchmark: training steps of a configuration on one batch.
 
-Rank 0 prints a line a round, and writes a file of JSON: seconds of each round, images of a step,
+Rank 0 prints a line per round, and writes a JSON file: seconds of each round, images per step,
 ranks, and the peak memory of the largest rank.
 """
 
@@ -92,7 +92,7 @@ def measure(config: DictConfig, options: argparse.Namespace, world: Communicator
 
 
 def _settled(config: DictConfig, steps: int) -> DictConfig:
-    """As many steps as are timed, for rules of the learning rate; a batch is all the data."""
+    """Set the number of steps, for schedulers, and data sets to one batch."""
     config.trainer.max_steps, config.trainer.max_epochs = steps, None
     if config.data.name != "shards":
         config.data.samples = int(config.data.batch_size) * int(config.trainer.accumulate)

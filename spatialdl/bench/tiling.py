@@ -1,9 +1,9 @@
-"""Tiles per CPU second of one slide: openslide alone, its own tiles alone, the command end to end.
+"""Tiles per CPU second of one slide: openslide, native tiles, and the command end to end.
 
-All are taken in turns, in processes of their own. The command finds the tissue of the slide, reads
-all its tiles and writes a data set with checksums, pictures and a report; it reads natively,
-through openslide alone, and passes the JPEG tiles of the slide through. Then a batch of several
-slides by one process and by more, in seconds of the clock.
+All alternate, in separate processes. The command finds the tissue of the slide, reads all its tiles
+and writes a data set with checksums, pictures and a report; it reads natively, through openslide
+only, or passes the JPEG tiles of the slide through. A batch of several slides is timed with one and
+more processes, in wall time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ HS2P = 270.0
 TARGETS = {OURS: 3 * HS2P, PASSED: 5 * HS2P}
 OF_OPENSLIDE = 0.85
 WIDE = 32  # columns of names in the table
-BATCH = 4  # slides of a batch that is timed
+BATCH = 4  # slides of a timed batch
 OF_ONE = 1.8
-"""Times as fast as one process two of them are to be."""
-DECODER = "simplejpeg" if DETECTS_DAMAGE else "imagecodecs, openslide asked about each"
+"""Target: speed-up of two processes over one."""
+DECODER = "simplejpeg" if DETECTS_DAMAGE else "imagecodecs, each checked by openslide"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,12 +59,12 @@ def main(arguments: Sequence[str]) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("tiling", __doc__)
     add = parser.add_argument
-    add("--side", type=int, default=20_000, help="of the slide in pixels (%(default)s)")
-    add("--tiles", type=int, nargs="+", default=[256, 1024], help="sides (%(default)s)")
-    add("--rounds", type=int, default=3, help="of each (%(default)s)")
-    add("--most", type=int, default=2000, help="tiles read alone in a round (%(default)s)")
-    add("--jobs", type=int, nargs="+", default=[2], help="processes beside one (%(default)s)")
-    add("--slide", help="where to keep the slide for another time (nowhere)")
+    add("--side", type=int, default=20_000, help="side of the slide (%(default)s)")
+    add("--tiles", type=int, nargs="+", default=[256, 1024], help="sides of tiles (%(default)s)")
+    add("--rounds", type=int, default=3, help="rounds (%(default)s)")
+    add("--most", type=int, default=2000, help="tiles per round without writing (%(default)s)")
+    add("--jobs", type=int, nargs="+", default=[2], help="processes, besides one (%(default)s)")
+    add("--slide", help="file to keep the slide in for later runs (not kept)")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.most, *options.tiles, *options.jobs) < 1:
         raise ValueError("rounds, most, jobs and tiles must be at least 1")
@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def draw_slide(path: Path, side: int) -> None:
-    """Write a synthetic slide, with a bar."""
+    """Write a synthetic slide, with a progress bar."""
     from spatialdl.slides.synthetic import drawing
 
     with tqdm(total=side, desc="drawing the slide", unit="row") as bar:
@@ -102,14 +102,14 @@ def _turns(options: argparse.Namespace) -> list[TilingRun]:
 
 
 def _jobs(options: argparse.Namespace) -> list[int]:
-    """Processes of a batch: one, and those that are asked for, each once."""
+    """Distinct numbers of processes of a batch, including one."""
     return list(dict.fromkeys([1, *options.jobs]))
 
 
 def _run(
     turn: TilingRun, options: argparse.Namespace, slide: Path, folder: Path
 ) -> dict[str, float]:
-    """Seconds of CPU and of the clock, and tiles."""
+    """CPU seconds, wall seconds, and tiles of a run."""
     command = [
         *(sys.executable, "-m", "spatialdl.bench.tiling_worker", turn.way, str(slide)),
         *("--tile-size", str(turn.side), "--most", str(options.most), "--jobs", str(turn.jobs)),
@@ -121,7 +121,7 @@ def _run(
 def summarise(
     options: argparse.Namespace, found: Sequence[tuple[TilingRun, dict[str, float]]]
 ) -> dict[str, Any]:
-    """Medians over the rounds; ratios are taken round by round."""
+    """Medians over the rounds, and of ratios per round."""
     rows = []
     for side in options.tiles:
         cpu = {
@@ -153,7 +153,7 @@ def summarise(
 
 
 def table(result: dict[str, Any]) -> str:
-    """Tiles per CPU second, and how many times those of openslide alone."""
+    """Table of tiles per CPU second, and ratios to openslide alone."""
     side = result["options"]["side"]
     lines = [
         result["command"],
@@ -170,14 +170,14 @@ def table(result: dict[str, Any]) -> str:
         )
         lines.append(f"{way:{WIDE}}" + "".join(cells))
     clocked = result["options"]["tiles"][0]
-    lines += ["", f"{BATCH} such slides, tiles of {clocked} per second of the clock, end to end"]
+    lines += ["", f"{BATCH} such slides, tiles of {clocked} per second of wall time, end to end"]
     for jobs, found in result["clock"].items():
         name = f"{jobs} process{'es' if int(jobs) > 1 else ''}"
         lines.append(f"{name:{WIDE}}{found['rate']:10.0f}{found['to_one']:8.2f}")
     lines += [
         "",
         f"ratio: to {OPENSLIDE} (below: to one process), median of the rounds",
-        f"wanted, tiles of 256: {TARGETS[OURS]:.0f} end to end and {TARGETS[PASSED]:.0f} passed "
+        f"targets, tiles of 256: {TARGETS[OURS]:.0f} end to end and {TARGETS[PASSED]:.0f} passed "
         f"through (3 and 5 times hs2p), {OF_OPENSLIDE} through openslide, {OF_ONE} by 2 processes",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One way to read the tiles of a slide, in a process of its own; prints CPU seconds and tiles."""
+"""Subprocess that reads the tiles of a slide in one way; prints CPU seconds and tiles."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _since(cpu: float = 0.0, clock: float = 0.0) -> tuple[float, float]:
-    """Seconds of CPU and of the clock since then."""
+    """CPU and wall seconds since a start."""
     return time.process_time() - cpu, time.perf_counter() - clock
 
 
 def _read(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
-    """Tiles alone, from all over the slide."""
+    """Read tiles spread over the slide, without writing."""
     side, path = options.tile_size, str(options.slide)
     size = (side, side)
     read: Callable[[int, int], object]
@@ -62,7 +62,7 @@ def _read(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
             return slide.read_scaled(x, y, size, 1.0)
 
     rows, cols = height // side, width // side
-    # whole rows of tiles, as a tiler reads them, spread over the slide
+    # whole rows of tiles, as in tiling, spread over the slide
     chosen = range(0, rows, max(1, rows * cols // options.most))
     places = islice(product(chosen, range(cols)), options.most)
     before, tiles = _since(), 0
@@ -73,8 +73,8 @@ def _read(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
 
 
 def _cut(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
-    """The command."""
-    # a batch of several is that slide under several names
+    """Run the tiling command."""
+    # a batch is several copies of the slide
     named = [options.out.with_name(f"{k}-{options.slide.name}") for k in range(options.slides)]
     for name in named:
         name.unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def _cut(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
         code = command.main(given, native=options.way != THROUGH)
     seconds = _since(*before)
     if code:
-        raise RuntimeError(f"the command ended with {code}")
+        raise RuntimeError(f"the tiling command failed with exit code {code}")
     manifest = json.loads((options.out / "manifest.json").read_text())
     for path in (options.out, *named):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -97,7 +97,7 @@ def _cut(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
 
 
 def _hash(options: argparse.Namespace) -> tuple[tuple[float, float], int]:
-    """What the checksums of raw tiles take on this machine, whoever computes them."""
+    """Compute the checksums of raw tiles only."""
     tile = bytes(3 * options.tile_size**2)
     before, digest = _since(), hashlib.sha256()
     for _ in range(options.most):

@@ -1,9 +1,9 @@
-"""Whole images on several ranks against tiles with votes, where the class is an arrangement.
+"""Whole images on several ranks against tiles with votes, for classes by arrangement.
 
-Draws slides of 2048 pixels on which crescents some 1,000 pixels apart face each other or look
-away, cuts them whole and into tiles of 256 pixels, and trains one network on both: over as many
-epochs, with the same pixels in a step. A tile has the class of its slide, and a slide the class
-that its tiles' mean probabilities tell. What is finished in the folder is not done again.
+Draws slides of 2048 pixels with two crescents some 1,000 pixels apart, which face each other or
+away, and trains one network on whole slides and on tiles of 256 pixels, with equal epochs and
+pixels per step. A tile has the class of its slide; a slide is predicted from the mean probabilities
+of its tiles. Finished runs in the folder are reused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_sli
 
 SIDE, TILE, MPP = 2048, 256, 0.5
 BATCH = 8
-"""Slides in a step, whole or as tiles."""
+"""Slides per step, whole or as tiles."""
 CHANCE = 0.5
 _COMMAND = ("-m", "spatialdl.train", "experiment=whole_vs_tiles")
 LAYOUTS = {
@@ -39,11 +39,11 @@ LAYOUTS = {
     2: ("parallel=sp",),
     4: ("parallel=sp", "parallel.grid=[2,2]"),
 }
-"""Of whole images, by the number of ranks: their memory is measured."""
+"""Layouts of whole images whose memory is measured, by number of ranks."""
 
 
 class Arm(NamedTuple):
-    """A side of the comparison: its name, how slides are cut, what differs from the preset."""
+    """An arm of the comparison: title, options of the tiling, overrides of the preset."""
 
     title: str
     cut: tuple[str, ...]
@@ -51,7 +51,7 @@ class Arm(NamedTuple):
 
 
 def arms() -> dict[str, Arm]:
-    """Both, by the name of their folder; tiles of a step come from everywhere."""
+    """Both arms, by folder name; the tiles of a step are drawn from all slides."""
     tiles = BATCH * (SIDE // TILE) ** 2
     dp = ("parallel=dp", f"data.batch_size={tiles}")
     return {
@@ -87,25 +87,25 @@ def main(arguments: Sequence[str]) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("whole_vs_tiles", __doc__)
     add = parser.add_argument
-    add("--seeds", type=int, default=3, help="runs of each (%(default)s)")
-    add("--slides", type=int, default=256, help="to train on (%(default)s)")
-    add("--validation", type=int, default=64, help="slides to validate on (%(default)s)")
-    add("--epochs", type=int, default=5, help="of each run (%(default)s)")
+    add("--seeds", type=int, default=3, help="runs per arm (%(default)s)")
+    add("--slides", type=int, default=256, help="training slides (%(default)s)")
+    add("--validation", type=int, default=64, help="validation slides (%(default)s)")
+    add("--epochs", type=int, default=5, help="epochs per run (%(default)s)")
     add(
         "--folder",
         default="outputs/bench/whole_vs_tiles",
-        help="where slides, data sets and runs lie and stay, 10 GB (%(default)s)",
+        help="folder of slides, data sets and finished runs, 10 GB (%(default)s)",
     )
     options = parser.parse_args(arguments)
     if min(options.seeds, options.epochs) < 1:
         raise ValueError("seeds and epochs must be at least 1")
     if options.slides < BATCH or options.validation < 2:
-        raise ValueError(f"slides must be at least {BATCH}, a step; validation 2, one of a class")
+        raise ValueError(f"slides must be at least {BATCH} (a step), validation at least 2")
     return options
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Draw the slides and cut them for both arms; the time that it took, now or before."""
+    """Draw the slides and tile them for both arms; returns the time, cached."""
 
     def work() -> dict[str, Any]:
         draw_slides(folder, options.slides, options.validation)
@@ -117,7 +117,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def draw_slides(folder: Path, training: int, validation: int) -> None:
-    """Slides of both classes in turns, every one of another seed, and `labels.csv`."""
+    """Write slides of alternating classes, each with its own seed, and `labels.csv`."""
     slides = folder / "slides"
     slides.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -138,7 +138,7 @@ def draw_slides(folder: Path, training: int, validation: int) -> None:
 
 
 def cut(folder: Path, name: str, arm: Arm) -> None:
-    """Make the data set of an arm with the command that users have."""
+    """Write the data set of an arm with the tiling command."""
     if (folder / name / MANIFEST).exists():
         return
     command = [
@@ -150,7 +150,7 @@ def cut(folder: Path, name: str, arm: Arm) -> None:
 
 
 def train(folder: Path, arm: str, seed: int, epochs: int) -> dict[str, Any]:
-    """Accuracy on the validation slides after every epoch, memory of the largest rank, time."""
+    """Train; returns accuracy on the validation slides by epoch, peak memory and time."""
     settings = [*arms()[arm].settings, f"seed={seed}", f"trainer.max_epochs={epochs}"]
     run = folder / "runs" / f"{arm}-{epochs}epochs-seed{seed}"
     summary = _trained(folder / arm, run, settings)
@@ -167,9 +167,9 @@ def train(folder: Path, arm: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def measure_memory(folder: Path, ranks: int) -> dict[str, float]:
-    """MB of the largest rank on whole images, and the time that it took.
+    """Peak MB of the largest rank on whole images, and the time.
 
-    So many steps, and a validation, that all batches which are read ahead have been there.
+    Enough steps, and a validation, to include all prefetched batches.
     """
     settings = [*_whole(ranks), "trainer.max_steps=8", "trainer.validate_every=8"]
     summary = _trained(folder / "whole", folder / "runs" / f"memory-{ranks}ranks", settings)
@@ -177,7 +177,7 @@ def measure_memory(folder: Path, ranks: int) -> dict[str, float]:
 
 
 def _trained(data: Path, run: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """The summary of a run, with its time; of one that is finished what it left."""
+    """Summary of a run with its time, cached."""
 
     def work() -> dict[str, Any]:
         command = [
@@ -186,7 +186,7 @@ def _trained(data: Path, run: Path, settings: Sequence[str]) -> dict[str, Any]:
         ]
         worker.run(command, worker.environment(1))
         if not (run / "summary.json").exists():
-            raise RuntimeError(f"the run in {run} was stopped: the same command goes on from there")
+            raise RuntimeError(f"the run in {run} was interrupted: repeat the command to resume")
         found: dict[str, Any] = json.loads((run / "summary.json").read_text())
         return found
 
@@ -194,7 +194,7 @@ def _trained(data: Path, run: Path, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _once(path: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` gave, and its time; the file keeps it for another time."""
+    """Result of `work` and its time, cached in a file."""
     if not path.exists():
         started, used = time.monotonic(), _cpu_seconds()
         found = work()
@@ -209,7 +209,7 @@ def _time(found: dict[str, Any]) -> dict[str, float]:
 
 
 def _cpu_seconds() -> float:
-    """Of the processes that have ended, with those that they started."""
+    """CPU seconds of terminated child processes and their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -220,7 +220,7 @@ def summarise(
     memory: Sequence[dict[str, Any]],
     preparing: dict[str, float],
 ) -> dict[str, Any]:
-    """What the runs of each arm come to."""
+    """Accuracies and medians of the runs, by arm."""
     found = {}
     for name, arm in arms().items():
         own = [run for run in runs if run["arm"] == name]
@@ -250,7 +250,7 @@ def summarise(
 
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracy, memory and time of both arms, and the memory of more ranks."""
+    """Table of accuracy, memory and time of both arms, and memory by number of ranks."""
     options = result["options"]
     heads = f"{'accuracy':>10}{'of the seeds':>16}{'MB a rank':>12}{'steps':>8}{'s a run':>10}"
     lines = [
@@ -270,7 +270,7 @@ def table(result: dict[str, Any]) -> str:
     many = [f"{mb:.0f} on {_ranks(ranks)}" for ranks, mb in result["memory_mb"].items()]
     lines += [
         "",
-        f"accuracy: on {options['validation']} other slides after the last epoch; "
+        f"accuracy: on {options['validation']} validation slides after the last epoch; "
         f"chance: {100 * CHANCE:.0f}%",
         f"MB a rank of whole images, {BATCH} a step: {', '.join(many)}",
     ]

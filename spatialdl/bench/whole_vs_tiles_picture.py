@@ -1,4 +1,4 @@
-"""The picture of the benchmark `whole_vs_tiles`: what is told apart, how well, with what memory."""
+"""Picture of the `whole_vs_tiles` benchmark: classes, accuracy and memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
 
 COLORS = {"whole": "#1f5fa8", "tiles": "#d0862a"}
-_SEED = 3  # of the slides that are shown
-_FACTOR = 4  # by which they are made smaller
+_SEED = 3  # seed of the slides shown
+_FACTOR = 4  # downsampling factor
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A slide of each class with a tile, accuracy over the epochs, memory over the ranks."""
+    """Draw a slide of each class with a tile, accuracy over epochs, memory over ranks."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _show(panel: Any, kind: str, side: int, tile: int) -> None:
-    """A slide, and how much of it a tile is."""
+    """Draw a slide, and the size of a tile."""
     import tifffile
     from matplotlib.patches import Rectangle
 
@@ -50,7 +50,7 @@ def _show(panel: Any, kind: str, side: int, tile: int) -> None:
 
 
 def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
-    """Means over the seeds as lines, from the worst seed to the best as bands."""
+    """Plot means over the seeds as lines, with bands from the worst to the best seed."""
     for name, arm in result["found"].items():
         curves = [run["curve"] for run in result["runs"] if run["arm"] == name]
         by_epoch = [[100 * value for value in values] for values in zip(*curves, strict=True)]

@@ -1,7 +1,7 @@
-"""One side of the spatial benchmark: training steps of a network, in one process or on ranks.
+"""Worker of the spatial benchmark: training steps of a network, in one process or on ranks.
 
-Prints one line of JSON: seconds of each step, CPU seconds a step of all ranks together, and the
-peak memory of the largest rank: of its accelerator, or resident above what the imports take.
+Prints one line of JSON: seconds of each step, CPU seconds per step of all ranks together, and the
+peak memory of the largest rank: of its accelerator, or resident minus that of the imports.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from spatialdl.training.peak_memory import peak_memory_mb
 WARM_UP = 1
 CLASSES = 10
 CONVOLUTIONS = "convolutions"
-"""A network of the benchmark alone, see `convolutions`."""
+"""A network of this benchmark only, see `convolutions`."""
 OVER_LIMIT = 75
-"""Exit code of a rank that took more memory than it may."""
+"""Exit code of a rank that exceeded its memory limit."""
 
 
 def main() -> None:
@@ -52,10 +52,10 @@ def main() -> None:
     parser.add_argument("--grid", type=int, nargs="+")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--ddp", action="store_true", help="ranks share the batch, by DDP")
-    parser.add_argument("--limit", type=float, help="MB above the baseline; more ends the job")
+    parser.add_argument("--limit", type=float, help="MB above the baseline; aborts beyond")
     parser.add_argument("--device", required=True)
     options = parser.parse_args()
-    import_module("torch._dynamo")  # which PyTorch's optimizers import: no part of training
+    import_module("torch._dynamo")  # imported by optimizers; counts as imports, not training
     device = take_device(options.device)
     mesh = spatialdl.init_mesh(tuple(options.grid), check=False) if options.grid else None
     comm = mesh.comm if mesh else start_world()
@@ -65,12 +65,12 @@ def main() -> None:
     baseline = peak_memory_mb(device)
     if options.limit is not None:
         Thread(target=_watch, args=(device, baseline + options.limit), daemon=True).start()
-    with _ended_without_memory():
+    with _abort_without_memory():
         found = measure(options, mesh, comm, device)
     found["memory_mb"] = peak_memory_mb(device) - baseline
-    everybody = comm.gather(found)
-    if everybody is not None:
-        print(json.dumps(_together(everybody)))
+    of_ranks = comm.gather(found)
+    if of_ranks is not None:
+        print(json.dumps(_together(of_ranks)))
     if options.ddp:
         dist.destroy_process_group()
 
@@ -81,7 +81,7 @@ def measure(
     comm: Communicator,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Train `steps` steps after a warm-up; the same images and weights on every side."""
+    """Train `steps` steps after a warm-up; with the same images and weights in all variants."""
     model = _network(options, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images = _images(options, mesh, device)
@@ -120,11 +120,11 @@ def _builder(model: str) -> Callable[..., nn.Module]:
 
 
 def _start_ddp(comm: Communicator, device: torch.device) -> None:
-    """A process group for DDP: NCCL or its like where every rank has a device, gloo on CPUs.
+    """Start a process group for DDP: NCCL or its equivalent on accelerators, gloo on CPUs.
 
-    Ranks that share devices take our backend: NCCL refuses them.
+    Ranks that share devices use the mpi4py backend, as NCCL does not support them.
     """
-    import_module("spatialdl.comm.backend")  # which registers it
+    import_module("spatialdl.comm.backend")  # registers the backend
     path = choose_device_path(comm, device)
     name = "gloo" if path is None else backend_for(device) if path.name == "nccl" else "mpi4py"
     store = store_by_mpi(comm)  # type: ignore[arg-type]
@@ -132,8 +132,8 @@ def _start_ddp(comm: Communicator, device: torch.device) -> None:
 
 
 @contextmanager
-def _ended_without_memory() -> Iterator[None]:
-    """A device without memory for this ends the job, as the limit does."""
+def _abort_without_memory() -> Iterator[None]:
+    """Abort the job if the device is out of memory, as beyond the limit."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -143,7 +143,7 @@ def _ended_without_memory() -> Iterator[None]:
 def _images(
     options: argparse.Namespace, mesh: spatialdl.Mesh | None, device: torch.device
 ) -> Tensor:
-    """Images, of which a rank makes its own box only."""
+    """Create the images; a rank computes its own box only."""
     size = _size(options)
     at = [
         torch.arange(start, stop).view(-1, *(1,) * (len(size) - 1 - dim))
@@ -159,7 +159,7 @@ def _images(
 def _labels(
     options: argparse.Namespace, mesh: spatialdl.Mesh | None, device: torch.device
 ) -> Tensor:
-    """A class for every image; for a U-Net one for every pixel of the own box."""
+    """One class per image; for a U-Net, one per pixel of this rank's box."""
     labels = torch.arange(options.batch, device=device) % CLASSES
     if options.model not in ("unet", "unet3d"):
         return labels
@@ -174,7 +174,7 @@ def _size(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _own(size: tuple[int, ...], mesh: spatialdl.Mesh | None) -> list[tuple[int, int]]:
-    """Where this rank's part begins and ends in each spatial dim."""
+    """Start and stop of this rank's box in each spatial dim."""
     if mesh is None:
         return [(0, n) for n in size]
     bounds = mesh.box(size)
@@ -187,14 +187,14 @@ def name_of(model: str) -> str:
 
 
 def dims_of(model: str) -> int:
-    """How many spatial dims the images of a network have."""
+    """Number of spatial dims of the images of a network."""
     return 3 if model == "unet3d" else 2
 
 
 def convolutions(num_classes: int) -> nn.Module:
-    """Nothing but convolutions: eight of 3 x 3 with 64 channels, the fifth of them with stride 2.
+    """Stack of eight 3 x 3 convolutions with 64 channels, the fifth with stride 2.
 
-    The stack on which convolutions of tiles with halos are compared with copies that are padded.
+    Compares convolutions of tiles with halos against padded copies.
     """
     strides = (1, 1, 1, 1, 2, 1, 1, 1)
     layers = (nn.Conv2d(64, 64, 3, stride, 1, bias=False) for stride in strides)
@@ -227,7 +227,7 @@ def _together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _watch(device: torch.device, most: float) -> None:
-    """End the process when it takes more than so many MB."""
+    """Exit when the process exceeds `most` MB."""
     while peak_memory_mb(device) <= most:
         Event().wait(0.05)
     _end_over_limit()

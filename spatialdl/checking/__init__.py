@@ -1,1 +1,1 @@
-"""Networks run without data, or beside one process: what a layout would refuse, or get wrong."""
+"""Checks of a network: a dry run for a layout, and a comparison with a single process."""

@@ -1,4 +1,4 @@
-"""One training step of a network, on a split image and in one process, number by number."""
+"""Compare a training step on a split image with the same step in a single process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from spatialdl.spatial import SpatialTensor
 from spatialdl.spatial.split import shard
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest error that counts as equal, as a part of the largest value."""
+"""Tolerance relative to the largest absolute value of a tensor."""
 
 _FLOOR = 1e-2
-"""Values this much smaller than the network's largest of their kind may be rounding alone, such as
-the gradient of a bias before a normalisation."""
+"""Smallest scale of a tensor, relative to the largest value of its kind in the network: smaller
+values may be rounding errors, such as the gradient of a bias before a normalisation."""
 
 
 class Numbers(NamedTuple):
-    """What one step gives, by name."""
+    """Outputs, loss, gradients and buffers of one step, by name."""
 
     outputs: dict[str, Tensor]
     loss: Tensor
@@ -32,7 +32,7 @@ class Numbers(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A number that is not what one process gives."""
+    """A tensor that differs from the single-process result."""
 
     kind: str  # output, loss, gradient or buffer
     name: str
@@ -46,28 +46,31 @@ class Difference(NamedTuple):
 def one_step(
     model: nn.Module, image: Tensor, arguments: tuple[Any, ...] = (), mesh: Mesh | None = None
 ) -> Numbers:
-    """Forward, a loss that reads every output, backward; no optimiser.
+    """Run forward and backward with a loss over all outputs; no optimizer.
 
     The loss is the sum, over all floating point outputs, of the mean of (output + fixed noise)
-    squared; without the noise it would not depend on what is before a last normalisation.
+    squared. Without the noise it would not depend on layers before a final normalisation.
 
     Args:
-        model: left with the buffers and gradients of this step.
-        image: (N, C, *spatial), whole and the same on every rank; its gradient is a number too.
-        arguments: what the model takes after the image.
-        mesh: split the image over it; in one process if None.
+        model: keeps the buffers and gradients of this step.
+        image: (N, C, *spatial), whole and the same on every rank; its gradient is compared too.
+        arguments: arguments of the model after the image.
+        mesh: mesh to split the image over; None for a single process.
+
+    Raises:
+        ValueError: no floating point output depends on the input.
     """
     leaf = image.detach().clone().requires_grad_()
     model.zero_grad()
-    given = model(leaf if mesh is None else shard(leaf, mesh), *arguments)
-    outputs = {name: whole(value) for name, value in tensors_in(given)}
+    result = model(leaf if mesh is None else shard(leaf, mesh), *arguments)
+    outputs = {name: whole(value) for name, value in tensors_in(result)}
     terms = [
         (output + _noise(output, number)).square().mean()
         for number, output in enumerate(outputs.values())
         if output.is_floating_point() and output.requires_grad
     ]
     if not terms:
-        raise ValueError("the network gives no floating point tensor that depends on its input")
+        raise ValueError("the network returns no floating point tensor that depends on its input")
     loss = torch.stack([term.double() for term in terms]).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     if mesh is not None:
@@ -85,12 +88,12 @@ def _noise(like: Tensor, seed: int) -> Tensor:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A split tensor gathered, any other as it is."""
+    """Gather a split tensor; return any other tensor unchanged."""
     return value.full_tensor() if isinstance(value, SpatialTensor) else value
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors in what a network returns, and where each is: ``.logits``, ``[0]`` ..."""
+    """All tensors in the output of a network, with their paths: ``.logits``, ``[0]`` ..."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -105,27 +108,27 @@ def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def differences(ours: Numbers, plain: Numbers) -> list[Difference]:
-    """Everything that is not equal, outputs first; empty if all is."""
-    found = _named_differences("output", ours.outputs, plain.outputs)
-    found += _named_differences("loss", {"": ours.loss}, {"": plain.loss})
-    found += _named_differences("gradient", ours.gradients, plain.gradients)
-    return found + _named_differences("buffer", ours.buffers, plain.buffers)
+    """All tensors that are not equal, outputs first."""
+    unequal = _named_differences("output", ours.outputs, plain.outputs)
+    unequal += _named_differences("loss", {"": ours.loss}, {"": plain.loss})
+    unequal += _named_differences("gradient", ours.gradients, plain.gradients)
+    return unequal + _named_differences("buffer", ours.buffers, plain.buffers)
 
 
 def _named_differences(
     kind: str, ours: Mapping[str, Tensor | None], plain: Mapping[str, Tensor | None]
 ) -> list[Difference]:
     floor = _FLOOR * max((_largest(value) for value in plain.values()), default=0.0)
-    found = []
+    unequal = []
     for name in dict.fromkeys((*plain, *ours)):
         what = _difference(ours.get(name), plain.get(name), floor)
         if what:
-            found.append(Difference(kind, name, what))
-    return found
+            unequal.append(Difference(kind, name, what))
+    return unequal
 
 
 def _largest(value: Tensor | None) -> float:
-    """The largest finite absolute value of floating point numbers."""
+    """Largest finite absolute value of a floating point tensor, otherwise 0."""
     if value is None or value.numel() == 0 or not value.is_floating_point():
         return 0.0
     return float(value.double().abs().nan_to_num(0, 0, 0).max())
@@ -133,7 +136,7 @@ def _largest(value: Tensor | None) -> float:
 
 def _difference(ours: Tensor | None, plain: Tensor | None, floor: float) -> str:
     if ours is None or plain is None:
-        missing = "missing" if ours is None else "present, but one process has none"
+        missing = "missing" if ours is None else "present, but missing in a single process"
         return "" if ours is plain else missing
     if ours.shape != plain.shape or ours.dtype != plain.dtype:
         return (

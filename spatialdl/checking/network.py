@@ -1,4 +1,4 @@
-"""The network that the user names: finding its builder, building it, keeping chance out of it."""
+"""Import and build the user's network, and disable its dropout."""
 
 from __future__ import annotations
 
@@ -18,89 +18,89 @@ from spatialdl.configuring.own_keys import named
 
 
 def find_builder(target: str) -> Callable[..., Any]:
-    """What `target` names: ``package.module.function`` or ``file.py:function``.
+    """Import a callable by ``package.module.function`` or ``file.py:function``.
 
     Raises:
-        ValueError: if there is no such thing, or it cannot be called.
+        ValueError: `target` does not exist or is not callable.
     """
     file, colon, name = target.rpartition(":")
     if colon and file.endswith(".py"):
-        found = getattr(_module_of(Path(file)), name, None)
-        if found is None:
-            raise ValueError(f"{file} has no {name}: name a function that makes the network")
+        imported = getattr(_module_of(Path(file)), name, None)
+        if imported is None:
+            raise ValueError(f"{file} has no {name}: name a function that returns the network")
     else:
         try:
-            found = named(target)
+            imported = named(target)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{target} is not to be found: {error}; name a function that makes the network as "
-                f"package.module.function or file.py:function, seen from {Path.cwd()}"
+                f"cannot import {target}: {error}; name a function that returns the network as "
+                f"package.module.function or file.py:function, relative to {Path.cwd()}"
             ) from error
-    if not callable(found):
-        raise ValueError(f"{target} is {_a(found)}, not a function that makes the network")
-    builder: Callable[..., Any] = found
+    if not callable(imported):
+        raise ValueError(f"{target} is {_a(imported)}, not a function that returns the network")
+    builder: Callable[..., Any] = imported
     return builder
 
 
 def _module_of(file: Path) -> ModuleType:
     if not file.is_file():
-        raise ValueError(f"there is no file {file}")
+        raise ValueError(f"file {file} does not exist")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
-    sys.path.insert(0, str(file.resolve().parent))  # as if it had been started: its neighbours
+    sys.path.insert(0, str(file.resolve().parent))  # as for a script, so that siblings import
     spec.loader.exec_module(module)
     return module
 
 
 def arguments_of(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a builder from words such as ``num_classes=3``; values are read as YAML.
+    """Parse arguments of a builder, such as ``num_classes=3``; values are YAML.
 
     Raises:
-        ValueError: if a word is no ``key=value``.
+        ValueError: a word is not ``key=value``.
     """
-    found = {}
+    arguments = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():
             raise ValueError(f"{word} is not key=value, an argument of the function")
-        found[key] = yaml.safe_load(value)
-    return found
+        arguments[key] = yaml.safe_load(value)
+    return arguments
 
 
 def build(target: str, seed: int, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """The network of `target`, the same on every rank.
+    """Build the network of `target`, with the same weights on every rank.
 
     Args:
-        arguments: of what `target` names.
+        target: callable that returns the network, see `find_builder`.
+        seed: seed of PyTorch's generator for the weights.
+        arguments: keyword arguments of the callable.
 
     Raises:
-        ValueError: if what `target` names does not make one with these arguments.
+        ValueError: the callable rejects the arguments or returns no network.
     """
-    builder, given = find_builder(target), dict(arguments or {})
+    builder, keywords = find_builder(target), dict(arguments or {})
     torch.manual_seed(seed)
+    call = f"{target}({_written(keywords)})"
     try:
-        network = builder(**given)
+        network = builder(**keywords)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from within: the network's own defect
-        raise ValueError(
-            f"{target}({_written(given)}) does not make the network: {error}; arguments follow "
-            "the function as key=value"
-        ) from error
+            raise  # raised inside the builder: an error of the network
+        raise ValueError(f"{call} failed: {error}; pass arguments as key=value") from error
     if not isinstance(network, nn.Module):
-        raise ValueError(f"{target}({_written(given)}) gives {_a(network)}, not a torch.nn.Module")
+        raise ValueError(f"{call} returned {_a(network)}, not a torch.nn.Module")
     return network
 
 
 def switch_off_dropout(network: nn.Module) -> int:
-    """Let all dropout modules keep everything; how many there were that did not."""
-    found = [m for m in network.modules() if isinstance(m, _DropoutNd) and m.p > 0]
-    for module in found:
+    """Set p = 0 in all dropout modules; returns the number of modules changed."""
+    active = [m for m in network.modules() if isinstance(m, _DropoutNd) and m.p > 0]
+    for module in active:
         module.p = 0.0
-    return len(found)
+    return len(active)
 
 
 def _written(arguments: Mapping[str, Any]) -> str:

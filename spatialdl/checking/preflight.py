@@ -1,7 +1,7 @@
-"""Every operation of a network that a layout would refuse, found in one process without data.
+"""Preflight of a layout: find unsupported operations in one process, without data.
 
-The stages run forwards and backwards on the ``meta`` device, in the shapes of the first rank's
-tile. Whether an operation is refused follows from global sizes, which are the same on every rank.
+The stages run forward and backward on the ``meta`` device, in the shapes of the first rank's tile.
+Whether an operation is supported follows from global sizes, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ Criterion = Callable[[Any, Tensor], Tensor]
 
 @dataclass
 class Preflight:
-    """What would come up.
+    """Preflight findings.
 
     Attributes:
-        refusals: operations that are refused, by place.
-        errors: whatever else would end the run; what comes after it is not known.
-        guesses: ``file:line`` where the network asks for a value, which decides what it does: one
-            way was gone, that for 1 or for False.
-        stages: the network cut as the layout wants it, without memory; where channels are divided,
-            as a rank has it, those that were run.
-        entering: spatial size of the largest image that enters each stage; None if none does.
+        refusals: unsupported operations, by place.
+        errors: other errors that would end the run; operations after them were not checked.
+        guesses: ``file:line`` where control flow of the network depends on a value; only the branch
+            for 1 or False was checked.
+        stages: stages of the network on the meta device; with divided channels, the shards of one
+            rank, for the stages that were run.
+        entering: spatial size of the largest image that enters each stage, or None.
     """
 
     refusals: list[Refusal] = field(default_factory=list)
@@ -75,18 +75,19 @@ def preflight(
     columns: int | None = None,
     tensor_plan: Plan = MappingProxyType({}),
 ) -> Preflight:
-    """Run a network as a layout would, forwards and backwards.
+    """Dry-run forward and backward of a network in a layout.
 
     Args:
-        model: stays as it is.
-        shape: (N, C, *spatial) of the images of a micro-batch of one replica, whole.
-        names: modules with which stages begin, see `pipeline.partition.cut`.
+        model: the network; not modified.
+        placement: the layout.
+        shape: (N, C, *spatial) of the whole images of a micro-batch of one replica.
+        names: first modules of stages, see `pipeline.partition.cut`.
         gather_before: modules that get whole images, see `spatial.gather`.
-        recompute: whether blocks run again in backward.
-        criterion: tells of outputs that do not fit the task.
-        segments: whether it learns a class for every pixel.
-        columns: numbers that it learns for every image; None for one label.
-        tensor_plan: how weights are divided by channels where that is not to be found out.
+        recompute: whether blocks are recomputed in backward.
+        criterion: loss that raises ValueError for outputs that do not fit the task.
+        segments: whether targets are a class per pixel.
+        columns: number of targets per image; None for one label.
+        tensor_plan: overrides of the division of weights by channels.
     """
     found = Preflight()
     shadow = meta_copy(model)
@@ -95,7 +96,7 @@ def preflight(
         found.stages = cut(shadow, placement.widths, names, shape[1:], recompute)
     except ValueError as error:
         found.errors.append(str(error))
-        # its operations can be told all the same, on the grid of the first stage
+        # operations are still checked, on the grid of the first stage
         shadow, placement = meta_copy(model), Placement(1, placement.tile_grids[:1])
         found.stages = [shadow]
     dtype = next((p.dtype for p in shadow.parameters()), torch.get_default_dtype())
@@ -122,7 +123,7 @@ class _Run:
         self.output: Any = None
 
     def forward(self) -> None:
-        """Stage after stage, each with its backward, as its graph is its own."""
+        """Run the stages in order, each with its backward, as graphs are separate."""
         samples = self._shape[0]
         arrived = self._shapes.entering(samples)
         for number, module in enumerate(self._modules):
@@ -144,7 +145,7 @@ class _Run:
                 return
 
     def _divided(self, number: int, taken: dict[Value, Tensor]) -> bool:
-        """Whether the channels of a stage can be divided, which they are then."""
+        """Divide the channels of a stage; returns False on an error, which is recorded."""
         module, ranks = self._modules[number], self._placement.tensor_parts(number)
         if ranks == 1:
             return True
@@ -158,12 +159,12 @@ class _Run:
         self._found.stages[number] = module
         return True
 
-    def _tried(self, number: int, what: Callable[[], Any]) -> Any:
-        """What it gives; None if an error has ended it, which is noted."""
+    def _tried(self, number: int, call: Callable[[], Any]) -> Any:
+        """Result of a call; None after an error, which is recorded."""
         recorder = Recorder(self._modules[number], dry=True)
         try:
             with recorder, torch.device("meta"), keyed(0, 0, 0):
-                return what()
+                return call()
         except UnsupportedSpatialOp as error:
             if not any(str(error) == one.reason for one in recorder.refusals):
                 self._found.errors.append(str(error))
@@ -176,7 +177,7 @@ class _Run:
 
     def _described(self, number: int, error: Exception) -> str:
         text = " ".join(str(error).split())
-        after = " (after what was refused, which may be why)" if self._found.refusals else ""
+        after = " (possibly caused by a refused operation above)" if self._found.refusals else ""
         stage = f"stage {number}: " if len(self._modules) > 1 else ""
         return f"{stage}{type(error).__name__} at {users_line_of(error)}: {text}{after}"
 
@@ -193,7 +194,7 @@ class _Run:
             self._found.errors.append(self._described(number, error))
 
     def loss(self, criterion: Criterion | None, segments: bool, columns: int | None) -> None:
-        """Of the last stage's output, and its backward."""
+        """Compute a loss of the last stage's output, and its backward."""
         last = len(self._modules) - 1
         if criterion is not None:
             self._check_task(criterion, segments, columns)
@@ -203,7 +204,7 @@ class _Run:
             self._backward(last, [loss[0]])
 
     def _check_task(self, criterion: Criterion, segments: bool, columns: int | None) -> None:
-        """An output of another shape than the task's is told before anybody looks at values."""
+        """Record an error if the output's shape does not fit the task."""
         samples, _, *size = self._shape
         size = size if segments else []
         target = torch.empty(samples, *size, dtype=torch.int64, device="meta")
@@ -214,11 +215,11 @@ class _Run:
         except ValueError as error:
             self._found.errors.append(str(error))
         except Exception:
-            return  # there are no values
+            return  # meta tensors have no values
 
 
 def _whole(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
-    """Outputs of a stage, with all channels."""
+    """Outputs of a stage, with divided channels gathered."""
     outputs: dict[Value, Any] = whole_outputs(run_stage(module, values, samples))
     return outputs
 
@@ -229,14 +230,14 @@ def _largest(tensors: Iterable[Tensor], dims: int) -> tuple[int, ...] | None:
 
 
 def _leaf(value: Value, x: Tensor) -> Tensor:
-    """A tensor of which a gradient is wanted, unless it is the image."""
+    """Make a tensor require a gradient, unless it is the image."""
     if value == IMAGE or not x.is_floating_point():
         return x
     return x.requires_grad_()
 
 
 def dry_loss(output: Any, segments: bool, shape: Sequence[int], mesh: Mesh) -> Tensor | None:
-    """Cross entropy as `training.tasks.losses` takes it, without a look at the labels."""
+    """Cross entropy as in `training.tasks.losses`, with empty labels."""
     if not isinstance(output, Tensor) or not output.requires_grad:
         return None
     samples, _, *size = shape

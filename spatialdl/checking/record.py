@@ -1,7 +1,7 @@
-"""Which operations a network does on a split image, and which of them are refused, where.
+"""Recorder of a network's operations on split images, and of those that are refused.
 
-A refused operation does not end the run: it is done on the gathered image, and its result is split
-again where that is possible. So one run finds all that is missing, and how often.
+A refused operation does not end the run: it runs on the gathered image, and its result is split
+again if possible. So one run finds all unsupported operations and their number of calls.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _VALUES: dict[str, Any] = {
     "torch.Tensor.__index__": 1,
     "torch.Tensor.__bool__": False,
 }
-"""What a network goes on with that asks for a value where there are none."""
+"""Results of value queries in a dry run, where tensors have no values."""
 
 
 class Refusal(NamedTuple):
-    """A place of the network at which an operation is refused.
+    """A place in the network where an operation is refused.
 
     Attributes:
-        operation: such as ``torch.nn.functional.conv2d``.
-        where: ``file:line`` in the network's source, or what is known of it.
-        module: name and kind of the module in which it is.
-        reason: why the first call there was.
-        around: names of modules before which gathering may help: that in which it is, unless that
-            is the network, and the last one without children that had run.
+        operation: name, such as ``torch.nn.functional.conv2d``.
+        where: ``file:line`` in the network's source, as far as known.
+        module: name and class of the calling module.
+        reason: message of the first refusal.
+        around: names of modules before which gathering may help: the calling module, unless it is
+            the network itself, and the leaf module that ran last.
     """
 
     operation: str
@@ -51,21 +51,21 @@ class Refusal(NamedTuple):
     around: tuple[str, ...] = ()
 
     def place(self) -> str:
-        """The operation, and where it is."""
+        """The operation and its location, for messages."""
         at = f" at {self.where}" if self.where else ""
         return f"{self.operation}{at}" + (f" in {self.module}" if self.module else "")
 
 
 class Operation:
-    """One function of PyTorch's, as the network calls it on split images.
+    """A function of PyTorch called on split images.
 
     Attributes:
         name: such as ``torch.nn.functional.conv2d``.
-        calls: how often it was called.
-        refused: how many of the calls were refused.
-        reason: why the first of them was.
-        where: ``file:line`` of that call in the network's source, or what is known of it.
-        module: name and kind of the module in which it was.
+        calls: number of calls.
+        refused: number of refused calls.
+        reason: message of the first refusal.
+        where: ``file:line`` of the first refused call in the network's source, as far as known.
+        module: name and class of its module.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,23 +77,23 @@ class Operation:
         self.module = ""
 
     def place(self) -> str:
-        """The operation, and where the first refused call of it is."""
+        """The operation and the location of its first refused call."""
         return Refusal(self.name, self.where, self.module, self.reason).place()
 
 
 class Recorder(TorchFunctionMode):
-    """Counts operations on split images while it is active.
+    """Torch function mode that counts operations on split images.
 
     Args:
-        model: tells in which module an operation is.
-        keep_going: gather for what is refused; otherwise the refusal is noted and raised.
-        dry: on the ``meta`` device, where values do not matter: also what is written in place, or
-            asks for a value, does not end the run.
+        model: network whose modules are tracked.
+        keep_going: run refused operations on gathered images; otherwise record and raise.
+        dry: tensors are on the ``meta`` device, without values: in-place operations and value
+            queries do not end the run either.
 
     Attributes:
-        operations: all that were called, by name.
-        refusals: all places at which one is refused, in order.
-        guesses: ``file:line`` where a dry run was asked for the value of an ordinary tensor.
+        operations: all operations called, by name.
+        refusals: all places of refused operations, in order.
+        guesses: ``file:line`` where a dry run queried the value of an ordinary tensor.
     """
 
     def __init__(self, model: nn.Module, keep_going: bool = True, dry: bool = False) -> None:
@@ -112,14 +112,14 @@ class Recorder(TorchFunctionMode):
 
     @property
     def refused(self) -> list[Operation]:
-        """The operations of which a call was refused."""
+        """Operations with at least one refused call."""
         return [operation for operation in self.operations.values() if operation.refused]
 
     def table(self, exact: bool) -> list[str]:
-        """One line an operation: its calls and what became of them.
+        """Table of operations with their calls and verdicts.
 
         Args:
-            exact: whether all numbers equal those of one process.
+            exact: whether all results equal those of a single process.
         """
         width = max((len(name) for name in self.operations), default=0)
         width = max(width, len("operation"))
@@ -155,7 +155,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _follow(self, module: nn.Module, name: str, shown: str) -> None:
-        """Have `_inside` end with the module that is running."""
+        """Register hooks that keep the running module at the end of `_inside`."""
         is_leaf = next(module.children(), None) is None
 
         def leave(*_: Any) -> None:
@@ -194,7 +194,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _split_as(like: SpatialTensor, value: Any) -> Any:
-    """A whole result split where `like` is, if it can be seen that it holds an image there."""
+    """Split a whole result as `like`, if its shape shows an image in the same dims."""
     if not isinstance(value, Tensor) or value.dim() != like.dim():
         return value
     mesh, dims = like.mesh, like.spatial_dims

@@ -1,1 +1,1 @@
-"""The command line: keys, their help, and words that no configuration knows."""
+"""Command line: configuration keys, help and checks of overrides."""

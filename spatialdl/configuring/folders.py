@@ -1,4 +1,4 @@
-"""``${new_folder:...}`` of the configuration: a folder that nobody else has."""
+"""Resolver ``${new_folder:...}`` of the configuration: a new, unused folder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def new_folder(name: str) -> str:
-    """Make a folder of this name; if there is one, name-2, name-3 ...
+    """Create a folder of this name; if it exists, name-2, name-3 ...
 
-    Two runs that begin in the same second, as those of a job array do, so get one each: of several
-    processes, on whatever machines, one makes a folder.
+    Creation is atomic: runs that start in the same second, such as those of a job array, get a
+    folder each, also from several machines.
     """
     for number in count(1):
         path = Path(name if number == 1 else f"{name}-{number}")

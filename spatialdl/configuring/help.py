@@ -1,4 +1,4 @@
-"""``--help``: groups, keys with their defaults and comments, examples. No PyTorch, no Hydra."""
+"""Text of ``--help``: groups, keys, examples. Imports neither PyTorch nor Hydra."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ WIDTH = 100
 _NAME, _DEFAULT = 28, 18  # columns
 
 _WHAT = {
-    "train": "Train a network on images that are split over ranks. Starts the ranks itself.",
-    "plan": "List the layouts that fit a number of ranks, the fastest first. Runs nothing.",
-    "predict": "Predict slides, volumes or shards by a trained network. Starts the ranks itself.",
+    "train": "Train a network on images split over ranks. Launches the ranks.",
+    "plan": "List the layouts that fit a number of ranks, fastest first. Trains nothing.",
+    "predict": "Predict slides, volumes or shards with a trained network. Launches the ranks.",
     "evaluate": "Compare predictions with labels: metrics, intervals, pictures, a report.",
 }
 _EXAMPLES = {
     "train": (
         ("experiment=quickstart", "less than a minute on two cores"),
         ("parallel=sp+pp data.image_size=[512,512]", "random images, on three ranks"),
-        ("model=resnet50 data=shards data.path=tiles parallel=dp", "a data set of yours"),
+        ("model=resnet50 data=shards data.path=tiles parallel=dp", "your own data set"),
         (
             "parallel=sp parallel.grid=[16,16] debug=fakecomm",
-            "what 256 ranks would do; runs nothing",
+            "dry run of 256 ranks; trains nothing",
         ),
-        ("--multirun optimizer.lr=0.1,0.01", "a run for each value"),
-        ("--multirun launcher=slurm seed=0,1,2", "each as a job of Slurm"),
+        ("--multirun optimizer.lr=0.1,0.01", "one run per value"),
+        ("--multirun launcher=slurm seed=0,1,2", "each run as a Slurm job"),
     ),
     "plan": (
-        ("model=resnet50 world=16 cluster=infiniband", "the layouts for 16 devices"),
+        ("model=resnet50 world=16 cluster=infiniband", "layouts for 16 devices"),
         ("--calibrate world=2", "measure this machine first"),
     ),
     "predict": (
-        ("ckpt_path=RUN slides='/data/*.svs'", "cut as the training set was"),
+        ("ckpt_path=RUN slides='/data/*.svs'", "tiled as the training set"),
         ("ckpt_path=RUN slides=a.svs parallel=sp parallel.grid=[2,2]", "over four ranks"),
         ("ckpt_path=RUN volumes=scans parallel=sp parallel.grid=[2,1,1]", "NIfTI, over two ranks"),
         ("ckpt_path=RUN shards=tiles split=test maps=false", "tables only"),
@@ -42,14 +42,14 @@ _EXAMPLES = {
     "evaluate": (
         ("ckpt_path=RUN shards=tiles split=test", "a split of a data set with labels"),
         ("ckpt_path=RUN slides='/data/*.svs' labels=labels.csv", "slides with labels in a table"),
-        ("predictions=predicted labels=labels.csv subgroups=[scanner]", "predicts nothing again"),
+        ("predictions=predicted labels=labels.csv subgroups=[scanner]", "existing predictions"),
     ),
 }
-_EXTENDED = {"plan": "train", "evaluate": "predict"}  # commands that take the keys of others
+_EXTENDED = {"plan": "train", "evaluate": "predict"}  # also accept the keys of this command
 _FLAGS = (
-    ("--multirun, -m", "run once for each of the values that are separated by commas"),
-    ("--config-dir DIR", "a folder with groups of your own, such as DIR/model/mine.yaml"),
-    ("--cfg job", "print the configuration and run nothing; with --resolve, its references, too"),
+    ("--multirun, -m", "run once for each of several comma-separated values"),
+    ("--config-dir DIR", "a folder with your own groups, such as DIR/model/mine.yaml"),
+    ("--cfg job", "print the configuration and exit; --resolve also resolves references"),
 )
 
 
@@ -59,7 +59,7 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def print_help(command: str) -> None:
-    """All that a command of spatialdl takes."""
+    """Print the help of a command of spatialdl."""
     sys.stdout.write("\n".join(help_lines(command)) + "\n")
 
 
@@ -77,8 +77,8 @@ def help_lines(command: str) -> Iterator[str]:
     yield from _titled("Keys", _own_keys(command))
     yield ""
     yield from wrap(
-        "A choice of a group lists the keys that no choice above it has, or that it sets "
-        "otherwise; --cfg job prints all keys of the choices of a command.",
+        "A choice of a group lists the keys that are new or differ from the choices above it; "
+        "--cfg job prints all keys.",
         WIDTH,
     )
     for group, choice in chosen.items():
@@ -88,16 +88,16 @@ def help_lines(command: str) -> Iterator[str]:
         return
     yield ""
     yield from wrap(
-        "Any argument of a network or an optimizer is a key, too: model.KEY=VALUE for a network "
-        "of yours (model._target_=package.Class), task.loss.KEY=VALUE for a loss of yours "
-        "(task.loss._target_=package.Loss), +optimizer.KEY=VALUE for PyTorch's.",
+        "Arguments of a network, loss or optimizer are keys too: model.KEY=VALUE for your own "
+        "network (model._target_=package.Class), task.loss.KEY=VALUE for your own loss "
+        "(task.loss._target_=package.Loss), +optimizer.KEY=VALUE for an optimizer of PyTorch.",
         WIDTH,
     )
 
 
 def _groups(chosen: dict[str, str]) -> Iterator[str]:
     yield ""
-    yield "Groups: GROUP=CHOICE takes a file with keys; * is taken if nothing is said"
+    yield "Groups: GROUP=CHOICE selects a file of keys; * marks the default"
     for group, default in chosen.items():
         names = [f"*{name}" if name == default else name for name in groups()[group]]
         yield from wrap(
@@ -115,34 +115,34 @@ def _groups(chosen: dict[str, str]) -> Iterator[str]:
 
 
 def _own_keys(command: str) -> list[Key]:
-    """Those that belong to no group."""
-    found = [key for key in keys_of(CONF / f"{command}.yaml") if key.comment]
+    """Keys that belong to no group."""
+    keys = [key for key in keys_of(CONF / f"{command}.yaml") if key.comment]
     if command in _EXTENDED:
-        before = _own_keys(_EXTENDED[command])
-        found += [key for key in before if key.name not in {one.name for one in found}]
-    return found
+        inherited = _own_keys(_EXTENDED[command])
+        keys += [key for key in inherited if key.name not in {own.name for own in keys}]
+    return keys
 
 
 def _group_keys(group: str, default: str) -> Iterator[str]:
-    """The keys of the default choice, and what other choices have beside or instead of them."""
+    """Keys of the default choice, and new or different keys of other choices."""
     shown: dict[str, str] = {}
     package = group.replace("/", ".")
     others = [name for name in groups()[group] if name != default]
     for choice in others if default == "null" else [default, *others]:
-        found = []
+        keys = []
         for key in keys_of(file_of(group, choice)):
             is_new = key.name not in shown
-            # layouts set the keys of one rank otherwise, which is what their names say
+            # values of layouts follow from their names
             differs = group != "parallel" and shown.get(key.name) != key.default
             is_own = key.name.startswith(f"{package}.") and not key.name.endswith("._partial_")
             if is_own and key.comment and (is_new or differs):
-                found.append(key)
+                keys.append(key)
             shown[key.name] = key.default
         if choice != default:
-            found = [
-                key for key in found if key.name not in (f"{package}._target_", f"{package}.name")
+            keys = [
+                key for key in keys if key.name not in (f"{package}._target_", f"{package}.name")
             ]
-        yield from _titled(f"{group}={choice}", found)
+        yield from _titled(f"{group}={choice}", keys)
 
 
 def _titled(title: str, keys: Sequence[Key]) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _titled(title: str, keys: Sequence[Key]) -> Iterator[str]:
 
 
 def _row(key: Key) -> Iterator[str]:
-    """A key, its default and its comment, which goes on below itself."""
+    """A key, its default and its comment, wrapped in its column."""
     left = f"  {key.name:{_NAME}} {key.default:{_DEFAULT}} "
     room = 2 + _NAME + 1 + _DEFAULT + 1
     if len(left) > room:  # a long default has a line of its own

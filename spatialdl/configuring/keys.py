@@ -1,6 +1,6 @@
-"""The keys of the configuration files, with the comments that stand beside them.
+"""Keys of the configuration files, with their comments.
 
-Read as text: the comments are the documentation, and help shall come at once.
+Files are parsed as text: comments are the documentation, and help must not wait for imports.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Key(NamedTuple):
     """A key of a configuration file.
 
     Attributes:
-        name: with all that it lies in, such as ``parallel.gems.variant``.
-        default: as it is written there; empty for a key that holds others.
-        comment: that stands beside it.
+        name: full path, such as ``parallel.gems.variant``.
+        default: text of the value; empty for a key of a mapping.
+        comment: text of the comment on the same line.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """The groups of the configuration, and what can be chosen of each."""
+    """The groups of the configuration, and the choices of each."""
     found: dict[str, list[str]] = {}
     for file in sorted(CONF.rglob("*.yaml")):
         if file.parent != CONF:
@@ -43,27 +43,27 @@ def groups() -> dict[str, list[str]]:
 
 
 def file_of(group: str, choice: str) -> Path:
-    """Where a choice of a group is written down."""
+    """The file of a choice of a group."""
     return CONF / group / f"{choice}.yaml"
 
 
 def about(file: Path) -> str:
-    """What a file says of itself in its first comment lines."""
+    """Description of a file: its first comment lines, up to an empty comment line."""
     lines = file.read_text().splitlines()
-    said = []
+    words = []
     for line in lines:
         if not line.startswith("#"):
             break
-        if line == "#":  # what follows is for who reads the file
+        if line == "#":  # further lines are not part of the help
             break
         if not line.startswith("# @"):
-            said.append(line.removeprefix("# "))
-    return " ".join(said)
+            words.append(line.removeprefix("# "))
+    return " ".join(words)
 
 
 @cache
 def keys_of(file: Path) -> tuple[Key, ...]:
-    """The keys that a file sets, in its order; its list of defaults is none of them."""
+    """The keys that a file sets, in its order, without its list of defaults."""
     text = file.read_text()
     package = file.parent.relative_to(CONF).as_posix().replace("/", ".").strip(".")
     header = _PACKAGE.search(text)
@@ -73,21 +73,21 @@ def keys_of(file: Path) -> tuple[Key, ...]:
 
 
 def _keys(lines: list[str], package: str) -> Iterator[Key]:
-    inside: list[tuple[int, str]] = []  # indents and names of the keys around
+    parents: list[tuple[int, str]] = []  # indents and names, this key's included
     for line in lines:
-        found = _LINE.match(line)
-        if found is None:
+        match = _LINE.match(line)
+        if match is None:
             continue
-        indent, name = len(found[1]), found[2]
-        inside = [one for one in inside if one[0] < indent]
-        inside.append((indent, name))
-        path = ".".join([*([package] if package else []), *(one for _, one in inside)])
-        if inside[0][1] != "defaults":
-            yield Key(path, (found[3] or "").strip(), found[4] or "")
+        indent, name = len(match[1]), match[2]
+        parents = [parent for parent in parents if parent[0] < indent]
+        parents.append((indent, name))
+        path = ".".join([*([package] if package else []), *(part for _, part in parents)])
+        if parents[0][1] != "defaults":
+            yield Key(path, (match[3] or "").strip(), match[4] or "")
 
 
 def chosen_by_default(command: str) -> dict[str, str]:
-    """The choice of each group that a command takes if nothing is said."""
+    """The default choice of each group of a command."""
     return _choices(CONF / f"{command}.yaml", "")
 
 
@@ -102,6 +102,6 @@ def _choices(file: Path, group: str) -> dict[str, str]:
             found[name] = entry[2]
             below = file_of(name, entry[2])
             found |= _choices(below, name) if below.exists() else {}
-        elif (CONF / f"{entry[1]}.yaml").exists():  # plan takes what train takes
+        elif (CONF / f"{entry[1]}.yaml").exists():  # plan extends train
             found |= _choices(CONF / f"{entry[1]}.yaml", "")
     return found

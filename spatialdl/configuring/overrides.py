@@ -1,7 +1,7 @@
-"""Words on the command line that no configuration knows, with the nearest that there is.
+"""Check command-line overrides; unknown ones are refused with the nearest known.
 
-Looked for before anything else happens: Hydra would tell of the first one in words of its own, and
-what is added by ``+`` it takes without a question, though nobody reads it.
+Runs before anything else: Hydra's own messages lack suggestions, and Hydra accepts unknown keys
+after ``+`` although no code reads them.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ ELSEWHERE = {
     "resume": "ckpt_path",
     "strategy": "parallel",
 }
-"""What other programs call it, where no key of ours looks like that."""
+"""Names in other frameworks, where no key here is similar."""
 
 OWN = ("task.loss", "data.validation")
-"""Holds a name or nothing, until a user names something of theirs by ``_target_``."""
+"""Keys that hold a name or null, unless a user sets their ``_target_``."""
 
 _AS = {"data.validation": "data.dataset"}
-"""What has the ``_target_`` of another, unless it names one."""
+"""Keys that inherit the ``_target_`` of another key."""
 
 _OF_FILES = (YAMLError, AttributeError, TypeError, KeyError, AssertionError, RecursionError)
-"""What PyYAML, and Hydra itself, raise at files of others that are no configurations."""
+"""Errors of PyYAML and Hydra on the user's files that are no valid configurations."""
 
 
 def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
-    """The flags of a command line, and its overrides.
+    """Parse the flags of a command line, and its overrides.
 
     Raises:
-        ValueError: there is no such flag; with the nearest one.
+        ValueError: unknown flag; the message suggests the nearest.
     """
     parser = get_args_parser()
     flags, unknown = parser.parse_known_args(list(arguments))
     if unknown and re.match(r"[^-=]+=", unknown[0]):
         raise ValueError(
-            f"{unknown[0]} stands behind a flag that stands behind keys: write the flags, such as "
-            "-m, before all keys"
+            f"{unknown[0]} follows a flag that follows other keys: write flags such as -m before "
+            "all keys"
         )
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
@@ -80,8 +80,8 @@ def flags_of(arguments: Sequence[str], command: str = "train") -> Namespace:
         )
     if getattr(flags, "experimental_rerun", None) is not None:
         raise ValueError(
-            "--experimental-rerun unpickles what lies in a run directory, which may be any "
-            "program: give the words of its .hydra/overrides.yaml instead"
+            "--experimental-rerun unpickles files of a run directory, which may execute arbitrary "
+            "code: pass the overrides in its .hydra/overrides.yaml instead"
         )
     return flags
 
@@ -93,17 +93,17 @@ def check_overrides(
     config_dir: str | None = None,
     multirun: bool = False,
 ) -> None:
-    """Refuse keys, groups and choices that there are not.
+    """Refuse unknown keys, groups and choices.
 
     Args:
-        overrides: as the command takes them; also those of a sweep.
+        overrides: arguments of the command, also those of a sweep.
         command: "train", "plan", "predict" or "evaluate".
-        config_name: of the user's own main file, if there is one.
-        config_dir: of configurations of the user's own.
-        multirun: whether values with commas are those of a sweep.
+        config_name: name of the user's own main file, if any.
+        config_dir: directory of the user's own configurations.
+        multirun: whether comma-separated values are a sweep.
 
     Raises:
-        ValueError: with the nearest word that is known, and how to list all.
+        ValueError: unknown word; the message has the nearest known one, and how to list all.
     """
     _Check(overrides, command, config_name or command, config_dir).run(multirun)
 
@@ -143,16 +143,16 @@ class _Check:
         try:
             return self._loader.load_configuration(self._config_name, list(choices), RunMode.RUN)
         except (HydraException, OmegaConfBaseException) as error:
-            said = str(error).partition("\n")[0]
-            raise ValueError(f"the configuration cannot be composed: {said}") from error
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"the configuration cannot be composed: {reason}") from error
         except _OF_FILES as error:
-            said = " ".join(str(error).split())
-            raise ValueError(f"the configuration cannot be composed: {said}") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the configuration cannot be composed: {reason}") from error
 
     # --- groups
 
     def _texts(self, one: Override) -> Iterator[str]:
-        """The choice of a group, or each one of a sweep."""
+        """The choice of a group, or all choices of a sweep."""
         if one.is_delete() or not one.is_sweep_override():
             yield str(one.input_line)
             return
@@ -176,20 +176,20 @@ class _Check:
             several = re.fullmatch(r"\[(.*)\]", choice)
             for name in several[1].split(",") if several else [choice]:
                 if not self._loader.repository.config_exists(f"{group}/{name.strip()}"):
-                    own = f"; one of yours is {group}._target_={name}" * _is_dotted(group, name)
+                    own = f"; for your own use {group}._target_={name}" * _is_dotted(group, name)
                     raise ValueError(
-                        f"{group}={name} is unknown{_perhaps(name, known, f'{group}=')}; there are "
+                        f"{group}={name} is unknown{_perhaps(name, known, f'{group}=')}; choices: "
                         f"{', '.join(known)}{own}"
                     )
         if group.startswith("hydra"):
             return
         used = chosen_by_default(self._command)
         if one.is_add() and group in used:
-            raise ValueError(f"+{group}: {group} is chosen already, leave the + out")
+            raise ValueError(f"+{group}: {group} is already chosen, omit the +")
         if group in groups() and group not in used:
-            others = " (a group of spatialdl.plan)" if group in chosen_by_default("plan") else ""
+            hint = " (a group of spatialdl.plan)" if group in chosen_by_default("plan") else ""
             raise ValueError(
-                f"{group} is no group of spatialdl.{self._command}{others}"
+                f"{group} is not a group of spatialdl.{self._command}{hint}"
                 f"{_perhaps(group, [name for name in used if name != group])}; {self._all}"
             )
 
@@ -199,7 +199,7 @@ class _Check:
         key = one.key_or_group
         if _holds(config, key):
             if one.is_add() and not one.is_force_add() and not _is_open(config, key):
-                raise ValueError(f"+{key}: {key} is there already, leave the + out")
+                raise ValueError(f"+{key}: {key} already exists, omit the +")
             return
         for path in _paths(key):
             if _is_open(config, path) or path in OWN:
@@ -211,7 +211,7 @@ class _Check:
                 now = config.hydra.runtime.choices.get(group)
                 raise ValueError(
                     f"{key} is a key of {group}={choice}, but {group}={now} is chosen: add "
-                    f"{group}={choice}, or leave {key} out"
+                    f"{group}={choice}, or remove {key}"
                 )
         plus = "+" if one.is_add() else ""
         raise ValueError(
@@ -219,9 +219,9 @@ class _Check:
         )
 
     def _check_taken(self, one: Override, path: str, config: DictConfig) -> None:
-        """A key beside a ``_target_`` is an argument of what is named there.
+        """Check that a key beside a ``_target_`` is an argument of that target.
 
-        Networks of the user's own take whatever the user hands them.
+        Arguments of the user's own networks are not checked.
         """
         node = OmegaConf.select(config, path, throw_on_missing=False)
         named_here = _is_open(config, path) and not OmegaConf.is_missing(node, "_target_")
@@ -230,7 +230,7 @@ class _Check:
             target = self._target(_AS[path])
         if target is None:
             raise ValueError(
-                f"{one.key_or_group} is an argument of what is named by {path}._target_: name it, "
+                f"{one.key_or_group} is an argument of {path}._target_, which is not set: add "
                 f"{path}._target_=package.Class"
             )
         target = str(target)
@@ -249,34 +249,34 @@ class _Check:
         if not (one.is_add() or one.is_force_add()):
             near = _perhaps(name, list(map(str, node)), f"{path}.")
             raise ValueError(
-                f"{path}.{name} is unknown{near}; to hand {target} one more argument write "
+                f"{path}.{name} is unknown{near}; to pass {target} another argument write "
                 f"+{path}.{name}=..."
             )
 
     def _target(self, path: str) -> str | None:
-        """That of the command line."""
-        given = [one.value() for one in self._parsed if one.key_or_group == f"{path}._target_"]
-        return str(given[-1]) if given else None
+        """The ``_target_`` set on the command line."""
+        targets = [one.value() for one in self._parsed if one.key_or_group == f"{path}._target_"]
+        return str(targets[-1]) if targets else None
 
     def _names(self, config: DictConfig, key: str) -> list[str]:
-        """What it may have meant."""
+        """Candidates for a misspelt key."""
         names = list(_all_keys(config))
         return names if "." in key else [*(name for name in names if "." not in name), *names]
 
 
 def _check_hydra(config: DictConfig) -> None:
-    """Refuse what has Hydra write into a run directory, which another run may have."""
+    """Refuse settings by which Hydra writes into a run directory that another run may use."""
     subdir, handlers = config.hydra.output_subdir, config.hydra.job_logging.get("handlers") or {}
     if subdir is not None:
         raise ValueError(
-            f"hydra.output_subdir={subdir}: how a run was started is always written to .hydra in "
-            "its directory, leave it out"
+            f"hydra.output_subdir={subdir} is not supported: overrides and configuration of a run "
+            "are always written to .hydra in its directory; remove it"
         )
     for name, handler in handlers.items():
         if "filename" in handler:
             raise ValueError(
-                f"hydra.job_logging.handlers.{name} writes to a file, but a run has its log in its "
-                "directory already: leave it out, or send what is printed to a file"
+                f"hydra.job_logging.handlers.{name} writes to a file, but the run directory "
+                "already has the log: remove it, or redirect stdout to a file"
             )
 
 
@@ -284,7 +284,7 @@ def _refuse_sweeps(overrides: Iterable[Override]) -> None:
     for one in overrides:
         if one.is_sweep_override():
             raise ValueError(
-                f"{one.input_line} names several values: add --multirun to run once with each, or "
+                f"{one.input_line} has several values: add --multirun to run once per value, or "
                 f"write a list as {one.key_or_group}=[...]"
             )
 
@@ -297,10 +297,10 @@ def _parsed(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_override(text)
     except HydraException as error:
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{text} cannot be read as key=value ({said}): put what holds spaces, commas or "
-            "brackets into quotes, key='\"...\"'"
+            f"{text} cannot be parsed as key=value ({reason}): quote values with spaces, commas or "
+            "brackets, key='\"...\"'"
         ) from error
 
 
@@ -310,7 +310,7 @@ def _loader(config_dir: str | None, overrides: Iterable[Override]) -> ConfigLoad
     if config_dir is not None:
         folder = os.path.abspath(config_dir)
         if not Path(folder).is_dir():
-            raise ValueError(f"--config-dir {config_dir} is no folder")
+            raise ValueError(f"--config-dir {config_dir} is not a directory")
         path.prepend("command-line", f"file://{folder}")
     for one in overrides:
         folders = one.value() if one.key_or_group == "hydra.searchpath" else None
@@ -321,7 +321,7 @@ def _loader(config_dir: str | None, overrides: Iterable[Override]) -> ConfigLoad
 
 
 def _paths(key: str) -> list[str]:
-    """All that a key lies in, outermost first."""
+    """All parents of a key, outermost first."""
     parts = key.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -343,17 +343,17 @@ def _holds(config: DictConfig, key: str) -> bool:
 
 
 def _is_open(config: DictConfig, key: str) -> bool:
-    """Whether it makes an object, which may take more arguments than the file names."""
+    """Whether the key has a ``_target_``, which may take more arguments than the file lists."""
     node = _node(config, key)
     return isinstance(node, DictConfig) and "_target_" in node.keys()  # noqa: SIM118 (missing too)
 
 
 def _arguments(target: str) -> list[str] | None:
-    """What a class or function takes; None if anything, or if there is no such thing."""
+    """Parameters of a class or function; None with ``**kwargs``, or if it cannot be imported."""
     try:
         parameters = inspect.signature(named(target)).parameters.values()
     except Exception:
-        return None  # raised when it is made
+        return None  # raised when it is instantiated
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     return [one.name for one in parameters]
@@ -371,12 +371,12 @@ def _all_keys(node: object, prefix: str = "") -> Iterator[str]:
 
 
 def _is_dotted(group: str, name: str) -> bool:
-    """Whether a class is named where a file of the group is expected."""
+    """Whether a class name stands where a choice of the group is expected."""
     return group in ("model", "optimizer", "scheduler") and "." in name
 
 
 def _perhaps(word: str, known: Sequence[str], prefix: str = "") -> str:
-    """The nearest of the words that are known, or the one that ends alike."""
+    """Suggestion: the nearest of the known words, or one with a similar last part."""
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     meant = ELSEWHERE.get(word.rpartition(".")[2], "").removeprefix(prefix)
     if meant in known:

@@ -1,4 +1,4 @@
-"""Keys that are the user's own: of a network or a loss that no configuration file knows."""
+"""Keys of the user's own networks and losses, which no configuration file has."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ FROM_DATA = {
     "${data.num_classes}": ("num_classes", "num_labels"),
     "${data.channels}": ("in_channels", "in_chans"),
 }
-"""What the data say of a network, and how networks call it."""
+"""Values from the data set, and the arguments of networks that take them."""
 
 _PRODUCT = "spatialdl.models."
 
 
 def named(target: str) -> Any:
-    """The object of a dotted name; a function comes before its module, as spatialdl.models.unet.
+    """Import the object of a dotted name; functions take precedence over modules of that name,
+    such as spatialdl.models.unet.
 
     Raises:
-        ImportError, AttributeError, ValueError: if there is none.
+        ImportError, AttributeError, ValueError: there is no such object.
     """
     found = resolve_name(target)
     if isinstance(found, ModuleType) and "." in target:
@@ -36,28 +37,28 @@ def named(target: str) -> Any:
 
 
 def is_own_network(target: str) -> bool:
-    """Whether ``model._target_`` is the user's, and not one of this package."""
+    """Whether ``model._target_`` is not in this package."""
     return not target.startswith(_PRODUCT)
 
 
 def rewritten(argument: str) -> str:
-    """Let what is the user's own have keys that the group's file does not know; short forms."""
+    """Rewrite an override: ``++`` for keys of custom objects; expand short forms."""
     if re.match(r"(model|task\.loss|data\.dataset|data\.validation)\.[\w.]+=", argument):
         return f"++{argument}"
-    if argument == "task=bag":  # also chooses data and network, which no task can
+    if argument == "task=bag":  # also chooses data and network, which a task cannot
         return "experiment=bag"
     return re.sub(r"^data\.stage=(?!\{)", "data.stage.to=", argument)
 
 
 def fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Give a network that the user names its own arguments, and those that follow from the data.
+    """Set the arguments of the user's own network, and those that follow from the data.
 
-    Settings of the group's file are those of another network and are left out. Classes and channels
-    go to the argument that takes them; where a network has ``**kwargs``, all names in use are
-    offered, see `refused_key`.
+    Settings of the group's file belong to another network and are removed. Numbers of classes and
+    channels go to the argument that takes them; a network with ``**kwargs`` gets all names in
+    `FROM_DATA`, see `refused_key`.
 
     Raises:
-        ValueError: if there is no such network, or it is not clear whose an argument is.
+        ValueError: there is no such network, or an argument may belong to either network.
     """
     given = {key[1] for o in overrides if (key := re.match(r"[+~]*model\.(\w+)", o))}
     group = {} if "_target_" in given else _settings_of_group(config.model)
@@ -80,9 +81,9 @@ def fit_model_keys(config: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def _settings_of_group(model: DictConfig) -> dict[str, Any]:
-    """Those of the file that ``model=`` names, where an experiment puts another network over it.
+    """Settings of the file of ``model=``, if an experiment replaces its network.
 
-    Empty if the network is the file's own, or the file is the user's.
+    Empty if the network is that of the file, or the file is the user's.
     """
     if not HydraConfig.initialized():
         return {}
@@ -97,24 +98,24 @@ def _settings_of_group(model: DictConfig) -> dict[str, Any]:
 
 
 def _plain(model: DictConfig) -> dict[str, Any]:
-    """As it is written, interpolations included."""
+    """Unresolved, with interpolations."""
     return cast(dict[str, Any], OmegaConf.to_container(model, resolve=False))
 
 
 def _check_clear(model: DictConfig, keys: Iterable[str], named: dict[str, Parameter]) -> None:
-    """Refuse a value that the experiment may have set, or the group's file for another network."""
+    """Refuse a value that may come from the experiment, or from the group's file."""
     for key in keys:
         offered = any(key in names for names in FROM_DATA.values())
         if not offered and _is_keyword(named.get(key)) and named[key].default != model[key]:
             raise ValueError(
-                f"model.{key}={model[key]} may be meant for {model['_target_']}, or come from the "
-                f"network that model= names: write model.{key}=... on the command line, or put "
-                "your network into a file model/NAME.yaml beside the experiment and take model=NAME"
+                f"model.{key}={model[key]} is ambiguous: it may be meant for {model['_target_']}, "
+                f"or come from the file of model=: write model.{key}=... on the command line, or "
+                "put your network into a file model/NAME.yaml and use model=NAME"
             )
 
 
 def offered_keys(model: DictConfig) -> list[str]:
-    """Arguments from the data that only ``**kwargs`` of the network take, which may refuse them."""
+    """Arguments from the data passed to ``**kwargs`` of the network, which may reject them."""
     named = _arguments(str(model["_target_"]))
     return [
         name
@@ -127,13 +128,13 @@ def offered_keys(model: DictConfig) -> list[str]:
 
 
 def refused_key(error: Exception, offered: Iterable[str]) -> str | None:
-    """The offered argument that a network does not know, by the error of its call."""
+    """The offered argument that a network rejected, from the error of its call."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     return found[1] if found and found[1] in offered else None
 
 
 def _arguments(target: str) -> dict[str, Parameter]:
-    """By name; none of a builtin without a signature."""
+    """Parameters by name; empty for a builtin without a signature."""
     try:
         return dict(inspect.signature(named(target)).parameters)
     except Exception as error:

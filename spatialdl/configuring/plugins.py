@@ -1,6 +1,6 @@
-"""Lists of objects of the user's own: ``key=[{_target_: package.Class, argument: value}, ...]``.
+"""Lists of custom objects: ``key=[{_target_: package.Class, argument: value}, ...]``.
 
-No PyTorch here: they are checked before ranks start, where nothing of the user's is imported yet.
+Imports no PyTorch: lists are checked before ranks start, when no user code is imported yet.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Plugin:
     """An object that a configuration names.
 
     Attributes:
-        key: of the configuration, for messages.
-        target: its class or function, as package.Class.
-        name: that the configuration gives it; else the last part of the target.
+        key: configuration key, for messages.
+        target: class or function, as package.Class.
+        name: its ``name`` in the configuration, by default the last part of the target.
     """
 
     key: str
@@ -29,10 +29,10 @@ class Plugin:
     _settings: DictConfig
 
     def make(self) -> Any:
-        """The object.
+        """Instantiate the object.
 
         Raises:
-            ValueError: if it cannot be imported, or refuses its arguments.
+            ValueError: the target cannot be imported or called with its arguments.
         """
         try:
             plain = OmegaConf.to_container(self._settings, resolve=True)
@@ -40,48 +40,50 @@ class Plugin:
             plain.pop("name", None)
             return hydra.utils.instantiate({"_convert_": "all", **plain})
         except (OmegaConfBaseException, hydra.errors.InstantiationException) as error:
-            said = " ".join(str(error).split())
-            raise ValueError(f"{self.key}: {self.target} cannot be made: {said}") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.key}: {self.target} cannot be instantiated: {reason}"
+            ) from error
 
 
-def plugins_of(given: object, key: str, example: str) -> list[Plugin]:
-    """What a list of a configuration names; nothing is imported.
+def plugins_of(entries: object, key: str, example: str) -> list[Plugin]:
+    """Parse a list of plugins; imports nothing.
 
     Args:
-        given: the list, or None.
-        key: of the configuration, for messages.
-        example: of an entry, for messages.
+        entries: the list, or None.
+        key: configuration key, for messages.
+        example: a valid entry, for messages.
 
     Raises:
-        ValueError: if it is no such list, or two entries have the same name.
+        ValueError: not a list, or an entry without a class or with an invalid name.
     """
-    if given is None:
+    if entries is None:
         return []
-    if not isinstance(given, ListConfig):
-        raise ValueError(f"{key}={given} must be a list of such as {example}")
-    found: list[Plugin] = []
-    for one in given._iter_ex(resolve=False):
-        target = one.get("_target_") if isinstance(one, DictConfig) else None
+    if not isinstance(entries, ListConfig):
+        raise ValueError(f"{key}={entries} must be a list of entries such as {example}")
+    plugins: list[Plugin] = []
+    for entry in entries._iter_ex(resolve=False):
+        target = entry.get("_target_") if isinstance(entry, DictConfig) else None
         if not isinstance(target, str) or "." not in target:
-            raise ValueError(f"{key}: {one} names no class: write it as {example}")
-        name = one.get("name", target.rpartition(".")[2])
+            raise ValueError(f"{key}: {entry} has no class: write it as {example}")
+        name = entry.get("name", target.rpartition(".")[2])
         if not isinstance(name, str) or not name.replace("_", "").isalnum():
-            raise ValueError(f"{key}: name={name} must have letters, digits and _ only")
-        found.append(Plugin(key, target, name, one))
-    return found
+            raise ValueError(f"{key}: name={name} must have only letters, digits and _")
+        plugins.append(Plugin(key, target, name, entry))
+    return plugins
 
 
 def check_names(plugins: list[Plugin], taken: set[str]) -> None:
-    """Refuse names that two have, or that are taken.
+    """Check that names are unique and not taken.
 
     Raises:
-        ValueError: naming it.
+        ValueError: a name occurs twice; the message has it.
     """
     seen = set(taken)
     for plugin in plugins:
         if plugin.name in seen:
             raise ValueError(
-                f"{plugin.key}: there are two called {plugin.name}: give one another name, "
+                f"{plugin.key}: duplicate name {plugin.name}: rename one, "
                 f"{{_target_: {plugin.target}, name: other_name}}"
             )
         seen.add(plugin.name)

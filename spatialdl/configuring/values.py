@@ -1,4 +1,4 @@
-"""Values that are no switch, or no number, where the configuration files have one."""
+"""Type checks of configuration values: switches and numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spatialdl.configuring.keys import CONF, keys_of
 
 _FRACTIONS = ("comm.timeout", "scheduler.div_factor")
-"""Their defaults are whole numbers, but others do."""
+"""Fractions are valid although the defaults are whole numbers."""
 
 _SWITCH, _WHOLE, _NUMBER, _NULL = "true or false", "a whole number", "a number", "null"
 _STEPS = (
@@ -24,10 +24,10 @@ _STEPS = (
     "scheduler.total_steps",
 )
 _NO_DEFAULT = {"scheduler.max_lr": (_NUMBER, _NULL), **dict.fromkeys(_STEPS, (_WHOLE, _NULL))}
-"""Null in all files, and looked at by nobody else before there is a network."""
+"""Keys that are null in all files, and otherwise checked only after the network is built."""
 
 _NAMED = ("data.mean", "data.std", "parallel.tensor")
-"""Also names or lists, see `data.normalisation` and `training.layouts`."""
+"""Keys that also accept names or lists, see `data.normalisation` and `training.layouts`."""
 
 _LIKE = {
     _SWITCH: re.compile(r"true|false"),
@@ -38,12 +38,12 @@ _LIKE = {
 
 
 def check_values(config: DictConfig) -> None:
-    """Refuse what is none of the kind that a key has, as its default and its comment say it.
+    """Check that each value has the type of its key, known from default and comment.
 
-    Arguments of networks and losses of the user's own are as they like them.
+    Arguments of the user's own networks and losses are not checked.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: a value has another type; the message has the key.
     """
     is_own = not str(OmegaConf.select(config, "model._target_")).startswith("spatialdl.")
     for key, kinds in _kinds().items():
@@ -55,7 +55,7 @@ def check_values(config: DictConfig) -> None:
             if not isinstance(node, DictConfig) or name not in node:
                 continue
             value = node[name]
-        except OmegaConfBaseException:  # a reference that is told where it is used
+        except OmegaConfBaseException:  # an unresolved reference is reported where it is used
             continue
         if not any(_is(kind, value) for kind in kinds):
             raise ValueError(f"{key}={_written(value)} must be {', or '.join(kinds)}")
@@ -63,7 +63,7 @@ def check_values(config: DictConfig) -> None:
 
 @cache
 def _kinds() -> Mapping[str, tuple[str, ...]]:
-    """What each key may be: of those that are a switch or a number in all files."""
+    """Types of the keys that are a switch or a number in all files."""
     found: dict[str, set[str]] = {}
     for file in CONF.rglob("*.yaml"):
         for key in keys_of(file):

@@ -209,14 +209,14 @@ def test_neighbours_of_tiles(features, tmp_path):
     [
         (["kmeans", "-k", "200"], "n_clusters=200 is more than the 111 rows on all ranks"),
         (["pca", "-n", "7"], "n_components=7 is more than 6"),
-        (["pca", "--column", "site"], "--labels and --column belong together"),
-        (["tsvd", "-n", "0.5"], "tsvd takes a number of components, not 0.5"),
-        (["ridge"], "ridge learns from --labels CSV --target NAME"),
-        (["neighbours"], "neighbours are those of --query SLIDE:ROW ..., or with --all of every"),
-        (["neighbours", "--query", "x:1"], "--query x: there are no features of such a slide"),
+        (["pca", "--column", "site"], "--labels and --column must be used together"),
+        (["tsvd", "-n", "0.5"], "tsvd needs a number of components, got 0.5"),
+        (["ridge"], "ridge needs --labels CSV --target NAME"),
+        (["neighbours"], "neighbours needs --query SLIDE:ROW ..., or --all for every"),
+        (["neighbours", "--query", "x:1"], "--query x: no features of this slide"),
         (["neighbours", "--query", "d:1"], "--query d:1: the slide has rows 0 to 0"),
         (["neighbours", "--query", "a:1", "-k", "111"], "more than the 110 other tiles"),
-        (["kmeans", "--apply", "nowhere.npz"], "nowhere.npz: there is no such file"),
+        (["kmeans", "--apply", "nowhere.npz"], "nowhere.npz: no such file"),
         (["kmeans", "--device", "meta0"], "--device meta0 cannot compute in float64 here"),
     ],
 )
@@ -236,10 +236,10 @@ def test_a_bad_tile_is_named_by_file_and_row(tmp_path, capsys):
 
 def test_labels_are_checked(features, tmp_path, capsys):
     for text, message in [
-        ("slide,age\na,50\nc,old\nd,3\n", "age of slide 'c' is 'old', expected a number"),
-        ("slide,years\na,50\n", "has no column age; it has slide, years"),
-        ("slide,age\na,50\na.svs,50\n", "line 3: slide 'a' was named before"),
-        ("slide,age\nx,50\n", "names none of the 6 slides with features, such as 'a'"),
+        ("slide,age\na,50\nc,old\nd,3\n", "age of slide 'c' is 'old', expected a finite number"),
+        ("slide,years\na,50\n", "has no column age; columns: slide, years"),
+        ("slide,age\na,50\na.svs,50\n", "line 3: duplicate slide 'a'"),
+        ("slide,age\nx,50\n", "has none of the 6 slides with features, such as 'a'"),
         ("slide,age\na,50\nc,51\n", "2 slides with features have a number in age"),
     ]:
         path = tmp_path / "labels.csv"
@@ -252,5 +252,5 @@ def test_labels_are_checked(features, tmp_path, capsys):
 def test_nothing_is_written_over(features, tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     assert main(["pca", str(features), "--out", str(tmp_path)]) == 1
-    assert "is not empty: give a new folder" in capsys.readouterr().err
+    assert "is not empty: use a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

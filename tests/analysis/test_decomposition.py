@@ -87,7 +87,7 @@ def test_many_columns_are_randomized_by_themselves():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (PCA(13), "n_components=13 is more than 12, the smaller of rows and columns"),
+        (PCA(13), "n_components=13 is more than 12, the minimum of rows and columns"),
         (PCA(0), "n_components=0 must be a whole number"),
         (PCA(1.5), "n_components=1.5 must be a whole number"),
         (PCA("mle"), "n_components='mle' must be"),

@@ -68,7 +68,7 @@ def test_the_picture_is_drawn(result, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [(["--ranks", "1"], "at least 2 ranks"), (["--steps", "1"], "at least 2")],
+    [(["--ranks", "1"], "ranks must be at least 2"), (["--steps", "1"], "at least 2")],
 )
 def test_what_cannot_be_measured_is_told(arguments, text):
     with pytest.raises(ValueError, match=text):

@@ -46,7 +46,7 @@ def test_arms_differ_in_what_learns_alone(tmp_path: Path, monkeypatch: Any) -> N
     monkeypatch.setattr(bag_end_to_end.worker, "run", lambda command, _: commands.append(command))
     options = bag_end_to_end._parse(["--folder", str(tmp_path)])
     for arm in bag_end_to_end.ARMS:
-        with pytest.raises(RuntimeError, match="was stopped"):
+        with pytest.raises(RuntimeError, match="was interrupted"):
             bag_end_to_end._run(options, arm, 1)
     frozen, learning = (
         {word for word in command if not word.startswith("hydra.run.dir")} for command in commands

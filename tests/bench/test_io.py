@@ -77,7 +77,7 @@ def test_ways_that_differ_are_an_error(files):
     reads = {way: io_strategies.open_way(folder, 1100, way) for way in io_strategies.WAYS}
     io_reading.check_same(reads)
     reads[io_strategies.OURS] = lambda row, col, n: np.zeros((n, n, 3), np.uint8)
-    with pytest.raises(RuntimeError, match=r"raw shard gives other pixels than np\.memmap"):
+    with pytest.raises(RuntimeError, match=r"raw shard returns other pixels than np\.memmap"):
         io_reading.check_same(reads)
 
 

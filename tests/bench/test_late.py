@@ -64,7 +64,7 @@ def test_the_picture_is_drawn(result: dict[str, Any], tmp_path: Any) -> None:
     [
         (["--rounds", "0"], "at least 1"),
         (["--ranks", "1"], "ranks at least 2"),
-        (["--batch", "6"], "--batch 6 is no multiple of --ranks 4"),
+        (["--batch", "6"], "--batch 6 must be a multiple of --ranks 4"),
     ],
 )
 def test_what_cannot_be_measured_is_told(arguments: list[str], text: str) -> None:

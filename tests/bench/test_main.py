@@ -8,7 +8,7 @@ from spatialdl.bench.__main__ import BENCHES, main
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [(["--help"], 0), ([], 2), (["haloo"], "\nerror: haloo is none of these")]
+    ("words", "code"), [(["--help"], 0), ([], 2), (["haloo"], "\nerror: unknown benchmark haloo")]
 )
 def test_every_benchmark_is_told_with_what_it_measures(words, code, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *words])

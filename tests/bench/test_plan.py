@@ -43,5 +43,5 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch, tmp_path, capsy
 
 
 def test_one_step_is_too_few():
-    with pytest.raises(ValueError, match="--steps 1: the first one warms up"):
+    with pytest.raises(ValueError, match="--steps 1 must be at least 2: the first is a warm-up"):
         plan.main(["--steps", "1"])

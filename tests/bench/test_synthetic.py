@@ -34,8 +34,8 @@ def test_keys_with_several_values_make_a_configuration_each():
         (["parallel=pp", "data.batch_sise=4"], "nearest: data.batch_size"),
         (["parallel=none,ps"], "parallel=ps is unknown"),
         (["parallel=pp", "data.batch_size=1"], "cannot be cut"),
-        (["debug=overfit"], "debug=overfit is not timed"),
-        (["model=glob(res*)"], "name the choices"),
+        (["debug=overfit"], "debug=overfit is not supported"),
+        (["model=glob(res*)"], "list the choices"),
         (["parallel=auto"], "parallel.world"),
         (["model._target_=nowhere.Net"], "cannot be imported"),
         (["--rounds", "1"], "--rounds 1 must be at least 2"),
@@ -53,7 +53,7 @@ def test_a_launcher_is_left_out(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match="leave the launcher out"):
+    with pytest.raises(ValueError, match="run it without a launcher"):
         synthetic.main([])
 
 

@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_is_not_taken_for_a_finished_one(tmp_path, monkey
     (tmp_path / "10+4" / "prepared.json").write_text('{"seconds": 60, "cpu_seconds": 70}')
     monkeypatch.setattr(whole_vs_tiles, "_COMMAND", ("-c", "pass"))  # as one that a signal ended
     words = ["--slides", "10", "--validation", "4", "--folder", str(tmp_path)]
-    with pytest.raises(RuntimeError, match="was stopped"):
+    with pytest.raises(RuntimeError, match="was interrupted"):
         whole_vs_tiles.main(words)
     assert not list(tmp_path.rglob("finished.json"))
 

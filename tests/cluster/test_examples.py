@@ -136,7 +136,7 @@ def test_a_job_whose_ranks_srun_cannot_start_fails(words, tmp_path):
         job.until(job.is_over)
         assert "aborted before step completely launched" in job.said()
         assert job.told("JobState") == "FAILED"
-        assert "srun says that all is well, but" in job.said()
+        assert "srun exited with 0, but" in job.said()
 
 
 def queued(cwd: Path, script: str, *words: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from spatialdl.configuring.keys import file_of, groups, keys_of
 from spatialdl.configuring.overrides import ELSEWHERE, check_overrides, flags_of
 
-MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_to_end"
+MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_to_end"
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_
         ("optimzer.lr=1", "optimzer.lr is unknown; nearest: optimizer.lr; `python -m spatialdl"),
         ("optimzer=sgd", "optimzer is unknown; nearest: optimizer;"),
         ("model=resnet19", f"model=resnet19 is unknown; nearest: model=resnet18; {MODELS}"),
-        ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; there are auto"),
-        ("experiment=quikstart", "nearest: experiment=quickstart; there are bag, bag_end_to_end"),
+        ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; choices: auto"),
+        ("experiment=quikstart", "nearest: experiment=quickstart; choices: bag, bag_end_to_end"),
         ("debug=overfitt", "nearest: debug=overfit;"),
         ("parallel.stage=2", "parallel.stage is unknown; nearest: parallel.stages;"),
         ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
@@ -25,8 +25,8 @@ MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_
         ("batch_size=3", "batch_size is unknown; nearest: data.batch_size;"),
         ("+foo=1", "+foo is unknown; `python"),
         ("++foo=1", "foo is unknown; `python"),
-        ("+seed=1", "+seed: seed is there already, leave the + out"),
-        ("+model=unet", "+model: model is chosen already, leave the + out"),
+        ("+seed=1", "+seed: seed already exists, omit the +"),
+        ("+model=unet", "+model: model is already chosen, omit the +"),
         ("data.path=x", "a key of data=shards, but data=synthetic is chosen: add data=shards"),
         ("parallel.world=2", "parallel=auto, but parallel=none is chosen"),
         ("data.image_size.2=3", "data.image_size.2 is unknown"),
@@ -39,14 +39,14 @@ MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_
             "model.widht is unknown to spatialdl.models.unet; nearest: model.w",
         ),
         ("optimizer.momentun=1", "unknown to torch.optim.SGD; nearest: optimizer.momentum;"),
-        ("optimizer.maximize=true", "to hand torch.optim.SGD one more argument write +optimizer.m"),
+        ("optimizer.maximize=true", "to pass torch.optim.SGD another argument write +optimizer.m"),
         ("+optimizer.nesterv=true", "unknown to torch.optim.SGD; nearest: optimizer.nesterov"),
         ("optimizer._target_=torch.optim.RMSprop +optimizer.alpah=1", "nearest: optimizer.alpha"),
         (
             "cluster=infiniband",
-            "cluster is no group of spatialdl.train (a group of spatialdl.plan)",
+            "cluster is not a group of spatialdl.train (a group of spatialdl.plan)",
         ),
-        ("model=networks.Net", "; one of yours is model._target_=networks.Net"),
+        ("model=networks.Net", "; for your own use model._target_=networks.Net"),
         ("hydra.run.dri=x", "hydra.run.dri is unknown; nearest: hydra.run.dir"),
         ("seed", "seed has no value: write seed=value"),
         ("optimizer.learning_rate=1", "unknown to torch.optim.SGD; nearest: optimizer.lr;"),
@@ -54,13 +54,16 @@ MODELS = "there are abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_
         ("gradient_clip_val=1", "gradient_clip_val is unknown; nearest: trainer.clip_norm;"),
         ("strategy=ddp", "strategy is unknown; nearest: parallel;"),
         ("=3", "=3 has no key: write key=value"),
-        ("parallel.grid=[2", "parallel.grid=[2 cannot be read as key=value"),
-        ("seed=1,2", "seed=1,2 names several values: add --multirun"),
+        ("parallel.grid=[2", "parallel.grid=[2 cannot be parsed as key=value"),
+        ("seed=1,2", "seed=1,2 has several values: add --multirun"),
         ("parallel.gems={varint:x}", "the configuration cannot be composed: "),
-        ("hydra.output_subdir=x", "hydra.output_subdir=x: how a run was started is always written"),
+        (
+            "hydra.output_subdir=x",
+            "hydra.output_subdir=x is not supported: overrides and configuration",
+        ),
         (
             "hydra/job_logging=default",
-            "hydra.job_logging.handlers.file writes to a file, but a run",
+            "hydra.job_logging.handlers.file writes to a file, but the run",
         ),
     ],
 )
@@ -124,7 +127,7 @@ def test_configurations_of_the_users_are_known(tmp_path):
         check_overrides(["model=nett"], config_dir=folder)
     with pytest.raises(ValueError, match=r"model=net is unknown"):
         check_overrides(["model=net"])
-    with pytest.raises(ValueError, match=r"nowhere is no folder"):
+    with pytest.raises(ValueError, match=r"nowhere is not a directory"):
         check_overrides([], config_dir=f"{folder}/nowhere")
 
 
@@ -137,7 +140,7 @@ def test_a_flag_that_is_unknown_is_refused_with_the_nearest(word, nearest):
     assert nearest is None or f"nearest: {nearest};" in str(refusal.value)
     with pytest.raises(ValueError, match="nearest: --calibrate;"):
         flags_of(["--calibrat"], "plan")
-    with pytest.raises(ValueError, match="seed=1,2 stands behind a flag"):
+    with pytest.raises(ValueError, match="seed=1,2 follows a flag"):
         flags_of(["parallel=sp", "-m", "seed=1,2"])
     assert flags_of(["--cfg", "job", "seed=1"]).overrides == ["seed=1"]
 

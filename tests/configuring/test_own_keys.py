@@ -188,7 +188,9 @@ def test_an_experiment_may_set_keys_of_a_network_that_ships(tmp_path):
 
 def test_a_width_that_may_be_that_of_another_network_is_refused(tmp_path):
     with experiment(tmp_path, f"_target_: {__name__}.plain") as config:
-        with pytest.raises(ValueError, match=r"model\.width=64 may be meant for .*plain, or"):
+        with pytest.raises(
+            ValueError, match=r"model\.width=64 is ambiguous: it may be meant for .*plain, or"
+        ):
             fit_model_keys(config, [])
         fit_model_keys(config, ["model.width=64"])
     assert config.model.width == 64

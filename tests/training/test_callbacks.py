@@ -111,8 +111,8 @@ def test_states_that_would_come_back_otherwise_are_refused(state):
     ("words", "said"),
     [
         ("trainer.callbacks=yes", "trainer.callbacks=.* must be a list"),
-        ("trainer.callbacks=[{a: 1}]", "names no class: write it as {_target_: package.Class}"),
-        ("trainer.callbacks=[{_target_: a.B},{_target_: c.B}]", "there are two called B"),
+        ("trainer.callbacks=[{a: 1}]", "has no class: write it as {_target_: package.Class}"),
+        ("trainer.callbacks=[{_target_: a.B},{_target_: c.B}]", "duplicate name B"),
     ],
 )
 def test_lists_that_name_no_callbacks_are_refused_before_ranks_start(words, said):

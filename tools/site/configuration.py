@@ -1,6 +1,6 @@
-"""A hook of MkDocs: the keys of the commands, from `spatialdl/conf`, with their comments.
+"""MkDocs hook: reference of the configuration keys, from `spatialdl/conf` and its comments.
 
-A line `<!-- keys of train -->` of a page becomes tables of all keys of that command.
+A line `<!-- keys of train -->` in a page is replaced by tables of all keys of that command.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:  # tests import this file without MkDocs
 
 _PLACE = re.compile(r"^<!-- keys of (\w+) -->$", re.MULTILINE)
 _WITH_GROUPS = ("train",)
-"""Commands whose groups are listed; the others take few of them, or those of train."""
+"""Commands whose groups are listed; all others have few groups, or those of train."""
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in the tables."""
+    """Replace the markers by tables."""
     return _PLACE.sub(lambda found: tables(found[1]), markdown)
 
 
 def tables(command: str) -> str:
-    """All keys of a command in Markdown: its own, then those of each group, choice by choice.
+    """All keys of a command in Markdown: its own, then those of each group by choice.
 
     Args:
-        command: the name of a file at the top of `spatialdl/conf`, without its suffix.
+        command: name of a file in `spatialdl/conf`, without suffix.
     """
     own = [key for key in keys_of(CONF / f"{command}.yaml") if not key.name.startswith("hydra")]
     parts = [_table(own)] if own else []
@@ -55,7 +55,7 @@ def tables(command: str) -> str:
 
 
 def _group(name: str, choices: Sequence[str], default: str) -> str:
-    """A heading for the group, and a table for each choice of what it adds to the first."""
+    """A heading for the group, and a table per choice of its differences from the first."""
     first = default if default in choices else choices[0]
     known = set(keys_of(file_of(name, first)))
     parts = [f"### {name}"]

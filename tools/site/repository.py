@@ -1,8 +1,8 @@
-"""A hook of MkDocs: files of the repository that pages link become pages of the site.
+"""MkDocs hook: adds pages for files of the repository that the documentation links.
 
-In the repository `[site.yaml](../examples/slurm/launcher/site.yaml)` opens the file. The site has
-no such file, so its text is shown on a page of its own in `FOLDER`, and the link leads there.
-Files of `ALWAYS` and the log of decisions come into the navigation by themselves.
+In the repository `[site.yaml](../examples/slurm/launcher/site.yaml)` opens the file. The site lacks
+such files, so each gets a page in `FOLDER` with its text, and links are redirected to it. Files in
+`ALWAYS` and the log of decisions are added to the navigation.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs"
 FOLDER = "source"
 ALWAYS = ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md")
-"""At the root of the repository, as far as they are there."""
+"""Files at the root of the repository; missing ones are skipped."""
 DECISIONS = "decisions"
-"""A folder of `DOCS`, if it is there."""
+"""Folder in `DOCS`; may be missing."""
 
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^()\s#]+)((?:#[^()\s]*)?)\)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".toml": "toml"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add pages to the last part of the navigation, which is for contributors."""
+    """Add pages to the last section of the navigation, for contributors."""
     (pages,) = config.nav[-1].values()
     pages += [f"{FOLDER}/{name}" for name in ALWAYS if (ROOT / name).is_file()]
     log = sorted((ROOT / DOCS / DECISIONS).glob("*.md"), key=lambda file: file.stem != "README")
@@ -41,7 +41,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file that is linked, also from one that is added."""
+    """Add a page for each linked file, including links in added pages."""
     from mkdocs.structure.files import File
 
     found = {name: None for name in ALWAYS if (ROOT / name).is_file()}
@@ -61,14 +61,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links out of the documentation lead to these pages."""
+    """Redirect links that leave the documentation to the added pages."""
     own = page.file.src_uri
     added = own.startswith(f"{FOLDER}/")
     return markdown if added else redirected(markdown, f"{DOCS}/{own}", own)
 
 
 def outside(markdown: str, path: str) -> Iterator[str]:
-    """Files and folders out of `DOCS` that a page of the repository links, from the root."""
+    """Files and folders outside `DOCS` linked by a page, relative to the root."""
     for link, _ in _LINK.findall(markdown):
         target = normpath(join(dirname(path), link))
         if not target.startswith(f"{DOCS}/") and (ROOT / target).exists():
@@ -76,12 +76,12 @@ def outside(markdown: str, path: str) -> Iterator[str]:
 
 
 def redirected(markdown: str, path: str, own: str) -> str:
-    """The text of a page with links that hold in the site.
+    """Text of a page with links redirected to pages of the site.
 
     Args:
-        markdown: of the page.
-        path: where it is in the repository.
-        own: where it is in the documentation.
+        markdown: text of the page.
+        path: path of the page in the repository.
+        own: path of the page in the documentation.
     """
 
     def to(found: re.Match[str]) -> str:
@@ -97,12 +97,12 @@ def redirected(markdown: str, path: str, own: str) -> str:
 
 
 def address(path: str) -> str:
-    """Where the page of a file or folder of the repository is, within the documentation."""
+    """Path within the documentation of the page of a file or folder of the repository."""
     return f"{FOLDER}/{path}" if path.endswith(".md") else f"{FOLDER}/{path}.md"
 
 
 def page_of(path: str) -> str:
-    """The page in Markdown: of a page itself, of another file its text, of a folder all files."""
+    """Page in Markdown: a Markdown file as it is, any other file as a listing, all of a folder."""
     there = ROOT / path
     if there.suffix == ".md":
         return there.read_text()

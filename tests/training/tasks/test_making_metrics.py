@@ -61,8 +61,14 @@ def test_metrics_of_a_collection_share_no_states():
     ("metrics", "said"),
     [
         ([{"_target_": COLLECTION, "metrics": []}], "MetricCollection has no metrics"),
-        ([{"_target_": COLLECTION, "metrics": [{**ACCURACY, "classes": 3}]}], "cannot be made"),
-        ([{"_target_": COLLECTION, "metrics": [ACCURACY, ACCURACY]}], "cannot be made: .*two"),
+        (
+            [{"_target_": COLLECTION, "metrics": [{**ACCURACY, "classes": 3}]}],
+            "cannot be instantiated",
+        ),
+        (
+            [{"_target_": COLLECTION, "metrics": [ACCURACY, ACCURACY]}],
+            "cannot be instantiated: .*two",
+        ),
         (
             [
                 {**ACCURACY, "name": "x_a"},

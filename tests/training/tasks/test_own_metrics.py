@@ -102,8 +102,8 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        ({"_target_": f"{TM}.NoSuchScore"}, "NoSuchScore cannot be made"),
-        ({"_target_": f"{TM}.MulticlassF1Score"}, "cannot be made: .*num_classes"),
+        ({"_target_": f"{TM}.NoSuchScore"}, "NoSuchScore cannot be instantiated"),
+        ({"_target_": f"{TM}.MulticlassF1Score"}, "cannot be instantiated: .*num_classes"),
         ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU gives a ReLU, no torchmetrics.Metric or"),
         ({"_target_": f"{OWN}.Pairs"}, "Pairs gives a tuple: take one that gives a number"),
         (
@@ -194,12 +194,12 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
     ("words", "said"),
     [
         ("task.metrics=3", "task.metrics=3 must be a list"),
-        ("task.metrics=[f1]", "task.metrics: f1 names no class: write it as"),
-        ("task.metrics=[{num_classes: 3}]", "names no class"),
-        (f"task.metrics=[{F1},{F1}]", "there are two called MulticlassF1Score: give one another"),
-        ("task.metrics=[{_target_: a.B, name: accuracy}]", "there are two called accuracy"),
+        ("task.metrics=[f1]", "task.metrics: f1 has no class: write it as"),
+        ("task.metrics=[{num_classes: 3}]", "has no class"),
+        (f"task.metrics=[{F1},{F1}]", "duplicate name MulticlassF1Score: rename one"),
+        ("task.metrics=[{_target_: a.B, name: accuracy}]", "duplicate name accuracy"),
         ("task.metrics=[{_target_: a.B, name: slide_x}]", "name=slide_x stands for metrics that"),
-        ("task.metrics=[{_target_: a.B, name: a-b}]", "name=a-b must have letters"),
+        ("task.metrics=[{_target_: a.B, name: a-b}]", "name=a-b must have only letters"),
         ("trainer.checkpoint.best=MulticlassF1Score", "is no metric here"),
     ],
 )
