@@ -1,4 +1,4 @@
-"""Operations that treat all channels alike, done on the part that a rank has."""
+"""Operations that are independent of the channel, applied to each rank's part."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 def _each_channel(function: Any, dims: int | None = None) -> None:
-    """A function of maps with so many spatial dims; of any number if it is None."""
+    """Register a function of maps with `dims` spatial dims; with any number if None."""
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
         if input.at != 1 or input.dim() < 3 or input.dim() != (dims or input.dim() - 2) + 2:
-            return NotImplemented  # perhaps without samples
+            return NotImplemented  # e.g. without a dim of samples
         given = function(input.part, *args, **kwargs)
         return tuple(map(input.like, given)) if isinstance(given, tuple) else input.like(given)
 
@@ -88,14 +88,14 @@ for _function in (
 
 @channel_op(Tensor.copy_)
 def copy_(input: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
-    """Into the part; whole weights, and those on trial, are left to all channels."""
+    """Copy to the part; whole weights and those on trial are written with all channels."""
     if not is_divided(input) or input.trial is not None:
         return NotImplemented
     return pointwise(Tensor.copy_, (input, src, non_blocking), {})
 
 
 def _new(function: Any) -> None:
-    """A tensor of the type and device of another, of which nothing else matters."""
+    """Register a factory function, which uses only the dtype and device of its input."""
 
     @channel_op(function)
     def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -107,11 +107,11 @@ for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
     _new(getattr(Tensor, _name))
 
 
-# --- reductions, and what works along a dim
+# --- reductions, and functions along a dim
 
 
 def _along(function: Any) -> None:
-    """A function of (input, dim, ...) along dims other than that of channels."""
+    """Register a function of (input, dim, ...) for dims other than the channel dim."""
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def flip(input: ChannelTensor, *dims: Any) -> Any:
 
 
 def _region(x: ChannelTensor) -> TensorRegion:
-    """Where a rank's channels lie in the whole tensor."""
+    """The region of the whole tensor that a rank's channels cover."""
     inner = x.part
     region = region_of(inner) if isinstance(inner, SpatialTensor) else whole(inner.shape)
     positions = list(region.positions)

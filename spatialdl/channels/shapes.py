@@ -1,4 +1,4 @@
-"""Views, parts and joins of divided tensors, done on the part that a rank has."""
+"""Views, slices and concatenations of divided tensors, applied to each rank's part."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from spatialdl.spatial.tensor import SpatialTensor
 def _moved(
     partition: Partition, at: int, shape: Sequence[int], into: Sequence[int]
 ) -> tuple[int, Partition] | None:
-    """Where the divided dim of `shape` lies in `into`, and how that is divided.
+    """The dim of `into` that contains the divided dim of `shape`, and its partition.
 
     Returns:
-        (dim, partition), or None if it is none of its dims.
+        (dim, partition), or None if there is no such dim.
     """
     dim, size, repeats = _place_of(at, shape, into)
     if size == 0:
@@ -45,11 +45,11 @@ def _moved(
 
 
 def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, int, int]:
-    """The dim of `into` in which the entries of a dim of `shape` begin.
+    """The dim of `into` in which a dim of `shape` begins.
 
     Returns:
-        The dim; how much of it belongs to one entry of the dims before, 0 if it does not fit; how
-        many of these lie in it.
+        The dim; its size per entry of the preceding dims, 0 if it does not fit; the number of such
+        entries in it.
     """
     before = prod(shape[:at])
     for dim, size in enumerate(into):
@@ -62,7 +62,7 @@ def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, 
 
 
 def _wish(input: ChannelTensor, into: Sequence[int]) -> None:
-    """Tell how a dim should be divided to become heads, or several tensors' heads."""
+    """Request a partition that can be viewed as heads, or as heads of several tensors."""
     dim, size, repeats = _place_of(input.at, input.shape, into)
     ranks, total = input.comm.size, input.shape[input.at]
     if not size or total % size:
@@ -80,7 +80,7 @@ def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
 
 @divided_op(Tensor.view, Tensor.reshape, torch.reshape)
 def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
-    """To any shape in which a rank's channels are still a dim, or the first of those in one."""
+    """Reshape to a shape in which a rank's channels are a dim, or the first factor of one."""
     if kwargs or not shape or isinstance(shape[0], torch.dtype):
         return NotImplemented
     sizes = shape[0] if isinstance(shape[0], Sequence) else shape
@@ -99,7 +99,7 @@ def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
     if stand_in is not part:
         several = [*sizes]
         several[at] = -1
-        if stand_in.reshape(several)._base is None:  # with more channels it would be a copy
+        if stand_in.reshape(several)._base is None:  # with more channels it is a copy
             part = part.clone()
     sizes[at] = held
     return input.like(part.reshape(sizes), at, partition)
@@ -161,7 +161,7 @@ def squeeze(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
 
 @channel_op(torch.cat, torch.concat)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Along channels each keeps its parts where they are; else all are divided as the first."""
+    """Concatenate: along channels each keeps its partition, else all are divided as the first."""
     first = next((one for one in tensors if is_divided(one)), None)
     if first is None or any(one.dim() != first.dim() for one in tensors):
         return NotImplemented
@@ -257,13 +257,13 @@ def repeat(input: ChannelTensor, *repeats: Any, **kwargs: Any) -> Any:
 
 @divided_op(Tensor.__getitem__)
 def getitem(input: ChannelTensor, index: Any) -> Any:
-    """Numbers and slices of other dims, and places of one of them in a tensor."""
+    """Index dims other than channels by integers and slices, and one of them by a tensor."""
     given = list(index) if isinstance(index, tuple) else [index]
     if not all(_is_index(one) for one in given):
         return NotImplemented
     places = [one for one in given if isinstance(one, Tensor)]
     if len(places) > 1 or (places and any(isinstance(one, int) for one in given)):
-        return NotImplemented  # whose dims may move to the front
+        return NotImplemented  # indexed dims may move to the front
     taken = sum(one is not None and one is not ... for one in given)
     rest = [slice(None)] * (input.dim() - taken)
     where = next((n for n, one in enumerate(given) if one is ...), None)

@@ -1,7 +1,8 @@
 """Attention over some of the keys: the result, its log-sum-exp, and the gradients.
 
-By PyTorch's fused kernels (`attention_kernels`) where nothing is added to the products; else by
-products of a few queries at a time, so that they take little more memory than the keys.
+PyTorch's fused kernels (`attention_kernels`) run if there is no bias, causal mask or dropout.
+Otherwise products are computed for a few queries at a time, so that they take little more memory
+than the keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from spatialdl.spatial.attention_kernels import kernel_for
 from spatialdl.spatial.constants import on
 
 PIECE = 1 << 24
-"""Products of queries and keys that an accelerator holds at once, 64 MB of float32."""
+"""Number of products of queries and keys at a time on an accelerator, 64 MB of float32."""
 
 
 class Dropped(NamedTuple):
@@ -36,11 +37,11 @@ class Dropped(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is done with the products of queries and keys.
+    """The processing of the products of queries and keys.
 
     Attributes:
-        factor: of the products.
-        is_causal: whether a query sees only keys at its own position and before.
+        factor: scale of the products.
+        is_causal: whether a query attends only to keys up to its own position.
         drop: dropout of the weights, or None.
         rows: positions of the own queries; int64.
         columns: positions of the keys of each part.
@@ -57,22 +58,22 @@ class Scores(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The same for the keys at `columns`."""
+    """The processing of the products with the keys at `columns`."""
 
     scores: Scores
     columns: Tensor
 
     @property
     def is_plain(self) -> bool:
-        """Whether softmax and product follow at once."""
+        """Whether there is neither a causal mask nor dropout."""
         return not self.scores.is_causal and self.scores.drop is None
 
     def rows(self, start: int, stop: int) -> Block:
-        """For some of the queries."""
+        """This block for the queries [start, stop)."""
         return self._replace(scores=self.scores._replace(rows=self.scores.rows[start:stop]))
 
     def weigh(self, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-        """Scaled products, with what is added to them; of the wider type of half precision."""
+        """Scaled products with bias and causal mask; float32 for half precision."""
         products = wide(query @ key.transpose(-2, -1)) * self.scores.factor
         if bias is not None:
             products = products + self.bias_of(bias)
@@ -82,13 +83,13 @@ class Block(NamedTuple):
         return products
 
     def bias_of(self, bias: Tensor) -> Tensor:
-        """The columns of a bias, whose rows are those of the queries already."""
+        """The columns of a bias, the rows of which are already those of the queries."""
         if bias.shape[-1] == 1:
             return bias
         return bias.index_select(-1, on(self.columns, bias.device))
 
     def kept(self, weights: Tensor) -> Tensor | None:
-        """Which weights stay, times what makes up for the others; None if all do."""
+        """The scaled dropout mask of the weights; None without dropout."""
         drop = self.scores.drop
         if drop is None:
             return None
@@ -99,7 +100,7 @@ class Block(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """float32 of half precision, all else as it is."""
+    """`x` in float32 if it is half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -108,12 +109,12 @@ Found = tuple[Tensor, Tensor]
 
 
 def added(before: Found | None, block: Found) -> Found:
-    """The results over two sets of keys as that over both."""
+    """The result over two sets of keys, from those over each."""
     if before is None:
         return block
     (out, spread), (more, other) = before, block
     total = torch.logaddexp(spread, other)
-    shift = total.masked_fill(total == -math.inf, 0)  # where nothing is seen the result is zero
+    shift = total.masked_fill(total == -math.inf, 0)  # no visible key: the result is zero
     out = out * (spread - shift).exp().unsqueeze(-1)
     return out.addcmul_(more, (other - shift).exp().unsqueeze(-1)), total
 
@@ -121,7 +122,7 @@ def added(before: Found | None, block: Found) -> Found:
 def forward_block(
     block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> Found:
-    """Attention over the keys of a block; the result is float32 of half precision."""
+    """Attention over the keys of a block; the result is float32 for half precision."""
     key, value = (_shared(x, query) for x in (key, value))
     if key.shape[-2] == 0 or query.numel() == 0:
         nothing = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
@@ -165,7 +166,7 @@ def backward_block(
 
     Args:
         given: the gradient of the result, the result, and its log-sum-exp, over all keys.
-        grad_bias: to which that of `bias` is added, or None.
+        grad_bias: accumulates the gradient of `bias`; or None.
     """
     if key.shape[-2] == 0 or query.numel() == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -223,9 +224,9 @@ def _add_bias(block: Block, grad_bias: Tensor, products: Tensor, rows: slice) ->
 
 
 def _rows(block: Block, query: Tensor, key: Tensor) -> Iterator[tuple[Block, slice]]:
-    """Queries in pieces whose products with all keys of a block are no larger than these.
+    """Chunks of queries, with no more products with the keys of a block than these have elements.
 
-    On accelerators also where they are no larger than `PIECE`: there launches cost more.
+    On accelerators, where launches cost more, chunks may have up to `PIECE` products.
     """
     size, step = query.shape[-2], max(key.shape[-1], 16)
     if query.device.type not in ("cpu", "meta"):
@@ -241,7 +242,7 @@ def _rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _shared(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values whose heads several heads of queries share, once for each of them."""
+    """Keys or values repeated for all heads of queries that share them."""
     if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)

@@ -1,4 +1,4 @@
-"""Images turned round: flip, roll, rot90."""
+"""Flips, rolls and rotations of images: flip, roll, rot90."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """PyTorch's `1, 2` or `(1, 2)`."""
+    """The dims of PyTorch's `1, 2` or `(1, 2)`."""
     if len(values) == 1 and not isinstance(values[0], int):
         return tuple(values[0])
     return values
@@ -75,7 +75,7 @@ def flipud(input: SpatialTensor) -> SpatialTensor:
 def roll(input: SpatialTensor, shifts: Any, dims: Any = None) -> Tensor:
     asked(torch.roll, input, shifts, () if dims is None else dims)
     if dims is None or dims == ():
-        raise refusal(torch.roll, [input], "say along which dims")
+        raise refusal(torch.roll, [input], "pass dims")
     steps = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     wanted = (dims,) if isinstance(dims, int) else tuple(dims)
     others = [(s, d) for s, d in zip(steps, wanted, strict=True) if not _is_split(input, d)]
@@ -119,7 +119,7 @@ def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ten
 
 
 def _transposed(x: SpatialTensor, first: int, second: int) -> SpatialTensor:
-    """Two split dims change places: every rank's box goes to where the grid cuts the new image."""
+    """Swap two split dims: boxes are moved to the grid's layout of the new image."""
     dims, layout = apart_dims(torch.rot90, x), x.spatial_layout.of_samples(1)
     order = list(range(1 + len(dims)))
     one, other = 1 + dims.index(first), 1 + dims.index(second)

@@ -1,4 +1,4 @@
-"""Joining tensors: cat and stack along any dim."""
+"""Concatenation of tensors: cat and stack along any dim."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     dim = dim if axis is None else axis
     whole = asked(torch.cat, tensors, dim)
-    given = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch's legacy: empty vectors
+    given = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch ignores empty vectors
     first = next(x for x in given if isinstance(x, SpatialTensor))
     dim = dim % first.dim() - first.dim()
     if first.spatial_dims.holds(dim, first.dim()):
@@ -37,7 +37,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Ten
 
 
 def _tile_beside(x: Tensor, first: SpatialTensor) -> Tensor:
-    """This rank's tile of an operand, cut as `first` is; a whole tensor gives its own box."""
+    """This rank's tile of an operand, split or whole, on the layout of `first`."""
     _check_dims(x, first)
     if isinstance(x, SpatialTensor):
         return to_tile(on_layout(x, first.spatial_layout))
@@ -50,12 +50,12 @@ def _check_dims(x: Tensor, first: SpatialTensor) -> None:
             torch.cat,
             [first],
             f"another operand is split{x.spatial_dims.describe() or ', spatial dims last'}; "
-            "permute it so that they are at the same dims",
+            "permute it so that the spatial dims are at the same dims",
         )
 
 
 def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
-    """One image below, or beside, the other: each brings to every rank what lies in its box."""
+    """Concatenate images along a spatial dim: each rank fetches its box of every operand."""
     if list(first.spatial_dims.at).count(dim) > 1:
         return _beside_pixels(given, first, dim)
     dims = apart_dims(torch.cat, first)
@@ -71,13 +71,13 @@ def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) ->
 
 
 def _beside_pixels(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
-    """The tokens of one image, and whole tensors before and after them: class tokens, registers."""
+    """Add whole tensors (class tokens, registers) before and after the tokens of an image."""
     dims = first.spatial_dims
     if sum(isinstance(x, SpatialTensor) for x in given) > 1 or set(dims.outer) != {1}:
         raise refusal(
             torch.cat,
             [first],
-            "beside the tokens of an image there may be whole tensors only: call full_tensor() on "
+            "tokens of an image can be concatenated with whole tensors only: call full_tensor() on "
             "all operands but one",
         )
     place = next(number for number, x in enumerate(given) if x is first)
@@ -85,7 +85,7 @@ def _beside_pixels(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> S
     joined = dims._replace(
         prefix=dims.prefix + sum(sizes[:place]), suffix=dims.suffix + sum(sizes[place + 1 :])
     )
-    has_tokens = first.mesh.part == 0  # the others keep them in their graph
+    has_tokens = first.mesh.part == 0  # other ranks keep them in their graph
     tiles = [
         to_tile(first) if x is first else x if has_tokens else x.narrow(dim, 0, 0) for x in given
     ]
@@ -93,7 +93,7 @@ def _beside_pixels(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> S
 
 
 def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:
-    """What of `x`, which begins at `start` of the output, lies in this rank's box of it."""
+    """The part of `x`, which begins at `start` of the output, in this rank's output box."""
     _check_dims(x, first)
     dims, mesh = first.spatial_dims.at, first.mesh
     last = image_dims(len(dims)).at

@@ -1,4 +1,4 @@
-"""Slicing by other names: narrow, select, split, chunk and their kin."""
+"""Slicing functions: narrow, select, split, chunk and related ones."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def select(input: SpatialTensor, dim: int, index: int) -> Tensor:
 def unbind(input: SpatialTensor, dim: int = 0) -> tuple[Tensor, ...]:
     asked(torch.unbind, input, dim)
     if input.spatial_dims.holds(dim, input.dim()):
-        raise refusal(torch.unbind, [input], "split dims stay together; slice them")
+        raise refusal(torch.unbind, [input], "a split dim cannot be unbound; slice it")
     return tuple(_at(input, dim, place) for place in range(input.shape[dim]))
 
 
 def _pieces(x: SpatialTensor, whole: Sequence[Tensor], dim: int) -> Iterator[Tensor]:
-    """The parts of `x` that have the sizes of the tensors `whole`."""
+    """Consecutive parts of `x` along `dim` with the sizes of the tensors `whole`."""
     start = 0
     for part in whole:
         stop = start + part.shape[dim]
@@ -69,7 +69,7 @@ def chunk(input: SpatialTensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]
 def tensor_split(
     input: SpatialTensor, indices_or_sections: Any, dim: int = 0
 ) -> tuple[Tensor, ...]:
-    """Slices as PyTorch makes them; sections that overlap are taken as they are."""
+    """Slices as in PyTorch, also for overlapping sections."""
     size = input.shape[dim]
     if isinstance(indices_or_sections, Tensor):
         indices_or_sections = indices_or_sections.tolist()
