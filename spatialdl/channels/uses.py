@@ -52,8 +52,8 @@ def check_plan(network: nn.Module, plan: Plan) -> None:
             )
         if not any(_matches(path, pattern) for path in paths):
             raise ValueError(
-                f"tensor_plan has '{pattern}', which matches no module of {type(network).__name__} "
-                "with weights"
+                f"tensor_plan names '{pattern}', which matches no module of "
+                f"{type(network).__name__} with weights"
             )
 
 

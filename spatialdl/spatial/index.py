@@ -273,7 +273,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
     """Local for channels or samples of all pixels; `masked_fill_` for a mask."""
     if not isinstance(input, SpatialTensor):
         split = [x for x in (index, value) if isinstance(x, SpatialTensor)]
-        raise refusal(Tensor.__setitem__, split, "a split tensor cannot be copied to a whole one")
+        raise refusal(Tensor.__setitem__, split, "a split tensor cannot be written to a whole one in place")
     is_number = not isinstance(value, Tensor) or value.dim() == 0
     if isinstance(index, SpatialTensor) and index.dtype == torch.bool and is_number:
         input.masked_fill_(index, value)

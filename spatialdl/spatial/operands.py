@@ -37,7 +37,7 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     written = _written(func, args, kwargs)
     if any(not isinstance(value, SpatialTensor) for value in written):
-        raise refusal(func, split, "a split tensor cannot be copied to a whole one")
+        raise refusal(func, split, "a split tensor cannot be written to a whole one in place")
     shape = _broadcast_shape(func, split, operands)
     target = _target(split, written, shape)
     if all(_fits(value, target, shape) for value in operands):

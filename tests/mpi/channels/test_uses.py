@@ -51,8 +51,8 @@ def test_a_weight_stays_whole_if_hooks_get_its_gradient():
 
 def test_a_plan_that_does_not_fit_is_refused():
     for plan, sentence in (
-        ({"wide.weight": "input"}, "names 'wide.weight', but no module of Block with weights"),
-        ({"wide": "columns"}, "tensor_plan of 'wide' is columns: take one of output, input"),
+        ({"wide.weight": "input"}, "names 'wide.weight', which matches no module of Block with"),
+        ({"wide": "columns"}, "tensor_plan of 'wide' is columns: must be one of output"),
     ):
         with pytest.raises(ValueError, match=sentence):
             check_plan(Block(), plan)

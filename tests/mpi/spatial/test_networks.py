@@ -64,7 +64,7 @@ FAST_TRANSFORMERS = {
 }
 
 REFUSED_TRANSFORMERS = {
-    "transformers EoMT": "a split tensor cannot be copied to a whole one",
+    "transformers EoMT": "a split tensor cannot be written to a whole one in place",
     "transformers Mask2Former": "cat is not supported",
 }
 
