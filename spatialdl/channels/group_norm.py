@@ -23,7 +23,7 @@ from spatialdl.parallel.partition import Partition
 from spatialdl.spatial.autocast import in_float32, wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.moments import tile_moments
-from spatialdl.spatial.span import asked, split_dims
+from spatialdl.spatial.span import on_meta, split_dims
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -148,7 +148,7 @@ def group_norm(
     part, partition, comm = input.part, input.partition, input.comm
     if input.at != 1 or (isinstance(part, SpatialTensor) and not _is_map(part)):
         return NotImplemented
-    asked(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
+    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     size = input.shape[1] // num_groups
     own = [None if one is None else part_of(one, 0, partition, comm) for one in (weight, bias)]
     if _is_whole_groups(partition, size):

@@ -67,8 +67,8 @@ def attention(
     q, k, v = (_own(one, first) for one in features)
     mask = None if attn_mask is None else _own(attn_mask, first)
     attend: Any = F.scaled_dot_product_attention
-    given = attend(q, k, v, mask, 0.0, is_causal, scale=scale)
-    return first.like(given, given.dim() + first.at - first.dim())
+    result = attend(q, k, v, mask, 0.0, is_causal, scale=scale)
+    return first.like(result, result.dim() + first.at - first.dim())
 
 
 @channel_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -77,8 +77,8 @@ def matmul(input: Tensor, other: Tensor) -> Any:
     first = _first([input, other])
     if first is None or min(input.dim(), other.dim()) < 2:
         return NotImplemented
-    given = torch.matmul(_own(input, first), _own(other, first))
-    return first.like(given, given.dim() + first.at - first.dim())
+    result = torch.matmul(_own(input, first), _own(other, first))
+    return first.like(result, result.dim() + first.at - first.dim())
 
 
 @channel_op(torch.baddbmm, Tensor.baddbmm)

@@ -31,7 +31,7 @@ from spatialdl.channels.tensor import (
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.partition import Partition
 from spatialdl.spatial.layer_norm import standardised
-from spatialdl.spatial.span import ReductionSpan, asked
+from spatialdl.spatial.span import ReductionSpan, on_meta
 
 
 def comm_of(*operands: Any) -> Communicator:
@@ -92,8 +92,8 @@ class Layer:
             by_inputs = Partition.even(inputs, ranks)
         form = self._weight.form if isinstance(self._weight, ChannelTensor) else None
         if form is not None:
-            asked_for = by_outputs if form == "output" else by_inputs
-            if asked_for is None:
+            planned = by_outputs if form == "output" else by_inputs
+            if planned is None:
                 raise ValueError(
                     f"tensor_plan divides a layer with {inputs} inputs and {outputs} outputs by "
                     f"its {form}s, which are fewer than {ranks} ranks: use replicate for it"
@@ -103,8 +103,8 @@ class Layer:
             return by_outputs, None if by_outputs is not None else by_inputs
         if not is_divided(self._x):
             return by_outputs, None  # communicates in backward only
-        given = asked(self._local, self._x, self._weight, None)
-        is_larger = self._x.numel() > given.numel()
+        result = on_meta(self._local, self._x, self._weight, None)
+        is_larger = self._x.numel() > result.numel()
         return (None, by_inputs) if is_larger else (by_outputs, None)
 
     def _by_outputs(self, partition: Partition) -> Tensor:
@@ -113,9 +113,9 @@ class Layer:
         bias = self._bias
         if bias is not None:
             bias = part_of(bias, 0, partition, self._comm)
-        given = ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
-        given.origin = self._weight if isinstance(self._weight, ChannelTensor) else None
-        return given
+        result = ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
+        result.origin = self._weight if isinstance(self._weight, ChannelTensor) else None
+        return result
 
     def _by_inputs(self, partition: Partition) -> Tensor:
         x = part_of(self._x, self._at, partition, self._comm)
@@ -130,10 +130,10 @@ class Layer:
                 whole = whole + whole_of(bias).view(shape).to(whole.dtype)
             return whole.to(parts.dtype)  # rounded once, as by one kernel
         own = Partition.even(outputs, comm.size)
-        given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
+        result = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
         if bias is not None:
-            given = given + part_of(bias, 0, own, comm).view(shape).to(given.dtype)
-        return ChannelTensor(given.to(parts.dtype), self._at, own, comm)
+            result = result + part_of(bias, 0, own, comm).view(shape).to(result.dtype)
+        return ChannelTensor(result.to(parts.dtype), self._at, own, comm)
 
 
 def _by_groups(
@@ -152,13 +152,13 @@ def _by_groups(
     of_outputs = Partition.even(outputs, comm.size, outputs // groups)
     of_weight = Partition.even(weight.shape[0], comm.size, weight.shape[0] // groups)
     held = of_inputs.size_of(comm.rank) * groups // x.shape[1]
-    given = local(
+    result = local(
         part_of(x, 1, of_inputs, comm),
         part_of(weight, 0, of_weight, comm),
         None if bias is None else part_of(bias, 0, of_outputs, comm),
         held,
     )
-    return ChannelTensor(given, 1, of_outputs, comm)
+    return ChannelTensor(result, 1, of_outputs, comm)
 
 
 def _register_conv(function: Any) -> None:
@@ -239,10 +239,10 @@ def embedding(
     if own is None:
         return NotImplemented
     part = part_of(weight, 1, own, comm)
-    given = F.embedding(input, part, padding_idx, None, norm_type, scale_grad_by_freq)
-    found = ChannelTensor(given, input.dim(), own, comm)
-    found.origin = weight
-    return found
+    output = F.embedding(input, part, padding_idx, None, norm_type, scale_grad_by_freq)
+    result = ChannelTensor(output, input.dim(), own, comm)
+    result.origin = weight
+    return result
 
 
 @channel_op(F.batch_norm)
@@ -289,14 +289,14 @@ def _normed(
     if is_divided(input) and input.at == 1:
         partition = input.partition
         own = _own_of(state, partition, comm)
-        given: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
+        result: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
     else:
         own = [whole_of(one) for one in state]
-        given = function(whole_of(input), *own, updates, momentum, eps)
+        result = function(whole_of(input), *own, updates, momentum, eps)
     for buffer, used in zip(state[:2], own[:2], strict=True):
         if updates and buffer is not None and used is not None:
             _write_back(buffer, used, partition, comm)
-    return given
+    return result
 
 
 @torch.no_grad()

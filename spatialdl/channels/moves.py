@@ -93,14 +93,14 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool
     ) -> Tensor:
-        ctx.given = dim, partition, comm
+        ctx.options = dim, partition, comm
         ctx.alike = alike
         return all_gather(part, dim, partition, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, partition, comm = ctx.given
+        dim, partition, comm = ctx.options
         back = own_part(grad, dim, partition, comm.rank) if ctx.alike else None
         if back is None:
             back = reduce_scatter(grad, dim, partition, comm).to(grad.dtype)
@@ -112,7 +112,7 @@ class _Scatter(torch.autograd.Function):
     def forward(
         ctx: Any, whole: Tensor, dim: int, partition: Partition, comm: Communicator, summed: bool
     ) -> Tensor:
-        ctx.given = dim, partition, comm
+        ctx.options = dim, partition, comm
         ctx.dtype = whole.dtype
         if summed:
             return reduce_scatter(whole, dim, partition, comm)
@@ -121,12 +121,12 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, partition, comm = ctx.given
+        dim, partition, comm = ctx.options
         whole = all_gather(grad.to(ctx.dtype), dim, partition, comm)
         return whole, None, None, None, None
 
 
-class _Enter(torch.autograd.Function):
+class _Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
@@ -174,9 +174,9 @@ def summed_and_divided(part: Tensor, dim: int, partition: Partition, comm: Commu
     return own
 
 
-def entered(whole: Tensor, comm: Communicator) -> Tensor:
+def replicated(whole: Tensor, comm: Communicator) -> Tensor:
     """A replicated tensor from which each rank computes a part; backward sums the gradients."""
-    same: Tensor = _Enter.apply(whole, comm) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+    same: Tensor = _Replicate.apply(whole, comm) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
     return same
 
 

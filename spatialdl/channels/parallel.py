@@ -150,8 +150,8 @@ class SpatialParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._mesh.tensor > 1 and not self._forwards:
             comm = self._mesh.tensor_comm
-            given, named = without_data((args, kwargs))
-            uses = uses_of(self.module, comm, lambda shadow: shadow(*given, **named), self._plan)
+            inputs, named = without_data((args, kwargs))
+            uses = uses_of(self.module, comm, lambda shadow: shadow(*inputs, **named), self._plan)
             divide(self.module, uses, comm)
         self._forwards += 1
         if torch.is_grad_enabled():
@@ -180,9 +180,9 @@ class SpatialParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load into the network itself; divided weights may be whole or this rank's part."""
         weights = weights_of(self.module).values()
-        found = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
+        result = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
         renew(weights)  # assign=True replaces parameters
-        return found
+        return result
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -27,9 +27,9 @@ def einsum(equation: str, *operands: Any) -> Any:
     if not letters:
         return NotImplemented
     for x, weight in ((0, 1), (1, 0)) if len(operands) == 2 else ():
-        given = _as_layer(letters, result, operands, x, weight)
-        if given is not None:
-            return given
+        output = _as_layer(letters, result, operands, x, weight)
+        if output is not None:
+            return output
     return _of_own(letters, result, operands)
 
 
@@ -84,5 +84,5 @@ def _of_own(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> 
             own.append(part_of(one, at, first.partition, comm))
         else:
             own.append(whole_for_parts(one, comm))
-    given = torch.einsum(f"{','.join(letters)}->{result}", *own)
-    return ChannelTensor(given, result.index(letter), first.partition, comm)
+    output = torch.einsum(f"{','.join(letters)}->{result}", *own)
+    return ChannelTensor(output, result.index(letter), first.partition, comm)

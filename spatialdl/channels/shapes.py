@@ -32,16 +32,16 @@ def _moved(
     dim, size, repeats = _place_of(at, shape, into)
     if size == 0:
         return None
-    found: Partition | None = None
+    new: Partition | None = None
     if size % shape[at] == 0:
-        found = partition.times(size // shape[at])
+        new = partition.times(size // shape[at])
     elif shape[at] % size == 0 and len(partition.pieces) == 1:
-        found = partition.over(shape[at] // size)
+        new = partition.over(shape[at] // size)
     elif len(partition.pieces) == size and len(set(partition.pieces)) == 1 and repeats == 1:
         one = Partition(partition.pieces[:1])
         inside = _moved(one, 0, [one.size], into[dim + 1 :])
         return None if inside is None else (dim + 1 + inside[0], inside[1])
-    return None if found is None else (dim, Partition(found.pieces * repeats))
+    return None if new is None else (dim, Partition(new.pieces * repeats))
 
 
 def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, int, int]:
@@ -61,16 +61,16 @@ def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, 
     return 0, 0, 1
 
 
-def _wish(input: ChannelTensor, into: Sequence[int]) -> None:
+def _request_heads(input: ChannelTensor, into: Sequence[int]) -> None:
     """Request a partition that can be viewed as heads, or as heads of several tensors."""
     dim, size, repeats = _place_of(input.at, input.shape, into)
     ranks, total = input.comm.size, input.shape[input.at]
     if not size or total % size:
         return
     if size >= ranks and len(input.partition.pieces) == 1:
-        input.wish(unit=total // size)
+        input.request(unit=total // size)
     elif repeats == 1 and len(into) > dim + 1 and into[dim + 1] >= ranks:
-        input.wish(unit=total // size // into[dim + 1], pieces=size)
+        input.request(unit=total // size // into[dim + 1], pieces=size)
 
 
 def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
@@ -89,11 +89,11 @@ def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
     sizes = _sizes(input.numel(), sizes)
     if prod(sizes) != input.numel():
         return NotImplemented
-    found = _moved(input.partition, input.at, input.shape, sizes)
-    if found is None:
-        _wish(input, sizes)
+    moved = _moved(input.partition, input.at, input.shape, sizes)
+    if moved is None:
+        _request_heads(input, sizes)
         return NotImplemented
-    at, partition = found
+    at, partition = moved
     held, stand_in = partition.size_of(input.comm.rank), input.stand_in()
     part = input.part
     if stand_in is not part:
@@ -150,8 +150,8 @@ def unsqueeze(input: ChannelTensor, dim: int) -> Any:
 def squeeze(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
-    places = {dim % input.dim() for dim in given} if dims else set(range(input.dim()))
+    axes = dims[0] if dims and isinstance(dims[0], Sequence) else dims
+    places = {dim % input.dim() for dim in axes} if dims else set(range(input.dim()))
     gone = [dim for dim in places if input.shape[dim] == 1]
     if not gone:
         return input
@@ -202,7 +202,7 @@ def split(tensor: ChannelTensor, split_size_or_sections: Any, dim: int = 0) -> A
     parts = [tensor.partition.part(a, a + n) for a, n in zip(starts, sizes, strict=True)]
     if any(part is None for part in parts):
         if len(set(sizes)) == 1 and sizes[0] >= tensor.comm.size:
-            tensor.wish(pieces=len(sizes))
+            tensor.request(pieces=len(sizes))
         return NotImplemented
     known = [part for part in parts if part is not None]
     inner = torch.split(tensor.part, [part.size_of(tensor.comm.rank) for part in known], place)
@@ -214,7 +214,7 @@ def split(tensor: ChannelTensor, split_size_or_sections: Any, dim: int = 0) -> A
 def unbind(input: ChannelTensor, dim: int = 0) -> Any:
     place = dim % input.dim()
     if place == input.at:
-        input.wish_apart()
+        input.request_apart()
         return NotImplemented
     at = input.at - (place < input.at)
     return tuple(input.like(one, at) for one in input.part.unbind(place))
@@ -258,16 +258,16 @@ def repeat(input: ChannelTensor, *repeats: Any, **kwargs: Any) -> Any:
 @divided_op(Tensor.__getitem__)
 def getitem(input: ChannelTensor, index: Any) -> Any:
     """Index dims other than channels by integers and slices, and one of them by a tensor."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if not all(_is_index(one) for one in given):
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(_is_index(one) for one in items):
         return NotImplemented
-    places = [one for one in given if isinstance(one, Tensor)]
-    if len(places) > 1 or (places and any(isinstance(one, int) for one in given)):
+    places = [one for one in items if isinstance(one, Tensor)]
+    if len(places) > 1 or (places and any(isinstance(one, int) for one in items)):
         return NotImplemented  # indexed dims may move to the front
-    taken = sum(one is not None and one is not ... for one in given)
+    taken = sum(one is not None and one is not ... for one in items)
     rest = [slice(None)] * (input.dim() - taken)
-    where = next((n for n, one in enumerate(given) if one is ...), None)
-    full = given + rest if where is None else given[:where] + rest + given[where + 1 :]
+    where = next((n for n, one in enumerate(items) if one is ...), None)
+    full = items + rest if where is None else items[:where] + rest + items[where + 1 :]
     dim = at = 0
     for one in full:
         if one is None:
@@ -277,7 +277,7 @@ def getitem(input: ChannelTensor, index: Any) -> Any:
             break
         dim, at = dim + 1, at + (one.dim() if isinstance(one, Tensor) else isinstance(one, slice))
     if isinstance(one, int):
-        input.wish_apart()
+        input.request_apart()
     if isinstance(one, Tensor) or one != slice(None):
         return NotImplemented
     return input.like(input.part[tuple(full)], at)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.channels.copies import guarded, refusal, target_of, writes_into
-from spatialdl.channels.moves import divided, entered, gathered
+from spatialdl.channels.moves import divided, gathered, replicated
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.partition import Partition
@@ -63,7 +63,7 @@ class ChannelTensor(Tensor):
         shape = [*part.shape]
         shape[at] = partition.size
         # The wrapper itself is a leaf. A function that bypasses the handlers creates a wrapper with
-        # a grad_fn that does not lead to `part`; `_check_known` detects it.
+        # a grad_fn that does not lead to `part`; `_check_history` detects it.
         x: ChannelTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
@@ -80,7 +80,7 @@ class ChannelTensor(Tensor):
     def refuse(self) -> None:
         """Record that all channels of a weight on trial are needed; see `weights.Weight`."""
 
-    def wish(self, unit: int = 1, pieces: int = 1) -> None:
+    def request(self, unit: int = 1, pieces: int = 1) -> None:
         """Request another partition of the origin, for an operation that now needs all channels.
 
         Args:
@@ -90,7 +90,7 @@ class ChannelTensor(Tensor):
         if self.origin is not None:
             self.origin.divide_for(self.partition.size, unit, pieces)
 
-    def wish_apart(self) -> None:
+    def request_apart(self) -> None:
         """Request a partition of the origin in which each entry of this dim is a piece."""
         if self.origin is not None:
             total = self.origin.partition.size
@@ -199,8 +199,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     for x in args:
         for one in x if isinstance(x, list | tuple) else (x,):
             if isinstance(one, ChannelTensor):
-                _check_known(one)
-    result = _known(func, args, kwargs)
+                _check_history(one)
+    result = _handled(func, args, kwargs)
     if result is NotImplemented:
         return on_all_channels(func, args, kwargs)
     _end_trials(result, (args, kwargs))
@@ -218,7 +218,7 @@ def _end_trials(result: Any, arguments: Any) -> None:
             vars(one).pop("trial", None)  # weights stay on trial
 
 
-def _known(func: Any, args: Any, kwargs: Any) -> Any:
+def _handled(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a handler or pointwise operation; NotImplemented if there is none."""
     if kwargs.get("out") is not None:
         return NotImplemented
@@ -295,10 +295,10 @@ def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
-def _check_known(x: ChannelTensor) -> None:
+def _check_history(x: ChannelTensor) -> None:
     with torch._C.DisableTorchFunction():
-        known, is_followed = x.grad_fn is None, x.requires_grad
-    if not known:
+        is_leaf, is_followed = x.grad_fn is None, x.requires_grad
+    if not is_leaf:
         raise UnsupportedSpatialOp(
             "a torch.autograd.Function or a hook was applied to a tensor whose channels are "
             "divided over ranks: pass it full_tensor(), or use tensor=1"
@@ -330,7 +330,7 @@ def whole_for_parts(x: Any, comm: Communicator) -> Any:
     if isinstance(x, ChannelTensor):
         return whole_of(x, alike=False)
     if isinstance(x, Tensor) and x.requires_grad:
-        return on_tile(lambda tile: entered(tile, comm), x)
+        return on_tile(lambda tile: replicated(tile, comm), x)
     return x
 
 
@@ -384,7 +384,7 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = writes_into(func), next(filter(is_divided, operands), None)
     if first is None and not writes:
-        first = _tried_out(operands)
+        first = _weight_on_trial(operands)
     if (writes and first is not args[0]) or first is None:
         return on_all_channels(func, args, kwargs)
     from_end, size = first.at - first.dim(), first.shape[first.at]
@@ -409,7 +409,7 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if writes else tree_map(outer, inner)
 
 
-def _tried_out(operands: Sequence[Tensor]) -> ChannelTensor | None:
+def _weight_on_trial(operands: Sequence[Tensor]) -> ChannelTensor | None:
     """The weight among the operands, divided on trial, if there is exactly one."""
     weights = [one for one in operands if isinstance(one, ChannelTensor)]
     if len(weights) != 1:

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels.tensor import ChannelTensor, whole_of
-from spatialdl.channels.weights import Use, places, shown
+from spatialdl.channels.weights import Use, install_weights, places
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import dry_mesh
@@ -93,7 +93,7 @@ def uses_of(
                 use.form = forms[-1] if forms else use.form
                 use.form = "replicate" if path in hooked else use.form
                 use.is_known = use.form == "replicate"
-    shown(shadow, uses, dry)
+    install_weights(shadow, uses, dry)
     for module in shadow.modules():
         plain = {name: one for name, one in vars(module).items() if type(one) is Tensor}
         vars(module).update({name: one.to("meta") for name, one in plain.items()})
@@ -106,7 +106,7 @@ def uses_of(
                 f"the forward of {type(network).__name__} cannot run without data, so its weights "
                 f"cannot be divided: {error}; use tensor=1"
             ) from error
-        if not left or not _granted(of_state.values()):
+        if not left or not _needs_another_forward(of_state.values()):
             break
     for use in of_state.values():
         use.on_trial = False
@@ -137,20 +137,20 @@ def _has_hooks(held: Tensor) -> bool:
     return bool(held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None))
 
 
-def _granted(uses: Collection[Use]) -> bool:
+def _needs_another_forward(uses: Collection[Use]) -> bool:
     """Whether another forward is needed; then all uses without a request are reset.
 
     Failed trials count only after a forward without new requests.
     """
-    has_wishes = any(use.is_wish_new for use in uses)
-    failed = [use for use in uses if use.refused and not has_wishes]
+    has_requests = any(use.has_new_request for use in uses)
+    failed = [use for use in uses if use.refused and not has_requests]
     for use in failed:
-        use.tries, use.wished = use.tries + 1, None
+        use.tries, use.requested = use.tries + 1, None
     for use in uses:
         use.refused = False
-        if has_wishes or failed:
+        if has_requests or failed:
             use.renew()
-    return has_wishes or bool(failed)
+    return has_requests or bool(failed)
 
 
 def without_data(arguments: Any) -> Any:

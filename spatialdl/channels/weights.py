@@ -44,7 +44,7 @@ class Use:
         at: the divided dim; None if replicated.
         partition: of this dim.
         is_known: whether the division is decided.
-        wished: the partition that later operations request.
+        requested: the partition that later operations request.
         form: the value in the tensor plan, see `check_plan`; None if not planned.
         on_trial: whether the division holds only if no operation needs the whole weight.
         refused: whether one did in this forward.
@@ -54,20 +54,20 @@ class Use:
     at: int | None = None
     partition: Partition | None = None
     is_known: bool = False
-    wished: Partition | None = None
+    requested: Partition | None = None
     form: str | None = None
     on_trial: bool = False
     refused: bool = False
     tries: int = 0
 
     @property
-    def is_wish_new(self) -> bool:
-        return self.wished not in (None, self.partition)
+    def has_new_request(self) -> bool:
+        return self.requested not in (None, self.partition)
 
     def renew(self) -> None:
         """Reset before the next forward: apply the request, or make the division undecided."""
-        if self.wished is not None:
-            self.partition = self.wished
+        if self.requested is not None:
+            self.partition = self.requested
         else:
             self.at, self.partition, self.on_trial = None, None, False
             self.is_known = self.form == "replicate"
@@ -147,9 +147,9 @@ class Weight(ChannelTensor):
 
     def divide_as(self, partition: Partition) -> bool:
         fits = partition.size == self.shape[self.at] and partition.leaves_none
-        if fits and self.use.wished is None:  # requests for heads take precedence
-            self.use.wished = partition
-        return self.use.wished == partition
+        if fits and self.use.requested is None:  # requests for heads take precedence
+            self.use.requested = partition
+        return self.use.requested == partition
 
     def try_out(self) -> None:
         if not self.use.is_known and self.key in self.module._parameters:
@@ -168,7 +168,7 @@ class Weight(ChannelTensor):
         pieces *= total // size
         least = unit * pieces * self.comm.size  # else a rank has no part of a piece
         if total % size == 0 and total % (unit * pieces) == 0 and total >= least:
-            self.use.wished = Partition.even(total, self.comm.size, unit, pieces)
+            self.use.requested = Partition.even(total, self.comm.size, unit, pieces)
 
     def whole(self, part: Tensor | None = None) -> Tensor:
         """The whole weight, or a whole tensor of its shape, detached; collective.
@@ -199,8 +199,8 @@ class Weight(ChannelTensor):
 
 
 def _held(module: nn.Module, name: str) -> Tensor:
-    found = module._parameters.get(name)
-    held = module._buffers[name] if found is None else found
+    parameter = module._parameters.get(name)
+    held = module._buffers[name] if parameter is None else parameter
     assert held is not None
     return held
 
@@ -213,7 +213,7 @@ def places(network: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
                 yield f"{path}.{name}" if path else name, module, name, held
 
 
-def shown(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> None:
+def install_weights(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> None:
     """Set `Weight` attributes of the whole shape, which the forwards of modules see."""
     for path, module, name, held in places(network):
         if path in uses:
@@ -222,8 +222,8 @@ def shown(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> No
 
 def weights_of(network: nn.Module) -> dict[str, Weight]:
     """The `Weight` attributes of a network by name."""
-    found = ((path, vars(module).get(name)) for path, module, name, _ in places(network))
-    return {path: one for path, one in found if isinstance(one, Weight)}
+    attributes = ((path, vars(module).get(name)) for path, module, name, _ in places(network))
+    return {path: one for path, one in attributes if isinstance(one, Weight)}
 
 
 @torch.inference_mode(False)
@@ -233,7 +233,7 @@ def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> N
 
     Parameters are the same objects afterwards, as optimizers reference them, but smaller.
     """
-    shown(network, uses, comm)
+    install_weights(network, uses, comm)
     cut: set[int] = set()
     for weight in weights_of(network).values():
         held = _held(weight.module, weight.key)

@@ -90,7 +90,7 @@ class CellMove:
 @lru_cache(maxsize=4096)
 def cell_move(layout: Layout, size: tuple[int, ...], part: int) -> CellMove:
     """The move for pooling an image on `layout` to `size`."""
-    samples, nothing = layout.samples, empty_box(len(size))
+    samples, empty = layout.samples, empty_box(len(size))
     output = Layout(layout.batch, tuple(map(even_bounds, size, layout.grid)))
 
     def of_each(box: Box, function: Callable[..., Any]) -> tuple[Any, ...]:
@@ -98,13 +98,13 @@ def cell_move(layout: Layout, size: tuple[int, ...], part: int) -> CellMove:
         return tuple(function(pixels, outputs, *own) for pixels, outputs, own in each)
 
     touched = tuple(
-        nothing if box.is_empty else Box((box[0], *of_each(box, _touched))) for box in layout.boxes
+        empty if box.is_empty else Box((box[0], *of_each(box, _touched))) for box in layout.boxes
     )
     in_turn = tuple(
         box.but(0, (rank * samples, (rank + 1) * samples)) for rank, box in enumerate(touched)
     )
     of_all = tuple(
-        nothing if box.is_empty else box.but(0, (0, len(touched) * samples)) for box in output.boxes
+        empty if box.is_empty else box.but(0, (0, len(touched) * samples)) for box in output.boxes
     )
     tile = layout.boxes[part]
     cells = ((),) * len(size) if tile.is_empty else of_each(tile, _cells)
@@ -220,13 +220,13 @@ def _place(
     Args:
         first: the start of the box in the larger one, of size `outside`.
     """
-    found, stride = torch.zeros_like(place), 1
+    index, stride = torch.zeros_like(place), 1
     for size, start, around in zip(
         reversed(inside), reversed(first), reversed(outside), strict=True
     ):
-        found += (place % size + start) * stride
+        index += (place % size + start) * stride
         place, stride = place // size, stride * around
-    return found
+    return index
 
 
 def _wins(value: Tensor, place: Tensor, best: Tensor, at: Tensor) -> Tensor:
@@ -274,20 +274,20 @@ class _AdaptiveMax(torch.autograd.Function):
         touched = move(ctx.mesh.grid_comm, ctx.moved.plan, grad, 0.0, name)
         grad_tile = grad.new_zeros(ctx.shape)
         if grad_tile.numel() > 0:
-            mine = torch.where(places < 0, 0, touched)
-            grad_tile.flatten(2).scatter_add_(2, places.clamp(min=0).flatten(2), mine.flatten(2))
+            own = torch.where(places < 0, 0, touched)
+            grad_tile.flatten(2).scatter_add_(2, places.clamp(min=0).flatten(2), own.flatten(2))
         return grad_tile, None, None
 
 
 def _held_place(at: Tensor, moved: CellMove) -> Tensor:
     """Convert flat indices into the image to those into the tile; -1 for other tiles."""
-    found, stride, held = torch.zeros_like(at), 1, torch.ones_like(at, dtype=torch.bool)
+    index, stride, held = torch.zeros_like(at), 1, torch.ones_like(at, dtype=torch.bool)
     for size, (start, stop) in zip(reversed(moved.size), reversed(moved.tile.spatial), strict=True):
         place = at % size
         held &= (place >= start) & (place < stop)
-        found += (place - start) * stride
+        index += (place - start) * stride
         at, stride = at // size, stride * (stop - start)
-    return torch.where(held, found, -1)
+    return torch.where(held, index, -1)
 
 
 def _max(
@@ -384,14 +384,14 @@ def _output_size(func: Any, x: SpatialTensor, output_size: Any, dims: int) -> tu
     check_image(func.__name__, x, dims)
     if not x.is_floating_point():
         raise ValueError(f"{func.__name__} expects a floating-point input, got {x.dtype}")
-    asked = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,)
-    asked = asked * dims if len(asked) == 1 else asked
-    if len(asked) != dims:
+    sizes = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,)
+    sizes = sizes * dims if len(sizes) == 1 else sizes
+    if len(sizes) != dims:
         raise ValueError(
             f"{func.__name__}: output_size must be 1 or {dims} numbers, got {output_size}"
         )
     size = tuple(
-        int(n if wanted is None else wanted) for n, wanted in zip(x.shape[2:], asked, strict=True)
+        int(n if wanted is None else wanted) for n, wanted in zip(x.shape[2:], sizes, strict=True)
     )
     if min(size) < 0:
         raise ValueError(f"{func.__name__}: output_size must not be negative, got {output_size}")

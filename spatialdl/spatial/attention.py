@@ -30,7 +30,7 @@ from spatialdl.spatial.ring import Ring, folded_attention, ring_attention
 from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
-from spatialdl.spatial.window import nothing
+from spatialdl.spatial.window import empty_output
 
 
 @register_op(
@@ -171,7 +171,7 @@ def _in_windows(
     def local(*tiles: Tensor) -> Tensor:
         query, key, value, *mask = tiles
         if query.numel() == 0:  # PyTorch would omit keys and values from the graph
-            return nothing((*query.shape[:-1], value.shape[-1]), *tiles)
+            return empty_output((*query.shape[:-1], value.shape[-1]), *tiles)
         return F.scaled_dot_product_attention(
             query, key, value, mask[0] if mask else None, **options
         )

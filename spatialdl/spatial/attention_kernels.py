@@ -46,11 +46,11 @@ class Kernel(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
         factor: float,
     ) -> Gradients:
         """The gradients, from the gradient of the result, the result, and its log-sum-exp."""
-        grad, out, spread = given
+        grad, out, spread = saved
         lines = spread.reshape((1,) * (4 - query.dim()) + tuple(spread.shape))
         grads = self.gradients(
             _four(grad), _four(query), _four(key), _four(value), _four(out), lines, factor

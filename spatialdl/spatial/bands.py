@@ -27,13 +27,13 @@ class Interior:
     Attributes:
         padding: of the tile, a number for each dim.
         outputs: their slices in the rank's outputs.
-        given: their slices in the outputs of the padded tile.
+        computed: their slices in the outputs of the padded tile.
         size: of the outputs of the padded tile.
     """
 
     padding: tuple[int, ...]
     outputs: tuple[slice, ...]
-    given: tuple[slice, ...]
+    computed: tuple[slice, ...]
     size: tuple[int, ...]
 
 
@@ -112,7 +112,7 @@ def parts_of(
             tuple(one.padding for one in inner),
             tuple(_slice(one.outputs, first) for one, first in zip(inner, firsts, strict=True)),
             tuple(slice(one.skip, one.skip + one.count) for one in inner),
-            tuple(one.given for one in inner),
+            tuple(one.computed for one in inner),
         ),
         tuple(bands),
     )
@@ -120,12 +120,12 @@ def parts_of(
 
 @dataclass(frozen=True)
 class _Inner:
-    """One dim of `Interior`: global `outputs`, after `skip` of the tile's `given` outputs."""
+    """One dim of `Interior`: global `outputs`, after `skip` of the tile's `computed`."""
 
     outputs: Interval
     padding: int
     skip: int
-    given: int
+    computed: int
 
     @property
     def count(self) -> int:
@@ -144,9 +144,9 @@ def _alone(tile: Interval, outputs: Interval, size: int, window: Window) -> _Inn
     for padding in range(window.kernel // 2 + 1):  # PyTorch's limit
         lead = first * window.stride - window.padding - start + padding
         skip, rest = divmod(lead, window.stride)
-        given = (stop - start + 2 * padding - window.reach) // window.stride + 1
-        if rest == 0 and skip >= 0 and given >= skip + last - first:
-            return _Inner((first, last), padding, skip, given)
+        computed = (stop - start + 2 * padding - window.reach) // window.stride + 1
+        if rest == 0 and skip >= 0 and computed >= skip + last - first:
+            return _Inner((first, last), padding, skip, computed)
     return None
 
 

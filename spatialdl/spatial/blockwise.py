@@ -88,7 +88,7 @@ class Block(NamedTuple):
             return bias
         return bias.index_select(-1, on(self.columns, bias.device))
 
-    def kept(self, weights: Tensor) -> Tensor | None:
+    def dropout_mask(self, weights: Tensor) -> Tensor | None:
         """The scaled dropout mask of the weights; None without dropout."""
         drop = self.scores.drop
         if drop is None:
@@ -104,11 +104,11 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-Found = tuple[Tensor, Tensor]
+PartialResult = tuple[Tensor, Tensor]
 """A result (..., l, F) and its log-sum-exp (..., l)."""
 
 
-def added(before: Found | None, block: Found) -> Found:
+def combined(before: PartialResult | None, block: PartialResult) -> PartialResult:
     """The result over two sets of keys, from those over each."""
     if before is None:
         return block
@@ -121,34 +121,34 @@ def added(before: Found | None, block: Found) -> Found:
 
 def forward_block(
     block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> Found:
+) -> PartialResult:
     """Attention over the keys of a block; the result is float32 for half precision."""
     key, value = (_shared(x, query) for x in (key, value))
     if key.shape[-2] == 0 or query.numel() == 0:
-        nothing = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
-        return nothing, nothing.new_full(query.shape[:-1], -math.inf)
+        zeros = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
+        return zeros, zeros.new_full(query.shape[:-1], -math.inf)
     kernel = kernel_for(query, key, value) if bias is None and block.is_plain else None
     if kernel is not None:
         out, spread = kernel.forward(query, key, value, block.scores.factor)
         return wide(out), spread
-    found = [
+    parts = [
         _forward_rows(some, query[..., rows, :], key, value, _rows_of(bias, rows))
         for some, rows in _rows(block, query, key)
     ]
-    return torch.cat([out for out, _ in found], -2), torch.cat([spread for _, spread in found], -1)
+    return torch.cat([out for out, _ in parts], -2), torch.cat([spread for _, spread in parts], -1)
 
 
 def _forward_rows(
     block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> Found:
+) -> PartialResult:
     products = block.weigh(query, key, bias)
     largest = products.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
     weights = (products - largest).exp()
     total = weights.sum(-1, keepdim=True)
-    kept = block.kept(weights)
-    if kept is not None:
-        weights = weights * kept
+    dropout_mask = block.dropout_mask(weights)
+    if dropout_mask is not None:
+        weights = weights * dropout_mask
     out = wide(weights.to(value.dtype) @ value) / total.masked_fill(total == 0, 1)
     return out, (total.log() + largest).squeeze(-1)
 
@@ -159,7 +159,7 @@ def backward_block(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    given: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     grad_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values for the keys of a block.
@@ -173,9 +173,9 @@ def backward_block(
     keys, values = (_shared(x, query) for x in (key, value))
     kernel = kernel_for(query, keys, values) if bias is None and block.is_plain else None
     if kernel is not None:
-        grads = kernel.backward(query, keys, values, given, block.scores.factor)
+        grads = kernel.backward(query, keys, values, saved, block.scores.factor)
     else:
-        grads = _backward_by_rows(block, query, keys, values, bias, given, grad_bias)
+        grads = _backward_by_rows(block, query, keys, values, bias, saved, grad_bias)
     grad_query, grad_keys, grad_values = grads
     return grad_query, _unshared(grad_keys, key), _unshared(grad_values, value)
 
@@ -186,10 +186,10 @@ def _backward_by_rows(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    given: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     grad_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, out, spread = given
+    grad, out, spread = saved
     factor = block.scores.factor
     grad_query = torch.empty_like(query)
     grad_key, grad_value = (wide(torch.zeros_like(x)) for x in (key, value))
@@ -197,11 +197,11 @@ def _backward_by_rows(
     for some, rows in _rows(block, query, key):
         own, own_grad = query[..., rows, :], grad[..., rows, :]
         weights = (some.weigh(own, key, _rows_of(bias, rows)) - spread[..., rows, :]).exp()
-        kept = some.kept(weights)
+        dropout_mask = some.dropout_mask(weights)
         grad_weights = wide(own_grad @ value.transpose(-2, -1))
         dropped = weights
-        if kept is not None:
-            dropped, grad_weights = weights * kept, grad_weights * kept
+        if dropout_mask is not None:
+            dropped, grad_weights = weights * dropout_mask, grad_weights * dropout_mask
         grad_value += wide(dropped.to(value.dtype).transpose(-2, -1) @ own_grad)
         along = (wide(own_grad) * wide(out[..., rows, :])).sum(-1, keepdim=True)
         products = weights * (grad_weights - along)

@@ -100,11 +100,11 @@ class _ByParts(torch.autograd.Function):
             part = parts.ring.part(number)
             tokens = parts.unpacked(arrived, tile, part)
             operands = [x.detach() for x in parts.operands(own, tokens, part)]
-            found = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
-            going = found[parts.passing].reshape(1, -1)
+            block_grads = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
+            going = block_grads[parts.passing].reshape(1, -1)
             # The first is accumulated into, and may share memory with autograd's gradient.
             returning.send(number, going if number else going.clone())
-            for place, one in enumerate(found):
+            for place, one in enumerate(block_grads):
                 if place != parts.passing:
                     _add(grads[place], one, parts, parts.at[place], part)
         returning.wait()
@@ -127,8 +127,8 @@ def _gradients(parts: _Parts, operands: list[Tensor], grad: Tensor) -> list[Tens
     with torch.enable_grad():
         inputs = [x.requires_grad_() for x in operands]
         block = parts.local(*inputs)
-    found = torch.autograd.grad(block, inputs, grad, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    grads = torch.autograd.grad(block, inputs, grad, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
 
 def _add(into: Tensor, grad: Tensor, parts: _Parts, dim: int | None, part: int) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, to_tile
-from spatialdl.spatial.window import autocast_cast, nothing, per_dim
+from spatialdl.spatial.window import autocast_cast, empty_output, per_dim
 
 
 def is_of_one_pixel(weight: Tensor, stride: Any, padding: Any) -> bool:
@@ -69,9 +69,9 @@ def conv_of_samples(
         size = tile.shape[2:]
         if tile.shape[0] == 0:
             one = tile.new_empty(1, *tile.shape[1:])
-            size = asked(function, one, weight, bias, **steps).shape[2:]
+            size = on_meta(function, one, weight, bias, **steps).shape[2:]
         shape = (tile.shape[0], weight.shape[0], *size)
-        y = nothing(shape, tile, weight, *(() if bias is None else (bias,)))
+        y = empty_output(shape, tile, weight, *(() if bias is None else (bias,)))
     return without_dims(input, y, ())
 
 

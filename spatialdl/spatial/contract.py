@@ -225,7 +225,7 @@ def _passing(
     """The one operand whose tokens, split along a separate letter, all ranks need; or None."""
     if split.mesh.grid_comm.size == 1:
         return None
-    found = []
+    candidates = []
     for number, (x, names) in enumerate(zip(operands, letters, strict=True)):
         if number == leader or not isinstance(x, SpatialTensor) or x.mesh is not split.mesh:
             continue
@@ -234,8 +234,8 @@ def _passing(
             return None
         if len(theirs) > 1 or set(x.spatial_dims.outer) != {1}:
             return None
-        found.append(number)
-    return found[0] if len(found) == 1 else None
+        candidates.append(number)
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def bring_operand(func: Any, x: Tensor, letters: str, split: SplitLetters) -> Tensor:
@@ -288,8 +288,8 @@ def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, ...]) -> tuple[Bo
     """Per rank: all of the spatial dims that clash, its own box of `split` in the rest."""
     return tuple(
         Box(
-            all_of_it if clash else own
-            for clash, all_of_it, own in zip((True, *clashes), theirs.whole, box, strict=True)
+            whole if clash else own
+            for clash, whole, own in zip((True, *clashes), theirs.whole, box, strict=True)
         )
         for box in split.boxes
     )

@@ -214,8 +214,8 @@ class _TileConvolution(torch.autograd.Function):
             geometry.wanted(padded).copy_(grad)
             grad = padded
         if waiting is not None:
-            what = (conv, geometry, grad, tile, weight, strips)
-            waiting.leave(ctx.parameter, (grad, tile, *strips), partial(_weight_gradient, *what))
+            args = (conv, geometry, grad, tile, weight, strips)
+            waiting.leave(ctx.parameter, (grad, tile, *strips), partial(_weight_gradient, *args))
         needs = (needs_tile, needs_weight, needs_bias and waiting is None)
         grad_tile, grad_weight, grad_bias = conv.backward(
             grad, tile, weight, geometry.padding, needs

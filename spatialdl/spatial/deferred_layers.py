@@ -188,8 +188,8 @@ def _transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor | None:
-    given = (stride, padding, dilation, groups, True, output_padding)
-    return _convolution(dims, input, weight, bias, *given)
+    options = (stride, padding, dilation, groups, True, output_padding)
+    return _convolution(dims, input, weight, bias, *options)
 
 
 _APART: dict[Any, Callable[..., Tensor | None]] = {

@@ -21,7 +21,7 @@ from spatialdl.parallel.layout import Interval
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
 
@@ -144,4 +144,4 @@ def _check(mixed: bool, operands: Sequence[Tensor]) -> None:
     """Raise PyTorch's errors on all ranks."""
     if mixed:  # autocast accepts different dtypes
         operands = [torch.empty(one.shape, device="meta") for one in operands]
-    asked(F.linear, *operands)
+    on_meta(F.linear, *operands)

@@ -309,7 +309,7 @@ def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Fact
 def _view_of(
     groups: list[list[_Factor]], new_shape: Sequence[int], extents: Sequence[int]
 ) -> View | None:
-    found: dict[int, _Place] = {}
+    placed: dict[int, _Place] = {}
     for dim, group in enumerate(groups, start=-len(groups)):
         places = [number for number, factor in enumerate(group) if factor.spatial is not None]
         if not places:
@@ -324,10 +324,10 @@ def _view_of(
         for place, number in zip(places, spatial, strict=True):
             # (rows, columns, inner) in one dim: `inner` multiplies the columns.
             before, behind = (outer if place == first else 1), (inner if place == last else 1)
-            found[number] = _Place(dim, before, group[place].size, behind)
-    if len(found) < len(extents):
+            placed[number] = _Place(dim, before, group[place].size, behind)
+    if len(placed) < len(extents):
         return None
-    ordered = [found[number] for number in range(len(extents))]
+    ordered = [placed[number] for number in range(len(extents))]
     return View(
         SpatialDims.of(*(each.dim for each in ordered), outer=[each.outer for each in ordered]),
         tuple(new_shape),

@@ -18,10 +18,10 @@ from spatialdl.parallel.layout import Layout, Window, by, needed_boxes
 from spatialdl.spatial.dims import are_tokens, image_dims, token_dims
 from spatialdl.spatial.reindex import apart_dims, fetch
 from spatialdl.spatial.sharing import share
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
-from spatialdl.spatial.window import check_image, check_output, nothing, per_dim, window_move
+from spatialdl.spatial.window import check_image, check_output, empty_output, per_dim, window_move
 
 
 def _windows(
@@ -53,7 +53,7 @@ def unfold(
     own = mesh.own_box(output)
     if own.is_empty:
         values_of_one = input.shape[1] * prod(each.kernel for each in windows)
-        tokens = nothing((input.shape[0], values_of_one, 0), window)
+        tokens = empty_output((input.shape[0], values_of_one, 0), window)
     else:
         tokens = F.unfold(window, **_steps_of(windows))
     return from_tile(tokens, output, mesh, token_dims(2))
@@ -62,7 +62,7 @@ def unfold(
 @register_op(Tensor.unfold, split=("input",))
 def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
     """Windows along one dim, with their pixels in a new last dim."""
-    asked(Tensor.unfold, input, dimension, size, step)
+    on_meta(Tensor.unfold, input, dimension, size, step)
     dim = dimension % input.dim() - input.dim()
     layout, mesh = input.spatial_layout, input.mesh
     moved = input.spatial_dims.moved(lambda old: old - 1)
@@ -75,7 +75,7 @@ def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) ->
     others, own = image.shape[: -len(dims)], mesh.own_box(output)
     image = fetch(image, plan, mesh, name="unfold")
     if own.is_empty:
-        tile = nothing((*others, *own.shape[1:], size), image)
+        tile = empty_output((*others, *own.shape[1:], size), image)
     else:
         tile = image.unfold(last[along], size, step)
     windows = from_tile(

@@ -14,11 +14,11 @@ from spatialdl.spatial.tensor import SpatialTensor
 Names = str | int | Iterable[str | int] | None
 
 
-def module_names(given: Names) -> list[str]:
+def module_names(names: Names) -> list[str]:
     """Names of modules from a configuration, where those of a chain are numbers."""
-    if given is None:
+    if names is None:
         return []
-    return [str(one) for one in ([given] if isinstance(given, str | int) else given)]
+    return [str(one) for one in ([names] if isinstance(names, str | int) else names)]
 
 
 def gather_before(model: nn.Module, name: Names) -> None:

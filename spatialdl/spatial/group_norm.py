@@ -25,7 +25,7 @@ from spatialdl.spatial.norm import (
     normalised,
     update_running,
 )
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
@@ -124,7 +124,7 @@ def group_norm(
     cudnn_enabled: bool = True,  # torch.group_norm only
 ) -> Tensor:
     _check("group_norm", input)
-    asked(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
+    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     tile = in_float32(to_tile(input))
     moments = _group_moments(input, tile, num_groups, "group_norm")
     y = _GroupNorm.apply(tile, weight, bias, moments, eps, input.mesh)  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ def instance_norm(
         tile = to_tile(input)
         y = F.instance_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
         return without_dims(input, y, ())
-    asked(F.instance_norm, input)
+    on_meta(F.instance_norm, input)
     tile = to_tile(input)
     moments = _group_moments(input, tile, input.shape[1], "instance_norm")
     if running_mean is not None or running_var is not None:

@@ -20,7 +20,7 @@ from spatialdl.spatial.operands import lift
 from spatialdl.spatial.picking import blocks, picked
 from spatialdl.spatial.prefix import whole_tokens
 from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
@@ -42,18 +42,18 @@ class _Entry(NamedTuple):
 
 def _entries(x: SpatialTensor, index: Any) -> list[_Entry]:
     """The index expanded to one item per dim."""
-    given = [_item(x, item) for item in (index if isinstance(index, tuple) else (index,))]
-    used = sum(_width(item) for item in given)
-    if ... not in [item for item in given if not isinstance(item, Tensor)]:
-        given.append(...)
+    items = [_item(x, item) for item in (index if isinstance(index, tuple) else (index,))]
+    used = sum(_width(item) for item in items)
+    if ... not in [item for item in items if not isinstance(item, Tensor)]:
+        items.append(...)
     entries, dim = [], -x.dim()
-    for item in given:
+    for item in items:
         missing = max(x.dim() - used, 0)
         for one in [ALL] * missing if isinstance(item, EllipsisType) else [item]:
             entries.append(_Entry(one, dim))
             dim += _width(one)
     plain = tuple(ALL if isinstance(e.item, Tensor) else e.item for e in entries)
-    asked(lambda whole: whole[plain], x)
+    on_meta(lambda whole: whole[plain], x)
     return entries
 
 
@@ -273,7 +273,9 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
     """Local for channels or samples of all pixels; `masked_fill_` for a mask."""
     if not isinstance(input, SpatialTensor):
         split = [x for x in (index, value) if isinstance(x, SpatialTensor)]
-        raise refusal(Tensor.__setitem__, split, "a split tensor cannot be written to a whole one in place")
+        raise refusal(
+            Tensor.__setitem__, split, "a split tensor cannot be written to a whole one in place"
+        )
     is_number = not isinstance(value, Tensor) or value.dim() == 0
     if isinstance(index, SpatialTensor) and index.dtype == torch.bool and is_number:
         input.masked_fill_(index, value)

@@ -102,10 +102,10 @@ def _nearest(how: ResampledDim, dtype: torch.dtype) -> Tensor:
     others = [1] * (how.dims - 1)
     column = torch.arange(how.size, dtype=dtype).view(1, 1, -1, *others)
     exact = "_exact" if how.mode == "nearest-exact" else ""
-    ask = getattr(torch._C._nn, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
+    kernel = getattr(torch._C._nn, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
     scales = None if how.scale is None else [how.scale, *map(float, others)]
-    answer: Tensor = ask(column, None if scales else [how.count, *others], scales)
-    return answer.view(-1, 1).long()
+    indices: Tensor = kernel(column, None if scales else [how.count, *others], scales)
+    return indices.view(-1, 1).long()
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:

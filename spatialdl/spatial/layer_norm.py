@@ -12,7 +12,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import moments_over
-from spatialdl.spatial.span import ReductionSpan, asked, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, on_meta, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
@@ -64,7 +64,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,  # torch.layer_norm only
 ) -> Tensor:
-    asked(F.layer_norm, input, normalized_shape)  # raises PyTorch's errors on all ranks
+    on_meta(F.layer_norm, input, normalized_shape)  # raises PyTorch's errors on all ranks
     span = span_of(input, _last_dims(input, normalized_shape))
     if not span.crosses:
         y = F.layer_norm(to_tile(input), normalized_shape, weight, bias, eps)
@@ -82,7 +82,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    asked(F.rms_norm, input, normalized_shape)
+    on_meta(F.rms_norm, input, normalized_shape)
     span = span_of(input, _last_dims(input, normalized_shape))
     tile = to_tile(input)
     if not span.crosses:

@@ -22,7 +22,7 @@ from spatialdl.parallel.layout import image_shape
 from spatialdl.random.composite import inside
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
@@ -56,7 +56,7 @@ def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) ->
 
 def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: Any) -> Tensor:
     """A loss of tensors that broadcast to one image; `options` follow the reduction."""
-    asked(func, *operands, reduction, *options)  # raises PyTorch's errors on all ranks
+    on_meta(func, *operands, reduction, *options)  # raises PyTorch's errors on all ranks
     (lifted, _) = on_one_layout(func, operands, {})
     first = next(x for x in lifted if isinstance(x, SpatialTensor))
     tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
@@ -233,7 +233,7 @@ def _over_classes(
 ) -> Tensor:
     if isinstance(input, SpatialTensor):
         _check_classes(func, input)
-    asked(func, input, target, weight, reduction, ignore_index, *options)
+    on_meta(func, input, target, weight, reduction, ignore_index, *options)
     if not isinstance(input, SpatialTensor):
         if not isinstance(target, SpatialTensor):
             raise refusal(func, spatial_in([weight]), "its class weights must not be split")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.dense import dense
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import autocast_cast
@@ -32,7 +32,7 @@ def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> 
 def _mixed(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer over pixels: over all tokens, or along rows or columns alone."""
     x, weight, bias = autocast_cast(input, weight, bias)
-    asked(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
+    on_meta(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
     before, row = string.ascii_uppercase[: input.dim() - 1], "n" * (weight.dim() - 1)
     mixed = contract(F.linear, (x, weight), (before + "k", row + "k"), before + row, F.linear)
     return mixed if bias is None else mixed + bias

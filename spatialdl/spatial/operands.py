@@ -156,13 +156,13 @@ def _on_layout_of(
     if any(value.shape[dim] == 1 for dim in value.spatial_dims.at):
         return value.full_tensor()  # one row or one column: small
     dims = value.spatial_dims
-    what = f"another split tensor of shape {tuple(value.shape)}"
+    description = f"another split tensor of shape {tuple(value.shape)}"
     if dims.describe() == target.spatial_dims.describe():
-        advice = f"{what} is split {value.describe()}; call full_tensor() on it"
+        advice = f"{description} is split {value.describe()}; call full_tensor() on it"
     else:
         advice = (
-            f"{what}{dims.describe()} does not match one of shape {tuple(target.shape)}; permute "
-            "it so that the spatial dims are at the same dims"
+            f"{description}{dims.describe()} does not match one of shape {tuple(target.shape)}; "
+            "permute it so that the spatial dims are at the same dims"
         )
     raise refusal(func, [target], advice)
 

@@ -88,10 +88,10 @@ def _turns(layout: Layout, held: tuple[int, ...], part: int) -> tuple[tuple[Plan
 
 def _further(layout: Layout, part: int, steps: dict[int, int]) -> int:
     """The part `steps` further along some dims, cyclically."""
-    found = 0
+    index = 0
     for number, (place, parts) in enumerate(zip(layout.part_at(part), layout.grid, strict=True)):
-        found = found * parts + (place + steps.get(number, 0)) % parts
-    return found
+        index = index * parts + (place + steps.get(number, 0)) % parts
+    return index
 
 
 @lru_cache(maxsize=4096)
@@ -111,13 +111,13 @@ def blocks(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]] | None:
     """
     count = max(map(len, shapes))
     aligned = [(*(1,) * (count - len(shape)), *shape) for shape in shapes]
-    found, start = [], 0
+    result, start = [], 0
     for number, shape in enumerate(aligned):
         own = [dim for dim, size in enumerate(shape) if size > 1]
         is_last = number == len(aligned) - 1
         stop = count if is_last else max(own, default=start) + 1
         if stop <= start or any(not start <= dim < stop for dim in own):
             return None
-        found.append(tuple(shape[start:stop]))
+        result.append(tuple(shape[start:stop]))
         start = stop
-    return found
+    return result

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.spatial.norm import check_channels
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
@@ -31,7 +31,7 @@ def logsigmoid(input: SpatialTensor) -> Tensor:
 
 @register_op(F.glu, split=("input",), prefix=True)
 def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
-    asked(F.glu, input, dim)  # raises PyTorch's errors on all ranks
+    on_meta(F.glu, input, dim)  # raises PyTorch's errors on all ranks
     if dim % input.dim() in split_dims(input):
         raise refusal(F.glu, [input], f"dim {dim} is split; use a dim that is not")
     return without_dims(input, F.glu(to_tile(input), dim), ())

@@ -31,7 +31,7 @@ from spatialdl.spatial.window import (
     WindowMove,
     check_image,
     check_output,
-    nothing,
+    empty_output,
     per_dim,
     window_move,
 )
@@ -80,7 +80,7 @@ def _by_tile(x: SpatialTensor, dims: int, pool: Callable[[Tensor], Tensor]) -> T
     whole = pool(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises on all ranks
     tile = to_tile(x)
     if tile.numel() == 0:
-        pooled = nothing((*tile.shape[:-dims], *whole.shape[-dims:]), tile)
+        pooled = empty_output((*tile.shape[:-dims], *whole.shape[-dims:]), tile)
     else:
         pooled = pool(tile)
     return from_tile(pooled, x.spatial_layout, x.mesh, x.spatial_dims)
@@ -131,8 +131,8 @@ class _Pooling:
         if self.divisor is not None and any(padding) and not grad.is_cpu:
             # PyTorch's CUDA kernel skips outputs of channels-last averages with padding.
             x, grad = (one.contiguous(memory_format=torch.contiguous_format) for one in (x, grad))
-        found = (with_rows(places),) if self.divisor is None else ()
-        arguments = (*self._arguments(padding), *found)
+        indices = (with_rows(places),) if self.divisor is None else ()
+        arguments = (*self._arguments(padding), *indices)
         return without_rows(pool_backward(with_rows(grad), with_rows(x), *arguments), x)
 
     @property
@@ -194,19 +194,19 @@ class _Pool(torch.autograd.Function):
         if plan.talks:
             halo = Exchange(plan, [BoxedTensor(tile, plan.own)], arrivals, tile.device)
             exchange = start_exchange(mesh.grid_comm, halo, pooling.name)
-        y, found = _pooled_alone(tile, parts.alone, own, pooling)
+        y, indices = _pooled_alone(tile, parts.alone, own, pooling)
         if exchange is not None:
             exchange.wait()
-        places, likes = [found], [torch.empty_like(tile, device="meta")]
+        places, likes = [indices], [torch.empty_like(tile, device="meta")]
         for band in parts.bands:
             if band is not None:
                 window = band.window(tile, plan, arrivals, fill)
-                found = _pooled_band(window, band, y, plan, pooling)
+                indices = _pooled_band(window, band, y, plan, pooling)
                 likes.append(torch.empty_like(window, device="meta"))
-            places.append(found if band is not None else found.new_empty(0))
+            places.append(indices if band is not None else indices.new_empty(0))
         ctx.mesh, ctx.plan, ctx.parts, ctx.pooling, ctx.likes = mesh, plan, parts, pooling, likes
         needed = ctx.needs_input_grad[0] and y.is_floating_point()
-        ctx.save_for_backward(*(found if needed else found.new_empty(0) for found in places))
+        ctx.save_for_backward(*(indices if needed else indices.new_empty(0) for indices in places))
         if counts is None:
             return y
         rounding = None if kind.is_floating_point else "trunc"
@@ -219,10 +219,10 @@ class _Pool(torch.autograd.Function):
         if ctx.counts is not None:
             grad = wide(grad) / ctx.counts
         places, (like, *likes) = ctx.saved_tensors, ctx.likes
-        found = [(b, p) for b, p in zip(parts.bands, places[1:], strict=True) if b is not None]
+        saved = [(b, p) for b, p in zip(parts.bands, places[1:], strict=True) if b is not None]
         bands = [
             (band, pooling.backward(band.of(grad), window, pooling.no_padding, place))
-            for (band, place), window in zip(found, likes, strict=True)
+            for (band, place), window in zip(saved, likes, strict=True)
         ]
         arrivals, exchange = rooms_back(grad, plan), None
         if plan.talks:
@@ -249,10 +249,10 @@ def _pooled_alone(
     if alone is None:
         return empty_for(tile, shape), tile.new_empty(0, dtype=torch.int64)
     pooled, places = pooling.forward(tile, alone.padding)
-    if pooled.shape == shape and alone.outputs == alone.given:
+    if pooled.shape == shape and alone.outputs == alone.computed:
         return pooled, places
     y = empty_for(tile, shape)
-    y[last_slices(alone.outputs)] = pooled[last_slices(alone.given)]
+    y[last_slices(alone.outputs)] = pooled[last_slices(alone.computed)]
     return y, places
 
 
@@ -275,9 +275,9 @@ def _gradient_alone(
     if alone is None:
         return torch.zeros_like(like, device=grad.device)
     if any(parts.bands) or alone.size != grad.shape[2:]:
-        given = empty_for(grad, (*grad.shape[:2], *alone.size)).zero_()
-        given[last_slices(alone.given)] = grad[last_slices(alone.outputs)]
-        grad = given
+        padded = empty_for(grad, (*grad.shape[:2], *alone.size)).zero_()
+        padded[last_slices(alone.computed)] = grad[last_slices(alone.outputs)]
+        grad = padded
     return pooling.backward(grad, like, alone.padding, places)
 
 
@@ -335,8 +335,8 @@ def _register_max(dims: int, *functions: Any) -> None:
             raise refusal(functions[0], [input], _NO_INDICES)
         windows = _windows(dims, kernel_size, stride, padding, dilation)
         if _windows_are_whole(input, dims):
-            given = kernel_size, stride, padding, dilation, ceil_mode
-            return _by_tile(input, dims, lambda x: functions[0](x, *given))
+            arguments = kernel_size, stride, padding, dilation, ceil_mode
+            return _by_tile(input, dims, lambda x: functions[0](x, *arguments))
         moved = _move_for(f"max_pool{dims}d", input, windows, ceil_mode)
         tile = to_tile(input)
         pooled = _Pool.apply(tile, input.mesh, moved, _Pooling(windows), _lowest(tile.dtype))  # type: ignore[no-untyped-call]
@@ -402,9 +402,9 @@ def _register_average(dims: int, *functions: Any) -> None:
         if dims == 1 and len(input.mesh.grid) > 1 and are_tokens(input.shape, input.spatial_dims):
             return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)
         if _windows_are_whole(input, dims):
-            given = kernel_size, stride, padding, ceil_mode, count_include_pad
+            arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
             divisors = () if dims == 1 else (divisor_override,)
-            return _by_tile(input, dims, lambda x: functions[0](x, *given, *divisors))
+            return _by_tile(input, dims, lambda x: functions[0](x, *arguments, *divisors))
         moved = _move_for(name, input, windows, ceil_mode)
         mesh = input.mesh
         tile = to_tile(input)

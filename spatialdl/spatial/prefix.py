@@ -75,9 +75,9 @@ def whole_tokens(tile: Tensor, dims: SpatialDims, mesh: Mesh, name: str) -> tupl
     before, _, after = apart(tile, dims.of_part(mesh.part))
     if ranks == 1:
         return before, after
-    nothing, everything = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.beside)))
-    owned = (everything, *(nothing,) * (ranks - 1))
-    plan = plan_for(owned, (everything,) * ranks, mesh.part)
+    empty, full = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.beside)))
+    owned = (full, *(empty,) * (ranks - 1))
+    plan = plan_for(owned, (full,) * ranks, mesh.part)
     own = torch.cat([before, after], dim).movedim(dim, -1).unsqueeze(0)
     tokens = repartition(own, mesh.grid_comm, plan, name=name).squeeze(0).movedim(-1, dim)
     before, after = torch.split(tokens, [dims.prefix, dims.suffix], dim)

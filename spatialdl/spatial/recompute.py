@@ -237,7 +237,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
     is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
@@ -245,8 +245,8 @@ def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         within = _blocks(child, full)
         if not within and is_list and kinds[type(child)] > 1 and weight_layers(child) >= WEIGHTS:
             within = [(full, child)]
-        found += within
-    return found
+        blocks += within
+    return blocks
 
 
 def weight_layers(module: nn.Module) -> int:

@@ -135,15 +135,15 @@ def _place_for(size: Sequence[int], shape: Sequence[int], stay: int) -> SpatialD
 
     The last such dims; if there are none, the last dim with as many elements as the image.
     """
-    found: list[int] = []
+    at: list[int] = []
     for extent in reversed(size):
-        before = found[0] if found else 0
+        before = at[0] if at else 0
         fits = [n for n in range(stay - len(shape), before) if shape[n] == extent]
         if not fits:
             break
-        found.insert(0, fits[-1])
-    if len(found) == len(size):
-        return SpatialDims.of(*found)
+        at.insert(0, fits[-1])
+    if len(at) == len(size):
+        return SpatialDims.of(*at)
     merged = [n for n in range(stay - len(shape), 0) if shape[n] == prod(size)]
     return SpatialDims.of(*merged[-1:] * len(size)) if merged else None
 

@@ -77,8 +77,8 @@ class BatchNormOver(TorchFunctionMode):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, False, momentum, eps
             )
-        given = (running_mean, running_var, weight, bias, momentum, eps)
-        return trained(input, self._comm, None, *given, copies=self._parts)
+        options = (running_mean, running_var, weight, bias, momentum, eps)
+        return trained(input, self._comm, None, *options, copies=self._parts)
 
     def _torch_batch_norm(
         self,

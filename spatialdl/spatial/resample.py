@@ -31,10 +31,10 @@ from spatialdl.spatial.interpolation_weights import (
     interpolation_weights,
 )
 from spatialdl.spatial.reindex import fetch
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
-from spatialdl.spatial.window import check_image, nothing
+from spatialdl.spatial.window import check_image, empty_output
 
 Call = Callable[..., Any]
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "cubic": 2}
@@ -54,7 +54,7 @@ def _resampling(
     check_image(function.__name__, input, dims)
     corners = () if mode.startswith("nearest") else (align_corners,)
     size, *scales = arguments
-    whole = asked(function, input, size, *corners, *scales)
+    whole = on_meta(function, input, size, *corners, *scales)
     is_list = len(scales) == 1 and not isinstance(scales[0], float)
     factors = scales[0] if is_list else scales
     each = tuple(
@@ -134,7 +134,7 @@ def _by_kernel(x: SpatialTensor, each: tuple[ResampledDim, ...]) -> SpatialTenso
     window = fetch(to_tile(x), plan, x.mesh, name="interpolate")
     own, need = output.boxes[x.mesh.part], plan.need
     if own.is_empty:
-        tile = nothing((*window.shape[:2], *own.shape[1:]), window)
+        tile = empty_output((*window.shape[:2], *own.shape[1:]), window)
         return from_tile(tile, output, x.mesh)
     size = [how.factor * pixels for how, pixels in zip(each, window.shape[2:], strict=True)]
     corners = () if each[0].mode.startswith("nearest") else (False,)

@@ -29,7 +29,7 @@ from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.replay import aside, once
 from spatialdl.comm.single_process import Completed
 from spatialdl.parallel.layout import Box
-from spatialdl.spatial.blockwise import Scores, added, backward_block, forward_block, wide
+from spatialdl.spatial.blockwise import Scores, backward_block, combined, forward_block, wide
 
 
 class Ring(NamedTuple):
@@ -100,18 +100,20 @@ def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Ten
     arriving: list[tuple[Tensor, Pending]] = [(own, Completed())]
     for number in range(hops):
         if number + 1 < hops:
-            arriving.append(_ask_for(ring, number + 1, own, elements))
+            arriving.append(_start_receive(ring, number + 1, own, elements))
         else:
             del own  # the last pending exchange references it until it completes
         yield number, _arrived(arriving)
 
 
-def _ask_for(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tensor, Pending]:
+def _start_receive(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tensor, Pending]:
     """The buffer of the message of the part `number` after the own one, and its receive."""
     plan = ring.hop(number, elements)
-    room = own.new_empty(plan.need.shape)
-    what = Exchange(plan, [BoxedTensor(own, plan.own)], [BoxedTensor(room, plan.need)], own.device)
-    return room, start_exchange(ring.mesh.grid_comm, what, "attention")
+    buffer = own.new_empty(plan.need.shape)
+    exchange = Exchange(
+        plan, [BoxedTensor(own, plan.own)], [BoxedTensor(buffer, plan.need)], own.device
+    )
+    return buffer, start_exchange(ring.mesh.grid_comm, exchange, "attention")
 
 
 def _arrived(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
@@ -147,8 +149,8 @@ class Returning:
             return
         plan = self._ring.hop(number, self._elements)
         rooms = rooms_back(grad, plan)
-        what = Exchange(plan, [BoxedTensor(grad, plan.need)], rooms, grad.device, adjoint=True)
-        pending = start_exchange(self._ring.mesh.grid_comm, what, "attention")
+        exchange = Exchange(plan, [BoxedTensor(grad, plan.need)], rooms, grad.device, adjoint=True)
+        pending = start_exchange(self._ring.mesh.grid_comm, exchange, "attention")
         self.wait()
         self._under_way = plan, rooms, pending, grad
 
@@ -163,9 +165,9 @@ class Returning:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Any
     ) -> Tensor:
-        ring, scores = given
+        ring, scores = options
         ctx.ring, ctx.scores = ring, scores
         kept: list[Tensor] = []
 
@@ -191,11 +193,11 @@ class _RingAttention(torch.autograd.Function):
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
-        given = grad, out, spread
+        options = grad, out, spread
         for number, message in circulate(ring, pack.packed(key, value), pack.elements):
             part = ring.part(number)
             keys, values = pack.unpacked(message, ring.counts[part])
-            grads = backward_block(scores.of(part), query, keys, values, bias, given, grad_bias)
+            grads = backward_block(scores.of(part), query, keys, values, bias, options, grad_bias)
             del message, keys, values  # else memory peaks here in backward's first layers
             of_query, packed = wide(grads[0]), pack.packed(*grads[1:])
             del grads
@@ -213,13 +215,13 @@ def _forward(
     ring: Ring, scores: Scores, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     pack = _Packed(key.shape, value.shape)
-    found: tuple[Tensor, Tensor] | None = None
+    result: tuple[Tensor, Tensor] | None = None
     for number, message in circulate(ring, pack.packed(key, value), pack.elements):
         part = ring.part(number)
         keys, values = pack.unpacked(message, ring.counts[part])
-        found = added(found, forward_block(scores.of(part), query, keys, values, bias))
-    assert found is not None
-    out, spread = found
+        result = combined(result, forward_block(scores.of(part), query, keys, values, bias))
+    assert result is not None
+    out, spread = result
     return out.to(query.dtype), spread
 
 
@@ -244,8 +246,8 @@ def ring_attention(
     Returns:
         (..., l, F).
     """
-    given = ring, scores
-    out: Tensor = _RingAttention.apply(query, key, value, bias, given)  # type: ignore[no-untyped-call]
+    options = ring, scores
+    out: Tensor = _RingAttention.apply(query, key, value, bias, options)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -257,17 +259,17 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Any
     ) -> Tensor:
-        mesh, scores = given
-        ctx.given = given
+        mesh, scores = options
+        ctx.options = options
         out, spread = forward_block(scores.of(mesh.part), query, key, value, bias)
         own = torch.cat([out, spread.unsqueeze(-1)], -1)
-        found: tuple[Tensor, Tensor] | None = None
+        result: tuple[Tensor, Tensor] | None = None
         for part in gather_over_ranks(mesh.grid_comm, own, "attention"):
-            found = added(found, (part[..., :-1], part[..., -1]))
-        assert found is not None
-        out, spread = found[0].to(query.dtype), found[1]
+            result = combined(result, (part[..., :-1], part[..., -1]))
+        assert result is not None
+        out, spread = result[0].to(query.dtype), result[1]
         ctx.save_for_backward(query, key, value, bias, out, spread)
         return out
 
@@ -275,12 +277,12 @@ class _Folded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, out, spread = ctx.saved_tensors
-        mesh, scores = ctx.given
+        mesh, scores = ctx.options
         grad = sum_over_ranks(mesh.grid_comm, grad, "attention backward")
         learns = bias is not None and ctx.needs_input_grad[3]
         grad_bias = torch.zeros_like(bias) if learns else None
-        given = grad, out, spread
-        grads = backward_block(scores.of(mesh.part), query, key, value, bias, given, grad_bias)
+        options = grad, out, spread
+        grads = backward_block(scores.of(mesh.part), query, key, value, bias, options, grad_bias)
         return *grads, grad_bias, None
 
 
@@ -296,6 +298,6 @@ def folded_attention(
     Returns:
         (..., L, F), the same on every rank.
     """
-    given = mesh, scores
-    out: Tensor = _Folded.apply(query, key, value, bias, given)  # type: ignore[no-untyped-call]
+    options = mesh, scores
+    out: Tensor = _Folded.apply(query, key, value, bias, options)  # type: ignore[no-untyped-call]
     return out

@@ -88,7 +88,9 @@ def _replaced(func: Function, whole: Tensor, result: Tensor) -> Tensor:
     tensor does not contain the result, so it is emptied and cannot be used any more.
     """
     if whole.requires_grad or not whole.is_contiguous() or whole._is_view():
-        raise refusal(func, spatial_in([result]), "a split tensor cannot be written to a whole one in place")
+        raise refusal(
+            func, spatial_in([result]), "a split tensor cannot be written to a whole one in place"
+        )
     whole.set_()  # type: ignore[call-overload]
     return result
 

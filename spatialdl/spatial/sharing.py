@@ -75,7 +75,7 @@ _owners: weakref.WeakValueDictionary[int, SplitMember] = weakref.WeakValueDictio
 """The owners of tiles passed to operations, by storage."""
 
 
-def lend(x: SplitMember) -> None:
+def note_tile(x: SplitMember) -> None:
     """Record the tile of `x` as an operation's input, to detect results that are views of it."""
     _owners[x._tile.untyped_storage()._cdata] = x
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spatialdl.parallel.layout import Layout
 from spatialdl.spatial.dims import image_dims
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
@@ -24,7 +24,7 @@ def _check(function: object, x: SpatialTensor) -> None:
 def pixel_shuffle(input: SpatialTensor, upscale_factor: int) -> Tensor:
     """Shi et al. (2016): C*r*r channels of one pixel become r*r pixels of C channels; local."""
     _check(torch.pixel_shuffle, input)
-    asked(torch.pixel_shuffle, input, upscale_factor)
+    on_meta(torch.pixel_shuffle, input, upscale_factor)
     layout = input.spatial_layout
     output = _times(layout, upscale_factor)
     tile = to_tile(input)
@@ -45,7 +45,7 @@ def _times(layout: Layout, factor: int) -> Layout:
 def pixel_unshuffle(input: SpatialTensor, downscale_factor: int) -> Tensor:
     """The inverse of `pixel_shuffle`; squares cut by the layout are first moved to one rank."""
     _check(torch.pixel_unshuffle, input)
-    asked(torch.pixel_unshuffle, input, downscale_factor)
+    on_meta(torch.pixel_unshuffle, input, downscale_factor)
     output = _unshuffled(input.spatial_layout, downscale_factor)
     tile = to_tile(on_layout(input, _times(output, downscale_factor)))
     *others, channels, height, width = tile.shape
@@ -65,7 +65,7 @@ def _unshuffled(layout: Layout, factor: int) -> Layout:
 @register_op(F.channel_shuffle, torch.channel_shuffle, split=("input",))
 def channel_shuffle(input: SpatialTensor, groups: int) -> Tensor:
     """Zhang et al. (2018), ShuffleNet; local."""
-    asked(torch.channel_shuffle, input, groups)
+    on_meta(torch.channel_shuffle, input, groups)
     if input.spatial_dims.holds(1, input.dim()):
         raise refusal(torch.channel_shuffle, [input], "permute it so that dim 1 holds the channels")
     tile = to_tile(input)

@@ -14,7 +14,7 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.reduce import log_sum_exp
-from spatialdl.spatial.span import ReductionSpan, asked, dims_of, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, dims_of, on_meta, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
@@ -43,7 +43,7 @@ def _softmax(x: SpatialTensor, dim: int | None, dtype: torch.dtype | None, log: 
     function = torch.log_softmax if log else torch.softmax
     if dim is None:  # PyTorch's deprecated default
         dim = 0 if x.dim() in (0, 1, 3) else 1
-    like = asked(function, x, dim, dtype)  # raises PyTorch's errors on all ranks
+    like = on_meta(function, x, dim, dtype)  # raises PyTorch's errors on all ranks
     span, tile = span_of(x, dims_of(x, dim)), to_tile(x)
     if not span.crosses:
         return without_dims(x, function(tile, dim, dtype), ())

@@ -134,14 +134,14 @@ def positions_on(x: SpatialTensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _split_positions(layout: Layout, box: Box, dims: SpatialDims, dim: int) -> Tensor:
-    found = torch.zeros(1, dtype=torch.int64)
+    result = torch.zeros(1, dtype=torch.int64)
     for at, outer, size, (start, stop) in zip(
         dims.at, dims.outer, layout.size, box.spatial, strict=True
     ):
         if at == dim:
             blocks = torch.arange(outer)[:, None] * size + torch.arange(start, stop)
-            found = (found[:, None] * (outer * size) + blocks.flatten()).flatten()
-    return found
+            result = (result[:, None] * (outer * size) + blocks.flatten()).flatten()
+    return result
 
 
 @lru_cache(maxsize=4096)
@@ -203,7 +203,9 @@ def checked(function: Call, handler: Call) -> Call:
         try:
             expected = _expected(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
         except TypeError:  # unhashable dims (a list), or an error of PyTorch
-            expected = asked(function, *args, **kwargs) if args else asked(function, x, **kwargs)
+            expected = (
+                on_meta(function, *args, **kwargs) if args else on_meta(function, x, **kwargs)
+            )
         return _shaped(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
@@ -216,7 +218,7 @@ def _expected(function: Call, shape: torch.Size, dtype: torch.dtype, args: Any, 
     return _unseen(lambda: function(like, *args, **dict(kwargs)))
 
 
-def asked(function: Call, *args: Any, **kwargs: Any) -> Any:
+def on_meta(function: Call, *args: Any, **kwargs: Any) -> Any:
     """The result of `function` for whole tensors without data; raises PyTorch's errors.
 
     These tensors are hidden from the planner, which counts the tensors that a rank creates.

@@ -39,7 +39,7 @@ from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image
 from spatialdl.spatial.prefix import bring_tokens
-from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
+from spatialdl.spatial.sharing import Family, check_lines, check_write, note_tile, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
     WITH_PREFIX,
@@ -411,7 +411,7 @@ def to_tile(x: SpatialTensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)
     check_lines(x)
-    lend(x)
+    note_tile(x)
     tile: Tensor = _ToTile.apply(x)  # type: ignore[no-untyped-call]
     return tile
 

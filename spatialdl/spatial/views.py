@@ -249,8 +249,8 @@ def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
 @register_op(torch.squeeze, Tensor.squeeze, split=("input",), prefix=True)
 def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     count = input.dim()
-    asked = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = {d % count for d in asked if input.shape[d] == 1}
+    candidates = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = {d % count for d in candidates if input.shape[d] == 1}
     return _without(input, gone)
 
 

@@ -109,7 +109,7 @@ def holds_all(plan: Plan) -> bool:
     return plan.kept == plan.need and not plan.need.is_empty
 
 
-class _Nothing(torch.autograd.Function):
+class _EmptyOutput(torch.autograd.Function):
     """An output without pixels, in the graph so that all ranks have the same graph.
 
     It saves its inputs as the operation does on ranks with pixels. Checkpointing recomputes a
@@ -126,7 +126,7 @@ class _Nothing(torch.autograd.Function):
         return None, *(torch.zeros_like(value) for value in ctx.saved_tensors)
 
 
-def nothing(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+def empty_output(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
     """An empty tensor of `shape`; its backward returns zeros for all `inputs`."""
-    empty: Tensor = _Nothing.apply(shape, *inputs)  # type: ignore[no-untyped-call]
+    empty: Tensor = _EmptyOutput.apply(shape, *inputs)  # type: ignore[no-untyped-call]
     return empty

@@ -25,7 +25,7 @@ from spatialdl.comm.repartition import (
 )
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.deferred_gradients import deferred
-from spatialdl.spatial.window import holds_all, nothing, read_window
+from spatialdl.spatial.window import empty_output, holds_all, read_window
 
 
 def per_channel(bias: Tensor, like: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _outputs(
     shape = function.shape(weight)
     if window.numel() > 0 and 0 not in shape:
         return function.forward(window, weight, bias)
-    y = nothing(shape, window, weight).zero_()
+    y = empty_output(shape, window, weight).zero_()
     return y if bias is None else y + per_channel(bias, y)
 
 
@@ -123,8 +123,8 @@ class _WindowFunction(torch.autograd.Function):
         _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         waiting = deferred(ctx.parameter) if needs_weight else None
         if waiting is not None:
-            what = (ctx.function, grad, weight, inputs, ctx.plan)
-            waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *what))
+            arguments = (ctx.function, grad, weight, inputs, ctx.plan)
+            waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *arguments))
             needs_weight = False
         if needs_weight:
             tile, others = inputs
