@@ -58,7 +58,7 @@ def test_a_plan_that_does_not_fit_is_refused():
             check_plan(Block(), plan)
     x = without_data(torch.randn(2, 3, 6, 6))
     if RANKS > 1:
-        sentence = f"5 inputs and 1 outputs divided by its outputs, which are fewer than {RANKS}"
+        sentence = f"5 inputs and 1 outputs by its outputs, which are fewer than {RANKS}"
         with pytest.raises(ValueError, match=sentence):
             uses_of(Block(), WORLD, lambda shadow: shadow(x), {"head": "output"})
 
@@ -185,7 +185,7 @@ class Counts(nn.Module):
 
 def test_a_forward_that_needs_values_is_refused_by_name():
     model = spatialdl.SpatialParallel(Counts(), spatialdl.init_mesh((1, 1), tensor=RANKS))
-    with pytest.raises(spatialdl.UnsupportedSpatialOp, match="how Counts uses its weights"):
+    with pytest.raises(spatialdl.UnsupportedSpatialOp, match="the forward of Counts cannot run"):
         model(torch.ones(2, 4))
 
 
