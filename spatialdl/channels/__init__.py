@@ -1,1 +1,1 @@
-"""Channels divided over the tensor axis: weights and activations of which each rank has a part."""
+"""Tensor parallelism: channels of weights and activations divided over the tensor axis."""

@@ -1,4 +1,4 @@
-"""Operations that treat all channels alike, done on the part that a rank has."""
+"""Operations that are independent of the channel, applied to each rank's part."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 def _each_channel(function: Any, dims: int | None = None) -> None:
-    """A function of maps with so many spatial dims; of any number if it is None."""
+    """Register a function of maps with `dims` spatial dims; with any number if None."""
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
         if input.at != 1 or input.dim() < 3 or input.dim() != (dims or input.dim() - 2) + 2:
-            return NotImplemented  # perhaps without samples
-        given = function(input.part, *args, **kwargs)
-        return tuple(map(input.like, given)) if isinstance(given, tuple) else input.like(given)
+            return NotImplemented  # e.g. without a dim of samples
+        result = function(input.part, *args, **kwargs)
+        return tuple(map(input.like, result)) if isinstance(result, tuple) else input.like(result)
 
 
 for _dims in (1, 2, 3):
@@ -88,14 +88,14 @@ for _function in (
 
 @channel_op(Tensor.copy_)
 def copy_(input: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
-    """Into the part; whole weights, and those on trial, are left to all channels."""
+    """Copy to the part; whole weights and those on trial are written with all channels."""
     if not is_divided(input) or input.trial is not None:
         return NotImplemented
     return pointwise(Tensor.copy_, (input, src, non_blocking), {})
 
 
 def _new(function: Any) -> None:
-    """A tensor of the type and device of another, of which nothing else matters."""
+    """Register a factory function, which uses only the dtype and device of its input."""
 
     @channel_op(function)
     def handler(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -107,28 +107,28 @@ for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
     _new(getattr(Tensor, _name))
 
 
-# --- reductions, and what works along a dim
+# --- reductions, and functions along a dim
 
 
 def _along(function: Any) -> None:
-    """A function of (input, dim, ...) along dims other than that of channels."""
+    """Register a function of (input, dim, ...) for dims other than the channel dim."""
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
         dims = kwargs.get("dim", args[0] if args else None)
-        given = (dims,) if isinstance(dims, int) else dims
-        if isinstance(dims, bool) or not isinstance(given, tuple | list):
+        axes = (dims,) if isinstance(dims, int) else dims
+        if isinstance(dims, bool) or not isinstance(axes, tuple | list):
             return NotImplemented
-        places = {dim % input.dim() for dim in given}
+        places = {dim % input.dim() for dim in axes}
         if not places or input.at in places:
             return NotImplemented
-        found = function(input.part, *args, **kwargs)
-        one = found if isinstance(found, Tensor) else found[0]
-        gone = input.dim() > one.dim()
+        result = function(input.part, *args, **kwargs)
+        first = result if isinstance(result, Tensor) else result[0]
+        gone = input.dim() > first.dim()
         at = input.at - sum(dim < input.at for dim in places) * gone
-        if isinstance(found, Tensor):
-            return input.like(found, at)
-        return type(found)([input.like(one, at) for one in found])
+        if isinstance(result, Tensor):
+            return input.like(result, at)
+        return type(result)([input.like(first, at) for first in result])
 
 
 _REDUCING = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "max", "min")
@@ -151,25 +151,25 @@ def vector_norm(
 
 @divided_op(torch.roll, Tensor.roll)
 def roll(input: ChannelTensor, shifts: Any, dims: Any = ()) -> Any:
-    given = (dims,) if isinstance(dims, int) else dims
-    if not given or input.at in {dim % input.dim() for dim in given}:
+    axes = (dims,) if isinstance(dims, int) else dims
+    if not axes or input.at in {dim % input.dim() for dim in axes}:
         return NotImplemented
     return input.like(torch.roll(input.part, shifts, dims))
 
 
 @divided_op(torch.flip, Tensor.flip)
 def flip(input: ChannelTensor, *dims: Any) -> Any:
-    given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
-    if not given or input.at in {dim % input.dim() for dim in given}:
+    axes = dims[0] if dims and isinstance(dims[0], Sequence) else dims
+    if not axes or input.at in {dim % input.dim() for dim in axes}:
         return NotImplemented
-    return input.like(input.part.flip(list(given)))
+    return input.like(input.part.flip(list(axes)))
 
 
 # --- random numbers
 
 
 def _region(x: ChannelTensor) -> TensorRegion:
-    """Where a rank's channels lie in the whole tensor."""
+    """The region of the whole tensor that a rank's channels cover."""
     inner = x.part
     region = region_of(inner) if isinstance(inner, SpatialTensor) else whole(inner.shape)
     positions = list(region.positions)
@@ -191,9 +191,9 @@ def _dropout(name: str, channels: bool, alpha: bool) -> None:
 
     @divided_op(getattr(torch, name + "_"))
     def dropout_(input: ChannelTensor, p: float, train: bool) -> Any:
-        given = dropout(input, p, train)
-        if given is not input:
-            input.part.copy_(given.part)
+        result = dropout(input, p, train)
+        if result is not input:
+            input.part.copy_(result.part)
         return input
 
 

@@ -1,4 +1,4 @@
-"""Copies with all channels: what is written into a view of one would be lost, and is refused."""
+"""Guards for copies with all channels: writes to views of them would be lost and are refused."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
     if name in ("__get__", "__set__"):  # of a property such as Tensor.data
         name = getattr(func.__self__, "__name__", name)
     return UnsupportedSpatialOp(
-        f"{name} cannot be done on a tensor whose channels are divided over ranks: {advice}, or "
-        "take tensor=1"
+        f"{name} is not supported on a tensor whose channels are divided over ranks: {advice}, or "
+        "use tensor=1"
     )
 
 
 class CopiedView(Tensor):
-    """A view of a copy with all channels: what is written into it would be lost, and is refused."""
+    """A view of a copy with all channels, which refuses writes because they would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         composite = inside(func)
-        if composite is not None:  # which may write in place
+        if composite is not None:  # may write in place
             return composite(*args, **kwargs)
         if isinstance(target_of(func, args, kwargs), CopiedView):
-            raise refusal(func, "it would write into a copy; take what returns a new tensor")
+            raise refusal(func, "it would modify a copy; use a call that returns a new tensor")
         plain = tree_map(_unguarded, (args, kwargs))
         return guarded(func(*plain[0], **plain[1]), args, plain[0])
 
@@ -45,11 +45,12 @@ def _unguarded(x: Any) -> Any:
 
 
 def guarded(result: Any, args: Any, copies: Any) -> Any:
-    """The result of a function of copies, views of which are not to be written into.
+    """Guard the results that are views of copies against writes.
 
     Args:
-        args: before they were copied.
-        copies: of them.
+        result: of a function of the copies.
+        args: the original arguments.
+        copies: the arguments with copies.
     """
     pairs = zip(tree_leaves(args), tree_leaves(copies), strict=False)
     copied = {_memory(copy) for x, copy in pairs if isinstance(x, Tensor) and x is not copy} - {
@@ -71,7 +72,7 @@ def _memory(x: Any) -> int | None:
 
 
 def target_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a call writes into; None if nothing."""
+    """The object that a call writes to; None if none."""
     writes = writes_into(func) or func.__name__ in ("__set__", "__setitem__")
     return args[0] if writes and args else kwargs.get("out")
 

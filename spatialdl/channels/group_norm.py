@@ -1,7 +1,7 @@
-"""GroupNorm on divided channels: without messages where groups lie on one rank each.
+"""GroupNorm on divided channels; without communication if each group lies on one rank.
 
-Other groups have statistics of all ranks, as (count, mean, squared deviations): what ranks send is
-of the size of a group's statistics, never of its maps.
+Otherwise the statistics of groups are combined over the ranks as (count, mean, squared deviations):
+messages have the size of the statistics, never of the maps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spatialdl.parallel.partition import Partition
 from spatialdl.spatial.autocast import in_float32, wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.moments import tile_moments
-from spatialdl.spatial.span import asked, split_dims
+from spatialdl.spatial.span import on_meta, split_dims
 from spatialdl.spatial.tensor import SpatialTensor
 
 
@@ -40,9 +40,9 @@ class _Groups:
 
     Attributes:
         of_own: the group of each own channel, (own channels,), on the device of the tile.
-        number: of all groups.
-        count: numbers of the whole tensor that belong to one group of one sample.
-        comms: over which statistics are added up, one after the other.
+        number: number of all groups.
+        count: number of elements of the whole tensor per group and sample.
+        comms: the communicators over which statistics are combined, in order.
     """
 
     of_own: Tensor
@@ -51,7 +51,7 @@ class _Groups:
     comms: tuple[Communicator, ...]
 
     def total(self, values: Tensor) -> Tensor:
-        """Of values of own channels the sums over own channels of a group, (..., groups)."""
+        """Sums of values of own channels over each group, (..., groups)."""
         zeros = values.new_zeros(*values.shape[:-1], self.number)
         return zeros.index_add(-1, self.of_own, values)
 
@@ -69,7 +69,7 @@ class _Groups:
         return parts[1], parts[2]
 
     def mean(self, parts: Tensor) -> Tensor:
-        """Of sums of own channels the mean over whole groups, for own channels; (..., channels)."""
+        """The means over whole groups of sums per own channel, spread to these; (..., channels)."""
         total = self.total(parts.double())
         for comm in self.comms:
             total = sum_over_ranks(comm, total, "group_norm backward")
@@ -82,8 +82,8 @@ def _combined(
     """Count, mean and squared deviations of all parts, from those of each; zeros for no parts.
 
     Args:
-        total: adds up parts.
-        spread: gives each part what belongs to all of them.
+        total: sums over parts.
+        spread: broadcasts a total to the parts.
     """
     counts, means, deviations = parts
     count = total(counts)
@@ -97,12 +97,12 @@ def _pixels(tile: Tensor) -> tuple[int, ...]:
 
 
 def _shaped(values: Tensor, tile: Tensor) -> Tensor:
-    """A number for each sample and channel, (..., C), as a factor of the tile."""
+    """Values per channel, (..., C), shaped to broadcast to the tile."""
     return values.view(*values.shape, *(1,) * (tile.dim() - 2))
 
 
 class _Standardised(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + eps)`` of each group; keeps the tile and its statistics."""
+    """``(x - mean) / sqrt(variance + eps)`` of each group; saves the tile and its statistics."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, groups: _Groups, eps: float) -> Tensor:
@@ -125,14 +125,14 @@ class _Standardised(torch.autograd.Function):
 
 
 def _is_whole_groups(partition: Partition, size: int) -> bool:
-    """Whether every rank has groups, and all channels of each."""
+    """Whether every rank has at least one group, and only whole groups."""
     cuts = (bound for bounds in partition.pieces for bound in bounds)
     ranks = range(partition.ranks)
     return all(cut % size == 0 for cut in cuts) and all(map(partition.size_of, ranks))
 
 
 def _is_map(tile: SpatialTensor) -> bool:
-    """Whether samples and channels are dims of their own, without tokens beside pixels."""
+    """Whether samples and channels are not split, and there are no extra tokens."""
     return not tile.spatial_dims.beside and not {0, 1} & {*split_dims(tile)}
 
 
@@ -143,12 +143,12 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,  # of torch.group_norm
+    cudnn_enabled: bool = True,  # torch.group_norm only
 ) -> Any:
     part, partition, comm = input.part, input.partition, input.comm
     if input.at != 1 or (isinstance(part, SpatialTensor) and not _is_map(part)):
         return NotImplemented
-    asked(F.group_norm, input, num_groups)  # PyTorch's own errors, on all ranks alike
+    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     size = input.shape[1] // num_groups
     own = [None if one is None else part_of(one, 0, partition, comm) for one in (weight, bias)]
     if _is_whole_groups(partition, size):

@@ -1,4 +1,4 @@
-"""Products over heads, which are a dim of the batch: of those that a rank has."""
+"""Attention and batched products with heads, a batch dim, divided over ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from spatialdl.random.plain import check_probability
 
 
 def _first(operands: Sequence[Tensor]) -> ChannelTensor | None:
-    """The first that is divided along a dim of the batch, where none is divided otherwise."""
+    """The first operand divided along a batch dim, unless another is divided differently."""
     divided = [one for one in operands if is_divided(one)]
     places = {one.at - one.dim() for one in divided}
     return divided[0] if len(places) == 1 and max(places) < -2 else None
 
 
 def _own(x: Tensor, like: ChannelTensor) -> Tensor:
-    """Of an operand that may be broadcast, what belongs to the heads that this rank has."""
+    """The part of an operand, which may be broadcast, of this rank's heads."""
     at = x.dim() + like.at - like.dim()
     if at >= 0 and x.shape[at] == like.shape[like.at]:
         return part_of(x, at, like.partition, like.comm)
@@ -38,7 +38,7 @@ def _own(x: Tensor, like: ChannelTensor) -> Tensor:
 
 
 def _have_heads(first: ChannelTensor, operands: Sequence[Tensor]) -> bool:
-    """Whether all have the dim, of the same size."""
+    """Whether all operands have the divided dim with the same size."""
     from_end, size = first.at - first.dim(), first.shape[first.at]
     return all(one.dim() >= -from_end and one.shape[from_end] == size for one in operands)
 
@@ -61,24 +61,24 @@ def attention(
         return NotImplemented
     if attn_mask is not None and is_divided(attn_mask) and _first([attn_mask]) is None:
         return NotImplemented
-    if dropout_p > 0:  # its weights are drawn by where they are in all heads
+    if dropout_p > 0:  # dropout is drawn by the position in all heads
         drop = partial(F.dropout, p=dropout_p)
         return spelled_out(query, key, value, attn_mask, is_causal, scale, False, drop)
     q, k, v = (_own(one, first) for one in features)
     mask = None if attn_mask is None else _own(attn_mask, first)
     attend: Any = F.scaled_dot_product_attention
-    given = attend(q, k, v, mask, 0.0, is_causal, scale=scale)
-    return first.like(given, given.dim() + first.at - first.dim())
+    result = attend(q, k, v, mask, 0.0, is_causal, scale=scale)
+    return first.like(result, result.dim() + first.at - first.dim())
 
 
 @channel_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 def matmul(input: Tensor, other: Tensor) -> Any:
-    """Of tensors divided along a dim of the batch."""
+    """The product of tensors divided along a batch dim."""
     first = _first([input, other])
     if first is None or min(input.dim(), other.dim()) < 2:
         return NotImplemented
-    given = torch.matmul(_own(input, first), _own(other, first))
-    return first.like(given, given.dim() + first.at - first.dim())
+    result = torch.matmul(_own(input, first), _own(other, first))
+    return first.like(result, result.dim() + first.at - first.dim())
 
 
 @channel_op(torch.baddbmm, Tensor.baddbmm)

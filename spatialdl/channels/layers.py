@@ -1,11 +1,11 @@
-"""Layers with weights on divided channels: what each rank computes of them.
+"""Layers with weights on divided channels.
 
-A weight is divided along its output channels: each rank takes all input channels and gives some of
-the output's (filter parallelism, Dryden et al., "Channel and filter parallelism for large-scale CNN
-training", SC 2019; the column parallel layers of Shoeybi et al., "Megatron-LM", 2019). Or along its
-input channels: each rank takes some, and partial sums are added up (channel parallelism, row
-parallel layers). Layers in groups are divided by groups, and per-channel ones follow their input:
-neither communicates.
+A weight is divided along its output channels: each rank reads all input channels and computes some
+of the output channels (filter parallelism, Dryden et al., "Channel and filter parallelism for
+large-scale CNN training", SC 2019; the column parallel layers of Shoeybi et al., "Megatron-LM",
+2019). Or it is divided along its input channels: each rank reads some of them, and partial sums are
+reduced (channel parallelism, row parallel layers). Grouped layers are divided by groups, and
+per-channel layers follow their input: neither communicates.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from spatialdl.channels.tensor import (
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.partition import Partition
 from spatialdl.spatial.layer_norm import standardised
-from spatialdl.spatial.span import ReductionSpan, asked
+from spatialdl.spatial.span import ReductionSpan, on_meta
 
 
 def comm_of(*operands: Any) -> Communicator:
-    """The ranks of the first operand that knows them."""
+    """The communicator of the first `ChannelTensor`."""
     return next(one.comm for one in operands if isinstance(one, ChannelTensor))
 
 
 def _partition_of(x: Any, at: int) -> Partition | None:
-    """How a dim is divided; None if it is whole."""
+    """The partition of a dim; None if it is whole."""
     return x.partition if is_divided(x) and x.at == at else None
 
 
@@ -51,10 +51,10 @@ class Layer:
     """A layer with a weight that has dims of output and of input channels.
 
     Args:
-        local: the layer of parts, of (x, weight, bias).
+        local: the layer on plain tensors, of (x, weight, bias).
         x, weight, bias: its operands, whole or divided.
-        at: the dim of channels of `x`, and of the result.
-        out, into: the dims of the weight that are channels of the result, and of `x`.
+        at: the channel dim of `x` and of the result.
+        out, into: the output and input channel dims of the weight.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Layer:
         return self._local(whole_of(self._x), whole_of(self._weight), whole_of(self._bias))
 
     def _choice(self) -> tuple[Partition | None, Partition | None]:
-        """Of a weight that may still be divided either way, the one that moves fewer numbers."""
+        """The partition by outputs or by inputs that sends less, for an undecided weight."""
         ranks = self._comm.size
         outputs, inputs = self._weight.shape[self._out], self._weight.shape[self._into]
         by_outputs = Partition.even(outputs, ranks) if outputs >= ranks else None
@@ -92,19 +92,19 @@ class Layer:
             by_inputs = Partition.even(inputs, ranks)
         form = self._weight.form if isinstance(self._weight, ChannelTensor) else None
         if form is not None:
-            asked_for = by_outputs if form == "output" else by_inputs
-            if asked_for is None:
+            planned = by_outputs if form == "output" else by_inputs
+            if planned is None:
                 raise ValueError(
-                    f"tensor_plan wants a layer with {inputs} inputs and {outputs} outputs divided "
-                    f"by its {form}s, which are fewer than {ranks} ranks: take replicate for it"
+                    f"tensor_plan divides a layer with {inputs} inputs and {outputs} outputs by "
+                    f"its {form}s, which are fewer than {ranks} ranks: use replicate for it"
                 )
             return (by_outputs, None) if form == "output" else (None, by_inputs)
         if by_outputs is None or by_inputs is None:
             return by_outputs, None if by_outputs is not None else by_inputs
         if not is_divided(self._x):
-            return by_outputs, None  # and its input moves in backward alone
-        given = asked(self._local, self._x, self._weight, None)
-        is_larger = self._x.numel() > given.numel()
+            return by_outputs, None  # communicates in backward only
+        result = on_meta(self._local, self._x, self._weight, None)
+        is_larger = self._x.numel() > result.numel()
         return (None, by_inputs) if is_larger else (by_outputs, None)
 
     def _by_outputs(self, partition: Partition) -> Tensor:
@@ -113,9 +113,9 @@ class Layer:
         bias = self._bias
         if bias is not None:
             bias = part_of(bias, 0, partition, self._comm)
-        given = ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
-        given.origin = self._weight if isinstance(self._weight, ChannelTensor) else None
-        return given
+        result = ChannelTensor(self._local(x, weight, bias), self._at, partition, self._comm)
+        result.origin = self._weight if isinstance(self._weight, ChannelTensor) else None
+        return result
 
     def _by_inputs(self, partition: Partition) -> Tensor:
         x = part_of(self._x, self._at, partition, self._comm)
@@ -128,12 +128,12 @@ class Layer:
             whole = on_tile(lambda tile: summed(tile, comm), parts)
             if bias is not None:
                 whole = whole + whole_of(bias).view(shape).to(whole.dtype)
-            return whole.to(parts.dtype)  # rounded once, as by a kernel
+            return whole.to(parts.dtype)  # rounded once, as by one kernel
         own = Partition.even(outputs, comm.size)
-        given = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
+        result = on_tile(lambda tile: summed_and_divided(tile, self._at, own, comm), parts)
         if bias is not None:
-            given = given + part_of(bias, 0, own, comm).view(shape).to(given.dtype)
-        return ChannelTensor(given.to(parts.dtype), self._at, own, comm)
+            result = result + part_of(bias, 0, own, comm).view(shape).to(result.dtype)
+        return ChannelTensor(result.to(parts.dtype), self._at, own, comm)
 
 
 def _by_groups(
@@ -144,7 +144,7 @@ def _by_groups(
     groups: int,
     outputs: int,
 ) -> Any:
-    """Each rank some of the groups, and no others' channels."""
+    """A grouped layer divided by groups: each rank has all channels of its groups."""
     comm = comm_of(x, weight, bias)
     if groups < comm.size or not (is_divided(x) or isinstance(weight, ChannelTensor)):
         return NotImplemented
@@ -152,13 +152,13 @@ def _by_groups(
     of_outputs = Partition.even(outputs, comm.size, outputs // groups)
     of_weight = Partition.even(weight.shape[0], comm.size, weight.shape[0] // groups)
     held = of_inputs.size_of(comm.rank) * groups // x.shape[1]
-    given = local(
+    result = local(
         part_of(x, 1, of_inputs, comm),
         part_of(weight, 0, of_weight, comm),
         None if bias is None else part_of(bias, 0, of_outputs, comm),
         held,
     )
-    return ChannelTensor(given, 1, of_outputs, comm)
+    return ChannelTensor(result, 1, of_outputs, comm)
 
 
 def _register_conv(function: Any) -> None:
@@ -228,7 +228,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    # a norm is that of a whole row
+    # max_norm needs whole rows.
     if isinstance(input, ChannelTensor) or max_norm is not None or sparse:
         return NotImplemented
     assert isinstance(weight, ChannelTensor)
@@ -239,10 +239,10 @@ def embedding(
     if own is None:
         return NotImplemented
     part = part_of(weight, 1, own, comm)
-    given = F.embedding(input, part, padding_idx, None, norm_type, scale_grad_by_freq)
-    found = ChannelTensor(given, input.dim(), own, comm)
-    found.origin = weight
-    return found
+    output = F.embedding(input, part, padding_idx, None, norm_type, scale_grad_by_freq)
+    result = ChannelTensor(output, input.dim(), own, comm)
+    result.origin = weight
+    return result
 
 
 @channel_op(F.batch_norm)
@@ -283,27 +283,27 @@ def _normed(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """A norm of each channel; `state` has running statistics first, which it may update."""
+    """A norm per channel; the first two of `state` are running statistics, updated in place."""
     comm = comm_of(input, *state)
     partition = None
     if is_divided(input) and input.at == 1:
         partition = input.partition
         own = _own_of(state, partition, comm)
-        given: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
+        result: Tensor = input.like(function(input.part, *own, updates, momentum, eps))
     else:
         own = [whole_of(one) for one in state]
-        given = function(whole_of(input), *own, updates, momentum, eps)
+        result = function(whole_of(input), *own, updates, momentum, eps)
     for buffer, used in zip(state[:2], own[:2], strict=True):
         if updates and buffer is not None and used is not None:
             _write_back(buffer, used, partition, comm)
-    return given
+    return result
 
 
 @torch.no_grad()
 def _write_back(
     buffer: Tensor, used: Tensor, partition: Partition | None, comm: Communicator
 ) -> None:
-    """Statistics that were updated in a copy, as a buffer is divided otherwise than the input."""
+    """Write back statistics updated in a copy, if the buffer is not divided as the input is."""
     held = buffer.part if isinstance(buffer, ChannelTensor) else buffer
     if held is used:
         return
@@ -325,7 +325,7 @@ def prelu(input: ChannelTensor, weight: Tensor) -> Any:
 def _own_of(
     state: Sequence[Tensor | None], partition: Partition, comm: Communicator
 ) -> list[Tensor | None]:
-    """This rank's channels of weights and buffers of one dim."""
+    """This rank's channels of 1D weights and buffers."""
     return [None if one is None else part_of(one, 0, partition, comm) for one in state]
 
 
@@ -337,7 +337,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    """Over the divided dim: statistics of all ranks' channels, as (count, mean, deviation)."""
+    """LayerNorm over the divided dim, with statistics combined over the ranks."""
     if len(normalized_shape) > 1 or input.at < input.dim() - 1:
         return NotImplemented
     span = ReductionSpan((input.at,), input.shape[input.at], True, (), input.comm)

@@ -1,8 +1,8 @@
-"""Tensors between ranks that have parts of their channels and ranks that have all of them.
+"""Collectives between tensors with divided channels and replicated tensors; differentiable.
 
-Every rank of the tensor axis computes the same loss. So the gradient of what all of them have is on
-all of them alike, where what follows is computed alike; where each computes a part of what follows,
-gradients are parts too, and are added up.
+Every rank of the tensor axis computes the same loss. If all ranks compute the same from a
+replicated tensor, its gradient is equal on all ranks. If each rank computes a part of the result,
+gradients are partial and are summed.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ NAME = "channels"
 
 @lru_cache(maxsize=4096)
 def _plan(before: int, bounds: Bounds, after: int, rank: int) -> Plan:
-    """From parts of the channels of (before, channels, after) to all of them on every rank."""
+    """The plan from parts of the channels of (before, channels, after) to all on every rank."""
     owned = [Box(((0, before), interval, (0, after))) for interval in pairwise(bounds)]
     whole = Box(((0, before), (0, bounds[-1]), (0, after)))
     return Plan(owned, [whole] * len(owned), rank)
 
 
 def _folded(x: Tensor, dim: int) -> Tensor:
-    """``x`` as (before, channels, after), where it lies if that can be; in logical order.
+    """``x`` as (before, channels, after), in logical order; a view if possible.
 
-    Not otherwise where it is channels-last: a rank with a single channel cannot tell.
+    The order is the same for channels-last tensors, because a rank with a single channel cannot
+    detect this format.
     """
     return x.reshape(math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
 
 
 def _sized(x: Tensor, dim: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for so many channels, of which `_folded` is a view: channels-last where `x` is."""
+    """A buffer with `size` channels in the memory format of `x`, to be used with `_folded`."""
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     return empty_for(x, shape, dtype) if dim == 1 else x.new_empty(shape, dtype=dtype)
 
 
 def own_part(whole: Tensor, dim: int, partition: Partition, rank: int) -> Tensor:
-    """What a rank has of a whole tensor; a view where it is one piece."""
+    """The part of a whole tensor that belongs to a rank; a view if it is one piece."""
     parts = [whole.narrow(dim, start, stop - start) for start, stop in partition.held(rank)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
-    """The whole tensor, on every rank."""
+    """The whole tensor on every rank."""
     sizes = [bounds[comm.rank + 1] - bounds[comm.rank] for bounds in partition.pieces]
     wholes = []
     for bounds, piece in zip(partition.pieces, torch.split(part, sizes, dim), strict=True):
@@ -73,7 +74,7 @@ def all_gather(part: Tensor, dim: int, partition: Partition, comm: Communicator)
 
 
 def reduce_scatter(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
-    """Each rank's part of the sum over ranks; of half precision, which is sent, in float32."""
+    """This rank's part of the sum over ranks; half precision is sent as is, summed in float32."""
     parts, start = [], 0
     dtype = torch.float32 if whole.dtype in HALF else None
     for bounds in partition.pieces:
@@ -92,14 +93,14 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool
     ) -> Tensor:
-        ctx.given = dim, partition, comm
+        ctx.options = dim, partition, comm
         ctx.alike = alike
         return all_gather(part, dim, partition, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, partition, comm = ctx.given
+        dim, partition, comm = ctx.options
         back = own_part(grad, dim, partition, comm.rank) if ctx.alike else None
         if back is None:
             back = reduce_scatter(grad, dim, partition, comm).to(grad.dtype)
@@ -111,7 +112,7 @@ class _Scatter(torch.autograd.Function):
     def forward(
         ctx: Any, whole: Tensor, dim: int, partition: Partition, comm: Communicator, summed: bool
     ) -> Tensor:
-        ctx.given = dim, partition, comm
+        ctx.options = dim, partition, comm
         ctx.dtype = whole.dtype
         if summed:
             return reduce_scatter(whole, dim, partition, comm)
@@ -120,12 +121,12 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, partition, comm = ctx.given
+        dim, partition, comm = ctx.options
         whole = all_gather(grad.to(ctx.dtype), dim, partition, comm)
         return whole, None, None, None, None
 
 
-class _Enter(torch.autograd.Function):
+class _Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
@@ -152,34 +153,34 @@ class _Reduce(torch.autograd.Function):
 def gathered(
     part: Tensor, dim: int, partition: Partition, comm: Communicator, alike: bool
 ) -> Tensor:
-    """All channels, on every rank; differentiable.
+    """All channels on every rank; differentiable.
 
     Args:
-        alike: whether all ranks compute the same of them; else gradients are parts, and summed.
+        alike: whether all ranks compute the same from them; else gradients are partial and summed.
     """
     whole: Tensor = _Gather.apply(part, dim, partition, comm, alike)  # type: ignore[no-untyped-call]
     return whole
 
 
 def divided(whole: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
-    """This rank's channels of what all ranks have alike; differentiable."""
+    """This rank's channels of a replicated tensor; differentiable."""
     part: Tensor = _Scatter.apply(whole, dim, partition, comm, False)  # type: ignore[no-untyped-call]
     return part
 
 
 def summed_and_divided(part: Tensor, dim: int, partition: Partition, comm: Communicator) -> Tensor:
-    """This rank's channels of the sum over ranks, in float32 of halves; differentiable."""
+    """This rank's channels of the sum over ranks; float32 for half precision; differentiable."""
     own: Tensor = _Scatter.apply(part, dim, partition, comm, True)  # type: ignore[no-untyped-call]
     return own
 
 
-def entered(whole: Tensor, comm: Communicator) -> Tensor:
-    """What all ranks have alike, for what each of them computes a part of; differentiable."""
-    same: Tensor = _Enter.apply(whole, comm) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+def replicated(whole: Tensor, comm: Communicator) -> Tensor:
+    """A replicated tensor from which each rank computes a part; backward sums the gradients."""
+    same: Tensor = _Replicate.apply(whole, comm) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
     return same
 
 
 def summed(part: Tensor, comm: Communicator) -> Tensor:
-    """The sum over ranks, on all of them, in float32 of halves; differentiable."""
+    """The sum over ranks, on every rank; float32 for half precision; differentiable."""
     total: Tensor = _Reduce.apply(part, comm)  # type: ignore[no-untyped-call]
     return total

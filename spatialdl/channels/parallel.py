@@ -1,4 +1,4 @@
-"""A network on the ranks of a mesh: gradients averaged, weights divided over the tensor axis."""
+"""Networks on a mesh: averaged gradients, and weights divided over the tensor axis."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from spatialdl.spatial.averaging import Averaging
 def average_gradients(model: nn.Module, mesh: Mesh) -> None:
     """Average the gradients of all parameters over all ranks of the mesh, after backward.
 
-    Every rank must call it. A parameter without a gradient on every rank keeps none; without one
-    on some ranks only, it counts as zero there. What is clipped or looked at is right afterwards.
+    Collective over the mesh. A parameter without a gradient on all ranks keeps none. If some ranks
+    have no gradient, it counts as zero there. Clip or inspect gradients afterwards.
 
     Args:
         model: the network, the same on every rank.
         mesh: the ranks: those of the grid and of all data replicas.
 
     Raises:
-        ValueError: if some ranks train a parameter that others do not; or if ranks have different
-            weights, which is looked at in the first steps, and then now and then.
+        ValueError: a parameter is trained on some ranks only, or the ranks' weights differ, which
+            is checked in the first steps and then occasionally.
     """
     if mesh.agreement is not None:
         mesh.agreement.weights(model.parameters())
@@ -57,7 +57,7 @@ def average_gradients(model: nn.Module, mesh: Mesh) -> None:
 def full_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """The state dict of the whole network under its own names, on every rank.
 
-    Every rank of the mesh must call it.
+    Collective over the mesh.
 
     Args:
         model: a network, or a `SpatialParallel` of one.
@@ -72,17 +72,17 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip averaged gradients by their norm over the whole network, divided weights included.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which on a mesh with a tensor axis would see the part of
-    one rank. Every rank of the mesh must call it.
+    Use it instead of ``torch.nn.utils.clip_grad_norm_``, which on a mesh with a tensor axis
+    computes the norm of one rank's part. Collective over the mesh.
 
     Args:
         model: a network, or a `SpatialParallel` of one.
         mesh: its ranks.
-        max_norm: of all gradients together, what they are scaled down to.
+        max_norm: the maximum norm of all gradients together.
         norm_type: p of the norm, above 0; ``math.inf`` for the largest gradient.
 
     Returns:
-        The norm before, a scalar, the same on every rank.
+        The norm before clipping, a scalar, the same on every rank.
     """
     divided = {id(one.part) for one in weights_of(model).values() if not one.is_whole}
     parameters = [one for one in model.parameters() if one.grad is not None]
@@ -99,36 +99,36 @@ def clip_grad_norm_(
 
 
 class SpatialParallel(nn.Module):
-    """A network whose gradients are averaged over the ranks of a mesh by its backward.
+    """A network whose backward averages gradients over the ranks of a mesh.
 
-    Weights and buffers become those of rank 0, on every rank. After ``loss.backward()`` gradients
-    are what `spatialdl.average_gradients` would have made of them, and so is what
-    ``torch.autograd.grad`` returns for parameters. They travel in buckets, the last layers first,
-    always in the same order on all ranks: while backward runs over NCCL, else at its end, which is
-    faster there. Parameters that begin or cease to be trained are noticed at the next forward.
+    Weights and buffers of rank 0 are broadcast to all ranks. After ``loss.backward()`` gradients
+    are averaged as by `spatialdl.average_gradients`, and so are those that ``torch.autograd.grad``
+    returns for parameters. They are reduced in buckets, the last layers first, in the same order on
+    all ranks: during backward with NCCL, else at its end, which is faster there. Changes of
+    ``requires_grad`` take effect at the next forward.
 
-    The state dict has the network's own names, and what is pickled (``torch.save``) is the network
-    itself, to be wrapped again. ``copy.deepcopy`` gives a copy over the same ranks.
+    The state dict has the network's own names. Pickling (``torch.save``) stores the network itself,
+    to be wrapped again. ``copy.deepcopy`` returns a copy over the same ranks.
 
-    On a mesh with a tensor axis, the first forward finds out how the network uses its weights, and
-    divides them over the ranks of the axis. From then on parameters, their gradients, and what an
-    optimizer keeps of them, are this rank's part. (An optimizer that keeps something before its
-    first step, as Adagrad does, is made after the first forward.) `spatialdl.full_state_dict` gives
-    whole weights. Outputs are whole, on every rank.
+    On a mesh with a tensor axis, the first forward determines how the network uses its weights, and
+    divides them over the ranks of the axis. From then on parameters, their gradients and optimizer
+    states are this rank's part. (Create an optimizer that allocates states before its first step,
+    such as Adagrad, after the first forward.) `spatialdl.full_state_dict` returns whole weights.
+    Outputs are whole, on every rank.
 
     Every rank must run backward the same number of times. Gradients that are accumulated over
-    several backwards are averaged after each, which gives the same sum.
+    several backwards are averaged after each, which results in the same sum.
 
     Args:
         module: the network, with the same parameters and buffers on every rank.
         mesh: the ranks, all of which must wrap it.
-        tensor_plan: where it is not to be found out, how weights are divided over the tensor axis:
-            by names of modules, with ``*`` and ``?`` (what lies inside is meant, too; later ones
-            count), "output" or "input", the channels that are divided, or "replicate".
+        tensor_plan: overrides how weights are divided over the tensor axis. Keys are names of
+            modules, with ``*`` and ``?``, which include submodules; the last match applies. Values
+            are "output" or "input", the channels that are divided, or "replicate".
 
     Raises:
-        ValueError: if ranks have different networks, or one that has no weights yet; or the plan
-            names modules or forms that there are not.
+        ValueError: networks differ between ranks or have uninitialized weights; or the plan has
+            unknown modules or values.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class SpatialParallel(nn.Module):
         broadcast_state(module, mesh.comm)
         network = replace(mesh.replicated(module), lane=lane_of(mesh.comm))
         self._averaging = Averaging(network, mesh.agreement)
-        if mesh.tensor == 1:  # else weights are not yet what their gradients will be
+        if mesh.tensor == 1:  # else weights are divided at the first forward
             self._averaging.follow()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._mesh.tensor > 1 and not self._forwards:
             comm = self._mesh.tensor_comm
-            given, named = without_data((args, kwargs))
-            uses = uses_of(self.module, comm, lambda shadow: shadow(*given, **named), self._plan)
+            inputs, named = without_data((args, kwargs))
+            uses = uses_of(self.module, comm, lambda shadow: shadow(*inputs, **named), self._plan)
             divide(self.module, uses, comm)
         self._forwards += 1
         if torch.is_grad_enabled():
@@ -162,7 +162,7 @@ class SpatialParallel(nn.Module):
             return watched((args, kwargs), whole_outputs(self.module(*args, **kwargs)))
 
     def _drawing(self) -> AbstractContextManager[object]:
-        """So that ranks of the tensor axis draw the same numbers for what they have alike."""
+        """The context in which ranks of the tensor axis draw equal random numbers."""
         if thread.stream is not None:
             return nullcontext()
         return keyed(self._seed, self._forwards, self._mesh.replica)
@@ -173,21 +173,21 @@ class SpatialParallel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The network's own, without a prefix; of divided weights this rank's part."""
+        """The network's own state dict, without a prefix; divided weights are this rank's part."""
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load into the network itself; of divided weights all, or this rank's part."""
+        """Load into the network itself; divided weights may be whole or this rank's part."""
         weights = weights_of(self.module).values()
-        found = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
-        renew(weights)  # assign=True takes other parameters
-        return found
+        result = self.module.load_state_dict(own_state(self.module, state_dict), *args, **kwargs)
+        renew(weights)  # assign=True replaces parameters
+        return result
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """As a part of another module: the names are those that `state_dict` gives there."""
+        """Load as a submodule, under the names of `state_dict`, without ``module.``."""
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -200,5 +200,5 @@ class SpatialParallel(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # the network itself, for which whoever loads it does not need this package
+        # The network itself, so that loading it does not need this package.
         return operator.itemgetter(0), ((self.module,),)

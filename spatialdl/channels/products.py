@@ -1,4 +1,4 @@
-"""``torch.einsum`` on divided channels: a layer with a weight, or of the channels of each rank."""
+"""``torch.einsum`` on divided channels: as a layer with a weight, or on each rank's part."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from spatialdl.channels.tensor import (
 
 @channel_op(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Any:
-    """Of what a rank has, where the divided dim is one of the result; else of all channels."""
+    """Einsum of each rank's part if the result has the divided dim; else of all channels."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     letters, result = _letters(equation, operands)
     if not letters:
         return NotImplemented
     for x, weight in ((0, 1), (1, 0)) if len(operands) == 2 else ():
-        given = _as_layer(letters, result, operands, x, weight)
-        if given is not None:
-            return given
+        output = _as_layer(letters, result, operands, x, weight)
+        if output is not None:
+            return output
     return _of_own(letters, result, operands)
 
 
 def _letters(equation: Any, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """Of each operand, and of the result; none if they are not spelled out, each dim once."""
+    """Letters of operands and result; empty if implicit or if a letter occurs twice."""
     terms, arrow, result = str(equation).replace(" ", "").partition("->")
     letters = terms.split(",")
     plain = isinstance(equation, str) and bool(arrow) and "." not in equation
@@ -48,7 +48,7 @@ def _letters(equation: Any, operands: Sequence[Any]) -> tuple[list[str], str]:
 def _as_layer(
     letters: Sequence[str], result: str, operands: Sequence[Tensor], x: int, weight: int
 ) -> Tensor | None:
-    """If one operand is a matrix that gives other channels in place of those of the other."""
+    """Run as a layer if one operand is a matrix that maps channels of the other; else None."""
     before, matrix = letters[x], letters[weight]
     if len(matrix) != 2:
         return None
@@ -69,7 +69,7 @@ def _as_layer(
 
 
 def _of_own(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> Any:
-    """Each rank its part of the result, of a dim that is kept."""
+    """Each rank's part of the result, if the result has the divided dim."""
     for names, one in zip(letters, operands, strict=True):
         if is_divided(one) and names[one.at] in result:
             letter, first = names[one.at], one
@@ -84,5 +84,5 @@ def _of_own(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> 
             own.append(part_of(one, at, first.partition, comm))
         else:
             own.append(whole_for_parts(one, comm))
-    given = torch.einsum(f"{','.join(letters)}->{result}", *own)
-    return ChannelTensor(given, result.index(letter), first.partition, comm)
+    output = torch.einsum(f"{','.join(letters)}->{result}", *own)
+    return ChannelTensor(output, result.index(letter), first.partition, comm)

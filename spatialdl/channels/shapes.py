@@ -1,4 +1,4 @@
-"""Views, parts and joins of divided tensors, done on the part that a rank has."""
+"""Views, slices and concatenations of divided tensors, applied to each rank's part."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from spatialdl.spatial.tensor import SpatialTensor
 def _moved(
     partition: Partition, at: int, shape: Sequence[int], into: Sequence[int]
 ) -> tuple[int, Partition] | None:
-    """Where the divided dim of `shape` lies in `into`, and how that is divided.
+    """The dim of `into` that contains the divided dim of `shape`, and its partition.
 
     Returns:
-        (dim, partition), or None if it is none of its dims.
+        (dim, partition), or None if there is no such dim.
     """
     dim, size, repeats = _place_of(at, shape, into)
     if size == 0:
         return None
-    found: Partition | None = None
+    new: Partition | None = None
     if size % shape[at] == 0:
-        found = partition.times(size // shape[at])
+        new = partition.times(size // shape[at])
     elif shape[at] % size == 0 and len(partition.pieces) == 1:
-        found = partition.over(shape[at] // size)
+        new = partition.over(shape[at] // size)
     elif len(partition.pieces) == size and len(set(partition.pieces)) == 1 and repeats == 1:
         one = Partition(partition.pieces[:1])
         inside = _moved(one, 0, [one.size], into[dim + 1 :])
         return None if inside is None else (dim + 1 + inside[0], inside[1])
-    return None if found is None else (dim, Partition(found.pieces * repeats))
+    return None if new is None else (dim, Partition(new.pieces * repeats))
 
 
 def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, int, int]:
-    """The dim of `into` in which the entries of a dim of `shape` begin.
+    """The dim of `into` in which a dim of `shape` begins.
 
     Returns:
-        The dim; how much of it belongs to one entry of the dims before, 0 if it does not fit; how
-        many of these lie in it.
+        The dim; its size per entry of the preceding dims, 0 if it does not fit; the number of such
+        entries in it.
     """
     before = prod(shape[:at])
     for dim, size in enumerate(into):
@@ -61,16 +61,16 @@ def _place_of(at: int, shape: Sequence[int], into: Sequence[int]) -> tuple[int, 
     return 0, 0, 1
 
 
-def _wish(input: ChannelTensor, into: Sequence[int]) -> None:
-    """Tell how a dim should be divided to become heads, or several tensors' heads."""
+def _request_heads(input: ChannelTensor, into: Sequence[int]) -> None:
+    """Request a partition that can be viewed as heads, or as heads of several tensors."""
     dim, size, repeats = _place_of(input.at, input.shape, into)
     ranks, total = input.comm.size, input.shape[input.at]
     if not size or total % size:
         return
     if size >= ranks and len(input.partition.pieces) == 1:
-        input.wish(unit=total // size)
+        input.request(unit=total // size)
     elif repeats == 1 and len(into) > dim + 1 and into[dim + 1] >= ranks:
-        input.wish(unit=total // size // into[dim + 1], pieces=size)
+        input.request(unit=total // size // into[dim + 1], pieces=size)
 
 
 def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
@@ -80,7 +80,7 @@ def _sizes(numel: int, sizes: Sequence[int]) -> list[int]:
 
 @divided_op(Tensor.view, Tensor.reshape, torch.reshape)
 def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
-    """To any shape in which a rank's channels are still a dim, or the first of those in one."""
+    """Reshape to a shape in which a rank's channels are a dim, or the first factor of one."""
     if kwargs or not shape or isinstance(shape[0], torch.dtype):
         return NotImplemented
     sizes = shape[0] if isinstance(shape[0], Sequence) else shape
@@ -89,17 +89,17 @@ def reshape(input: ChannelTensor, *shape: Any, **kwargs: Any) -> Any:
     sizes = _sizes(input.numel(), sizes)
     if prod(sizes) != input.numel():
         return NotImplemented
-    found = _moved(input.partition, input.at, input.shape, sizes)
-    if found is None:
-        _wish(input, sizes)
+    moved = _moved(input.partition, input.at, input.shape, sizes)
+    if moved is None:
+        _request_heads(input, sizes)
         return NotImplemented
-    at, partition = found
+    at, partition = moved
     held, stand_in = partition.size_of(input.comm.rank), input.stand_in()
     part = input.part
     if stand_in is not part:
         several = [*sizes]
         several[at] = -1
-        if stand_in.reshape(several)._base is None:  # with more channels it would be a copy
+        if stand_in.reshape(several)._base is None:  # with more channels it is a copy
             part = part.clone()
     sizes[at] = held
     return input.like(part.reshape(sizes), at, partition)
@@ -150,8 +150,8 @@ def unsqueeze(input: ChannelTensor, dim: int) -> Any:
 def squeeze(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
-    places = {dim % input.dim() for dim in given} if dims else set(range(input.dim()))
+    axes = dims[0] if dims and isinstance(dims[0], Sequence) else dims
+    places = {dim % input.dim() for dim in axes} if dims else set(range(input.dim()))
     gone = [dim for dim in places if input.shape[dim] == 1]
     if not gone:
         return input
@@ -161,7 +161,7 @@ def squeeze(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
 
 @channel_op(torch.cat, torch.concat)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """Along channels each keeps its parts where they are; else all are divided as the first."""
+    """Concatenate: along channels each keeps its partition, else all are divided as the first."""
     first = next((one for one in tensors if is_divided(one)), None)
     if first is None or any(one.dim() != first.dim() for one in tensors):
         return NotImplemented
@@ -202,7 +202,7 @@ def split(tensor: ChannelTensor, split_size_or_sections: Any, dim: int = 0) -> A
     parts = [tensor.partition.part(a, a + n) for a, n in zip(starts, sizes, strict=True)]
     if any(part is None for part in parts):
         if len(set(sizes)) == 1 and sizes[0] >= tensor.comm.size:
-            tensor.wish(pieces=len(sizes))
+            tensor.request(pieces=len(sizes))
         return NotImplemented
     known = [part for part in parts if part is not None]
     inner = torch.split(tensor.part, [part.size_of(tensor.comm.rank) for part in known], place)
@@ -214,7 +214,7 @@ def split(tensor: ChannelTensor, split_size_or_sections: Any, dim: int = 0) -> A
 def unbind(input: ChannelTensor, dim: int = 0) -> Any:
     place = dim % input.dim()
     if place == input.at:
-        input.wish_apart()
+        input.request_apart()
         return NotImplemented
     at = input.at - (place < input.at)
     return tuple(input.like(one, at) for one in input.part.unbind(place))
@@ -257,17 +257,17 @@ def repeat(input: ChannelTensor, *repeats: Any, **kwargs: Any) -> Any:
 
 @divided_op(Tensor.__getitem__)
 def getitem(input: ChannelTensor, index: Any) -> Any:
-    """Numbers and slices of other dims, and places of one of them in a tensor."""
-    given = list(index) if isinstance(index, tuple) else [index]
-    if not all(_is_index(one) for one in given):
+    """Index dims other than channels by integers and slices, and one of them by a tensor."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(_is_index(one) for one in items):
         return NotImplemented
-    places = [one for one in given if isinstance(one, Tensor)]
-    if len(places) > 1 or (places and any(isinstance(one, int) for one in given)):
-        return NotImplemented  # whose dims may move to the front
-    taken = sum(one is not None and one is not ... for one in given)
+    places = [one for one in items if isinstance(one, Tensor)]
+    if len(places) > 1 or (places and any(isinstance(one, int) for one in items)):
+        return NotImplemented  # indexed dims may move to the front
+    taken = sum(one is not None and one is not ... for one in items)
     rest = [slice(None)] * (input.dim() - taken)
-    where = next((n for n, one in enumerate(given) if one is ...), None)
-    full = given + rest if where is None else given[:where] + rest + given[where + 1 :]
+    where = next((n for n, one in enumerate(items) if one is ...), None)
+    full = items + rest if where is None else items[:where] + rest + items[where + 1 :]
     dim = at = 0
     for one in full:
         if one is None:
@@ -277,7 +277,7 @@ def getitem(input: ChannelTensor, index: Any) -> Any:
             break
         dim, at = dim + 1, at + (one.dim() if isinstance(one, Tensor) else isinstance(one, slice))
     if isinstance(one, int):
-        input.wish_apart()
+        input.request_apart()
     if isinstance(one, Tensor) or one != slice(None):
         return NotImplemented
     return input.like(input.part[tuple(full)], at)

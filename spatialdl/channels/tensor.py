@@ -1,8 +1,9 @@
-"""ChannelTensor: a tensor of whose channels each rank of the tensor axis has a part.
+"""ChannelTensor: a tensor whose channels are divided over the tensor axis.
 
-A network sees the whole shape. Inside is a tensor with fewer channels, plain or split over a grid:
-an operation that treats channels alike runs on that as it is. What nothing here knows gets all
-channels, on every rank alike, and so do the networks' outputs: slower, never wrong.
+A network sees the whole shape. The wrapper holds a tensor with this rank's channels, plain or split
+over a grid. Operations independent of the channel run on that tensor. Operations without a handler
+run on all channels, equally on every rank, and outputs of networks have all channels: slower, but
+never wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.channels.copies import guarded, refusal, target_of, writes_into
-from spatialdl.channels.moves import divided, entered, gathered
+from spatialdl.channels.moves import divided, gathered, replicated
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.partition import Partition
@@ -28,20 +29,20 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 CHANNEL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
 KEYWORDS: dict[Callable[..., Any], set[str] | None] = {}
-"""What handlers take by name; None: anything."""
+"""The keyword arguments of handlers; None: any."""
 
 
 class ChannelTensor(Tensor):
     """A tensor divided along one dim.
 
     Attributes:
-        part: what this rank has; with it goes the gradient.
-        at: the dim that is divided.
-        partition: how.
-        comm: the ranks that have the parts.
-        origin: the weight by whose division this one is divided.
-        trial: the weight that it is made of, and of no activation, if it is on trial how that is
-            divided.
+        part: this rank's part, which carries the autograd graph.
+        at: the divided dim.
+        partition: of this dim.
+        comm: the ranks with the parts.
+        origin: the weight whose partition determined this one.
+        trial: the weight on trial from which alone, without activations, this was computed; or
+            None.
     """
 
     part: Tensor
@@ -50,10 +51,10 @@ class ChannelTensor(Tensor):
     comm: Communicator
     origin: ChannelTensor | None = None
     trial: ChannelTensor | None = None
-    is_whole = False  # of a weight of which every rank has all
-    form: str | None = None  # how a weight is to be divided, where that was asked for
-    is_open = False  # of a weight of which it is to be found out how it is divided
-    holds_channels = True  # a SpatialTensor beside it leaves operations to it
+    is_whole = False  # True for a replicated weight
+    form: str | None = None  # the division of a weight that tensor_plan requests
+    is_open = False  # True for a weight whose division is undecided
+    holds_channels = True  # takes precedence over SpatialTensor in dispatch
 
     @staticmethod
     def __new__(
@@ -61,8 +62,8 @@ class ChannelTensor(Tensor):
     ) -> ChannelTensor:
         shape = [*part.shape]
         shape[at] = partition.size
-        # of itself it is a leaf: what takes it without asking here ends up with a tensor whose
-        # history goes past `part`, which `_check_known` sees
+        # The wrapper itself is a leaf. A function that bypasses the handlers creates a wrapper with
+        # a grad_fn that does not lead to `part`; `_check_history` detects it.
         x: ChannelTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
@@ -71,54 +72,54 @@ class ChannelTensor(Tensor):
         return x
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
-        """What a weight that is not divided yet learns of how it is used; see `weights.Weight`."""
+        """Decide the division of a weight by its use; see `weights.Weight`."""
 
     def try_out(self) -> None:
-        """Divide a weight as it may be used, unless all channels of it are needed then."""
+        """Divide an undecided weight on trial; see `weights.Weight`."""
 
     def refuse(self) -> None:
-        """What a weight on trial learns if all channels of it are needed."""
+        """Record that all channels of a weight on trial are needed; see `weights.Weight`."""
 
-    def wish(self, unit: int = 1, pieces: int = 1) -> None:
-        """Tell the origin how it should be divided, for an operation that all channels go to now.
+    def request(self, unit: int = 1, pieces: int = 1) -> None:
+        """Request another partition of the origin, for an operation that now needs all channels.
 
         Args:
-            unit: channels that stay together.
-            pieces: of equal size into which this dim falls.
+            unit: number of channels that must stay together.
+            pieces: number of equal pieces of this dim.
         """
         if self.origin is not None:
             self.origin.divide_for(self.partition.size, unit, pieces)
 
-    def wish_apart(self) -> None:
-        """Tell the origin that each entry of this dim is a piece by itself."""
+    def request_apart(self) -> None:
+        """Request a partition of the origin in which each entry of this dim is a piece."""
         if self.origin is not None:
             total = self.origin.partition.size
             self.origin.divide_for(total, 1, self.partition.size)
 
     def match(self, partition: Partition) -> bool:
-        """Tell the origin to be divided as what meets it; whether it may be."""
+        """Request `partition` for the origin; returns whether it is granted."""
         return self.origin is not None and self.origin.divide_as(partition)
 
     def divide_as(self, partition: Partition) -> bool:
-        """Whether a weight can be divided so, and will be; see `weights.Weight`."""
+        """Whether a weight will be divided by `partition`; see `weights.Weight`."""
         return False
 
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
-        """What becomes of a wish for a dim of `size`; see `weights.Weight`."""
+        """Request a partition for a dim of `size`; see `weights.Weight`."""
 
     def like(
         self, part: Tensor, at: int | None = None, partition: Partition | None = None
     ) -> ChannelTensor:
-        """What becomes of it, divided likewise unless `at` or `partition` say otherwise."""
+        """A result of this tensor with `part`, divided likewise except for `at`, `partition`."""
         at = self.at if at is None else at
         other = ChannelTensor(part, at, partition or self.partition, self.comm)
         other.origin, other.trial = self.origin, self.trial
         return other
 
     def stand_in(self) -> Tensor:
-        """What says, alike on all ranks, which reshapes are views and whether it is contiguous.
+        """A tensor by whose strides all ranks decide alike on views and contiguity.
 
-        A rank with a single channel could view what others must copy.
+        A rank with a single channel could create a view where other ranks must copy.
         """
         if self.part.shape[self.at] > 1 or isinstance(self.part, SpatialTensor):
             return self.part
@@ -129,7 +130,7 @@ class ChannelTensor(Tensor):
         return torch.empty_strided(size, stride, device="meta")
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank; all ranks must call it."""
+        """The whole tensor on every rank; collective."""
         whole = whole_of(self)
         return whole.full_tensor() if isinstance(whole, SpatialTensor) else whole
 
@@ -150,15 +151,15 @@ class ChannelTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # of what a checkpoint has kept, to run again
+        if func is torch.ops.aten.detach.default:  # by checkpointing, of saved inputs
             return args[0].like(args[0].part.detach())
-        raise refusal(func, "it takes tensors as they are; give it full_tensor()")
+        raise refusal(func, "it bypasses the handlers; pass full_tensor()")
 
 
 def channel_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
-    """Register what does some of PyTorch's functions on a `ChannelTensor`.
+    """Register a handler of functions of PyTorch on a `ChannelTensor`.
 
-    It may return NotImplemented: then it is done on all channels.
+    If the handler returns NotImplemented, the function runs on all channels.
     """
 
     def register(handler: Handler) -> Handler:
@@ -174,7 +175,7 @@ def channel_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
 
 
 def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
-    """The same for handlers whose first argument is divided; else all channels are taken."""
+    """`channel_op` for handlers that need a divided first argument."""
 
     def register(handler: Handler) -> Handler:
         @wraps(handler)
@@ -198,8 +199,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     for x in args:
         for one in x if isinstance(x, list | tuple) else (x,):
             if isinstance(one, ChannelTensor):
-                _check_known(one)
-    result = _known(func, args, kwargs)
+                _check_history(one)
+    result = _handled(func, args, kwargs)
     if result is NotImplemented:
         return on_all_channels(func, args, kwargs)
     _end_trials(result, (args, kwargs))
@@ -207,18 +208,18 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _end_trials(result: Any, arguments: Any) -> None:
-    """What is made of weights and activations says nothing about the weights."""
+    """Clear `trial` of results that depend on more than the weight on trial."""
     leaves = [result] if isinstance(result, ChannelTensor) else tree_leaves(result)
     made = [one for one in leaves if isinstance(one, ChannelTensor)]
     if all(one.trial is None for one in made):
         return
     if sum(isinstance(one, ChannelTensor) for one in tree_leaves(arguments)) > 1:
         for one in made:
-            vars(one).pop("trial", None)  # a weight itself stays on trial
+            vars(one).pop("trial", None)  # weights stay on trial
 
 
-def _known(func: Any, args: Any, kwargs: Any) -> Any:
-    """What is taught here; NotImplemented if it is not."""
+def _handled(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a handler or pointwise operation; NotImplemented if there is none."""
     if kwargs.get("out") is not None:
         return NotImplemented
     handler = CHANNEL_OPS.get(func)
@@ -233,10 +234,10 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on whole tensors, alike on every rank."""
+    """The operation on whole tensors, replicated on every rank."""
     written = target_of(func, args, kwargs)
     if is_divided(written) and written.trial is None:
-        raise refusal(func, "it would write into a copy; take what returns a new tensor")
+        raise refusal(func, "it would modify a copy; use a call that returns a new tensor")
     wholes = tree_map(whole_of, (args, kwargs))
     result = func(*wholes[0], **wholes[1])
     return guarded(result, args, wholes[0])
@@ -252,7 +253,7 @@ _OF_WRAPPER = {
     *(getattr(Tensor, f"__{name}__") for name in ("len", "hash", "repr", "format")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-"""Asked of the whole shape, without a part in it."""
+"""Properties of the whole shape, answered by the wrapper."""
 
 
 def _refuse(func: Any, advice: str) -> None:
@@ -262,11 +263,11 @@ def _refuse(func: Any, advice: str) -> None:
 
 
 for _name in ("register_hook", "retain_grad", "backward", "numpy", "data_ptr", "share_memory_"):
-    _refuse(getattr(Tensor, _name), "it would see a copy; give it full_tensor()")
+    _refuse(getattr(Tensor, _name), "it would see a copy; use full_tensor()")
 _SET = "set the attribute itself (module.name = x)"
 for _name in ("data", "grad"):
-    _refuse(getattr(Tensor, _name).__get__, "it would see a copy; take detach()")
-    _refuse(getattr(Tensor, _name).__set__, f"it would reach a copy; {_SET}")
+    _refuse(getattr(Tensor, _name).__get__, "it would see a copy; use detach()")
+    _refuse(getattr(Tensor, _name).__set__, f"it would change a copy; {_SET}")
 
 
 @channel_op(Tensor._version.__get__)  # type: ignore[attr-defined]
@@ -284,35 +285,35 @@ def _requires_grad_(x: ChannelTensor, requires_grad: bool = True) -> ChannelTens
     return x.like(x.part.requires_grad_(requires_grad))
 
 
-# --- what a rank has, what all have
+# --- parts and whole tensors
 
 
 def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Something that leaves pixels where they are, done to a plain tensor or to a tile."""
+    """Apply a function that does not move pixels to a plain tensor or to a tile."""
     if isinstance(x, SpatialTensor):
         return from_tile(function(to_tile(x)), x.spatial_layout, x.mesh, x.spatial_dims)
     return function(x)
 
 
-def _check_known(x: ChannelTensor) -> None:
+def _check_history(x: ChannelTensor) -> None:
     with torch._C.DisableTorchFunction():
-        known, is_followed = x.grad_fn is None, x.requires_grad
-    if not known:
+        is_leaf, is_followed = x.grad_fn is None, x.requires_grad
+    if not is_leaf:
         raise UnsupportedSpatialOp(
-            "a torch.autograd.Function, or a hook, has changed a tensor whose channels are divided "
-            "over ranks: give it full_tensor(), or take tensor=1"
+            "a torch.autograd.Function or a hook was applied to a tensor whose channels are "
+            "divided over ranks: pass it full_tensor(), or use tensor=1"
         )
     if is_followed and type(x) is ChannelTensor and not x.part.requires_grad:
-        # kept by a checkpoint within another: PyTorch detaches it, and has only the whole need a
-        # gradient again, but the third run must save for backward what the others did
+        # Saved by a nested checkpoint: PyTorch detaches it and sets requires_grad on the wrapper
+        # only, but the third run must save the same tensors for backward as the first two.
         x.part = x.part.detach().requires_grad_()
 
 
 def whole_of(x: Any, alike: bool = True) -> Any:
-    """All channels of a tensor, on every rank; anything else as it is.
+    """All channels of a `ChannelTensor`, on every rank; other values are returned unchanged.
 
     Args:
-        alike: whether all ranks compute the same of it; else each computes a part.
+        alike: whether all ranks compute the same from it; else each computes a part.
     """
     if not isinstance(x, ChannelTensor):
         return x
@@ -325,16 +326,16 @@ def whole_of(x: Any, alike: bool = True) -> Any:
 
 
 def whole_for_parts(x: Any, comm: Communicator) -> Any:
-    """All channels, of which each rank computes a part of what follows."""
+    """All channels, from which each rank computes a part of the result."""
     if isinstance(x, ChannelTensor):
         return whole_of(x, alike=False)
     if isinstance(x, Tensor) and x.requires_grad:
-        return on_tile(lambda tile: entered(tile, comm), x)
+        return on_tile(lambda tile: replicated(tile, comm), x)
     return x
 
 
 def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Tensor:
-    """This rank's channels: of what is divided so already, or otherwise, or of a whole tensor."""
+    """This rank's channels of a whole tensor or of one divided in any way."""
     if isinstance(x, ChannelTensor):
         x.decide(at, partition)
         if not x.is_whole and (x.at, x.partition) == (at, partition):
@@ -346,7 +347,7 @@ def part_of(x: Tensor, at: int, partition: Partition, comm: Communicator) -> Ten
 
 
 def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
-    """Whether it is an activation, or a weight, of which ranks have parts."""
+    """Whether `x` is a divided activation or weight."""
     return isinstance(x, ChannelTensor) and not x.is_whole and x.partition is not None
 
 
@@ -355,7 +356,7 @@ def is_divided(x: Any) -> TypeGuard[ChannelTensor]:
 
 @cache
 def is_pointwise(func: Any) -> bool:
-    """Whether a function of PyTorch works on each element by itself."""
+    """Whether a function of PyTorch is pointwise and deterministic."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = f"{name[3:-2]}_" if writes_into(func) else name[2:-2]
@@ -377,13 +378,13 @@ _UNTAGGED = {"hardswish", "hardswish_", "log_sigmoid"}
 
 
 def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Each rank its own channels; what is whole gives those of its own, or goes to all alike."""
+    """Apply to each rank's channels; whole operands are cut to them, or broadcast."""
     if len(args) + len(kwargs) == 1 and func.__name__ == "where":
         return on_all_channels(func, args, kwargs)
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = writes_into(func), next(filter(is_divided, operands), None)
     if first is None and not writes:
-        first = _tried_out(operands)
+        first = _weight_on_trial(operands)
     if (writes and first is not args[0]) or first is None:
         return on_all_channels(func, args, kwargs)
     from_end, size = first.at - first.dim(), first.shape[first.at]
@@ -408,8 +409,8 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if writes else tree_map(outer, inner)
 
 
-def _tried_out(operands: Sequence[Tensor]) -> ChannelTensor | None:
-    """The only weight among them, divided on trial."""
+def _weight_on_trial(operands: Sequence[Tensor]) -> ChannelTensor | None:
+    """The weight among the operands, divided on trial, if there is exactly one."""
     weights = [one for one in operands if isinstance(one, ChannelTensor)]
     if len(weights) != 1:
         return None

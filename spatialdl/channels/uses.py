@@ -1,9 +1,9 @@
-"""How a network uses its weights, and so how each is divided over the tensor axis.
+"""Determines how weights are divided over the tensor axis, from their use in forward.
 
-Its forward runs without data, and every layer that meets a weight first says which way moves fewer
-numbers. A parameter that no layer of `channels.layers` takes is divided on trial: it stays so if
-nothing needs all channels of what is made of it alone, and else is tried along another dim, and
-stays whole in the end.
+A forward runs without data. The first layer that uses a weight chooses the division that sends
+less. A parameter that no layer of `channels.layers` uses is divided on trial. It stays divided if
+no operation needs all channels of a tensor computed from it alone. Otherwise another dim is tried,
+and finally the parameter is replicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels.tensor import ChannelTensor, whole_of
-from spatialdl.channels.weights import Use, places, shown
+from spatialdl.channels.weights import Use, install_weights, places
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import dry_mesh
@@ -31,34 +31,34 @@ from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
 
 ROUNDS = 8
-"""How often a network is looked at, at most, for wishes of operations behind its layers."""
+"""Maximum number of forwards, repeated while operations after the layers request partitions."""
 
 Plan = Mapping[str, str]
-"""By names of modules with ``*`` and ``?``, which stand for all inside, one of `FORMS`; later ones
-count."""
+"""One of `FORMS` by names of modules with ``*`` and ``?``, which include submodules; the last match
+applies."""
 
 
 def check_plan(network: nn.Module, plan: Plan) -> None:
-    """Refuse a plan with forms that there are not, or for modules that a network has not.
+    """Check the values and the module names of a plan.
 
     Raises:
-        ValueError: naming them.
+        ValueError: a value or module name is unknown.
     """
     paths = [path for path, _, _, _ in places(network)]
     for pattern, form in plan.items():
         if form not in FORMS:
             raise ValueError(
-                f"tensor_plan of '{pattern}' is {form}: take one of {', '.join(FORMS)}"
+                f"tensor_plan of '{pattern}' is {form}: must be one of {', '.join(FORMS)}"
             )
         if not any(_matches(path, pattern) for path in paths):
             raise ValueError(
-                f"tensor_plan names '{pattern}', but no module of {type(network).__name__} with "
-                "weights has such a name"
+                f"tensor_plan names '{pattern}', which matches no module of "
+                f"{type(network).__name__} with weights"
             )
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether a parameter lies in a module of such a name."""
+    """Whether a parameter is in a module whose name matches."""
     parents = path.split(".")[:-1]
     return any(fnmatch(".".join(parents[: n + 1]), pattern) for n in range(len(parents)))
 
@@ -69,17 +69,17 @@ def uses_of(
     run: Callable[[nn.Module], object],
     plan: Plan = MappingProxyType({}),
 ) -> dict[str, Use]:
-    """How a forward uses the weights that can be divided, by all their names.
+    """The uses of all divided weights in a forward, by all names of the weights.
 
     Args:
-        network: stays as it is.
+        network: not modified.
         comm: the tensor axis.
-        run: the forward of a copy of the network without data, with arguments like that.
-        plan: of parameters for which it is not to be found out.
+        run: calls the forward of a copy of the network on the meta device.
+        plan: fixes the division of some parameters.
 
     Raises:
-        UnsupportedSpatialOp: if it cannot run so.
-        ValueError: if a layer cannot be divided as the plan has it.
+        UnsupportedSpatialOp: the forward cannot run without data.
+        ValueError: a layer cannot be divided as planned.
     """
     shadow, dry = meta_copy(network), Dry(comm.rank, comm.size)
     hooked = {path for path, _, _, held in places(network) if _has_hooks(held)}
@@ -93,7 +93,7 @@ def uses_of(
                 use.form = forms[-1] if forms else use.form
                 use.form = "replicate" if path in hooked else use.form
                 use.is_known = use.form == "replicate"
-    shown(shadow, uses, dry)
+    install_weights(shadow, uses, dry)
     for module in shadow.modules():
         plain = {name: one for name, one in vars(module).items() if type(one) is Tensor}
         vars(module).update({name: one.to("meta") for name, one in plain.items()})
@@ -103,10 +103,10 @@ def uses_of(
                 run(shadow)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedSpatialOp(
-                f"how {type(network).__name__} uses its weights cannot be found out without data, "
-                f"so they cannot be divided: {error}; take tensor=1"
+                f"the forward of {type(network).__name__} cannot run without data, so its weights "
+                f"cannot be divided: {error}; use tensor=1"
             ) from error
-        if not left or not _granted(of_state.values()):
+        if not left or not _needs_another_forward(of_state.values()):
             break
     for use in of_state.values():
         use.on_trial = False
@@ -115,7 +115,7 @@ def uses_of(
 
 @contextmanager
 def _wholes_for_functions() -> Iterator[None]:
-    """Whatever a `torch.autograd.Function` takes of weights is whole: others are refused there."""
+    """Pass whole weights to each `torch.autograd.Function`, which cannot take divided ones."""
     real = Function.__dict__["apply"]
 
     def whole(x: Any) -> Any:
@@ -133,28 +133,28 @@ def _wholes_for_functions() -> Iterator[None]:
 
 
 def _has_hooks(held: Tensor) -> bool:
-    """Whether functions of the user's get its gradient, which may need all of it."""
+    """Whether user hooks receive the gradient; they may need all of it."""
     return bool(held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None))
 
 
-def _granted(uses: Collection[Use]) -> bool:
-    """Whether there is something new; then all but what is wished is to be found out anew.
+def _needs_another_forward(uses: Collection[Use]) -> bool:
+    """Whether another forward is needed; then all uses without a request are reset.
 
-    Only a forward without new wishes says for which weights a trial has failed.
+    Failed trials count only after a forward without new requests.
     """
-    has_wishes = any(use.is_wish_new for use in uses)
-    failed = [use for use in uses if use.refused and not has_wishes]
+    has_requests = any(use.has_new_request for use in uses)
+    failed = [use for use in uses if use.refused and not has_requests]
     for use in failed:
-        use.tries, use.wished = use.tries + 1, None
+        use.tries, use.requested = use.tries + 1, None
     for use in uses:
         use.refused = False
-        if has_wishes or failed:
+        if has_requests or failed:
             use.renew()
-    return has_wishes or bool(failed)
+    return has_requests or bool(failed)
 
 
 def without_data(arguments: Any) -> Any:
-    """Arguments of a forward, for one without data."""
+    """Arguments of a forward on the meta device."""
     return tree_map_only(Tensor, _without_data, arguments)
 
 

@@ -1,6 +1,6 @@
-"""Weights of a network of which each rank of the tensor axis has a part.
+"""Weights of a network divided over the tensor axis.
 
-How each is divided is found out in `channels.uses`. Modules hold the part; their forwards see a
+`channels.uses` determines the division of each. Modules hold this rank's part; their forwards see a
 weight of the whole shape.
 """
 
@@ -24,7 +24,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.partition import Partition
 
 TRIES = 2
-"""Of how many dims it is tried whether a weight that no layer takes may be divided along them."""
+"""Number of dims along which division of a weight that no layer uses is tried."""
 
 __all__ = [
     "along",
@@ -33,52 +33,52 @@ __all__ = [
     "layers",
     "products",
     "shapes",
-]  # which register what can be done on channels
+]  # imported to register handlers
 
 
 @dataclass
 class Use:
-    """How a parameter or buffer is divided, in all modules that have it.
+    """The division of a parameter or buffer, shared by all modules that have it.
 
     Attributes:
-        at: the dim that is divided; None if every rank has all of it.
+        at: the divided dim; None if replicated.
         partition: of this dim.
-        is_known: whether it is found out.
-        wished: how the dim should be divided for what follows.
-        form: what was asked for, see `check_plan`; None to find it out.
-        on_trial: whether it is divided so only until all of it is needed.
-        refused: whether it was, by this forward.
-        tries: how often it was, by forwards before.
+        is_known: whether the division is decided.
+        requested: the partition that later operations request.
+        form: the value in the tensor plan, see `check_plan`; None if not planned.
+        on_trial: whether the division holds only if no operation needs the whole weight.
+        refused: whether one did in this forward.
+        tries: number of failed trials in earlier forwards.
     """
 
     at: int | None = None
     partition: Partition | None = None
     is_known: bool = False
-    wished: Partition | None = None
+    requested: Partition | None = None
     form: str | None = None
     on_trial: bool = False
     refused: bool = False
     tries: int = 0
 
     @property
-    def is_wish_new(self) -> bool:
-        return self.wished not in (None, self.partition)
+    def has_new_request(self) -> bool:
+        return self.requested not in (None, self.partition)
 
     def renew(self) -> None:
-        """Before the next forward: as wished, or to be found out anew."""
-        if self.wished is not None:
-            self.partition = self.wished
+        """Reset before the next forward: apply the request, or make the division undecided."""
+        if self.requested is not None:
+            self.partition = self.requested
         else:
             self.at, self.partition, self.on_trial = None, None, False
             self.is_known = self.form == "replicate"
 
 
 class Weight(ChannelTensor):
-    """A parameter or buffer of a module as its forward sees it, of the whole shape.
+    """A parameter or buffer with the whole shape, as the forward of its module sees it.
 
     Attributes:
-        module, key: where it is, and its name there.
-        is_cut: whether the module has this rank's part only.
+        module, key: the module, and the name in it.
+        is_cut: whether the module holds only this rank's part.
     """
 
     module: nn.Module
@@ -100,9 +100,9 @@ class Weight(ChannelTensor):
 
     @property
     def part(self) -> Tensor:  # type: ignore[override]
-        """What this rank has, asked for each time: a block that runs again swaps its buffers.
+        """This rank's part, read from the module each time, as recomputation swaps buffers.
 
-        A forward may have put something else there, too: a buffer that it computed.
+        A forward may also have replaced the buffer by a computed tensor.
         """
         held = _held(self.module, self.key)
         if self.is_whole:
@@ -147,14 +147,14 @@ class Weight(ChannelTensor):
 
     def divide_as(self, partition: Partition) -> bool:
         fits = partition.size == self.shape[self.at] and partition.covers_all_ranks
-        if fits and self.use.wished is None:  # heads come first
-            self.use.wished = partition
-        return self.use.wished == partition
+        if fits and self.use.requested is None:  # requests for heads take precedence
+            self.use.requested = partition
+        return self.use.requested == partition
 
     def try_out(self) -> None:
         if not self.use.is_known and self.key in self.module._parameters:
             dims = [dim for dim, size in enumerate(self.shape) if size >= self.comm.size]
-            # channels come last in tokens, tables and positions, and first in kernels
+            # Channels are the last dim of tokens, tables and positions, the first of kernels.
             order = dims if self.dim() > 3 else dims[::-1]
             for at in order[:TRIES][self.use.tries : self.use.tries + 1]:
                 self.decide(at, Partition.even(self.shape[at], self.comm.size))
@@ -166,27 +166,27 @@ class Weight(ChannelTensor):
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         total = self.shape[self.at]
         pieces *= total // size
-        least = unit * pieces * self.comm.size  # or a rank would have nothing of a piece
+        least = unit * pieces * self.comm.size  # else a rank has no part of a piece
         if total % size == 0 and total % (unit * pieces) == 0 and total >= least:
-            self.use.wished = Partition.even(total, self.comm.size, unit, pieces)
+            self.use.requested = Partition.even(total, self.comm.size, unit, pieces)
 
     def whole(self, part: Tensor | None = None) -> Tensor:
-        """All of it, detached, or of something of its shape; all ranks must call it.
+        """The whole weight, or a whole tensor of its shape, detached; collective.
 
         Args:
-            part: this rank's, such as what an optimizer keeps of it.
+            part: this rank's part of another tensor, such as an optimizer state.
         """
         part = (self.part if part is None else part).detach()
         return part if self.is_whole else all_gather(part, self.at, self.partition, self.comm)
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of something of its shape."""
+        """This rank's part of a tensor of the weight's shape."""
         if self.is_whole:
             return whole
         return own_part(whole, self.at, self.partition, self.comm.rank)
 
     def again(self) -> Weight:
-        """The same, with the type and device that the module's tensor has now."""
+        """This weight with the current dtype and device of the module's tensor."""
         renewed = Weight(self.module, self.key, self.shape, self.use, self.comm)
         renewed.is_cut = self.is_cut
         return renewed
@@ -199,41 +199,41 @@ class Weight(ChannelTensor):
 
 
 def _held(module: nn.Module, name: str) -> Tensor:
-    found = module._parameters.get(name)
-    held = module._buffers[name] if found is None else found
+    parameter = module._parameters.get(name)
+    held = module._buffers[name] if parameter is None else parameter
     assert held is not None
     return held
 
 
 def places(network: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Every name of every parameter and buffer: in full, its module, and its name there."""
+    """Yield (full name, module, name in the module, tensor) of each parameter and buffer."""
     for path, module in network.named_modules(remove_duplicate=False):
         for name, held in (*module._parameters.items(), *module._buffers.items()):
             if held is not None:
                 yield f"{path}.{name}" if path else name, module, name, held
 
 
-def shown(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> None:
-    """Let the forwards of modules see weights of the whole shape."""
+def install_weights(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> None:
+    """Set `Weight` attributes of the whole shape, which the forwards of modules see."""
     for path, module, name, held in places(network):
         if path in uses:
             vars(module)[name] = Weight(module, name, held.shape, uses[path], comm)
 
 
 def weights_of(network: nn.Module) -> dict[str, Weight]:
-    """What is divided, by name."""
-    found = ((path, vars(module).get(name)) for path, module, name, _ in places(network))
-    return {path: one for path, one in found if isinstance(one, Weight)}
+    """The `Weight` attributes of a network by name."""
+    attributes = ((path, vars(module).get(name)) for path, module, name, _ in places(network))
+    return {path: one for path, one in attributes if isinstance(one, Weight)}
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> None:
-    """Leave each rank its part of the weights, buffers and gradients of a network.
+    """Reduce weights, buffers and gradients of a network to this rank's parts.
 
-    Parameters stay the objects that they are, which optimizers know, and become smaller.
+    Parameters are the same objects afterwards, as optimizers reference them, but smaller.
     """
-    shown(network, uses, comm)
+    install_weights(network, uses, comm)
     cut: set[int] = set()
     for weight in weights_of(network).values():
         held = _held(weight.module, weight.key)
@@ -248,7 +248,7 @@ def divide(network: nn.Module, uses: Mapping[str, Use], comm: Communicator) -> N
 
 @contextmanager
 def held_weights(network: nn.Module) -> Iterator[None]:
-    """Attributes of modules are what this rank holds, not weights of the whole shape."""
+    """A context in which attributes of modules are this rank's parts, not whole weights."""
     weights = weights_of(network).values()
     for weight in weights:
         vars(weight.module).pop(weight.key, None)
@@ -260,7 +260,7 @@ def held_weights(network: nn.Module) -> Iterator[None]:
 
 
 def _written_back(module: nn.Module, name: str, value: Any) -> Tensor | None:
-    """After ``module.name += x`` the buffer is what it was, not what forwards see of it."""
+    """Keep the buffer itself after ``module.name += x``, which assigns the `Weight`."""
     if isinstance(value, Weight) and (value.module, value.key) == (module, name):
         return _held(module, name)
     return None
@@ -270,7 +270,7 @@ register_module_buffer_registration_hook(_written_back)  # type: ignore[arg-type
 
 
 def settle(network: nn.Module) -> None:
-    """Buffers that forwards have computed become plain tensors again; all ranks must call it."""
+    """Turn buffers computed by forwards into plain tensors; collective."""
     for _, module, name, held in list(places(network)):
         if isinstance(held, ChannelTensor):
             weight = vars(module).get(name)
@@ -280,28 +280,28 @@ def settle(network: nn.Module) -> None:
 
 
 def renew(weights: Iterable[Weight]) -> None:
-    """After parameters have been converted, moved or replaced: let forwards see them so."""
+    """Update weights after parameters were converted, moved or replaced."""
     for weight in weights:
         vars(weight.module)[weight.key] = weight.again()
 
 
 @torch.no_grad()
 def whole_state(network: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of the whole network, on every rank; all must call it.
+    """The state dict of the whole network, on every rank; collective.
 
     Args:
-        state: of what this rank has, where that is not the network's own.
+        state: a state dict of this rank's parts; None for the network's own.
     """
     settle(network)
     weights = weights_of(network)
     if state is not None:
         return {name: weights[name].whole(x) if name in weights else x for name, x in state.items()}
-    own: dict[str, Tensor] = network.state_dict()  # where forwards may have put something whole
+    own: dict[str, Tensor] = network.state_dict()  # forwards may have stored whole tensors
     return {name: weights[name].whole() if name in weights else x for name, x in own.items()}
 
 
 def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a state dict what this rank has; weights may be whole in it, or parts."""
+    """This rank's parts of a state dict in which weights may be whole or parts."""
     own = dict(state)
     for name, weight in weights_of(network).items():
         if name in own and own[name].shape == weight.shape:
@@ -310,5 +310,5 @@ def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_outputs(outputs: Any) -> Any:
-    """What a network returns, with all channels."""
+    """The outputs of a network, with all channels."""
     return tree_map_only(ChannelTensor, whole_of, outputs)

@@ -1,6 +1,6 @@
-"""SpatialTensor and the operations it knows, one family a file."""
+"""`SpatialTensor` and its operations, one family of operations per file."""
 
-from spatialdl.spatial import (  # noqa: F401  (they register)
+from spatialdl.spatial import (  # noqa: F401  (imported to register handlers)
     adaptive,
     along,
     attention,

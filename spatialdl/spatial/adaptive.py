@@ -1,9 +1,9 @@
 """Adaptive average and max pooling.
 
 Output i of o over n pixels reads the *cell* ``[floor(i * n / o), ceil((i + 1) * n / o))``. Cells
-are large and cross tiles, so pixels stay where they are: each rank pools what it holds of each
-cell, and the few outputs are put together. To 1x1 the result is a plain tensor, the same on every
-rank; else it is split evenly.
+are large and cross tiles, so no pixels are exchanged: each rank pools its part of each cell, and
+the few partial outputs are combined. An output of 1x1 is a plain tensor, the same on every rank;
+larger outputs are split evenly.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Interval = tuple[int, int]
 
 
 def _touched(size: int, outputs: int, start: int, stop: int) -> Interval:
-    """The outputs whose cells hold a pixel of [start, stop)."""
+    """The outputs whose cells contain a pixel of [start, stop)."""
     return start * outputs // size, -(-stop * outputs // size)
 
 
 def _cells(size: int, outputs: int, start: int, stop: int) -> tuple[Interval, ...]:
-    """What [start, stop) holds of the cell of each output that it touches, counted from `start`."""
+    """The part of [start, stop) in the cell of each output that it touches, from `start`."""
     first, last = _touched(size, outputs, start, stop)
     return tuple(
         (max(i * size // outputs, start) - start, min(-(-(i + 1) * size // outputs), stop) - start)
@@ -52,7 +52,7 @@ def _cells(size: int, outputs: int, start: int, stop: int) -> tuple[Interval, ..
 
 
 def _pixels(size: int, outputs: int, start: int, stop: int) -> Tensor:
-    """How many pixels the cells of outputs [start, stop) have in one dim."""
+    """The number of pixels of the cells of outputs [start, stop) in one dim."""
     return torch.tensor(
         [-(-(i + 1) * size // outputs) - i * size // outputs for i in range(start, stop)],
         dtype=torch.int64,
@@ -61,16 +61,16 @@ def _pixels(size: int, outputs: int, start: int, stop: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class CellMove:
-    """One rank's part in an adaptive pooling.
+    """The communication and the cells of one rank in an adaptive pooling.
 
     Attributes:
         output: the layout of the output.
-        plan: from the outputs that ranks own to those that their tiles touch. Backwards it adds up
-            the parts of each output.
-        parts: the same backwards without adding: to each owner the parts of its outputs, those of
-            one rank after those of the other in the batch.
-        cells: for each spatial dim what the tile holds of the cells that it touches.
-        tile: the tile, in the image.
+        plan: from the outputs that ranks own to those that their tiles touch. Its adjoint sums the
+            parts of each output.
+        parts: sends the parts of each output to its owner without summing, stacked by rank in the
+            batch dim.
+        cells: for each spatial dim the tile's part of the cells that it touches.
+        tile: the tile's box in the image.
         size: of the image.
     """
 
@@ -83,14 +83,14 @@ class CellMove:
 
     @property
     def name(self) -> str:
-        """For messages, what follows ``adaptive_avg_``."""
+        """The end of the operation's name, after ``adaptive_avg_``."""
         return f"pool{len(self.size)}d"
 
 
 @lru_cache(maxsize=4096)
 def cell_move(layout: Layout, size: tuple[int, ...], part: int) -> CellMove:
-    """How an image on `layout` is pooled to `size`."""
-    samples, nothing = layout.samples, empty_box(len(size))
+    """The move for pooling an image on `layout` to `size`."""
+    samples, empty = layout.samples, empty_box(len(size))
     output = Layout(layout.batch, tuple(map(even_bounds, size, layout.grid)))
 
     def of_each(box: Box, function: Callable[..., Any]) -> tuple[Any, ...]:
@@ -98,13 +98,13 @@ def cell_move(layout: Layout, size: tuple[int, ...], part: int) -> CellMove:
         return tuple(function(pixels, outputs, *own) for pixels, outputs, own in each)
 
     touched = tuple(
-        nothing if box.is_empty else Box((box[0], *of_each(box, _touched))) for box in layout.boxes
+        empty if box.is_empty else Box((box[0], *of_each(box, _touched))) for box in layout.boxes
     )
     in_turn = tuple(
         box.but(0, (rank * samples, (rank + 1) * samples)) for rank, box in enumerate(touched)
     )
     of_all = tuple(
-        nothing if box.is_empty else box.but(0, (0, len(touched) * samples)) for box in output.boxes
+        empty if box.is_empty else box.but(0, (0, len(touched) * samples)) for box in output.boxes
     )
     tile = layout.boxes[part]
     cells = ((),) * len(size) if tile.is_empty else of_each(tile, _cells)
@@ -116,7 +116,7 @@ def cell_move(layout: Layout, size: tuple[int, ...], part: int) -> CellMove:
 
 
 def _one_each(cells: tuple[Interval, ...], extent: int) -> bool:
-    """Whether each pixel is a cell of its own, as where a size is None."""
+    """Whether each cell is one pixel, as where a size is None."""
     return cells == tuple((pixel, pixel + 1) for pixel in range(extent))
 
 
@@ -140,7 +140,7 @@ def _spread(x: Tensor, dim: int, cells: tuple[Interval, ...], extent: int) -> Te
 
 
 class _AdaptiveAverage(torch.autograd.Function):
-    """Keeps no pixel: the gradient of a mean needs sizes only."""
+    """Saves no pixels: the gradient of a mean needs sizes only."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, mesh: Mesh, moved: CellMove, counts: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _average(function: Any, input: SpatialTensor, output_size: Any, dims: int) -
 
 @lru_cache(maxsize=1024)
 def _pixels_of_cells(pixels: tuple[int, ...], size: tuple[int, ...], own: Box) -> Tensor:
-    """How many pixels each output in the box `own` averages."""
+    """The number of pixels that each output in the box `own` averages."""
     counts = torch.ones((), dtype=torch.int64)
     for extent, outputs, interval in zip(pixels, size, own.spatial, strict=True):
         counts = counts.unsqueeze(-1) * _pixels(extent, outputs, *interval)
@@ -198,7 +198,7 @@ _HIGHEST = {2: aten.adaptive_max_pool2d, 3: aten.adaptive_max_pool3d}
 
 
 def _highest(tile: Tensor, moved: CellMove) -> tuple[Tensor, Tensor]:
-    """What the tile holds of each cell: the highest value, and its place in the image."""
+    """The maximum of the tile's part of each cell, and its index in the image."""
     values, places, dims = [], [], max(2, len(moved.size))
     for cell in product(*moved.cells):
         part = tile[last_slices(slice(*own) for own in cell)]
@@ -215,22 +215,22 @@ def _highest(tile: Tensor, moved: CellMove) -> tuple[Tensor, Tensor]:
 def _place(
     place: Tensor, inside: Sequence[int], first: Sequence[int], outside: Sequence[int]
 ) -> Tensor:
-    """Numbers of pixels, row by row, in a box of size `inside`, as numbers in a larger one.
+    """Convert flat indices into a box of size `inside` to those into a larger box.
 
     Args:
-        first: where the box begins in the larger one, of size `outside`.
+        first: the start of the box in the larger one, of size `outside`.
     """
-    found, stride = torch.zeros_like(place), 1
+    index, stride = torch.zeros_like(place), 1
     for size, start, around in zip(
         reversed(inside), reversed(first), reversed(outside), strict=True
     ):
-        found += (place % size + start) * stride
+        index += (place % size + start) * stride
         place, stride = place // size, stride * around
-    return found
+    return index
 
 
 def _wins(value: Tensor, place: Tensor, best: Tensor, at: Tensor) -> Tensor:
-    """As PyTorch, which goes through a cell row by row: the first highest, or the last NaN."""
+    """Whether a value replaces the best: as in PyTorch, the first maximum or the last NaN."""
     above = (value > best) | ((value == best) & (place < at))
     return torch.where(best.isnan(), value.isnan() & (place > at), above | value.isnan())
 
@@ -238,7 +238,7 @@ def _wins(value: Tensor, place: Tensor, best: Tensor, at: Tensor) -> Tensor:
 def _highest_of_all(
     value: Tensor, place: Tensor, moved: CellMove, mesh: Mesh
 ) -> tuple[Tensor, Tensor]:
-    """Of the outputs that this rank owns: the highest over all ranks that touch them."""
+    """The maxima of this rank's outputs over all ranks that touch them, and their indices."""
     name, last = f"adaptive_max_{moved.name}", torch.iinfo(torch.int64).max
     values = move(mesh.grid_comm, moved.parts, value, float("-inf"), name)
     places = move(mesh.grid_comm, moved.parts, place, last, name)
@@ -255,7 +255,7 @@ def _highest_of_all(
 
 
 class _AdaptiveMax(torch.autograd.Function):
-    """Keeps, of each output that the tile touches, where in the tile its pixel is."""
+    """Saves the index of the maximum, in the tile, of each output that the tile touches."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, mesh: Mesh, moved: CellMove) -> Tensor:
@@ -274,20 +274,20 @@ class _AdaptiveMax(torch.autograd.Function):
         touched = move(ctx.mesh.grid_comm, ctx.moved.plan, grad, 0.0, name)
         grad_tile = grad.new_zeros(ctx.shape)
         if grad_tile.numel() > 0:
-            mine = torch.where(places < 0, 0, touched)
-            grad_tile.flatten(2).scatter_add_(2, places.clamp(min=0).flatten(2), mine.flatten(2))
+            own = torch.where(places < 0, 0, touched)
+            grad_tile.flatten(2).scatter_add_(2, places.clamp(min=0).flatten(2), own.flatten(2))
         return grad_tile, None, None
 
 
 def _held_place(at: Tensor, moved: CellMove) -> Tensor:
-    """Numbers of pixels in the image as numbers in the tile; -1 for those of other tiles."""
-    found, stride, held = torch.zeros_like(at), 1, torch.ones_like(at, dtype=torch.bool)
+    """Convert flat indices into the image to those into the tile; -1 for other tiles."""
+    index, stride, held = torch.zeros_like(at), 1, torch.ones_like(at, dtype=torch.bool)
     for size, (start, stop) in zip(reversed(moved.size), reversed(moved.tile.spatial), strict=True):
         place = at % size
         held &= (place >= start) & (place < stop)
-        found += (place - start) * stride
+        index += (place - start) * stride
         at, stride = at // size, stride * (stop - start)
-    return torch.where(held, found, -1)
+    return torch.where(held, index, -1)
 
 
 def _max(
@@ -302,7 +302,7 @@ def _max(
     return pooled.full_tensor() if prod(size) == 1 else pooled
 
 
-# --- the names that networks call
+# --- registration
 
 
 def _register(average: Any, highest: Any, dims: int) -> None:
@@ -339,11 +339,11 @@ _refuse(
 )
 
 
-# --- signals (N, C, L), and tokens (N, C, H*W) that are pooled to one
+# --- signals (N, C, L), and tokens (N, C, H*W) pooled to one
 
 
 def _image_of_tokens(func: Any, x: SpatialTensor, output_size: Any) -> SpatialTensor:
-    """Tokens (N, C, H*W) that are pooled to one, as the image (N, C, H, W)."""
+    """Tokens (N, C, H*W) to be pooled to one, as the image (N, C, H, W)."""
     size = output_size[0] if isinstance(output_size, tuple | list) else output_size
     if not are_tokens(x.shape, x.spatial_dims) or size != 1:
         raise refusal(
@@ -375,26 +375,26 @@ def _no_indices(func: Any, *args: Any, **kwargs: Any) -> Exception:
     return refusal(
         func,
         spatial_in((args, kwargs)),
-        "places within a split image are not supported; call it of torch.nn.functional without "
-        "return_indices",
+        "indices into a split image are not supported; call the function of torch.nn.functional "
+        "without return_indices",
     )
 
 
 def _output_size(func: Any, x: SpatialTensor, output_size: Any, dims: int) -> tuple[int, ...]:
     check_image(func.__name__, x, dims)
     if not x.is_floating_point():
-        raise ValueError(f"{func.__name__} takes floating point numbers, got {x.dtype}")
-    asked = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,)
-    asked = asked * dims if len(asked) == 1 else asked
-    if len(asked) != dims:
+        raise ValueError(f"{func.__name__} expects a floating-point input, got {x.dtype}")
+    sizes = tuple(output_size) if isinstance(output_size, tuple | list) else (output_size,)
+    sizes = sizes * dims if len(sizes) == 1 else sizes
+    if len(sizes) != dims:
         raise ValueError(
-            f"{func.__name__}: the output size is one number or {dims}, got {output_size}"
+            f"{func.__name__}: output_size must be 1 or {dims} numbers, got {output_size}"
         )
     size = tuple(
-        int(n if wanted is None else wanted) for n, wanted in zip(x.shape[2:], asked, strict=True)
+        int(n if wanted is None else wanted) for n, wanted in zip(x.shape[2:], sizes, strict=True)
     )
     if min(size) < 0:
-        raise ValueError(f"{func.__name__}: the output size must not be negative: {output_size}")
+        raise ValueError(f"{func.__name__}: output_size must not be negative, got {output_size}")
     if min(size) == 0:
         raise refusal(func, [x], "an output without pixels cannot be split")
     return size

@@ -1,7 +1,7 @@
-"""Losses of ranks, compared by the gradient that comes back from them; unaveraged gradients.
+"""Checks that ranks have equal losses, and that gradients were averaged.
 
-What has lost its rows and columns all ranks have whole. What is nearest to the loss has the same
-gradient on all of them too, if they have the same labels; it is the first that a backward reaches.
+A tensor without spatial dims is whole on all ranks. If the ranks have the same labels, the whole
+tensor nearest to the loss, the first that a backward reaches, has the same gradient on all ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from spatialdl.spatial.table import is_spatial
 
 
 def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
-    """`result` of an operation on a split image, in a step that is compared.
+    """Hook the result of an operation on a split image, in a step that is compared.
 
     Args:
         arguments: of the operation.
-        compares: whether all ranks have the same, if it is no split image.
+        compares: whether a result that is not split is equal on all ranks.
     """
     flat = tree_leaves(arguments)
     mesh: Any = next((value.mesh for value in flat if is_spatial(value)), None)  # type: ignore[attr-defined]
     agreement: Agreement | None = mesh and mesh.agreement
-    in_backward = replaying() or torch._C._current_graph_task_id() != -1  # what runs again
+    in_backward = replaying() or torch._C._current_graph_task_id() != -1  # recomputation
     if agreement is None or not agreement.compares or in_backward:
         return result
-    if mesh.size > 1:  # or there is nobody to average with
+    if mesh.size > 1:  # else there is nothing to average
         _note_parameters(flat, agreement.rank)
     for value in tree_leaves(result):
         is_whole = isinstance(value, Tensor) and not is_spatial(value)
@@ -48,7 +48,7 @@ def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
 
 
 def leave_alone(roots: Iterable[Any]) -> None:
-    """Compare nothing in a backward that begins at split images."""
+    """Disable the comparison in a backward that begins at split images."""
     for root in roots:
         if is_spatial(root):
             agreement = root.mesh.agreement  # type: ignore[attr-defined]
@@ -62,12 +62,12 @@ def _hook(value: Tensor, agreement: Agreement, compares: bool) -> None:
         value.register_hook(lambda grad: agreement.gradient(grad, compares))  # type: ignore[no-untyped-call]
 
 
-# --- gradients that were never averaged
+# --- gradients that were not averaged
 
 
 class _Noted:
     unaveraged: Any = WeakIdKeyDictionary()
-    """By parameter of a split operation, whether its gradient is one rank's own."""
+    """For each parameter of a split operation, whether its gradient is not averaged."""
 
     is_hooked = has_warned = False
 
@@ -89,7 +89,7 @@ def _note_gradient(parameter: Tensor) -> None:
 
 
 def note_averaged(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients of these parameters have been averaged."""
+    """Record that the gradients of these parameters were averaged."""
     for parameter in parameters:
         if _Noted.unaveraged.get(parameter):
             _Noted.unaveraged[parameter] = False
@@ -101,7 +101,7 @@ def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _look_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """With a closure, as Lightning gives always, the last backward is part of the step."""
+    """Check after a step with a closure (always in Lightning), which includes the backward."""
     if _has_closure(args, kwargs):
         _look_at_gradients(optimizer)
 

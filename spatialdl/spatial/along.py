@@ -1,4 +1,4 @@
-"""Operations along one dim: sorting, cumulative sums, gathering. Over no dim of the image."""
+"""Sorting, cumulative sums and order statistics along dims that are not split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_til
 
 Function = Callable[..., Any]
 
-# where `dim` stands among the arguments, and what it is if not given (None: no default)
+# Position of `dim` in the arguments, and its default (None: no default).
 _ALONG: dict[str, tuple[int, int | None]] = {
     "cumsum": (1, None),
     "cumprod": (1, None),
@@ -30,7 +30,7 @@ _ALONG: dict[str, tuple[int, int | None]] = {
     "quantile": (2, None),
     "nanquantile": (2, None),
 }
-_REMOVES = {"kthvalue": 3, "median": 2, "nanmedian": 2, "mode": 2}  # where `keepdim` stands
+_REMOVES = {"kthvalue": 3, "median": 2, "nanmedian": 2, "mode": 2}  # position of `keepdim`
 
 
 def _register(func: Function, name: str) -> None:
@@ -44,8 +44,8 @@ def _register(func: Function, name: str) -> None:
             raise refusal(
                 func,
                 [x],
-                f"the order of pixels over dim {dim} is known to no rank alone; do it over "
-                "samples or channels, or call full_tensor() before it",
+                f"it needs all pixels along dim {dim} on one rank; use dims of samples or "
+                "channels, or call full_tensor() before it",
             )
         removed: tuple[int, ...] = ()
         if name in _REMOVES:

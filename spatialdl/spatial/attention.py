@@ -1,9 +1,9 @@
 """Attention over the tokens of a split image.
 
-Each rank keeps its own queries. Keys and values of the other ranks circulate, one part after the
-other (`ring`), or stay where they are if attention goes over windows that lie inside tiles. A few
-queries that all ranks have look at the keys of each rank there, and the results are put together.
-Where channels attend to channels, the products of queries and keys are sums over all tokens.
+- Split queries stay, and keys and values circulate, one part after the other (`ring`).
+- Attention over windows inside tiles is local.
+- Replicated queries attend to the keys of each rank there, and the results are combined.
+- If channels attend to channels, the products of queries and keys are sums over all tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spatialdl.spatial.ring import Ring, folded_attention, ring_attention
 from spatialdl.spatial.span import positions_of
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
-from spatialdl.spatial.window import nothing
+from spatialdl.spatial.window import empty_output
 
 
 @register_op(
@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
             raise refusal(
                 F.scaled_dot_product_attention,
                 split,
-                "its last dim, of features, must not be split",
+                "its last dim (features) must not be split",
             )
         return explicit_attention(
             query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, *options, enable_gqa, mesh=split[0].mesh
         )
     if dropout_p > 0 or is_causal:
-        # more than PyTorch's kernel can: a rank keeps the weights of its own queries for all keys
+        # Not supported by PyTorch's kernel: a rank saves the weights of its queries for all keys.
         drop = partial(F.dropout, p=dropout_p)
         return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
     return _in_windows(query, key, value, attn_mask, scale, enable_gqa)
@@ -85,7 +85,7 @@ def _whole(x: Any) -> Any:
 def _goes_round(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shares_heads: bool
 ) -> bool:
-    """Whether all keys are split along their tokens alone, so that each part can be looked at."""
+    """Whether the keys are split along their tokens alone, so that their parts can circulate."""
     if not isinstance(key, SpatialTensor) or not isinstance(value, SpatialTensor):
         return False
     split = [x for x in (query, key, value) if isinstance(x, SpatialTensor)]
@@ -142,7 +142,7 @@ def _attended(
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added to the products: of a mask minus infinity where it says False."""
+    """The bias of the products: minus infinity where a boolean mask is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     zeros = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
@@ -170,8 +170,8 @@ def _in_windows(
 
     def local(*tiles: Tensor) -> Tensor:
         query, key, value, *mask = tiles
-        if query.numel() == 0:  # PyTorch's leaves keys and values out of the graph then
-            return nothing((*query.shape[:-1], value.shape[-1]), *tiles)
+        if query.numel() == 0:  # PyTorch would omit keys and values from the graph
+            return empty_output((*query.shape[:-1], value.shape[-1]), *tiles)
         return F.scaled_dot_product_attention(
             query, key, value, mask[0] if mask else None, **options
         )

@@ -1,6 +1,6 @@
-"""PyTorch's fused attention kernels that return the log-sum-exp, by type of device.
+"""PyTorch's fused attention kernels that return the log-sum-exp, by device type.
 
-They know a factor, and neither a bias nor a causal mask nor dropout.
+They support a scale factor, but no bias, causal mask or dropout here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Kernel(NamedTuple):
     """A fused attention, for tensors of four dims (N, heads, tokens, features).
 
     Attributes:
-        takes: whether it knows query, key and value like these.
-        attend: from query, key, value and the factor of their products.
-        gradients: from the gradient of the result, query, key, value, the result, its log-sum-exp
-            and the factor.
+        takes: whether it supports these query, key and value.
+        attend: the result, of query, key, value and the factor of their products.
+        gradients: the gradients, of the gradient of the result, query, key, value, the result, its
+            log-sum-exp and the factor.
     """
 
     takes: Callable[[Tensor, Tensor, Tensor], bool]
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Gradients]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, factor: float) -> Result:
-        """Of query (..., L, E), key (..., S, E), value (..., S, F): (..., L, F) and (..., L)."""
+        """Attention of (..., L, E), (..., S, E) and (..., S, F): (..., L, F) and (..., L)."""
         out, spread = self.attend(_four(query), _four(key), _four(value), factor)
         shape = query.shape[:-1]
         return out.reshape(*shape, value.shape[-1]), spread.reshape(shape)
@@ -46,11 +46,11 @@ class Kernel(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
+        saved: tuple[Tensor, Tensor, Tensor],
         factor: float,
     ) -> Gradients:
         """The gradients, from the gradient of the result, the result, and its log-sum-exp."""
-        grad, out, spread = given
+        grad, out, spread = saved
         lines = spread.reshape((1,) * (4 - query.dim()) + tuple(spread.shape))
         grads = self.gradients(
             _four(grad), _four(query), _four(key), _four(value), _four(out), lines, factor
@@ -72,7 +72,7 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
 
 
 def _four(x: Tensor) -> Tensor:
-    """With four dims; the kernels believe that features follow on each other in memory."""
+    """`x` with four dims; the kernels assume that features are contiguous in memory."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
@@ -100,10 +100,10 @@ def _gradients_on_cpu(
     return grads
 
 
-# --- CUDA and ROCm: the memory-efficient kernel, which also takes float32 and all GPUs
+# --- CUDA and ROCm: the memory-efficient kernel, which also supports float32 and all GPUs
 
 _ALIGNED = 32
-"""CUDA's kernel keeps the log-sum-exp of a multiple of so many queries."""
+"""CUDA's kernel pads the log-sum-exp to a multiple of this number of queries."""
 
 
 def _is_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -129,7 +129,7 @@ def _efficient_gradients(
     missing = -spread.shape[-1] % _ALIGNED
     if missing > 0 and torch.version.hip is None:
         spread = F.pad(spread, (0, missing), value=torch.inf)
-    seed = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, which is not read
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # for dropout, not read
     wanted = [True, True, True, False]
     of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, query, key, value, None, out, spread, seed, seed, 0.0, wanted, scale=factor

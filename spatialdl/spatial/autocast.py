@@ -1,7 +1,7 @@
-"""What autocast runs in float32, for handlers that ask other kernels than PyTorch does.
+"""Autocast to float32 for handlers that call other kernels than PyTorch does.
 
-Ranks without pixels ask none at all, so inputs are cast before a handler sees them. The lists are
-PyTorch's, ``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``; those on a CPU are fewer.
+Ranks without pixels call no kernel at all, so inputs are cast before the handler. The lists are
+PyTorch's ``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``; the one for CPUs is shorter.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ON_CPU: frozenset[Callable[..., Any]] = frozenset(
         *(F.adaptive_avg_pool3d, torch._C._nn.adaptive_avg_pool3d),
     }
 )
-PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to so many spatial dims
+PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to this number of spatial dims
 
 
 def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a function as autocast gives them to it."""
+    """The arguments of a function, cast as by autocast."""
     if func in ON_GPU and kwargs.get("dtype") is None and not _is_area(func, args, kwargs):
         args, kwargs = tree_map(_wide_on_gpu, (args, kwargs))
     if func in ON_CPU:
@@ -42,30 +42,30 @@ def as_autocast(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, 
 
 
 def _is_area(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether it is interpolation by adaptive pooling, which autocast leaves as it is."""
+    """Whether it is interpolation by adaptive pooling, which autocast does not cast."""
     mode = kwargs.get("mode", args[3] if len(args) > 3 else None)
     return func is F.interpolate and mode == "area"
 
 
 def in_float32(tile: Tensor) -> Tensor:
-    """`tile` as autocast on a GPU gives it to norms and to softmax."""
+    """`tile`, cast as by autocast on a GPU for norms and softmax."""
     return _wide_on_gpu(tile)  # type: ignore[no-any-return]
 
 
 def wide(x: Tensor) -> Tensor:
-    """float32 of half precision, in which PyTorch adds up; other tensors as they are."""
+    """`x` in float32, PyTorch's accumulation type, if it is half precision."""
     return x.float() if x.dtype in HALF else x
 
 
 def padded_as(x: Tensor, mode: str) -> Tensor:
-    """`x` as autocast on a CPU gives it to padding."""
+    """`x`, cast as by autocast on a CPU for padding."""
     if x.dim() - 2 <= PADS_ON_CPU.get(mode, 0):
         return _wide_on_cpu(x)  # type: ignore[no-any-return]
     return x
 
 
 def _wide_on_gpu(one: Any) -> Any:
-    """Of any kind: PyTorch has one list for accelerators."""
+    """Cast on any accelerator: PyTorch has one list for all of them."""
     return one.float() if _is_cast(one) and one.device.type != "cpu" else one
 
 
@@ -74,7 +74,7 @@ def _wide_on_cpu(one: Any) -> Any:
 
 
 def _is_cast(one: Any) -> bool:
-    """Whether it is a tensor of half precision on a device that has autocast switched on."""
+    """Whether it is a half-precision tensor on a device with autocast enabled."""
     if not isinstance(one, Tensor) or one.dtype not in HALF:
         return False
     kind = one.device.type

@@ -1,4 +1,4 @@
-"""Gradients of a network averaged over ranks by its backward itself."""
+"""Averages gradients of a network over ranks during backward."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from spatialdl.spatial.agreed import note_averaged
 
 
 class Averaging:
-    """Averages what backward adds to parameters, and what ``torch.autograd.grad`` returns.
+    """Averages accumulated gradients and those returned by ``torch.autograd.grad``.
 
     Args:
-        network: whose trained parameters are averaged.
+        network: the network with the trained parameters.
         agreement: of its mesh.
 
     Attributes:
-        accumulates: whether backwards leave each rank its own gradients, to be averaged by the next
-            one without it.
+        accumulates: whether backwards accumulate local gradients, which the next backward with
+            False averages.
     """
 
     accumulates = False
@@ -40,21 +40,21 @@ class Averaging:
         self._returns = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
-        """For a copy of the network, over the same ranks; makes no communicator."""
+        """Averages a copy of the network over the same ranks; creates no communicator."""
         module = copy.deepcopy(self._network.module, memo)
         return Averaging(replace(self._network, module=module), self._agreement)
 
     def follow(self) -> None:
-        """Average the gradients of all parameters that are trained now.
+        """Hook all parameters that are trained now.
 
         Raises:
-            RuntimeError: if an error has ended the last backward.
+            RuntimeError: the last backward raised an error.
         """
         if self._running:
             if torch._C._current_graph_task_id() == -1:
                 raise RuntimeError(
-                    "an error ended the last backward before its gradients were averaged, and "
-                    "ranks have sent different numbers of them: start the program again"
+                    "the last backward raised an error before its gradients were averaged, and "
+                    "ranks have sent different numbers of them: restart the program"
                 )
         elif self._reducer.follow():
             for handle in self._handles:
@@ -65,14 +65,14 @@ class Averaging:
             ]
 
     def close(self) -> None:
-        """Average nothing any more."""
+        """Remove the hooks and stop averaging."""
         self._reducer.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _finish(self) -> None:
-        """At the end of backward."""
+        """Average the remaining gradients at the end of backward."""
         self._reducer.reduce()
         self._running = False
         note_averaged(self._reducer.trained)
@@ -80,7 +80,7 @@ class Averaging:
             self._agreement.weights(self._reducer.trained)
 
     def _seen(self, number: int, grad: Tensor) -> Tensor | None:
-        """A gradient before it is accumulated, or returned by ``torch.autograd.grad``."""
+        """Hook of a gradient before it is accumulated or returned by ``torch.autograd.grad``."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._returns = task, _is_returned(self._reducer.trained[number])
@@ -104,17 +104,17 @@ class Averaging:
         counts = sum_over_ranks(comm, torch.tensor(own, dtype=torch.int32), "gradients returned")
         if bool(((counts > 0) & (counts < comm.size)).any()):
             raise RuntimeError(
-                "torch.autograd.grad has gradients of some parameters on some ranks only, which "
-                "cannot be averaged: call backward(), which counts a missing gradient as zero"
+                "torch.autograd.grad returned gradients of some parameters on some ranks only, "
+                "which cannot be averaged: call backward(), which counts a missing gradient as zero"
             )
         average_((returned[n] for n in sorted(returned)), comm, self._network.copies)
 
 
 def _is_returned(parameter: nn.Parameter) -> bool:
-    """Whether the backward that runs now returns the gradient of a leaf (``autograd.grad``)."""
+    """Whether the current backward returns the gradient of a leaf (``autograd.grad``)."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # which is how PyTorch says so
+    except RuntimeError:  # PyTorch raises for such leaves
         return True
     return False

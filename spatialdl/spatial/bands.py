@@ -1,9 +1,9 @@
-"""Pooling a tile without a copy of it: alone, and once more where windows reach to other tiles.
+"""The outputs of a pooled tile: an interior, and bands that read other tiles.
 
-Most windows lie in the tile, or in the tile and the padding around the image. Their outputs are
-those of the tile alone, worked out while the halos travel. The others lie in thin bands along the
-tile's borders; for each band the pixels that it reads are copied together. Where the tile alone
-would need a padding that PyTorch refuses, one band holds everything.
+Most windows lie in the tile and the padding around the image. Their outputs, the interior, are
+computed from the tile, without a copy of it, while the halos are exchanged. The rest lie in thin
+bands along the tile's borders, for which the inputs are copied to one buffer. If pooling the tile
+would need a padding that PyTorch refuses, one band contains all outputs.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from spatialdl.parallel.layout import Box, Interval, Window, last_slices
 
 @dataclass(frozen=True)
 class Interior:
-    """The outputs that the tile gives by itself.
+    """The outputs that need only the tile.
 
     Attributes:
-        padding: with which it is pooled, a number for each dim.
-        outputs: which of the rank's outputs these are.
-        given: where they lie among all that the tile gives.
-        size: of all that the tile gives.
+        padding: of the tile, a number for each dim.
+        outputs: their slices in the rank's outputs.
+        computed: their slices in the outputs of the padded tile.
+        size: of the outputs of the padded tile.
     """
 
     padding: tuple[int, ...]
     outputs: tuple[slice, ...]
-    given: tuple[slice, ...]
+    computed: tuple[slice, ...]
     size: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BorderBand:
-    """Outputs that read other ranks' pixels.
+    """Outputs that read pixels of other ranks.
 
     Attributes:
-        outputs: which of the rank's outputs these are.
-        box: what they read; may reach outside the image.
+        outputs: their slices in the rank's outputs.
+        box: their inputs; may extend beyond the image.
     """
 
     outputs: tuple[slice, ...]
@@ -55,7 +55,7 @@ class BorderBand:
     def window(
         self, tile: Tensor, plan: Plan, arrivals: Sequence[BoxedTensor], fill: float
     ) -> Tensor:
-        """What the band reads, copied together; `fill` outside the image."""
+        """The inputs of the band in one buffer; `fill` outside the image."""
         window = empty_for(tile, shape_of(tile, self.box))
         for outside in plan.unowned:
             common = self.box.intersect(outside)
@@ -68,7 +68,7 @@ class BorderBand:
         return window
 
     def add_to(self, target: BoxedTensor, grad: Tensor) -> None:
-        """Add the part of the window's gradient that is the target's."""
+        """Add the part of the window's gradient that overlaps the target."""
         common = self.box.intersect(target.box)
         if not common.is_empty:
             target.view(common).add_(view_of(grad, self.box, common))
@@ -76,12 +76,12 @@ class BorderBand:
 
 @dataclass(frozen=True)
 class OutputParts:
-    """Every output of a rank once.
+    """A partition of the outputs of a rank.
 
     Attributes:
-        alone: None where one band holds everything, or the rank has no outputs.
-        bands: before and after the tile in each dim, None where there is none: as many on all
-            ranks, which must keep as many tensors.
+        alone: the interior; None if one band contains all outputs or there are none.
+        bands: before and after the tile in each dim, or None; equally many on all ranks, which must
+            save as many tensors.
     """
 
     alone: Interior | None
@@ -92,7 +92,7 @@ class OutputParts:
 def parts_of(
     own: Box, outputs: Box, size: tuple[int, ...], windows: tuple[Window, ...]
 ) -> OutputParts:
-    """How the rank that has the tile `own` of an image of `size` gets the box `outputs`."""
+    """The parts of the box `outputs` of the rank with the tile `own` of an image of `size`."""
     none: tuple[BorderBand | None, ...] = (None,) * (2 * len(windows))
     if outputs.is_empty:
         return OutputParts(None, none)
@@ -112,7 +112,7 @@ def parts_of(
             tuple(one.padding for one in inner),
             tuple(_slice(one.outputs, first) for one, first in zip(inner, firsts, strict=True)),
             tuple(slice(one.skip, one.skip + one.count) for one in inner),
-            tuple(one.given for one in inner),
+            tuple(one.computed for one in inner),
         ),
         tuple(bands),
     )
@@ -120,12 +120,12 @@ def parts_of(
 
 @dataclass(frozen=True)
 class _Inner:
-    """One dim of `Interior`: `outputs` in the global image, `skip` before them of those `given`."""
+    """One dim of `Interior`: global `outputs`, after `skip` of the tile's `computed`."""
 
     outputs: Interval
     padding: int
     skip: int
-    given: int
+    computed: int
 
     @property
     def count(self) -> int:
@@ -133,27 +133,30 @@ class _Inner:
 
 
 def _alone(tile: Interval, outputs: Interval, size: int, window: Window) -> _Inner | None:
-    """The outputs that read no other tile in this dim; None if the tile cannot give them."""
+    """The outputs that read no other tile in this dim; None if the tile cannot be pooled."""
     (start, stop), (first, last) = tile, outputs
     if start > 0:
         first = max(first, -(-(start + window.padding) // window.stride))
     if stop < size:
         last = min(last, (stop + window.padding - window.reach) // window.stride + 1)
-    if first >= last or stop - start < window.kernel:  # which PyTorch's avg_pool3d refuses
+    if first >= last or stop - start < window.kernel:  # refused by PyTorch's avg_pool3d
         return None
-    for padding in range(window.kernel // 2 + 1):  # more PyTorch refuses
+    for padding in range(window.kernel // 2 + 1):  # PyTorch's limit
         lead = first * window.stride - window.padding - start + padding
         skip, rest = divmod(lead, window.stride)
-        given = (stop - start + 2 * padding - window.reach) // window.stride + 1
-        if rest == 0 and skip >= 0 and given >= skip + last - first:
-            return _Inner((first, last), padding, skip, given)
+        computed = (stop - start + 2 * padding - window.reach) // window.stride + 1
+        if rest == 0 and skip >= 0 and computed >= skip + last - first:
+            return _Inner((first, last), padding, skip, computed)
     return None
 
 
 def _sides(
     outputs: Sequence[Interval], inner: Sequence[Interval], dim: int
 ) -> Iterator[tuple[Interval, ...]]:
-    """Before and after the inner outputs of `dim`: inner in earlier dims, all in later ones."""
+    """The intervals before and after the inner outputs of `dim`.
+
+    They cover the inner outputs of earlier dims and all outputs of later ones.
+    """
     (start, stop), (first, last) = outputs[dim], inner[dim]
     for side in ((start, first), (last, stop)):
         yield (*inner[:dim], side, *outputs[dim + 1 :])

@@ -1,7 +1,8 @@
 """Attention over some of the keys: the result, its log-sum-exp, and the gradients.
 
-By PyTorch's fused kernels (`attention_kernels`) where nothing is added to the products; else by
-products of a few queries at a time, so that they take little more memory than the keys.
+PyTorch's fused kernels (`attention_kernels`) run if there is no bias, causal mask or dropout.
+Otherwise products are computed for a few queries at a time, so that they take little more memory
+than the keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from spatialdl.spatial.attention_kernels import kernel_for
 from spatialdl.spatial.constants import on
 
 PIECE = 1 << 24
-"""Products of queries and keys that an accelerator holds at once, 64 MB of float32."""
+"""Number of products of queries and keys at a time on an accelerator, 64 MB of float32."""
 
 
 class Dropped(NamedTuple):
@@ -36,11 +37,11 @@ class Dropped(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is done with the products of queries and keys.
+    """The processing of the products of queries and keys.
 
     Attributes:
-        factor: of the products.
-        is_causal: whether a query sees only keys at its own position and before.
+        factor: scale of the products.
+        is_causal: whether a query attends only to keys up to its own position.
         drop: dropout of the weights, or None.
         rows: positions of the own queries; int64.
         columns: positions of the keys of each part.
@@ -57,22 +58,22 @@ class Scores(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The same for the keys at `columns`."""
+    """The processing of the products with the keys at `columns`."""
 
     scores: Scores
     columns: Tensor
 
     @property
     def is_plain(self) -> bool:
-        """Whether softmax and product follow at once."""
+        """Whether there is neither a causal mask nor dropout."""
         return not self.scores.is_causal and self.scores.drop is None
 
     def rows(self, start: int, stop: int) -> Block:
-        """For some of the queries."""
+        """This block for the queries [start, stop)."""
         return self._replace(scores=self.scores._replace(rows=self.scores.rows[start:stop]))
 
     def weigh(self, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-        """Scaled products, with what is added to them; of the wider type of half precision."""
+        """Scaled products with bias and causal mask; float32 for half precision."""
         products = wide(query @ key.transpose(-2, -1)) * self.scores.factor
         if bias is not None:
             products = products + self.bias_of(bias)
@@ -82,13 +83,13 @@ class Block(NamedTuple):
         return products
 
     def bias_of(self, bias: Tensor) -> Tensor:
-        """The columns of a bias, whose rows are those of the queries already."""
+        """The columns of a bias, the rows of which are already those of the queries."""
         if bias.shape[-1] == 1:
             return bias
         return bias.index_select(-1, on(self.columns, bias.device))
 
-    def kept(self, weights: Tensor) -> Tensor | None:
-        """Which weights stay, times what makes up for the others; None if all do."""
+    def dropout_mask(self, weights: Tensor) -> Tensor | None:
+        """The scaled dropout mask of the weights; None without dropout."""
         drop = self.scores.drop
         if drop is None:
             return None
@@ -99,55 +100,55 @@ class Block(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """float32 of half precision, all else as it is."""
+    """`x` in float32 if it is half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-Found = tuple[Tensor, Tensor]
+PartialResult = tuple[Tensor, Tensor]
 """A result (..., l, F) and its log-sum-exp (..., l)."""
 
 
-def added(before: Found | None, block: Found) -> Found:
-    """The results over two sets of keys as that over both."""
+def combined(before: PartialResult | None, block: PartialResult) -> PartialResult:
+    """The result over two sets of keys, from those over each."""
     if before is None:
         return block
     (out, spread), (more, other) = before, block
     total = torch.logaddexp(spread, other)
-    shift = total.masked_fill(total == -math.inf, 0)  # where nothing is seen the result is zero
+    shift = total.masked_fill(total == -math.inf, 0)  # no visible key: the result is zero
     out = out * (spread - shift).exp().unsqueeze(-1)
     return out.addcmul_(more, (other - shift).exp().unsqueeze(-1)), total
 
 
 def forward_block(
     block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> Found:
-    """Attention over the keys of a block; the result is float32 of half precision."""
+) -> PartialResult:
+    """Attention over the keys of a block; the result is float32 for half precision."""
     key, value = (_shared(x, query) for x in (key, value))
     if key.shape[-2] == 0 or query.numel() == 0:
-        nothing = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
-        return nothing, nothing.new_full(query.shape[:-1], -math.inf)
+        zeros = wide(query.new_zeros((*query.shape[:-1], value.shape[-1])))
+        return zeros, zeros.new_full(query.shape[:-1], -math.inf)
     kernel = kernel_for(query, key, value) if bias is None and block.is_plain else None
     if kernel is not None:
         out, spread = kernel.forward(query, key, value, block.scores.factor)
         return wide(out), spread
-    found = [
+    parts = [
         _forward_rows(some, query[..., rows, :], key, value, _rows_of(bias, rows))
         for some, rows in _rows(block, query, key)
     ]
-    return torch.cat([out for out, _ in found], -2), torch.cat([spread for _, spread in found], -1)
+    return torch.cat([out for out, _ in parts], -2), torch.cat([spread for _, spread in parts], -1)
 
 
 def _forward_rows(
     block: Block, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> Found:
+) -> PartialResult:
     products = block.weigh(query, key, bias)
     largest = products.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
     weights = (products - largest).exp()
     total = weights.sum(-1, keepdim=True)
-    kept = block.kept(weights)
-    if kept is not None:
-        weights = weights * kept
+    dropout_mask = block.dropout_mask(weights)
+    if dropout_mask is not None:
+        weights = weights * dropout_mask
     out = wide(weights.to(value.dtype) @ value) / total.masked_fill(total == 0, 1)
     return out, (total.log() + largest).squeeze(-1)
 
@@ -158,23 +159,23 @@ def backward_block(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    given: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     grad_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values for the keys of a block.
 
     Args:
         given: the gradient of the result, the result, and its log-sum-exp, over all keys.
-        grad_bias: to which that of `bias` is added, or None.
+        grad_bias: accumulates the gradient of `bias`; or None.
     """
     if key.shape[-2] == 0 or query.numel() == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     keys, values = (_shared(x, query) for x in (key, value))
     kernel = kernel_for(query, keys, values) if bias is None and block.is_plain else None
     if kernel is not None:
-        grads = kernel.backward(query, keys, values, given, block.scores.factor)
+        grads = kernel.backward(query, keys, values, saved, block.scores.factor)
     else:
-        grads = _backward_by_rows(block, query, keys, values, bias, given, grad_bias)
+        grads = _backward_by_rows(block, query, keys, values, bias, saved, grad_bias)
     grad_query, grad_keys, grad_values = grads
     return grad_query, _unshared(grad_keys, key), _unshared(grad_values, value)
 
@@ -185,10 +186,10 @@ def _backward_by_rows(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    given: tuple[Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
     grad_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, out, spread = given
+    grad, out, spread = saved
     factor = block.scores.factor
     grad_query = torch.empty_like(query)
     grad_key, grad_value = (wide(torch.zeros_like(x)) for x in (key, value))
@@ -196,11 +197,11 @@ def _backward_by_rows(
     for some, rows in _rows(block, query, key):
         own, own_grad = query[..., rows, :], grad[..., rows, :]
         weights = (some.weigh(own, key, _rows_of(bias, rows)) - spread[..., rows, :]).exp()
-        kept = some.kept(weights)
+        dropout_mask = some.dropout_mask(weights)
         grad_weights = wide(own_grad @ value.transpose(-2, -1))
         dropped = weights
-        if kept is not None:
-            dropped, grad_weights = weights * kept, grad_weights * kept
+        if dropout_mask is not None:
+            dropped, grad_weights = weights * dropout_mask, grad_weights * dropout_mask
         grad_value += wide(dropped.to(value.dtype).transpose(-2, -1) @ own_grad)
         along = (wide(own_grad) * wide(out[..., rows, :])).sum(-1, keepdim=True)
         products = weights * (grad_weights - along)
@@ -223,9 +224,9 @@ def _add_bias(block: Block, grad_bias: Tensor, products: Tensor, rows: slice) ->
 
 
 def _rows(block: Block, query: Tensor, key: Tensor) -> Iterator[tuple[Block, slice]]:
-    """Queries in pieces whose products with all keys of a block are no larger than these.
+    """Chunks of queries, with no more products with the keys of a block than these have elements.
 
-    On accelerators also where they are no larger than `PIECE`: there launches cost more.
+    On accelerators, where launches cost more, chunks may have up to `PIECE` products.
     """
     size, step = query.shape[-2], max(key.shape[-1], 16)
     if query.device.type not in ("cpu", "meta"):
@@ -241,7 +242,7 @@ def _rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _shared(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values whose heads several heads of queries share, once for each of them."""
+    """Keys or values repeated for all heads of queries that share them."""
     if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)

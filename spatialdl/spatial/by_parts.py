@@ -1,7 +1,7 @@
-"""Products with all tokens of a split tensor, of which one part after the other circulates.
+"""Products with all tokens of a split tensor, the parts of which circulate.
 
-Queries times keys, and weights times values, where attention is spelled out: as in `ring`, no rank
-holds all keys.
+Used for queries times keys and weights times values in attention without a fused kernel. As in
+`ring`, no rank holds all keys.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Local = Callable[..., Tensor]
 
 
 class _Parts(NamedTuple):
-    """How a contraction is done part by part.
+    """A contraction by parts of one operand.
 
     Attributes:
         local: the contraction.
-        passing: which operand circulates.
-        at: of each operand the dim of its letter that is split in the one that circulates;
-            negative, or None.
-        into: the dim of the result that has this letter, negative; None: it is summed over.
+        passing: number of the circulating operand.
+        at: for each operand the dim, negative, of the split letter of the circulating one; or
+            None.
+        into: the dim of the result with this letter, negative; None if it is summed over.
         columns: the positions of each part in this dim.
     """
 
@@ -43,14 +43,14 @@ class _Parts(NamedTuple):
     columns: tuple[Tensor, ...]
 
     def operands(self, own: Sequence[Tensor], tokens: Tensor, part: int) -> list[Tensor]:
-        """As a block needs them."""
+        """The operands of a block."""
         return [
             tokens if number == self.passing else self.columns_of(x, self.at[number], part)
             for number, x in enumerate(own)
         ]
 
     def columns_of(self, x: Tensor, dim: int | None, part: int) -> Tensor:
-        """The columns of a part; all of what does not have them."""
+        """The columns of a part; `x` itself if it has no such dim."""
         if dim is None or x.shape[dim] == 1:
             return x
         return x.index_select(dim, on(self.columns[part], x.device))
@@ -61,7 +61,7 @@ class _Parts(NamedTuple):
         return message.view(shape)
 
     def elements(self, tile: Tensor) -> int:
-        """Of one token."""
+        """The number of elements per token."""
         shape = list(tile.shape)
         shape[self._dim] = 1
         return math.prod(shape)
@@ -100,11 +100,11 @@ class _ByParts(torch.autograd.Function):
             part = parts.ring.part(number)
             tokens = parts.unpacked(arrived, tile, part)
             operands = [x.detach() for x in parts.operands(own, tokens, part)]
-            found = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
-            going = found[parts.passing].reshape(1, -1)
-            # the first is added to, and may be memory of what autograd was given
+            block_grads = _gradients(parts, operands, parts.columns_of(grad, parts.into, part))
+            going = block_grads[parts.passing].reshape(1, -1)
+            # The first is accumulated into, and may share memory with autograd's gradient.
             returning.send(number, going if number else going.clone())
-            for place, one in enumerate(found):
+            for place, one in enumerate(block_grads):
                 if place != parts.passing:
                     _add(grads[place], one, parts, parts.at[place], part)
         returning.wait()
@@ -113,7 +113,7 @@ class _ByParts(torch.autograd.Function):
 
 
 def _put(result: Tensor | None, block: Tensor, parts: _Parts, part: int) -> Tensor:
-    """The result with that of a part in it; sums over half precision are float32."""
+    """Put the result of a part into the whole result; half precision is summed in float32."""
     if parts.into is None:
         return wide(block) if result is None else result.add_(block)
     if result is None:
@@ -127,8 +127,8 @@ def _gradients(parts: _Parts, operands: list[Tensor], grad: Tensor) -> list[Tens
     with torch.enable_grad():
         inputs = [x.requires_grad_() for x in operands]
         block = parts.local(*inputs)
-    found = torch.autograd.grad(block, inputs, grad, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    grads = torch.autograd.grad(block, inputs, grad, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
 
 def _add(into: Tensor, grad: Tensor, parts: _Parts, dim: int | None, part: int) -> None:
@@ -150,10 +150,10 @@ def by_parts(
 
     Args:
         local: the contraction, linear in each operand.
-        own: the operands as this rank has them: the tile of `x`, all else as the rank needs it.
-        letters: of the operands; `x` is split along one of its own.
+        own: the operands of this rank: the tile of `x`, and the needed parts of the rest.
+        letters: of the operands; `x` is split along one of its letters.
         result: the letters of the result.
-        passing: which of the operands `x` is.
+        passing: the number of the operand `x`.
     """
     split = x.spatial_dims.at[0]
     letter = letters[passing][split]

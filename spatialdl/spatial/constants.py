@@ -1,6 +1,6 @@
-"""Tensors that depend on sizes only: made once, and copied to a device once.
+"""Cached tensors that depend on sizes only, created once and copied to a device once.
 
-A copy from the host waits for all that the device has still to do.
+A copy from the host synchronises with the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def on(table: Tensor, device: torch.device) -> Tensor:
-    """A table of the host, which nobody writes to, on a device; copied at the first time."""
+    """A read-only table of the host on a device; copied at the first call."""
     if table.device == device:
         return table
     copies: dict[torch.device, Tensor] = _copies.setdefault(table, {})  # type: ignore[no-untyped-call]
@@ -27,6 +27,6 @@ def on(table: Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def constant(value: float, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(size,) of one value, which nobody writes to; made once, as these are small operations."""
+    """A cached read-only tensor (size,) filled with `value`."""
     with torch.inference_mode(False):
         return torch.full((size,), value, dtype=dtype, device=device)

@@ -1,13 +1,18 @@
-"""Sums of products over dims: what matmul, einsum, linear layers and attention have in common.
+"""Tensor contractions: the common core of matmul, einsum, linear layers and attention.
 
-Every dim of every operand has a letter, as in einsum. The first split operand that keeps its split
-letters says which letters are split, unless it has the letters of another one whole and the result
-has them (see `_leader`). Other operands come to it: a whole tensor takes its own box along these
-letters; a split one with the same letters is brought onto the same layout; one whose spatial dims
-carry other letters (the keys and values of attention) is gathered along them, or exchanges its own
-for those of the leader where it has these whole. A split letter that the result lacks was summed
-over: then each rank has a part of the sum, and the ranks add up; unless a matrix makes new pixels
-of those, which then are split as the old ones were.
+Every dim of every operand has a letter, as in einsum. One split operand, the leader, determines
+the split letters: the first one whose split letters are in the result (for an exception see
+`_leader`). The other operands are brought to its layout:
+
+- A whole tensor is cut to the own box along these letters.
+- A tensor split along the same letters is repartitioned to the same layout.
+- A tensor split along other letters (the keys and values of attention) is gathered along them. If
+  it has the leader's split letters whole, the split is exchanged instead: its letters become
+  whole, and the leader's are split.
+
+If the result lacks the split letters, they are summed over: each rank has a partial sum, and the
+partial sums are added over the ranks. If instead a matrix maps the pixels to new pixels, the new
+ones are split as the old ones were.
 """
 
 from __future__ import annotations
@@ -31,11 +36,11 @@ from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile, to_tile
 
 
 class SplitLetters(NamedTuple):
-    """Which letters of a contraction are split, and how.
+    """The split letters of a contraction, and their layout.
 
     Attributes:
-        letters: of each spatial dim; merged ones share one.
-        dims: where they are in the operand.
+        letters: one per spatial dim; merged dims share one.
+        dims: their positions in the operand.
     """
 
     letters: tuple[str, ...]
@@ -49,7 +54,7 @@ class SplitLetters(NamedTuple):
         return cls(tuple(letters[dim] for dim in dims.at), dims, x.spatial_layout, x.mesh)
 
     def dims_in(self, letters: str) -> SpatialDims:
-        """Where the spatial dims are in a tensor with these letters, which has all of theirs."""
+        """The spatial dims in a tensor with `letters`, which include all split letters."""
         at = (letters.index(letter) - len(letters) for letter in self.letters)
         return self.dims._replace(at=tuple(at))
 
@@ -62,17 +67,17 @@ def contract(
     local: Callable[..., Tensor],
     linear: bool = True,
 ) -> Tensor:
-    """A contraction of operands of which some are split.
+    """Contract operands of which some are split.
 
     Args:
-        func: what was called, for refusals.
+        func: the called function, for errors.
         letters: a letter for every dim of every operand; equal letters have equal sizes, or 1.
         result: the letters of the result.
-        local: the same on the operands as this rank has them.
-        linear: whether parts of the sum may be added up over ranks.
+        local: the contraction of the operands on this rank.
+        linear: whether partial sums may be added over ranks.
 
     Returns:
-        A split tensor if the result has the split letters, else a plain one, the same everywhere.
+        A split tensor if the result has the split letters, else a plain one, equal on all ranks.
     """
     leader = _leader(operands, letters, result)
     first = cast(SpatialTensor, operands[leader])
@@ -83,7 +88,7 @@ def contract(
     if mixed is not None:
         return _product_of_mixed(func, operands, letters, result, leader, (split, mixed), local)
     if gone and (not linear or gone != set(split.letters)):
-        raise refusal(func, [first], "it sums over some split dims and keeps others")
+        raise refusal(func, [first], "it sums over some split dims and keeps the rest")
     passing = _passing(operands, letters, leader, split) if linear and not gone else None
     brought = [
         to_tile(cast(SpatialTensor, x))
@@ -105,7 +110,7 @@ def contract(
 def _check_sizes(
     func: Any, operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: SplitLetters
 ) -> None:
-    """Refuse to broadcast a split dim of size 1, of which most ranks have nothing."""
+    """Refuse to broadcast a split dim of size 1, which is empty on most ranks."""
     for letter in set(split.letters):
         size = operands[leader].shape[letters[leader].index(letter)]
         for x, names in zip(operands, letters, strict=True):
@@ -113,17 +118,18 @@ def _check_sizes(
                 raise refusal(
                     func,
                     [cast(SpatialTensor, operands[leader])],
-                    "a split dim of size 1 is not broadcast",
+                    "a split dim of size 1 cannot be broadcast",
                 )
 
 
 def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> int:
-    """The operand whose split the others come to: the first that keeps its split letters.
+    """The operand that determines the split: the first one that keeps its split letters.
 
-    If no operand keeps them, the first that is split. Queries that are split within windows, of
-    keys that are split by windows, would have to see the keys of all windows. They have the windows
-    whole, and come to the keys instead: there, each rank has all queries of its own windows, which
-    are no more than it had.
+    If no operand keeps them, the first split one.
+
+    Exception: queries split within windows and keys split by windows. Each query would need the
+    keys of all windows. The queries have the windows whole, so the keys lead: each rank gets all
+    queries of its own windows, which are no more than it had.
     """
     tensors = {n: x for n, x in enumerate(operands) if isinstance(x, SpatialTensor)}
     splits = {n: SplitLetters.of(x, letters[n]) for n, x in tensors.items()}
@@ -137,7 +143,7 @@ def _leader(operands: Sequence[Tensor], letters: Sequence[str], result: str) -> 
 
 
 def _has_whole(x: SpatialTensor, letters: str, split: SplitLetters) -> bool:
-    """Whether `x` is split along other letters, and has those of `split` whole."""
+    """Whether `x` is split along other letters and has those of `split` whole."""
     own = set(SplitLetters.of(x, letters).letters)
     if own & set(split.letters) or not set(split.letters) <= set(letters):
         return False
@@ -154,10 +160,11 @@ def _mixed(
     leader: int,
     split: SplitLetters,
 ) -> SplitLetters | None:
-    """How the result is split where a whole matrix makes new pixels of those of one dim.
+    """The split of the result if a whole matrix maps the pixels of one dim to new pixels.
 
-    As many new ones lie where the old ones did. Another number is cut evenly along rows or columns
-    alone; of all dims it is no image, and the result a whole tensor: None.
+    An equal number of new pixels keeps the layout. Another number along rows or columns alone is
+    cut evenly. Another number for all spatial dims is not an image and the result is a whole
+    tensor: None.
     """
     gone = set(split.letters) - set(result)
     others = [n for n in range(len(operands)) if n != leader]
@@ -189,12 +196,12 @@ def _product_of_mixed(
     splits: tuple[SplitLetters, SplitLetters],
     local: Callable[..., Tensor],
 ) -> Tensor:
-    """The pixels that this rank has of the result, of all those of a dim of the leader.
+    """The contraction if a matrix maps all pixels of a dim of the leader to new pixels.
 
-    All tokens circulate, one part after the other; along rows or columns alone they are gathered.
+    The parts of all tokens circulate; rows or columns alone are gathered.
 
     Args:
-        splits: of the leader, and of the result.
+        splits: of the leader and of the result.
     """
     x, (split, mixed) = cast(SpatialTensor, operands[leader]), splits
     summed = tuple(a != b for a, b in zip(split.letters, mixed.letters, strict=True))
@@ -215,10 +222,10 @@ def _product_of_mixed(
 def _passing(
     operands: Sequence[Tensor], letters: Sequence[str], leader: int, split: SplitLetters
 ) -> int | None:
-    """The one operand whose tokens, at a letter of their own, every rank needs all; or None."""
+    """The one operand whose tokens, split along a separate letter, all ranks need; or None."""
     if split.mesh.grid_comm.size == 1:
         return None
-    found = []
+    candidates = []
     for number, (x, names) in enumerate(zip(operands, letters, strict=True)):
         if number == leader or not isinstance(x, SpatialTensor) or x.mesh is not split.mesh:
             continue
@@ -227,12 +234,12 @@ def _passing(
             return None
         if len(theirs) > 1 or set(x.spatial_dims.outer) != {1}:
             return None
-        found.append(number)
-    return found[0] if len(found) == 1 else None
+        candidates.append(number)
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def bring_operand(func: Any, x: Tensor, letters: str, split: SplitLetters) -> Tensor:
-    """An operand as this rank needs it."""
+    """The part of an operand that this rank needs."""
     own = split.mesh.own_box(split.layout)
     if isinstance(x, SpatialTensor):
         return _bring_split(func, x, letters, split, own)
@@ -260,15 +267,15 @@ def _bring_split(
     foreign = set(split.letters) & (set(letters) - set(theirs.letters))
     clashing = {letter for letter, clash in zip(theirs.letters, clashes, strict=True) if clash}
     if foreign or clashing & set(split.letters) or x.mesh is not split.mesh:
-        raise refusal(func, [x], "two split operands have their spatial dims at other dims")
+        raise refusal(func, [x], "its split operands have their spatial dims in different dims")
     ours = zip(split.dims.outer, split.layout.size, strict=True)
     for clash, one, other in zip(
         clashes, ours, zip(theirs.dims.outer, theirs.layout.size, strict=True), strict=True
     ):
         if not clash and one != other:
-            raise refusal(func, [x], "two split operands of different sizes meet")
+            raise refusal(func, [x], "its split operands have different sizes")
     if not any(clashes) and theirs.dims[2:] != split.dims[2:]:
-        raise refusal(func, [x], "two split operands have other tokens beside those of the image")
+        raise refusal(func, [x], "its split operands have different numbers of extra tokens")
     needs = _needs(x.spatial_layout, split.layout, clashes)
     plan = plan_for(x.spatial_layout.boxes, needs, x.mesh.part)
     if needs == x.spatial_layout.boxes:
@@ -278,21 +285,21 @@ def _bring_split(
 
 @lru_cache(maxsize=4096)
 def _needs(theirs: Layout, split: Layout, clashes: tuple[bool, ...]) -> tuple[Box, ...]:
-    """Per rank: everything along spatial dims that clash, its own box of `split` otherwise."""
+    """Per rank: all of the spatial dims that clash, its own box of `split` in the rest."""
     return tuple(
         Box(
-            all_of_it if clash else own
-            for clash, all_of_it, own in zip((True, *clashes), theirs.whole, box, strict=True)
+            whole if clash else own
+            for clash, whole, own in zip((True, *clashes), theirs.whole, box, strict=True)
         )
         for box in split.boxes
     )
 
 
-# --- an operand that is split along other letters, of which it has those of the leader whole
+# --- operands split along other letters that have those of the leader whole
 
 
 def _exchanged(x: SpatialTensor, letters: str, split: SplitLetters) -> Tensor:
-    """All of what `x` is split along, of this rank's box of what the leader is split along."""
+    """`x` with its split letters whole, and this rank's box along those of the leader."""
     ours, theirs = split.dims_in(letters), x.spatial_dims
     dims = SpatialDims((*ours.at, *theirs.at), (*ours.outer, *theirs.outer))
     own = x.mesh.own_box(x.spatial_layout)
@@ -306,7 +313,7 @@ def _exchanged(x: SpatialTensor, letters: str, split: SplitLetters) -> Tensor:
 def _exchange(
     theirs: tuple[Bounds, ...], ours: tuple[Bounds, ...], samples: int, part: int
 ) -> Plan:
-    """From boxes cut along the one, to boxes cut along the other; both are dims of an image."""
+    """The plan from boxes cut along `theirs` to boxes cut along `ours`, both dims of an image."""
     before, after = (Layout((0, samples), cuts) for cuts in (theirs, ours))
     owned = tuple(Box((*after.whole, *box.spatial)) for box in before.boxes)
     needed = tuple(Box((*box, *before.whole.spatial)) for box in after.boxes)

@@ -1,8 +1,8 @@
 """Convolution on a split image.
 
-The convolution of the tile runs while the halos travel; see `halo_geometry` for how the two are put
-together. Where tiles are too odd for that (no pixels, no outputs), the tile is copied together
-with its halo first.
+The convolution of the tile overlaps with the halo exchange; see `halo_geometry` for how the results
+are combined. If any tile has no pixels or no outputs, the tile is copied together with its halo
+first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from spatialdl.text import counted
 
 @dataclass(frozen=True)
 class Edge:
-    """A halo strip of the tile: its pixels, and the outputs and taps of the kernel it meets.
+    """A halo strip of the tile, and the outputs and kernel taps that read it.
 
     Attributes:
-        strips: for each spatial dim what of it the strip holds.
+        box: the pixels of the strip.
+        strips: the strip in each spatial dim.
     """
 
     box: Box
@@ -58,18 +59,18 @@ class Edge:
         return weight[last_slices(strip.taps for strip in self.strips)]
 
     def read_from(self, buffer: Tensor) -> Tensor:
-        """The part of the strip's buffer where the taps lie."""
+        """The part of the strip's buffer that the taps read."""
         return buffer[last_slices(slice(strip.first, strip.last) for strip in self.strips)]
 
 
 @dataclass(frozen=True)
 class TileGeometry:
-    """One rank's tile: how to convolve it alone, and its halo strips.
+    """The geometry of a convolution of one rank's tile, and its halo strips.
 
     Attributes:
-        cuts: for each spatial dim.
+        cuts: one per spatial dim.
         edges: before and after the tile in the first dim, in the second, and so on.
-        outside: of each strip its number, its part outside the tile (None: all), and its box.
+        outside: for each strip its number, its part outside the tile (None: all), and its box.
     """
 
     cuts: tuple[Cut, ...]
@@ -82,25 +83,26 @@ class TileGeometry:
 
     @property
     def skips(self) -> bool:
-        """Whether the tile alone gives outputs before those that are wanted."""
+        """Whether convolving the tile alone yields outputs before this rank's."""
         return any(cut.skip for cut in self.cuts)
 
     def wanted(self, y: Tensor) -> Tensor:
-        """The outputs that are this rank's, of those that the tile alone gives."""
+        """This rank's outputs, of all outputs of the tile alone."""
         return y[last_slices(slice(cut.skip, cut.skip + cut.outputs) for cut in self.cuts)]
 
     def strips(self, like: Tensor) -> list[Tensor]:
-        """A zero buffer per strip; empty where there is none, so that all ranks keep as many."""
+        """A zero buffer per strip, empty if there is none: all ranks save as many tensors."""
         return [
             like.new_zeros(shape_of(like, edge.box)) if edge else _no_strip(like.dtype, like.device)
             for edge in self.edges
         ]
 
     def held(self, strips: list[Tensor]) -> list[BoxedTensor]:
-        """What of the strips lies outside the tile, where halos arrive, with its boxes.
+        """The parts of the strips outside the tile, which receive halos, with their boxes.
 
-        Those of the first dim come first and hold the corners. A strip may reach over the tile and
-        beyond, if a neighbour's outputs are this tile's: what comes from there is another strip's.
+        Strips of the first dim come first and hold the corners. A strip may span the whole tile
+        and extend beyond it, if this rank owns outputs of a neighbour's pixels: the pixels beyond
+        belong to another strip.
         """
         return [
             BoxedTensor(strips[side] if inner is None else strips[side][last_slices(inner)], box)
@@ -110,7 +112,7 @@ class TileGeometry:
 
 @lru_cache(maxsize=64)
 def _no_strip(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made once: even an empty tensor takes some microseconds of an exchange."""
+    """An empty buffer, cached: creating one takes some microseconds of an exchange."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)
 
@@ -126,7 +128,7 @@ def _outside(box: Box, own: Box, side: int) -> Box:
 def tile_geometry(
     layout: Layout, output: Layout, windows: tuple[Window, ...], part: int
 ) -> TileGeometry | None:
-    """This rank's geometry; None, on all ranks alike, if any tile is too odd."""
+    """This rank's geometry; None on all ranks if `cut_dim` does not support any tile."""
     cuts = []
     for tiles, outputs, window, place in zip(
         layout.cuts, output.cuts, windows, layout.part_at(part), strict=True
@@ -144,7 +146,7 @@ def tile_geometry(
 
 
 def _edge(cuts: tuple[Cut, ...], dim: int, strip: Strip | None, samples: int) -> Edge | None:
-    """The strip of one dim, all along the others."""
+    """The strip of one dim, over the full extent of the other dims."""
     if strip is None:
         return None
     strips = tuple(strip if number == dim else cut.full for number, cut in enumerate(cuts))
@@ -161,7 +163,7 @@ def _outside_parts(
 
 
 class _TileConvolution(torch.autograd.Function):
-    """Keeps the tile, which the network keeps anyhow, and the thin halo strips."""
+    """Saves the tile, which the network keeps anyway, and the thin halo strips."""
 
     @staticmethod
     def forward(
@@ -180,7 +182,7 @@ class _TileConvolution(torch.autograd.Function):
         alone = conv.forward(tile, weight, bias, geometry.padding)
         y = geometry.wanted(alone)
         if y.shape != alone.shape:
-            y = y.clone()  # its memory format stays
+            y = y.clone()  # preserves the memory format
         exchange.wait()
         no_padding = (0,) * len(geometry.cuts)
         for edge, strip in _present(geometry, strips):
@@ -212,14 +214,14 @@ class _TileConvolution(torch.autograd.Function):
             geometry.wanted(padded).copy_(grad)
             grad = padded
         if waiting is not None:
-            what = (conv, geometry, grad, tile, weight, strips)
-            waiting.leave(ctx.parameter, (grad, tile, *strips), partial(_weight_gradient, *what))
+            args = (conv, geometry, grad, tile, weight, strips)
+            waiting.leave(ctx.parameter, (grad, tile, *strips), partial(_weight_gradient, *args))
         needs = (needs_tile, needs_weight, needs_bias and waiting is None)
         grad_tile, grad_weight, grad_bias = conv.backward(
             grad, tile, weight, geometry.padding, needs
         )
         if waiting is not None and needs_bias:
-            # not together with the tile's, or the weight's would be worked out for it
+            # Separately: `conv.backward` would compute the weight gradient for it.
             grad_bias = bias_gradient(grad)
         if grad_weight is not None:
             _add_parts(grad_weight, weight_parts)
@@ -242,10 +244,10 @@ def _weight_gradient(
     weight: Tensor,
     strips: list[Tensor],
 ) -> Tensor:
-    """By itself, when the tile's is long known.
+    """The deferred gradient of the weight.
 
     Args:
-        grad: of all outputs that the tile alone gives.
+        grad: of all outputs of the tile alone.
     """
     own = geometry.wanted(grad)
     parts = _strip_gradients(conv, geometry, own, weight, strips, False, True)[1]
@@ -270,7 +272,7 @@ def _strip_gradients(
     needs_tile: bool,
     needs_weight: bool,
 ) -> tuple[list[Tensor], list[tuple[Edge, Tensor]]]:
-    """Gradients of the halo strips, and what the strips add to the weight's gradient."""
+    """Gradients of the halo strips, and their contributions to the weight gradient."""
     grad_strips = [torch.zeros_like(strip) for strip in strips]
     weight_parts = []
     for (edge, strip), (_, grad_strip) in zip(
@@ -318,7 +320,7 @@ def _windows(
 
 
 def _has_large_weight(input: SpatialTensor, weight: Tensor) -> bool:
-    """Whether copying the taps that halo strips meet costs more than copying the tile."""
+    """Whether copying the taps that read halo strips costs more than copying the tile."""
     return weight.numel() * input.mesh.grid_comm.size > input.numel()
 
 
@@ -354,8 +356,8 @@ def _register(function: Any, dims: int) -> None:
             raise refusal(
                 function,
                 [input],
-                f"its input has {counted(dims, 'spatial dim')}, the image {of_image}, along "
-                f"which only kernels of one pixel go: take conv{of_image}d",
+                f"it has {counted(dims, 'spatial dim')}, but the image has {of_image}, for which "
+                f"only kernels of one pixel are supported: use conv{of_image}d",
             )
         check_image(function.__name__, input, dims)
         check_channels(function.__name__, input, weight, groups)

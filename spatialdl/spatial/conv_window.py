@@ -1,7 +1,7 @@
 """Convolution of a tile that was copied together with its halo.
 
-For tiles that are too odd for `conv` (without pixels, or without outputs), and where the weight is
-larger than a tile, so that a copy of the tile costs less than one of the taps.
+Used for tiles without pixels or outputs, which `conv` does not support, and for weights larger
+than a tile: then copying the tile costs less than copying kernel taps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _FORWARD: dict[int, Any] = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
 def _none(like: tuple[int, ...]) -> tuple[int, ...]:
-    """No padding, in as many dims."""
+    """Zero padding for as many dims."""
     return (0,) * len(like)
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """What does not depend on the rank: strides, dilations, groups."""
+    """The parameters of a convolution that do not depend on the rank."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -57,7 +57,7 @@ class Convolution:
         padding: tuple[int, ...],
         mask: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of input, weight and bias, as `mask` asks for."""
+        """The gradients of input, weight and bias that `mask` selects."""
         if not any(mask):
             return None, None, None
         grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
@@ -78,7 +78,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class _WindowConvolution:
-    """A `WindowFunction`: the outputs in the box `own`."""
+    """The `WindowFunction` of the outputs in the box `own`."""
 
     conv: Convolution
     own: Box
@@ -106,6 +106,6 @@ def conv_of_window(
     plan: Plan,
     mesh: Mesh,
 ) -> Tensor:
-    """The outputs in the box `own`, of which `plan` brings all that they read."""
+    """The outputs in the box `own`, with inputs fetched by `plan`."""
     function = _WindowConvolution(conv, own)
     return apply_to_window(function, tile, weight, bias, plan, mesh, conv.name)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 class _Entry(NamedTuple):
-    """How to work out one gradient of `weight`.
+    """One deferred gradient of `weight`.
 
     Attributes:
-        kept: what `compute` reads, with the version that each of them had.
+        kept: the tensors that `compute` reads, with their versions.
     """
 
     weight: Tensor
@@ -29,14 +29,14 @@ class _Entry(NamedTuple):
 
 
 class DeferredGradients:
-    """What the gradients of weights wait for; `add_all` works them out and lets go of it."""
+    """A queue of deferred weight gradients, which `add_all` computes and releases."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
 
     @contextmanager
     def gather(self) -> Iterator[None]:
-        """A context for a backward, of which the gradients of weights wait here."""
+        """The context of a backward whose weight gradients are deferred here."""
         around, _Gathering.now = _Gathering.now, self
         try:
             yield
@@ -44,20 +44,20 @@ class DeferredGradients:
             _Gathering.now = around
 
     def leave(self, weight: Tensor, kept: Sequence[Tensor], compute: Callable[[], Tensor]) -> None:
-        """Leave a gradient for later.
+        """Defer a gradient.
 
         Args:
-            weight: for which `deferred` gave this object.
-            kept: all that `compute` reads and others might write into.
-            compute: works it out, without talking to other ranks.
+            weight: the weight for which `deferred` returned this object.
+            kept: the tensors that `compute` reads and that might be modified.
+            compute: computes the gradient, without communication.
         """
         self._entries.append(_Entry(weight, [(one, one._version) for one in kept], compute))
 
     def add_all(self) -> None:
-        """Work out all gradients in the order in which they were left, and add them to ``.grad``.
+        """Compute all gradients in order of deferral, and accumulate them into ``.grad``.
 
         Raises:
-            RuntimeError: if something that one of them is worked out from was written into.
+            RuntimeError: a tensor needed for a gradient was modified in place.
         """
         entries, self._entries = self._entries[::-1], []
         while entries:
@@ -65,35 +65,35 @@ class DeferredGradients:
             for one, version in kept:
                 if one._version != version:
                     raise RuntimeError(
-                        f"a tensor of {tuple(one.shape)} was written into after backward, but the "
-                        f"gradient of a weight of {tuple(weight.shape)} is still to be worked out "
-                        "from it: leave gradients and activations as they are, or take "
-                        "parallel.schedule=1f1b"
+                        f"a tensor of {tuple(one.shape)} was modified by an inplace operation "
+                        "after backward, but the deferred gradient of a weight of "
+                        f"{tuple(weight.shape)} still needs it: do not modify gradients and "
+                        "activations, or use parallel.schedule=1f1b"
                     )
             with torch.no_grad():
                 grad = compute()
-            # by autograd: in its memory format, and past the hooks of its own nodes
+            # Accumulated by autograd, in its memory format and with the hooks of its nodes.
             torch.autograd.backward(weight, grad)
 
 
 class _Gathering:
-    """Of the process, not of a thread: on a GPU, backward runs in a thread of its own."""
+    """The active queue: per process, as backward on a GPU runs in another thread."""
 
     now: DeferredGradients | None = None
 
 
 def can_be_deferred(weight: Tensor) -> bool:
-    """Whether a weight gets its gradient by itself: it has no history, and nobody listens."""
+    """Whether a weight's gradient can be deferred: a trained leaf without hooks."""
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
     return weight.is_leaf and weight.requires_grad and not hooked
 
 
 def deferred(weight: Tensor) -> DeferredGradients | None:
-    """Within a backward: where to leave the gradient of a weight; None if it is wanted now.
+    """The queue for the gradient of a weight in this backward; None if not deferred.
 
     Args:
-        weight: as it was given to forward, not as it was saved: what is recomputed has copies.
+        weight: the argument of forward, not the saved tensor, which is a copy if recomputed.
     """
     if _Gathering.now is None or torch.is_grad_enabled() or not can_be_deferred(weight):
-        return None  # with gradients enabled, somebody wants gradients of gradients
+        return None  # gradients enabled in backward: higher-order gradients
     return _Gathering.now

@@ -27,15 +27,15 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class DeferWeightGradients(TorchFunctionMode):
-    """Within it weights of plain tensors and of tiles can get their gradients later.
+    """A mode in which weight gradients can be deferred, for plain tensors and tiles.
 
-    To be entered for forward and for backward, where parts of a network may run again.
+    Enter it for forward, and for backward if parts of the network are recomputed.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _BACKWARDS:
-            with self:  # PyTorch has put this mode aside, but what runs again in backward needs it
+            with self:  # PyTorch disables this mode here, but recomputation needs it
                 return (inside(func) or func)(*args, **kwargs)
         apart = _APART.get(func)
         if apart is None and func not in _WITH_LAYERS_INSIDE:
@@ -51,7 +51,7 @@ class DeferWeightGradients(TorchFunctionMode):
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are as simple as they mostly are."""
+    """Whether the operands are supported: plain strided tensors of one dtype and device."""
     tensors = [input, weight] if bias is None else [input, weight, bias]
     kind = input.device.type if isinstance(input, Tensor) else "cpu"
     return (
@@ -111,7 +111,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _Settings(NamedTuple):
-    """As `aten.convolution` takes them."""
+    """The arguments of `aten.convolution` after the tensors."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -147,7 +147,7 @@ class _Convolution(torch.autograd.Function):
         if waiting is None:
             return (*backward(needs_x, True, needs_bias), None)
         waiting.leave(ctx.parameter, (grad, x), lambda: backward(False, True, False)[1])
-        # not by `backward`, which works out the weight's for it
+        # Not by `backward`, which would compute the weight gradient for it.
         grad_bias = grad.sum([dim for dim in range(grad.dim()) if dim != 1]) if needs_bias else None
         return backward(True, False, False)[0] if needs_x else None, None, grad_bias, None
 
@@ -188,8 +188,8 @@ def _transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor | None:
-    given = (stride, padding, dilation, groups, True, output_padding)
-    return _convolution(dims, input, weight, bias, *given)
+    options = (stride, padding, dilation, groups, True, output_padding)
+    return _convolution(dims, input, weight, bias, *options)
 
 
 _APART: dict[Any, Callable[..., Tensor | None]] = {

@@ -1,8 +1,8 @@
 """Linear layers over a flattened map, whose last dim holds channels and all spatial dims.
 
-Each rank has some of the columns of the flattened map, which are no interval: (N, C*H*W) has a box
-of pixels of each channel. It multiplies them by the same columns of the weight, and the products
-are added up over the ranks. No rank ever has the whole map.
+Each rank has some columns of the flattened map. They are not contiguous: a tile of (N, C*H*W) has
+a box of pixels of each channel. The rank multiplies them by the same columns of the weight, and the
+products are summed over the ranks. No rank ever has the whole map.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from spatialdl.parallel.layout import Interval
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
 
 class Columns(NamedTuple):
-    """Which columns of a weight a rank has.
+    """The columns of a weight that belong to a rank.
 
     Attributes:
         dims: of the flattened map: all spatial dims are in its last dim.
         size: of the map.
-        box: the rank's intervals of its spatial dims.
-        is_first: whether it also has the columns that belong to no pixel.
+        box: the rank's intervals of the spatial dims.
+        is_first: whether the rank also has the columns that belong to no pixel.
     """
 
     dims: SpatialDims
@@ -47,10 +47,10 @@ class Columns(NamedTuple):
         return cls(x.spatial_dims, layout.size, tuple(box), mesh.part == 0)
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """Views of them, (out, ...) each, in the order of the tile.
+        """Views of the columns of a weight, (out, ...) each, in the order of the tile.
 
         Args:
-            weight: (out, in), for all columns.
+            weight: (out, in), all columns.
         """
         before, stop = self.dims.prefix, weight.shape[1] - self.dims.suffix
         factors: list[int] = []
@@ -63,12 +63,12 @@ class Columns(NamedTuple):
         return [weight[:, :before], pixels, weight[:, stop:]] if beside else [pixels]
 
     def taken(self, weight: Tensor) -> Tensor:
-        """Those of a weight (out, in): (out, own)."""
+        """The columns of a weight (out, in): (out, own)."""
         parts = [one.flatten(1) for one in self.views(weight)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def placed(self, own: Tensor, count: int) -> Tensor:
-        """(out, own) among zeros: (out, in), of which `in` is `count`."""
+        """The columns (out, own) placed in zeros (out, `count`)."""
         whole = own.new_zeros(len(own), count)
         views = self.views(whole)
         parts = torch.split(own, [one[0].numel() for one in views], 1)
@@ -78,7 +78,7 @@ class Columns(NamedTuple):
 
 
 class _OwnColumns(torch.autograd.Function):
-    """A rank's part of the product; keeps the tile and the weight, as PyTorch does."""
+    """A rank's part of the product; saves the tile and the weight, as PyTorch does."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, columns: Columns, mixed: bool) -> Tensor:
@@ -92,7 +92,7 @@ class _OwnColumns(torch.autograd.Function):
         tile, weight = ctx.saved_tensors
         needs_tile, needs_weight = ctx.needs_input_grad[:2]
         columns: Columns = ctx.columns
-        count = math.prod(grad.shape[:-1])  # said, as a tile may be empty
+        count = math.prod(grad.shape[:-1])  # -1 is ambiguous for an empty tile
         rows = grad.reshape(count, grad.shape[-1])
 
         def grad_weight() -> Tensor:
@@ -110,15 +110,15 @@ class _OwnColumns(torch.autograd.Function):
 
 
 def _cast(own: Tensor, tile: Tensor, mixed: bool) -> Tensor:
-    """As autocast does; without it other types are PyTorch's error."""
+    """Cast as autocast does; without autocast a dtype mismatch raises PyTorch's error."""
     return own.to(tile.dtype) if mixed else own
 
 
 def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` over a flattened map; a plain tensor, the same on every rank.
+    """``F.linear`` over a flattened map: a plain tensor, the same on every rank.
 
     Args:
-        input: (..., in), all spatial dims in its last dim.
+        input: (..., in), with all spatial dims in its last dim.
         weight: (out, in), or (in,).
         bias: (out,) or ().
     """
@@ -136,12 +136,12 @@ def dense(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = part.float() if part.dtype in HALF else part
     total = differentiable_sum(input.mesh.grid_comm, wide, "linear")
     if bias is not None:
-        total = total + bias.to(total.dtype)  # in half precision it is rounded once, as in a kernel
+        total = total + bias.to(total.dtype)  # rounded once, as by a kernel
     return total.to(part.dtype)
 
 
 def _check(mixed: bool, operands: Sequence[Tensor]) -> None:
-    """PyTorch's own errors, on all ranks alike."""
-    if mixed:  # types may be different then
+    """Raise PyTorch's errors on all ranks."""
+    if mixed:  # autocast accepts different dtypes
         operands = [torch.empty(one.shape, device="meta") for one in operands]
-    asked(F.linear, *operands)
+    on_meta(F.linear, *operands)

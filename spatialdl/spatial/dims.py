@@ -1,9 +1,9 @@
-"""Which dims of a tensor hold the spatial dims of a split image.
+"""The dims of a tensor that hold the spatial dims of a split image.
 
-An image is (N, C, H, W) at first, a signal (N, C, L), a volume (N, C, D, H, W). Networks permute
-it, (N, H, W, C), or merge spatial dims into one dim of tokens, (N, H*W, C), or merge samples into
-it, (N*H*W, C). `SpatialDims` says where the spatial dims are, and `to_image` turns any such tile
-back into a view (..., h, w), in which all communication is done.
+An image is initially (N, C, H, W), a signal (N, C, L), a volume (N, C, D, H, W). Networks permute
+it, (N, H, W, C), merge spatial dims into one dim of tokens, (N, H*W, C), or merge samples into
+it, (N*H*W, C). `SpatialDims` records where the spatial dims are. `to_image` turns any such tile
+back into a view (..., h, w), on which all communication operates.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spatialdl.parallel.layout import spatial_names
 
 
 class SpatialDims(NamedTuple):
-    """Where the spatial dims are, counted from the end, so that leading dims may come and go.
+    """Positions of the spatial dims, counted from the end so that leading dims may change.
 
     Attributes:
-        at: for each spatial dim the dim of the tensor that holds it, negative. Spatial dims that
-            follow on each other may share one: they are merged in it, the first the slowest.
-        outer: for each spatial dim a factor in front of it within its dim: (N*H) has N. Of merged
-            ones the first has it, and the others 1.
-        prefix: of spatial dims merged in one dim: so many entries of this dim come before those of
-            the pixels, as class tokens do. Part 0 of the grid has them, see `prefix`.
-        suffix: so many come after them.
+        at: the dim of the tensor, negative, that holds each spatial dim. Consecutive spatial dims
+            may share one: they are merged in it, the first one slowest.
+        outer: for each spatial dim the factor in front of it within its dim: (N*H) has N. Of
+            merged spatial dims the first has the factor, the rest 1.
+        prefix: number of entries before the pixels, such as class tokens, where all spatial dims
+            are merged in one dim. Part 0 of the grid has them, see `prefix`.
+        suffix: number of entries after the pixels.
     """
 
     at: tuple[int, ...]
@@ -44,12 +44,12 @@ class SpatialDims(NamedTuple):
 
     @property
     def is_image(self) -> bool:
-        """Whether the spatial dims are the last dims, in their order."""
+        """Whether the spatial dims are the last dims, in order."""
         return self == image_dims(len(self.at))
 
     @property
     def apart(self) -> bool:
-        """Whether each spatial dim has a dim of its own, without a factor."""
+        """Whether each spatial dim is a separate dim without a factor."""
         return len(set(self.at)) == len(self.at) and set(self.outer) == {1}
 
     @property
@@ -59,16 +59,16 @@ class SpatialDims(NamedTuple):
 
     @property
     def beside(self) -> int:
-        """How many entries belong to no pixel."""
+        """The number of entries that belong to no pixel."""
         return self.prefix + self.suffix
 
     @property
     def of_pixels(self) -> SpatialDims:
-        """The same without entries that belong to no pixel."""
+        """These dims without entries that belong to no pixel."""
         return self._replace(prefix=0, suffix=0) if self.beside else self
 
     def of_part(self, part: int) -> SpatialDims:
-        """Those of the tile of a part of the grid."""
+        """The dims of the tile of a part of the grid."""
         return self if part == 0 else self.of_pixels
 
     def holds(self, dim: int, of: int) -> bool:
@@ -76,11 +76,11 @@ class SpatialDims(NamedTuple):
         return dim % of - of in self.at
 
     def moved(self, to: Callable[[int], int]) -> SpatialDims:
-        """The same with every dim where `to` says that it is now."""
+        """These dims with each position mapped by `to`."""
         return self._replace(at=tuple(map(to, self.at)))
 
     def sizes(self, shape: Sequence[int], extents: Sequence[int]) -> tuple[int, ...]:
-        """`shape` with the sizes of the dims that hold spatial dims of `extents` put in."""
+        """`shape` with the sizes that its dims have if the spatial dims have `extents`."""
         sizes = list(shape)
         for dim in self.at:
             sizes[dim] = 1
@@ -90,7 +90,7 @@ class SpatialDims(NamedTuple):
         return tuple(sizes)
 
     def describe(self) -> str:
-        """Short text for messages."""
+        """A short description for messages."""
         if self.is_image:
             return ""
         names = spatial_names(len(self.at))
@@ -107,20 +107,20 @@ class SpatialDims(NamedTuple):
 
 @lru_cache
 def image_dims(count: int) -> SpatialDims:
-    """Of an image with so many spatial dims: they are the last ones."""
+    """The dims of an image with `count` spatial dims: the last ones."""
     return SpatialDims.of(*range(-count, 0))
 
 
 @lru_cache
 def token_dims(count: int) -> SpatialDims:
-    """Of (..., tokens): all spatial dims are merged in the last dim."""
+    """The dims of (..., tokens): all `count` spatial dims are merged in the last dim."""
     return SpatialDims.of(*(-1,) * count)
 
 
 def are_tokens(shape: Sequence[int], dims: SpatialDims) -> bool:
     """Whether a tensor of `shape` is (N, C, tokens).
 
-    A view of an image of one row keeps this row in the dim of the channels.
+    A view of an image of one row keeps the row in the channel dim.
     """
     if len(shape) != 3:
         return False
@@ -132,7 +132,7 @@ def are_tokens(shape: Sequence[int], dims: SpatialDims) -> bool:
 def unmerged(
     shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """`shape` with spatial dims of `extents` in dims of their own, and which dims these are."""
+    """`shape` with each spatial dim, of `extents`, as a separate dim, and these dims."""
     sizes: list[int] = []
     where = [0] * len(extents)
     for dim, size in enumerate(shape, start=-len(shape)):
@@ -148,9 +148,9 @@ def unmerged(
 
 
 def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tensor:
-    """`tensor` as (..., *extents), with a dim or more before the spatial dims, of `extents`.
+    """`tensor` as (..., *extents), with at least one dim before the spatial dims.
 
-    A view wherever `tensor` allows one.
+    A view if the strides of `tensor` allow one.
     """
     count = len(extents)
     _check_pixels(dims)
@@ -161,7 +161,7 @@ def to_image(tensor: Tensor, dims: SpatialDims, extents: Sequence[int]) -> Tenso
 
 
 def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor:
-    """The inverse of `to_image`, for a tensor of `shape` but for its spatial dims."""
+    """The inverse of `to_image`, for a tensor of `shape` except for its spatial dims."""
     count = len(dims.at)
     _check_pixels(dims)
     extents = image.shape[-count:]
@@ -176,13 +176,13 @@ def from_image(image: Tensor, dims: SpatialDims, shape: Sequence[int]) -> Tensor
 def _check_pixels(dims: SpatialDims) -> None:
     if dims.beside:
         raise UnsupportedSpatialOp(
-            f"an image cannot be made of tokens split{dims.describe()}: slice off those that "
-            "belong to no pixel"
+            f"tokens split{dims.describe()} cannot be viewed as an image: slice off the tokens "
+            "that belong to no pixel"
         )
 
 
 def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:
-    """The size of the first dim of what `to_image` gives."""
+    """The size of the first dim of the result of `to_image`."""
     count = len(dims.at)
     if dims.is_image:
         return shape[0] if len(shape) > count else 1
@@ -191,18 +191,18 @@ def samples_of(shape: Sequence[int], dims: SpatialDims) -> int:
     return others[0] if others else 1
 
 
-# --- views: the same pixels under other dims
+# --- views
 
 
 class View(NamedTuple):
-    """How a view regroups the dims of a split tensor.
+    """A regrouping of the dims of a split tensor.
 
     Attributes:
-        dims: where the spatial dims are afterwards.
-        shape: the new shape, any number where spatial dims are.
-        steps: for each spatial dim: it must be cut at multiples of this; so many old rows, say,
+        dims: the spatial dims afterwards.
+        shape: the new shape; sizes of dims with spatial dims are not used.
+        steps: for each spatial dim, the multiples at which it must be cut: `steps` old rows
             become `factors` new ones.
-        factors: so many.
+        factors: see `steps`.
     """
 
     dims: SpatialDims
@@ -213,11 +213,11 @@ class View(NamedTuple):
 
 class _Factor(NamedTuple):
     size: int
-    spatial: int | None = None  # which spatial dim; None for what is not split
+    spatial: int | None = None  # number of the spatial dim; None if not split
 
 
 class _Place(NamedTuple):
-    """Where a spatial dim is after a view: its dim, and the factors before and behind it there."""
+    """The dim of a spatial dim after a view, and the factors before and after it there."""
 
     dim: int
     outer: int
@@ -228,13 +228,13 @@ class _Place(NamedTuple):
 def regroup(
     shape: Sequence[int], new_shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
 ) -> View | None:
-    """How spatial dims fare when a tensor of the global `shape` is viewed as `new_shape`.
+    """The regrouping of a tensor of the global `shape` that is viewed as `new_shape`.
 
     Args:
         extents: global sizes of the spatial dims.
 
     Returns:
-        None if a spatial dim does not stay together: cut in two, or mixed with other dims.
+        None if a spatial dim is cut in two or mixed with other dims.
     """
     if prod(shape) == 0 or prod(shape) != prod(new_shape):
         return None
@@ -254,7 +254,7 @@ def regroup(
 def _regroup_tokens(
     shape: Sequence[int], new_shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]
 ) -> View | None:
-    """The same where tokens without pixels are in the dim, which stays together as one."""
+    """`regroup` for a dim with tokens that belong to no pixel; it stays one dim."""
     dim, others = dims.at[0], (1,) * (len(dims.at) - 1)
     view = regroup(shape, new_shape, SpatialDims.of(dim), (shape[dim],))
     if view is None or view.dims.outer != (1,):
@@ -268,7 +268,7 @@ def _regroup_tokens(
 
 
 def _factors(shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]) -> list[_Factor]:
-    """The global shape as factors, slowest first; the last element is the first."""
+    """The factors of the global shape in reverse order: the slowest is last."""
     factors: list[_Factor] = []
     for dim, size in enumerate(shape, start=-len(shape)):
         if dim not in dims.at:
@@ -281,7 +281,7 @@ def _factors(shape: Sequence[int], dims: SpatialDims, extents: Sequence[int]) ->
 
 
 def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Factor] | None:
-    """Take the factors of a new dim of `size` off the list, splitting the last if need be."""
+    """Pop the factors of a new dim of `size` off the list, splitting the last if necessary."""
     group: list[_Factor] = []
     rest = size
     while rest > 1:
@@ -297,8 +297,8 @@ def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Fact
             rest = 1
         else:
             return None
-    # a spatial dim of size 1 needs a dim too: one of size 1 of its own, or that of its neighbour,
-    # or the last
+    # A spatial dim of size 1 needs a dim too: a separate one of size 1, its neighbour's, or the
+    # last.
     while factors and factors[-1].size == 1:
         if group and follower is not None and (follower == 1 or group[-1].spatial is None):
             break
@@ -309,7 +309,7 @@ def _take(factors: list[_Factor], size: int, follower: int | None) -> list[_Fact
 def _view_of(
     groups: list[list[_Factor]], new_shape: Sequence[int], extents: Sequence[int]
 ) -> View | None:
-    found: dict[int, _Place] = {}
+    placed: dict[int, _Place] = {}
     for dim, group in enumerate(groups, start=-len(groups)):
         places = [number for number, factor in enumerate(group) if factor.spatial is not None]
         if not places:
@@ -322,12 +322,12 @@ def _view_of(
         outer = prod(factor.size for factor in group[:first])
         inner = prod(factor.size for factor in group[last + 1 :])
         for place, number in zip(places, spatial, strict=True):
-            # (rows, columns, inner) in one dim: so many times as many columns
+            # (rows, columns, inner) in one dim: `inner` multiplies the columns.
             before, behind = (outer if place == first else 1), (inner if place == last else 1)
-            found[number] = _Place(dim, before, group[place].size, behind)
-    if len(found) < len(extents):
+            placed[number] = _Place(dim, before, group[place].size, behind)
+    if len(placed) < len(extents):
         return None
-    ordered = [found[number] for number in range(len(extents))]
+    ordered = [placed[number] for number in range(len(extents))]
     return View(
         SpatialDims.of(*(each.dim for each in ordered), outer=[each.outer for each in ordered]),
         tuple(new_shape),

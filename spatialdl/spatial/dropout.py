@@ -1,7 +1,8 @@
-"""Dropout and random numbers on a split image: every rank draws those of its own pixels.
+"""Dropout and random numbers on a split image: each rank draws those of its own pixels.
 
-``F.dropout`` and its kin are written in Python; what is taught here is what they call. Whole
-channels are dropped alike on all ranks. See `spatialdl.random` for where the numbers come from.
+``F.dropout`` and related functions are written in Python; the functions that they call are
+registered here. Whole channels are dropped consistently on all ranks. `spatialdl.random` generates
+the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_til
 
 
 def region_of(x: SpatialTensor) -> TensorRegion:
-    """Where the tile of `x` lies in the whole tensor."""
+    """The region of the whole tensor that the tile of `x` covers."""
     return TensorRegion(tuple(positions(x, dim) for dim in range(x.dim())), tuple(x.shape))
 
 
@@ -65,7 +66,7 @@ def _register_like(func: Any, draw: Callable[..., Tensor]) -> None:
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
         if device is not None and torch.device(device).type != input.device.type:
-            raise refusal(func, [input], f"draw on {input.device}, then move")
+            raise refusal(func, [input], f"draw on {input.device} and move the result")
         key = next_key(input.mesh)
         tile = draw(region_of(input), key, dtype or input.dtype, input.device)
         return without_dims(input, tile, ()).requires_grad_(requires_grad)

@@ -1,8 +1,7 @@
-"""Largest and smallest values, and where they are.
+"""Maxima and minima, and their indices.
 
-Among equal values the gradient is shared evenly by ``amax``, ``amin`` and by ``max`` and ``min``
-without a dim, and goes to the first by ``max`` and ``min`` with a dim, as in PyTorch, over the
-whole image.
+As in PyTorch, ``amax``, ``amin`` and ``max`` and ``min`` without a dim distribute the gradient
+evenly among equal values of the whole image; ``max`` and ``min`` with a dim give it to the first.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Function = Callable[..., Any]
 
 
 def _least(dtype: torch.dtype, sign: int) -> float:
-    """What loses against every value of a type."""
+    """The identity of the maximum (sign 1) or minimum (-1) for a dtype."""
     if dtype.is_floating_point:
         return -sign * math.inf
     if dtype == torch.bool:
@@ -42,7 +41,7 @@ def _least(dtype: torch.dtype, sign: int) -> float:
 
 
 def _of_all_ranks(part: Tensor, span: ReductionSpan, sign: int) -> Tensor:
-    """The extreme of the ranks' parts in the full size; sign 1 for the largest, -1 for smallest."""
+    """The maximum (sign 1) or minimum (-1) of the ranks' parts, in the full size."""
     whole = span.placed(part, _least(part.dtype, sign))
     gathered = gather_over_ranks(span.comm, whole, "amax" if sign > 0 else "amin")
     return gathered.amax(0) if sign > 0 else gathered.amin(0)
@@ -76,7 +75,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def extreme(tile: Tensor, span: ReductionSpan, sign: int) -> Tensor:
-    """The largest (sign 1) or smallest (-1) over the whole image, in its full size."""
+    """The maximum (sign 1) or minimum (-1) over the whole image, in the full size."""
     best: Tensor = _Extreme.apply(tile, span, sign)  # type: ignore[no-untyped-call]
     return best
 
@@ -106,18 +105,18 @@ def aminmax(
     return smallest, _amax(torch.amax, input, dim, keepdim, 1)
 
 
-# --- where they are
+# --- indices
 
 
 def _first_of_tile(
     tile: Tensor, dim: int | None, sign: int, places: Tensor, span: ReductionSpan
 ) -> tuple[Tensor, Tensor]:
-    """The extreme of this tile and its global place, which is `beyond` where there is none."""
+    """The extreme of this tile and its global index, `_BEYOND` if the tile is empty."""
     value = _of_tile(tile, span, sign)
     if tile.numel() == 0:
         return value, torch.full(value.shape, _BEYOND, device=tile.device)
     find = torch.argmax if sign > 0 else torch.argmin
-    if tile.dtype == torch.bool:  # which these do not take, but ``max`` and ``min`` do
+    if tile.dtype == torch.bool:  # supported by ``max`` and ``min``, but not by argmax and argmin
         tile = tile.byte()
     if dim is None:
         return value, places.flatten()[find(tile)].reshape(value.shape)
@@ -128,7 +127,7 @@ _BEYOND = torch.iinfo(torch.int64).max
 
 
 def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor, ReductionSpan]:
-    """Where the first extreme is along `dim` (None: in the flattened image), in the full size."""
+    """The index of the first extreme along `dim` (None: in the flattened image), in full size."""
     span, tile = span_of(x, dim), to_tile(x).detach()
     places = _places(x) if dim is None else positions_on(x, dim)
     value, place = _first_of_tile(tile, dim, sign, places, span)
@@ -141,7 +140,7 @@ def first_extreme(x: SpatialTensor, dim: int | None, sign: int) -> tuple[Tensor,
 
 
 def _places(x: SpatialTensor) -> Tensor:
-    """The index in the flattened whole tensor of every element of this tile."""
+    """The indices of this tile's elements in the flattened whole tensor."""
     places = torch.zeros((), dtype=torch.int64, device=x.device)
     for dim, size in enumerate(x.shape):
         places = places[..., None] * size + positions_on(x, dim)
@@ -149,7 +148,7 @@ def _places(x: SpatialTensor) -> Tensor:
 
 
 class _Picked(torch.autograd.Function):
-    """The values at given places; only they have a gradient."""
+    """The values at given indices; only these get a gradient."""
 
     @staticmethod
     def forward(
@@ -195,7 +194,7 @@ def _max_or_min(
 
 
 def _register_max_and_min(func: Function, pairwise: Function, sign: int) -> None:
-    """``torch.max`` is two functions: with a second tensor it is ``torch.maximum``."""
+    """Register ``torch.max`` or ``torch.min``; with a second tensor they are pointwise."""
     reduce = checked(func, partial(_max_or_min, sign=sign))
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Images turned round: flip, roll, rot90."""
+"""Flips, rolls and rotations of images: flip, roll, rot90."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from spatialdl.spatial.reindex import (
     apart_dims,
     reindex,
 )
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
 def _numbers(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """PyTorch's `1, 2` or `(1, 2)`."""
+    """The dims of PyTorch's `1, 2` or `(1, 2)`."""
     if len(values) == 1 and not isinstance(values[0], int):
         return tuple(values[0])
     return values
@@ -37,7 +37,7 @@ def _is_split(x: SpatialTensor, dim: int) -> bool:
 @register_op(torch.flip, Tensor.flip, split=("input",))
 def flip(input: SpatialTensor, *dims: Any, **named: Any) -> SpatialTensor:
     wanted = _numbers(dims or (named["dims"],))
-    asked(torch.flip, input, wanted)
+    on_meta(torch.flip, input, wanted)
     others = [dim for dim in wanted if not _is_split(input, dim)]
     if others or not wanted:
         tile = to_tile(input).flip(others)
@@ -61,21 +61,21 @@ def _backwards(bounds: Bounds) -> DimMap:
 
 @register_op(torch.fliplr, Tensor.fliplr, split=("input",))
 def fliplr(input: SpatialTensor) -> SpatialTensor:
-    asked(torch.fliplr, input)
+    on_meta(torch.fliplr, input)
     return flip(input, 1)
 
 
 @register_op(torch.flipud, Tensor.flipud, split=("input",))
 def flipud(input: SpatialTensor) -> SpatialTensor:
-    asked(torch.flipud, input)
+    on_meta(torch.flipud, input)
     return flip(input, 0)
 
 
 @register_op(torch.roll, Tensor.roll, split=("input",))
 def roll(input: SpatialTensor, shifts: Any, dims: Any = None) -> Tensor:
-    asked(torch.roll, input, shifts, () if dims is None else dims)
+    on_meta(torch.roll, input, shifts, () if dims is None else dims)
     if dims is None or dims == ():
-        raise refusal(torch.roll, [input], "say along which dims")
+        raise refusal(torch.roll, [input], "pass dims")
     steps = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     wanted = (dims,) if isinstance(dims, int) else tuple(dims)
     others = [(s, d) for s, d in zip(steps, wanted, strict=True) if not _is_split(input, d)]
@@ -104,7 +104,7 @@ def _rolled(bounds: Bounds, shift: int) -> DimMap:
 
 @register_op(torch.rot90, Tensor.rot90, split=("input",))
 def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    asked(torch.rot90, input, k, tuple(dims))
+    on_meta(torch.rot90, input, k, tuple(dims))
     first, second = (dim % input.dim() for dim in dims)
     turns = k % 4
     if turns == 0:
@@ -119,7 +119,7 @@ def rot90(input: SpatialTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Ten
 
 
 def _transposed(x: SpatialTensor, first: int, second: int) -> SpatialTensor:
-    """Two split dims change places: every rank's box goes to where the grid cuts the new image."""
+    """Swap two split dims: boxes are moved to the grid's layout of the new image."""
     dims, layout = apart_dims(torch.rot90, x), x.spatial_layout.of_samples(1)
     order = list(range(1 + len(dims)))
     one, other = 1 + dims.index(first), 1 + dims.index(second)

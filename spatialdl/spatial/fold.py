@@ -1,4 +1,4 @@
-"""Unfold, the pixels that each window reads; and fold, which adds them up again."""
+"""Unfold (the pixels of each window) and fold (the sum over overlapping windows)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from spatialdl.parallel.layout import Layout, Window, by, needed_boxes
 from spatialdl.spatial.dims import are_tokens, image_dims, token_dims
 from spatialdl.spatial.reindex import apart_dims, fetch
 from spatialdl.spatial.sharing import share
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
-from spatialdl.spatial.window import check_image, check_output, nothing, per_dim, window_move
+from spatialdl.spatial.window import check_image, check_output, empty_output, per_dim, window_move
 
 
 def _windows(
@@ -53,7 +53,7 @@ def unfold(
     own = mesh.own_box(output)
     if own.is_empty:
         values_of_one = input.shape[1] * prod(each.kernel for each in windows)
-        tokens = nothing((input.shape[0], values_of_one, 0), window)
+        tokens = empty_output((input.shape[0], values_of_one, 0), window)
     else:
         tokens = F.unfold(window, **_steps_of(windows))
     return from_tile(tokens, output, mesh, token_dims(2))
@@ -61,8 +61,8 @@ def unfold(
 
 @register_op(Tensor.unfold, split=("input",))
 def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) -> Tensor:
-    """Windows along one dim, whose pixels are in a new last dim."""
-    asked(Tensor.unfold, input, dimension, size, step)
+    """Windows along one dim, with their pixels in a new last dim."""
+    on_meta(Tensor.unfold, input, dimension, size, step)
     dim = dimension % input.dim() - input.dim()
     layout, mesh = input.spatial_layout, input.mesh
     moved = input.spatial_dims.moved(lambda old: old - 1)
@@ -75,7 +75,7 @@ def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) ->
     others, own = image.shape[: -len(dims)], mesh.own_box(output)
     image = fetch(image, plan, mesh, name="unfold")
     if own.is_empty:
-        tile = nothing((*others, *own.shape[1:], size), image)
+        tile = empty_output((*others, *own.shape[1:], size), image)
     else:
         tile = image.unfold(last[along], size, step)
     windows = from_tile(
@@ -88,7 +88,7 @@ def windows_along(input: SpatialTensor, dimension: int, size: int, step: int) ->
 
 @lru_cache(maxsize=4096)
 def _move_along(layout: Layout, along: int, window: Window, part: int) -> tuple[Layout, Plan]:
-    """The layout of windows along one spatial dim, and the plan that brings their pixels."""
+    """The layout of windows along one spatial dim, and the plan that fetches their pixels."""
     windows = [Window(1)] * len(layout.cuts)
     windows[along] = window
     sizes = [each.output_size(pixels) for each, pixels in zip(windows, layout.size, strict=True)]
@@ -97,9 +97,9 @@ def _move_along(layout: Layout, along: int, window: Window, part: int) -> tuple[
 
 
 class FoldMove(NamedTuple):
-    """The layout of the image, and the plan that would bring what the windows of it read.
+    """The layout of the image, and the plan from its tiles to the pixels of the windows.
 
-    Backwards it adds up what the windows of all ranks write.
+    The plan's adjoint sums the windows of all ranks into the image.
     """
 
     image: Layout
@@ -110,13 +110,13 @@ class FoldMove(NamedTuple):
 def fold_move(
     layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
 ) -> FoldMove:
-    """How tokens on `layout` are folded to an image of `size` (H, W)."""
+    """The move for folding tokens on `layout` to an image of `size` (H, W)."""
     image = layout.scaled([window.stride for window in windows], size)
     return FoldMove(image, plan_for(image.boxes, needed_boxes(layout, windows), part))
 
 
 class _Fold(torch.autograd.Function):
-    """The adjoint of moving the windows and unfolding them; keeps no token."""
+    """The adjoint of fetching the windows and unfolding them; saves no tokens."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _Fold(torch.autograd.Function):
 
 
 def _steps_of(windows: tuple[Window, ...]) -> dict[str, tuple[int, ...]]:
-    """As `F.fold` takes them; padding is in the plan."""
+    """The arguments of `F.fold`; padding is handled by the plan."""
     return {
         "kernel_size": tuple(window.kernel for window in windows),
         "dilation": tuple(window.dilation for window in windows),
@@ -160,21 +160,21 @@ def fold(
     padding: Any = 0,
     stride: Any = 1,
 ) -> Tensor:
-    """(N, C * kernel rows * kernel columns, outputs) to (N, C, H, W), overlaps added up."""
+    """(N, C * kernel rows * kernel columns, outputs) to (N, C, H, W), overlaps summed."""
     if len(input.mesh.grid) != 2 or not are_tokens(input.shape, input.spatial_dims):
-        raise refusal(F.fold, [input], "it takes tokens (N, C * kernel size, outputs), as unfold's")
+        raise refusal(F.fold, [input], "it takes tokens (N, C * kernel size, outputs) of unfold")
     windows = _windows("fold", kernel_size, dilation, padding, stride)
     size = per_dim(output_size, 2)
     outputs = tuple(map(Window.output_size, windows, size))
     area, (_, values, count) = prod(window.kernel for window in windows), input.shape
     if min(outputs) < 1 or prod(outputs) != count or values % area:
         raise ValueError(
-            f"fold: {values} values of {count} windows cannot be folded to {by(size)}: it "
-            f"takes {by(outputs)} windows, and a multiple of {area} values"
+            f"fold: {values} values of {count} windows cannot be folded to {by(size)}: expected "
+            f"{by(outputs)} windows, and a multiple of {area} values"
         )
     layout, mesh = input.spatial_layout, input.mesh
     if layout.size != outputs:
-        raise refusal(F.fold, [input], f"its windows would be {by(outputs)}")
+        raise refusal(F.fold, [input], f"expected {by(outputs)} windows")
     image, plan = fold_move(layout, windows, size, mesh.part)
     tile = image_of(input).flatten(2)
     folded = _Fold.apply(tile, mesh, plan, windows)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Gathering a split image on every rank where the user asks for it, exactly."""
+"""Gathers split images on every rank before a module that the user names."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from spatialdl.spatial.tensor import SpatialTensor
 Names = str | int | Iterable[str | int] | None
 
 
-def module_names(given: Names) -> list[str]:
-    """Names of modules as a configuration gives them, to which those of a chain are numbers."""
-    if given is None:
+def module_names(names: Names) -> list[str]:
+    """Names of modules from a configuration, where those of a chain are numbers."""
+    if names is None:
         return []
-    return [str(one) for one in ([given] if isinstance(given, str | int) else given)]
+    return [str(one) for one in ([names] if isinstance(names, str | int) else names)]
 
 
 def gather_before(model: nn.Module, name: Names) -> None:
-    """Give a module whole images, the same on every rank, instead of split ones.
+    """Pass whole images, the same on every rank, to a module instead of split ones.
 
-    For what cannot be done on a split image: from there on every rank holds, and computes,
-    everything. Gradients are exact. Where no image is split nothing changes.
+    Use it before an operation that is not supported on a split image: from there on every rank
+    holds and computes the whole image. Gradients are exact. Plain tensors are passed unchanged.
 
     Args:
         model: the network.
-        name: of the module, as in ``model.named_modules()``; or several names, or none.
+        name: of the module, as in ``model.named_modules()``; or several names, or None.
 
     Raises:
-        ValueError: if there is no such module; names those that are meant, perhaps.
+        ValueError: no such module; the message lists similar names.
     """
     for one in module_names(name):
         _first_called(_named(model, one)).register_forward_pre_hook(
@@ -50,12 +50,12 @@ def _named(model: nn.Module, name: str) -> nn.Module:
     some = ", ".join(near[:8] or [known for known in names if "." not in known])
     raise ValueError(
         f"gather_before: {type(model).__name__} has no module '{name}'; "
-        f"{'near it' if near else 'its modules'}: {some}"
+        f"{'similar names' if near else 'its modules'}: {some}"
     )
 
 
 def _first_called(module: nn.Module) -> nn.Module:
-    """A chain may be cut into stages, which call its layers only."""
+    """The first called module: stages of a chain call its layers, not the chain."""
     while type(module).forward is nn.Sequential.forward and len(module._modules) > 0:
         module = next(child for child in module._modules.values() if child is not None)
     return module

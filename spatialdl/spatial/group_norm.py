@@ -1,7 +1,7 @@
 """GroupNorm and InstanceNorm with the statistics of the whole image.
 
-A sample's channels become channels of one sample, (1, N*C, ...), so that the kernels of BatchNorm
-do the work in one pass; statistics are those of (1, N*G, ...).
+The channels of all samples become those of one sample, (1, N*C, ...), so that BatchNorm's kernels
+compute the result in one pass. Statistics are those of (1, N*G, ...).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spatialdl.spatial.norm import (
     normalised,
     update_running,
 )
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
@@ -44,7 +44,7 @@ def _per_sample(values: Tensor | None, samples: int) -> Tensor | None:
 
 
 class _GroupNorm(torch.autograd.Function):
-    """Keeps the tile and its statistics."""
+    """Saves the tile and its statistics."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _GroupNorm(torch.autograd.Function):
 def _check(name: str, x: SpatialTensor) -> None:
     check_channels(name, x)
     if 0 in split_dims(x):
-        raise refusal(name, [x], "its samples are mixed with rows and columns")
+        raise refusal(name, [x], "its samples are merged with rows and columns")
 
 
 def _group_moments(x: SpatialTensor, tile: Tensor, groups: int, name: str) -> ChannelMoments:
@@ -121,10 +121,10 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,  # of torch.group_norm
+    cudnn_enabled: bool = True,  # torch.group_norm only
 ) -> Tensor:
     _check("group_norm", input)
-    asked(F.group_norm, input, num_groups)  # PyTorch's own errors, on all ranks alike
+    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
     tile = in_float32(to_tile(input))
     moments = _group_moments(input, tile, num_groups, "group_norm")
     y = _GroupNorm.apply(tile, weight, bias, moments, eps, input.mesh)  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ def instance_norm(
         tile = to_tile(input)
         y = F.instance_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
         return without_dims(input, y, ())
-    asked(F.instance_norm, input)
+    on_meta(F.instance_norm, input)
     tile = to_tile(input)
     moments = _group_moments(input, tile, input.shape[1], "instance_norm")
     if running_mean is not None or running_var is not None:
@@ -182,7 +182,7 @@ def torch_instance_norm(
 def local_response_norm(
     input: SpatialTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Tensor:
-    """Over neighbouring channels of a pixel: every tile by itself."""
+    """Normalisation over neighbouring channels of a pixel; local."""
     _check("local_response_norm", input)
     y = F.local_response_norm(to_tile(input), size, alpha, beta, k)
     return without_dims(input, y, ())

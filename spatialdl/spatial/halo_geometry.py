@@ -1,11 +1,11 @@
-"""The geometry of a convolution on a tile whose neighbours' pixels come later.
+"""The geometry of a convolution that overlaps with its halo exchange.
 
-A convolution is linear in its input. So it may run on the tile alone, as if zeros surrounded it,
-while the halos travel; what the halo strips contribute is added afterwards to the few output rows
-and columns that they touch. No padded copy of the tile is made.
+A convolution is linear in its input. So the tile, padded with zeros, is convolved while the halos
+are exchanged. The contributions of the halo strips are added afterwards to the few output rows and
+columns that they touch. No padded copy of the tile is made.
 
-This file says, for one dim, with which padding the tile alone gives the wanted outputs, and which
-outputs and kernel taps each strip touches. Integers only.
+This module computes, in integers and for one dim, the padding with which the tile yields the wanted
+outputs, and the outputs and kernel taps that each strip touches.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from spatialdl.parallel.layout import Bounds, Window
 
 @dataclass(frozen=True)
 class Strip:
-    """One side's halo in one dim: what to keep of it, and what it touches.
+    """The halo of one side in one dim, and the outputs and taps that it touches.
 
     Attributes:
-        start, stop: input interval, in global pixels, that the buffer holds.
+        start, stop: input interval, in global pixels, of the buffer.
         first, last: the part of the buffer that is read, from the first tap of the first output
-            that the strip touches to the last tap of the last; outputs of a neighbour may read on.
+            that the strip touches to the last tap of the last one; the rest belongs to outputs of
+            a neighbour.
         outputs: the tile's outputs that the strip touches.
-        taps: the kernel taps that reach into the strip.
+        taps: the kernel taps that read the strip.
     """
 
     start: int
@@ -42,11 +43,11 @@ class Cut:
     """One dim of a convolution on one tile.
 
     Attributes:
-        padding: with which the tile alone is convolved, on both sides.
-        skip: outputs at the start that this gives too much.
-        outputs: outputs wanted.
+        padding: zero padding of the tile on both sides.
+        skip: number of surplus outputs at the start.
+        outputs: number of wanted outputs.
         full: all outputs and all taps, for strips of other dims.
-        before, after: the halo strips, None where no pixel of the image is missing.
+        before, after: the halo strips; None if the tile contains all pixels needed on this side.
     """
 
     padding: int
@@ -59,10 +60,10 @@ class Cut:
 
 @lru_cache(maxsize=4096)
 def cut_dim(tiles: Bounds, outputs: Bounds, window: Window) -> tuple[Cut, ...] | None:
-    """The cuts of all parts of a dim; None if any part is too odd for it.
+    """The cuts of all parts of a dim; None if any part is not supported.
 
-    Odd are parts without pixels or outputs, and outputs that lie far from their tile. All ranks
-    come to the same answer.
+    Not supported are parts without pixels or outputs, and outputs far from their tile. The result
+    is the same on all ranks.
     """
     cuts = []
     for tile, output in zip(pairwise(tiles), pairwise(outputs), strict=True):
@@ -93,7 +94,7 @@ def _cut(tile: tuple[int, int], output: tuple[int, int], size: int, window: Wind
 
 
 def _padding(extent: int, lead: int, outputs: int, window: Window) -> int | None:
-    """The smallest padding that puts an output where the first wanted one is, and gives enough."""
+    """The smallest padding that aligns outputs with the first wanted one and yields enough."""
     for padding in range(max(lead, 0), max(lead, 0) + window.reach + window.stride):
         skip, rest = divmod(padding - lead, window.stride)
         free = extent + 2 * padding - window.reach

@@ -1,4 +1,4 @@
-"""Indexing and slicing: along spatial dims a repartition, along all other dims local.
+"""Indexing and slicing: a repartition along spatial dims, local along all other dims.
 
 One row of an image, or one slice of a volume, is a plain tensor, the same on every rank.
 """
@@ -20,40 +20,40 @@ from spatialdl.spatial.operands import lift
 from spatialdl.spatial.picking import blocks, picked
 from spatialdl.spatial.prefix import whole_tokens
 from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import is_spatial, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 Item = slice | int | Tensor | None
 ALL = slice(None)
 _PICKS = (
-    "an index tensor may pick channels or samples, or pixels along split dims, each dim by one "
-    "that shares no dim of the result with another; for a mask use torch.where or masked_fill"
+    "index tensors may select channels or samples, or pixels along split dims if no two of them "
+    "share a dim of the result; for a mask use torch.where or masked_fill"
 )
-_WRITES = "an index tensor may not pick pixels that are written to; use torch.where or masked_fill"
+_WRITES = "an index tensor may not select pixels to write to; use torch.where or masked_fill"
 
 
 class _Entry(NamedTuple):
-    """One item of an index, and the dim (negative) of the tensor that it is for."""
+    """One item of an index, and the dim (negative) of the tensor that it applies to."""
 
     item: Item
     dim: int
 
 
 def _entries(x: SpatialTensor, index: Any) -> list[_Entry]:
-    """An index in full length, an item for every dim."""
-    given = [_item(x, item) for item in (index if isinstance(index, tuple) else (index,))]
-    used = sum(_width(item) for item in given)
-    if ... not in [item for item in given if not isinstance(item, Tensor)]:
-        given.append(...)
+    """The index expanded to one item per dim."""
+    items = [_item(x, item) for item in (index if isinstance(index, tuple) else (index,))]
+    used = sum(_width(item) for item in items)
+    if ... not in [item for item in items if not isinstance(item, Tensor)]:
+        items.append(...)
     entries, dim = [], -x.dim()
-    for item in given:
+    for item in items:
         missing = max(x.dim() - used, 0)
         for one in [ALL] * missing if isinstance(item, EllipsisType) else [item]:
             entries.append(_Entry(one, dim))
             dim += _width(one)
     plain = tuple(ALL if isinstance(e.item, Tensor) else e.item for e in entries)
-    asked(lambda whole: whole[plain], x)
+    on_meta(lambda whole: whole[plain], x)
     return entries
 
 
@@ -62,7 +62,7 @@ def _item(x: SpatialTensor, item: Any) -> Any:
         return item
     if isinstance(item, bool) or is_spatial(item):
         raise refusal(
-            Tensor.__getitem__, [x], "a mask chooses pixels; use torch.where or masked_fill"
+            Tensor.__getitem__, [x], "a mask selects pixels; use torch.where or masked_fill"
         )
     if isinstance(item, Tensor) or hasattr(item, "__len__"):
         item = torch.as_tensor(item)
@@ -72,7 +72,7 @@ def _item(x: SpatialTensor, item: Any) -> Any:
 
 
 def _width(item: Any) -> int:
-    """How many dims of the tensor an item is for."""
+    """The number of dims that an item indexes."""
     if item is None or isinstance(item, EllipsisType):
         return 0
     is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
@@ -80,9 +80,9 @@ def _width(item: Any) -> int:
 
 
 def _result_dims(entries: Sequence[_Entry], dims: SpatialDims) -> SpatialDims:
-    """Where the spatial dims are in the result, as PyTorch orders its dims."""
-    labels: list[int] = []  # the dim of the tensor that each dim of the result comes from
-    tensors: list[int] = []  # where in `labels` tensors index
+    """The spatial dims of the result, in PyTorch's order of dims."""
+    labels: list[int] = []  # the source dim of each dim of the result
+    tensors: list[int] = []  # positions in `labels` of index tensors
     for item, dim in entries:
         if isinstance(item, Tensor):
             tensors.append(len(labels))
@@ -109,10 +109,10 @@ def _is_all(item: Item, size: int) -> bool:
 
 
 def _on_split_dims(func: Any, x: SpatialTensor, entries: Sequence[_Entry]) -> tuple[Item, ...]:
-    """The items for the spatial dims; `:` for those that are merged or have a factor.
+    """The items of the spatial dims; `:` for dims that are merged or have a factor.
 
     Raises:
-        UnsupportedSpatialOp: for tensors, and for a part of merged spatial dims.
+        UnsupportedSpatialOp: an item is a tensor, or a part of merged spatial dims.
     """
     dims = x.spatial_dims
     for item, dim in entries:
@@ -162,7 +162,7 @@ def getitem(input: SpatialTensor, index: Any) -> Tensor:
 
 
 def _picked(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
-    """What index tensors pick along split dims, each along a dim of its own."""
+    """The pixels that index tensors select along split dims, one dim per tensor."""
     tensors = {e.dim: e.item for e in entries if isinstance(e.item, Tensor)}
     others = [e for e in entries if not isinstance(e.item, Tensor)]
     is_mask = any(index.dtype in (torch.bool, torch.uint8) for index in tensors.values())
@@ -171,18 +171,18 @@ def _picked(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor:
     if is_mask or not is_beside or own is None or not set(tensors) <= set(x.spatial_dims.at):
         raise refusal(Tensor.__getitem__, [x], _PICKS)
     if not all(e.item is not None and _is_all(e.item, x.shape[e.dim]) for e in others):
-        raise refusal(Tensor.__getitem__, [x], f"{_PICKS}; slice other dims before it")
+        raise refusal(Tensor.__getitem__, [x], f"{_PICKS}; slice other dims first")
     each = list(zip(tensors.items(), own, strict=True))
-    for (dim, index), shape in reversed(each):  # the last dim first: the others stay in place
+    for (dim, index), shape in reversed(each):  # last dim first, as dims shift
         after = sum(len(later) - 1 for (place, _), later in each if place > dim)
         x = picked(Tensor.__getitem__, x, dim - after, index.reshape(shape))
     return x
 
 
 def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:
-    """What an index takes of pixels and the tokens beside them; None if it takes all of these.
+    """An index into a dim of pixels and extra tokens; None if it takes all of the dim.
 
-    With all pixels it is split, without any pixel a plain tensor, the same on every rank.
+    A result with all pixels is split, one without pixels is a plain tensor, the same on every rank.
     """
     dims, dim = x.spatial_dims, x.spatial_dims.at[0]
     item = next(e.item for e in entries if e.dim == dim and e.item is not None)
@@ -201,8 +201,8 @@ def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:
         raise refusal(
             Tensor.__getitem__,
             [x],
-            "an index may take all pixels of an image or none of them; slice off the tokens "
-            "beside them, and view the rest as an image",
+            "an index must take all pixels of an image or none; slice off the extra tokens and "
+            "view the rest as an image",
         )
     kept = dims._replace(prefix=dims.prefix - start, suffix=dims.suffix - (size - stop))
     tile = to_tile(x)
@@ -213,7 +213,7 @@ def _tokens(x: SpatialTensor, entries: Sequence[_Entry]) -> Tensor | None:
 
 
 def _back(item: Item, size: int, by: int) -> Item:
-    """An item of a dim of `size` for a tensor that lacks `by` entries before it."""
+    """An item of a dim of `size`, shifted for a tensor without the first `by` entries."""
     if not isinstance(item, slice):
         return cast(int, item) % size - by
     read = range(*item.indices(size))
@@ -221,12 +221,12 @@ def _back(item: Item, size: int, by: int) -> Item:
 
 
 def _with_item(entries: Sequence[_Entry], dim: int, item: Item) -> tuple[Item, ...]:
-    """An index with another item for a dim."""
+    """An index with the item of one dim replaced."""
     return tuple(item if e.dim == dim and e.item is not None else e.item for e in entries)
 
 
 def _of_whole(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
-    """A view of the one tile that there is."""
+    """A view of the only tile."""
     part: Tensor = to_tile(x)[tuple(e.item for e in entries)]
     slices = [item for item in items if isinstance(item, slice)]
     if len(slices) < len(items):
@@ -238,12 +238,12 @@ def _of_whole(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ..
 
 
 def _local(entries: Sequence[_Entry], dims: SpatialDims) -> tuple[Item, ...]:
-    """The index for a tile whose spatial dims have been sliced already."""
+    """The index for a tile whose spatial dims are already sliced."""
     return tuple(ALL if e.dim in dims.at and e.item is not None else e.item for e in entries)
 
 
 def _line(x: SpatialTensor, entries: Sequence[_Entry], items: tuple[Item, ...]) -> Tensor:
-    """Part of one row, or of one column, on every rank."""
+    """A part of one row or column, on every rank."""
     layout, dims = x.spatial_layout.of_samples(1), x.spatial_dims.at
     needed = (Box(((0, 1), *map(_interval, items, layout.size))),) * len(layout.boxes)
     plan = plan_for(layout.boxes, needed, x.mesh.part)
@@ -264,16 +264,18 @@ def _interval(item: Item, size: int) -> tuple[int, int]:
 
 
 def _within(item: Item) -> Item:
-    """The item for the interval that it reads."""
+    """The item relative to the interval that it reads."""
     return 0 if isinstance(item, int) else slice(None, None, item.step)  # type: ignore[union-attr]
 
 
 @register_op(Tensor.__setitem__)
 def setitem(input: Tensor, index: Any, value: Any) -> None:
-    """Into channels or samples, all pixels: local. By a mask: `masked_fill_`."""
+    """Local for channels or samples of all pixels; `masked_fill_` for a mask."""
     if not isinstance(input, SpatialTensor):
         split = [x for x in (index, value) if isinstance(x, SpatialTensor)]
-        raise refusal(Tensor.__setitem__, split, "a whole tensor cannot take a split one in place")
+        raise refusal(
+            Tensor.__setitem__, split, "a split tensor cannot be written to a whole one in place"
+        )
     is_number = not isinstance(value, Tensor) or value.dim() == 0
     if isinstance(index, SpatialTensor) and index.dtype == torch.bool and is_number:
         input.masked_fill_(index, value)
@@ -284,7 +286,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
         raise refusal(
             Tensor.__setitem__,
             [input],
-            "a part of the rows or columns cannot be written; use torch.where, F.pad or torch.cat",
+            "some of the rows or columns cannot be written; use torch.where, F.pad or torch.cat",
         )
     tile = to_tile(input).clone()
     local = _local(entries, input.spatial_dims)
@@ -293,7 +295,7 @@ def setitem(input: Tensor, index: Any, value: Any) -> None:
 
 
 def _tile_for(x: SpatialTensor, entries: Sequence[_Entry], target: Tensor, value: Any) -> Any:
-    """This rank's tile of what is written to `target`, a part of the tile of `x`."""
+    """This rank's tile of the value written to `target`, a part of the tile of `x`."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     dims = _result_dims(entries, x.spatial_dims)

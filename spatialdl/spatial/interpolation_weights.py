@@ -1,7 +1,7 @@
-"""Which input pixels an output pixel of a resampling reads, and with which weights; one dim.
+"""Interpolation weights of one dim: the inputs of each output, and their weights.
 
-Follows PyTorch's own arithmetic (aten/src/ATen/native/UpSample.h and cpu/UpSampleKernel.cpp), in
-global indices, so that a rank computes its part of the table that one process would compute.
+Follows PyTorch's arithmetic (aten/src/ATen/native/UpSample.h and cpu/UpSampleKernel.cpp) in global
+indices, so that each rank computes its part of the table of a single process.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 CUBIC = -0.75
 CUBIC_ANTIALIAS = -0.5
-"""The constant of the cubic kernel (Keys 1981); PyTorch takes another one for antialiasing."""
+"""The constant of the cubic kernel (Keys 1981); PyTorch's differs for antialiasing."""
 
 
 @dataclass(frozen=True)
 class ResampledDim:
-    """How one dim is resampled.
+    """The resampling of one dim.
 
     Attributes:
         mode: nearest, nearest-exact, linear or cubic.
         size: number of inputs.
         count: number of outputs.
-        scale: the scale factor that the user gave, if any; outputs per input.
+        scale: the user's scale factor, outputs per input; or None.
         dims: spatial dims of the image.
     """
 
@@ -39,7 +39,7 @@ class ResampledDim:
 
     @property
     def factor(self) -> int:
-        """Outputs per input if that is a whole number, and inputs are not aligned at corners."""
+        """Outputs per input if an integer, without align_corners and antialias; else 0."""
         whole = self.count % self.size == 0 and not self.align_corners and not self.antialias
         factor = self.count // self.size
         return factor if whole and self.scale in (None, factor) else 0
@@ -57,7 +57,7 @@ class ResampledDim:
 
 @dataclass(frozen=True, eq=False)
 class InterpolationWeights:
-    """For all outputs: (outputs, taps) inputs read, and their weights (None: one tap, weight 1)."""
+    """Indices (outputs, taps) of the inputs, and their weights (None: one tap, weight 1)."""
 
     index: Tensor
     weight: Tensor | None
@@ -72,7 +72,7 @@ class InterpolationWeights:
 
 @lru_cache(maxsize=512)
 def interpolation_weights(how: ResampledDim, dtype: torch.dtype) -> InterpolationWeights:
-    """The table; weights in `dtype`, float32 or float64."""
+    """The table of all outputs; weights in `dtype`, float32 or float64."""
     if how.mode.startswith("nearest"):
         return InterpolationWeights(_nearest(how, dtype), None)
     if how.antialias and how.size == how.count:
@@ -98,14 +98,14 @@ def interpolation_weights(how: ResampledDim, dtype: torch.dtype) -> Interpolatio
 
 
 def _nearest(how: ResampledDim, dtype: torch.dtype) -> Tensor:
-    """PyTorch is asked: its rounding decides, which is another one in images than elsewhere."""
+    """Indices computed by PyTorch, whose rounding differs between images and other inputs."""
     others = [1] * (how.dims - 1)
     column = torch.arange(how.size, dtype=dtype).view(1, 1, -1, *others)
     exact = "_exact" if how.mode == "nearest-exact" else ""
-    ask = getattr(torch._C._nn, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
+    kernel = getattr(torch._C._nn, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
     scales = None if how.scale is None else [how.scale, *map(float, others)]
-    answer: Tensor = ask(column, None if scales else [how.count, *others], scales)
-    return answer.view(-1, 1).long()
+    indices: Tensor = kernel(column, None if scales else [how.count, *others], scales)
+    return indices.view(-1, 1).long()
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
@@ -116,7 +116,7 @@ def _cubic(x: Tensor, a: float) -> Tensor:
 
 
 def _antialiased(how: ResampledDim, dtype: torch.dtype) -> InterpolationWeights:
-    """The kernel is widened by the step where the image shrinks."""
+    """Antialiased weights: the kernel is widened by the step if the image shrinks."""
     step = how.step(dtype)
     wide = step.clamp(min=1)
     support = wide * (1 if how.mode == "linear" else 2)

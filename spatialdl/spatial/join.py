@@ -1,4 +1,4 @@
-"""Joining tensors: cat and stack along any dim."""
+"""Concatenation of tensors: cat and stack along any dim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spatialdl.parallel.layout import Box, Layout, last_slices
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.reindex import apart_dims, fetch
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
@@ -23,21 +23,21 @@ CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
 @register_op(*CAT_NAMES, split=("tensors",), prefix=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
     dim = dim if axis is None else axis
-    whole = asked(torch.cat, tensors, dim)
-    given = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch's legacy: empty vectors
-    first = next(x for x in given if isinstance(x, SpatialTensor))
+    whole = on_meta(torch.cat, tensors, dim)
+    operands = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch ignores empty vectors
+    first = next(x for x in operands if isinstance(x, SpatialTensor))
     dim = dim % first.dim() - first.dim()
     if first.spatial_dims.holds(dim, first.dim()):
-        joined = _along_split_dim(given, first, dim)
+        joined = _along_split_dim(operands, first, dim)
     else:
-        tiles = [_tile_beside(x, first) for x in given]
+        tiles = [_tile_beside(x, first) for x in operands]
         layout, mesh, dims = first.spatial_layout, first.mesh, first.spatial_dims
         joined = from_tile(torch.cat(tiles, dim), layout, mesh, dims)
     return joined if joined.dtype == whole.dtype else joined.to(whole.dtype)
 
 
 def _tile_beside(x: Tensor, first: SpatialTensor) -> Tensor:
-    """This rank's tile of an operand, cut as `first` is; a whole tensor gives its own box."""
+    """This rank's tile of an operand, split or whole, on the layout of `first`."""
     _check_dims(x, first)
     if isinstance(x, SpatialTensor):
         return to_tile(on_layout(x, first.spatial_layout))
@@ -50,50 +50,50 @@ def _check_dims(x: Tensor, first: SpatialTensor) -> None:
             torch.cat,
             [first],
             f"another operand is split{x.spatial_dims.describe() or ', spatial dims last'}; "
-            "permute it so that they are at the same dims",
+            "permute it so that the spatial dims are at the same dims",
         )
 
 
-def _along_split_dim(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
-    """One image below, or beside, the other: each brings to every rank what lies in its box."""
+def _along_split_dim(operands: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
+    """Concatenate images along a spatial dim: each rank fetches its box of every operand."""
     if list(first.spatial_dims.at).count(dim) > 1:
-        return _beside_pixels(given, first, dim)
+        return _beside_pixels(operands, first, dim)
     dims = apart_dims(torch.cat, first)
     along, last = dims.index(dim), image_dims(len(dims)).at
-    sizes = [x.shape[dim] for x in given]
+    sizes = [x.shape[dim] for x in operands]
     output = first.spatial_layout.of_samples(1).resized(along, sum(sizes))
     starts = accumulate(sizes, initial=0)
     pieces = [
-        _within(x, first, output, start, along) for x, start in zip(given, starts, strict=False)
+        _within(x, first, output, start, along) for x, start in zip(operands, starts, strict=False)
     ]
     image = torch.cat(pieces, last[along])
     return from_tile(image.movedim(last, dims), output, first.mesh, first.spatial_dims)
 
 
-def _beside_pixels(given: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
-    """The tokens of one image, and whole tensors before and after them: class tokens, registers."""
+def _beside_pixels(operands: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
+    """Add whole tensors (class tokens, registers) before and after the tokens of an image."""
     dims = first.spatial_dims
-    if sum(isinstance(x, SpatialTensor) for x in given) > 1 or set(dims.outer) != {1}:
+    if sum(isinstance(x, SpatialTensor) for x in operands) > 1 or set(dims.outer) != {1}:
         raise refusal(
             torch.cat,
             [first],
-            "beside the tokens of an image there may be whole tensors only: call full_tensor() on "
+            "tokens of an image can be concatenated with whole tensors only: call full_tensor() on "
             "all operands but one",
         )
-    place = next(number for number, x in enumerate(given) if x is first)
-    sizes = [x.shape[dim] for x in given]
+    place = next(number for number, x in enumerate(operands) if x is first)
+    sizes = [x.shape[dim] for x in operands]
     joined = dims._replace(
         prefix=dims.prefix + sum(sizes[:place]), suffix=dims.suffix + sum(sizes[place + 1 :])
     )
-    has_tokens = first.mesh.part == 0  # the others keep them in their graph
+    has_tokens = first.mesh.part == 0  # other ranks keep them in their graph
     tiles = [
-        to_tile(first) if x is first else x if has_tokens else x.narrow(dim, 0, 0) for x in given
+        to_tile(first) if x is first else x if has_tokens else x.narrow(dim, 0, 0) for x in operands
     ]
     return from_tile(torch.cat(tiles, dim), first.spatial_layout, first.mesh, joined)
 
 
 def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:
-    """What of `x`, which begins at `start` of the output, lies in this rank's box of it."""
+    """The part of `x`, which begins at `start` of the output, in this rank's output box."""
     _check_dims(x, first)
     dims, mesh = first.spatial_dims.at, first.mesh
     last = image_dims(len(dims)).at
@@ -113,7 +113,7 @@ def _shifted(box: Box, start: int, size: int, along: int) -> Box:
 
 @register_op(torch.stack, split=("tensors",), prefix=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    asked(torch.stack, tensors, dim)
+    on_meta(torch.stack, tensors, dim)
     return cat([x.unsqueeze(dim) for x in tensors], dim)
 
 

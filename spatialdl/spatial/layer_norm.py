@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: over channels every tile by itself, over the image together."""
+"""LayerNorm and RMSNorm: local over channels, with exchanged statistics over pixels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.moments import moments_over
-from spatialdl.spatial.span import ReductionSpan, asked, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, on_meta, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
 class _Standardised(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + eps)`` over a span; keeps the tile and its statistics."""
+    """``(x - mean) / sqrt(variance + eps)`` over a span; saves the tile and its statistics."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, span: ReductionSpan, eps: float) -> Tensor:
@@ -62,9 +62,9 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enable: bool = True,  # of torch.layer_norm
+    cudnn_enable: bool = True,  # torch.layer_norm only
 ) -> Tensor:
-    asked(F.layer_norm, input, normalized_shape)  # PyTorch's errors, on all ranks alike
+    on_meta(F.layer_norm, input, normalized_shape)  # raises PyTorch's errors on all ranks
     span = span_of(input, _last_dims(input, normalized_shape))
     if not span.crosses:
         y = F.layer_norm(to_tile(input), normalized_shape, weight, bias, eps)
@@ -82,7 +82,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    asked(F.rms_norm, input, normalized_shape)
+    on_meta(F.rms_norm, input, normalized_shape)
     span = span_of(input, _last_dims(input, normalized_shape))
     tile = to_tile(input)
     if not span.crosses:

@@ -1,8 +1,9 @@
-"""Losses on dense outputs: the numbers of the whole image, whatever each rank holds of it.
+"""Losses on dense outputs, equal to those of the whole image.
 
-Numerators and denominators are summed over the ranks, in float64, so that parts weigh what they
-hold. Without a reduction the losses of the pixels are split as the image is. The functions of
-``torch.nn.functional`` are written in Python; what is taught here is what they call.
+Numerators and denominators are summed over the ranks in float64, so that tiles of different sizes
+are weighted correctly. Without a reduction the losses of the pixels are split as the image is. The
+functions of ``torch.nn.functional`` are written in Python; the functions that they call are
+registered here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from spatialdl.parallel.layout import image_shape
 from spatialdl.random.composite import inside
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
@@ -31,11 +32,11 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # PyTorch's numbers for reductions
 
 
 def _added_up(function: Function, tile: Tensor, *others: Any) -> tuple[Tensor, torch.dtype]:
-    """The sum of a loss over this tile, in float64, and the type that PyTorch gives it.
+    """The sum of a loss over this tile in float64, and its dtype in PyTorch.
 
-    Autocast may have a say in that. `function` is told the reduction.
+    The dtype may depend on autocast. `function` takes the reduction as its last argument.
     """
-    if tile.dtype in HALF:  # a sum may be larger than half precision can say
+    if tile.dtype in HALF:  # a sum may overflow half precision
         pixels: Tensor = function(tile, *others, _NONE)
         return pixels.sum(dtype=torch.float64), pixels.dtype
     total: Tensor = function(tile, *others, _SUM)
@@ -55,7 +56,7 @@ def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) ->
 
 def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: Any) -> Tensor:
     """A loss of tensors that broadcast to one image; `options` follow the reduction."""
-    asked(func, *operands, reduction, *options)  # PyTorch's errors, on all ranks
+    on_meta(func, *operands, reduction, *options)  # raises PyTorch's errors on all ranks
     (lifted, _) = on_one_layout(func, operands, {})
     first = next(x for x in lifted if isinstance(x, SpatialTensor))
     tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
@@ -167,7 +168,7 @@ def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
 
 @register_op(F.l1_loss)
 def weighted_l1_loss(*args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch forgets the weight when it asks whether an operand wants to handle the loss."""
+    """Read the weight from the caller's frame: PyTorch does not pass it to handlers."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -183,7 +184,7 @@ def weighted_l1_loss(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _class_map(func: Function, logits: SpatialTensor, target: Tensor) -> Tensor:
-    """The tile of a target, of classes (N, H, W) or of probabilities as the logits."""
+    """The tile of a target: classes (N, H, W), or probabilities with the logits' shape."""
     if target.shape == logits.shape:
         lifted = lift(func, target, logits, logits.shape)
     else:
@@ -193,10 +194,11 @@ def _class_map(func: Function, logits: SpatialTensor, target: Tensor) -> Tensor:
 
 
 def split_as_target(func: Function, input: Tensor, target: SpatialTensor) -> SpatialTensor:
-    """A full tensor of classes, the same on every rank of the grid, split as its target is.
+    """Whole logits, the same on every rank of the grid, split as their target is.
 
-    Each rank takes its own box, and so does backward: the gradient of the full tensor is 0 beside
-    it, and the sum over the ranks is that of the loss, times their number as of any other tensor.
+    Each rank takes its own box. In backward the gradient of the whole tensor is 0 outside of this
+    box. Its sum over the ranks is the gradient of the loss times the number of ranks, as for any
+    other tensor.
 
     Args:
         input: (N, C, *spatial).
@@ -209,11 +211,11 @@ def split_as_target(func: Function, input: Tensor, target: SpatialTensor) -> Spa
 def _check_classes(func: Function, input: SpatialTensor) -> None:
     if input.dim() < 2 or 1 in split_dims(input):
         shape = image_shape(len(input.mesh.grid))
-        raise refusal(func, [input], f"it takes {shape}, the classes in the second dim")
+        raise refusal(func, [input], f"it takes {shape}, with the classes in dim 1")
 
 
 def _weight_of_classes(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What the pixels of this tile weigh together."""
+    """The total class weight of the pixels of this tile."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum(dtype=torch.float64)
@@ -231,10 +233,10 @@ def _over_classes(
 ) -> Tensor:
     if isinstance(input, SpatialTensor):
         _check_classes(func, input)
-    asked(func, input, target, weight, reduction, ignore_index, *options)
+    on_meta(func, input, target, weight, reduction, ignore_index, *options)
     if not isinstance(input, SpatialTensor):
         if not isinstance(target, SpatialTensor):
-            raise refusal(func, spatial_in([weight]), "its weights of classes are split")
+            raise refusal(func, spatial_in([weight]), "its class weights must not be split")
         input = split_as_target(func, input, target)
     tile, classes = to_tile(input), _class_map(func, input, target)
     if reduction == _NONE:

@@ -1,4 +1,4 @@
-"""Products with matrices: linear layers, matmul and its kin, einsum."""
+"""Matrix products: linear layers, matmul and related functions, einsum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spatialdl.spatial.contract import contract
 from spatialdl.spatial.dense import dense
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import autocast_cast
@@ -30,9 +30,9 @@ def linear(input: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _mixed(input: SpatialTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Over pixels: over all tokens, or along rows or columns alone."""
+    """A linear layer over pixels: over all tokens, or along rows or columns alone."""
     x, weight, bias = autocast_cast(input, weight, bias)
-    asked(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
+    on_meta(F.linear, *([x, weight] if bias is None else [x, weight, bias]))
     before, row = string.ascii_uppercase[: input.dim() - 1], "n" * (weight.dim() - 1)
     mixed = contract(F.linear, (x, weight), (before + "k", row + "k"), before + row, F.linear)
     return mixed if bias is None else mixed + bias
@@ -65,7 +65,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 @register_op(Tensor.__rmatmul__, split=("input", "other"), prefix=True)
 def rmatmul(input: Tensor, other: Tensor) -> Tensor:
-    """``other @ input``, where `other` does not know how."""
+    """``other @ input``, if `other` does not implement it."""
     return _matmul(torch.matmul, other, input)
 
 
@@ -128,7 +128,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str):
-        raise refusal(torch.einsum, spatial_in(operands), "write the equation as a string")
+        raise refusal(torch.einsum, spatial_in(operands), "pass the equation as a string")
     letters, result = _parsed(equation.replace(" ", ""), operands)
     for names in letters:
         if len(set(names)) < len(names):
@@ -145,7 +145,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
 
 
 def _parsed(equation: str, operands: tuple[Tensor, ...]) -> tuple[list[str], str]:
-    """Letters of the operands and of the result, ``...`` written out."""
+    """The letters of the operands and of the result, with ``...`` expanded."""
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if len(terms) != len(operands):
@@ -181,7 +181,5 @@ def _check_sizes(equation: str, letters: list[str], operands: tuple[Tensor, ...]
         for name, size in zip(names, x.shape, strict=True):
             known = sizes.setdefault(name, size)
             if 1 not in (known, size) and known != size:
-                raise RuntimeError(
-                    f"einsum: '{name}' in '{equation}' stands for sizes {known} and {size}"
-                )
+                raise RuntimeError(f"einsum: '{name}' in '{equation}' has sizes {known} and {size}")
             sizes[name] = max(known, size)

@@ -1,8 +1,8 @@
 """Mean and variance over any dims of a split tensor.
 
-Each rank takes mean and squared deviations of its tile; counts, means and deviations are combined
-in float64 (Chan, Golub, LeVeque 1979), never as raw sums of squares, which in float32 are off by
-1e-2 where the mean is 1,000 times the deviation. The same bits come out on every rank.
+Each rank computes mean and squared deviations of its tile. Counts, means and deviations are
+combined in float64 (Chan, Golub, LeVeque 1979). Raw sums of squares in float32 would be off by
+1e-2 where the mean is 1,000 times the deviation. The result is bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def tile_moments(tile: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and sum of squared deviations of a tile over `dims`, kept; float64."""
+    """Count, mean and sum of squared deviations of a tile over `dims`, kept as dims; float64."""
     if tile.numel() == 0:
         zeros = tile.sum(dims, keepdim=True).double()
         return zeros, zeros, zeros
@@ -35,7 +35,7 @@ def tile_moments(tile: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, T
 
 
 def combined(counts: Tensor, means: Tensor, deviations: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and squared deviations of all parts, from those of each, (parts, ...)."""
+    """Mean and squared deviations of all parts together, from those of each, (parts, ...)."""
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count
     deviation = (deviations + counts * (means - mean).square()).sum(0)
@@ -51,7 +51,7 @@ def moments_over(tile: Tensor, span: ReductionSpan, name: str) -> tuple[Tensor, 
 
 
 class _Moments(torch.autograd.Function):
-    """Keeps the tile and its mean."""
+    """Saves the tile and its mean."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, span: ReductionSpan) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def _variance(
         return without_dims(x, result, removed)
     mean, squares = _Moments.apply(to_tile(x), span)  # type: ignore[no-untyped-call]
     value = squares / torch.tensor(max(span.count - correction, 0), dtype=squares.dtype)
-    if deviation:  # the gradient where nothing deviates is zero, as in PyTorch
+    if deviation:  # for zero deviation the gradient is zero, as in PyTorch
         zero = value == 0
         value = value.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
     value = value.to(x.dtype)

@@ -1,8 +1,8 @@
 """BatchNorm with the statistics of the whole image.
 
-Each rank takes mean and variance of its tile; counts, means and squared deviations are combined in
-float64 (Chan, Golub, LeVeque 1979), never as raw sums of squares, which in float32 are off by
-1e-2 where the mean is 1,000 times the deviation. The same bits come out on every rank.
+Each rank computes mean and variance of its tile. Counts, means and squared deviations are combined
+in float64 (Chan, Golub, LeVeque 1979). Raw sums of squares in float32 would be off by 1e-2 where
+the mean is 1,000 times the deviation. The result is bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ aten = torch.ops.aten
 
 
 class ChannelMoments(NamedTuple):
-    """Per channel, float64: mean and biased variance over `pixels` pixels.
+    """Mean and biased variance over `pixels` pixels per channel; float64.
 
-    A rank that does not know their number has it as float64 (), which the host does not wait for.
+    A rank that does not know the count has it as a float64 tensor (), so that the host does not
+    synchronise.
     """
 
     pixels: float | Tensor
@@ -37,7 +38,7 @@ class ChannelMoments(NamedTuple):
     variance: Tensor
 
     def of(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance in the type in which `tile` is normalised, never half precision."""
+        """Mean and variance in the dtype that normalises `tile`, never half precision."""
         wide = torch.float32 if tile.dtype in HALF else tile.dtype
         return self.mean.to(wide), self.variance.to(wide)
 
@@ -49,14 +50,14 @@ def global_moments(
 
     Args:
         tile: (N, C, ...); may be empty.
-        count: pixels per channel on all ranks together; None if this rank does not know.
+        count: pixels per channel on all ranks together; None if unknown.
     """
     mean, variance = _tile_moments(tile)
     own = tile.numel() // max(tile.shape[1], 1)
     if comm.size == 1:
         return ChannelMoments(own if count is None else count, mean.double(), variance.double())
     held = constant(float(own), 1, torch.float64, tile.device)
-    message = torch.cat([held, mean, variance])  # in the widest of their types
+    message = torch.cat([held, mean, variance])  # promoted to the widest dtype
     gathered = gather_over_ranks(comm, message, f"{name} statistics")
     counts, statistics, channels = gathered[:, 0], gathered[:, 1:], tile.shape[1]
     pixels = counts.sum() if count is None else count
@@ -72,7 +73,7 @@ def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
         return zeros, zeros
     wide = tile.float() if tile.dtype in HALF and not tile.is_cuda else tile
     if tile.is_cuda or tile.is_cpu:  # Welford's method in one pass, twice as fast as var_mean
-        # on a GPU the results are never half precision, and need no copy of the tile
+        # On a GPU the results are never half precision, so the tile is not copied.
         mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
     else:
         dims = tuple(d for d in range(tile.dim()) if d != 1)
@@ -81,7 +82,7 @@ def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Keeps the tile and its statistics."""
+    """Saves the tile and its statistics."""
 
     @staticmethod
     def forward(
@@ -159,16 +160,16 @@ def gradient_of_tile(
     eps: float,
     totals: Tensor,
 ) -> Tensor:
-    """Ioffe and Szegedy (2015), section 3: the gradient through the statistics too.
+    """The gradient of the tile, statistics included (Ioffe and Szegedy 2015, section 3).
 
     Args:
-        totals: means over all pixels that share a statistic of ``weight * grad``, per channel,
+        totals: per channel, the means of ``weight * grad`` over all pixels that share a statistic,
             followed by those of ``weight * grad * (x - mean) / std``.
     """
     if tile.numel() == 0:
         return torch.empty_like(tile)
     scale = (variance + eps).rsqrt_()
-    # in two passes: -scale * (mean_projection * normalised x + mean_grad), then + scale * grad
+    # Two passes: -scale * (mean_projection * normalised x + mean_grad), then + scale * grad.
     by_mean, by_projection = totals.to(mean.dtype).view(2, -1).mul(scale.neg()).unbind()
     result = torch.batch_norm(tile, by_projection, by_mean, mean, variance, False, 0.0, eps, False)
     if weight is not None:
@@ -177,12 +178,12 @@ def gradient_of_tile(
 
 
 def check_channels(name: str, x: SpatialTensor) -> None:
-    """Refuse an image whose second dim is split: it does not hold the channels."""
+    """Refuse an image without an unsplit dim 1, the channels."""
     if x.dim() < 2 or 1 in split_dims(x):
         advice = "add the missing dim before the image is split"
         if x.dim() > 1 and x.spatial_dims.is_flat:
             advice = (
-                "put it before the map is flattened, or gather there: parallel.gather_before=NAME "
+                "move it before the flattening, or gather the map: parallel.gather_before=NAME "
                 "of this module, or spatialdl.gather_before(model, NAME)"
             )
         shape = image_shape(len(x.mesh.grid))
@@ -206,13 +207,13 @@ def batch_norm(
     tile, mesh = to_tile(input), input.mesh
     if not training:
         if running_mean is None or running_var is None:
-            raise ValueError("batch_norm in evaluation needs running statistics")
+            raise ValueError("batch_norm needs running statistics in evaluation")
         y = F.batch_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
         return without_dims(input, y, ())
     replicas = StatisticsOver.comm
     count = None if replicas else input.numel() // input.shape[1]
     comm = replicas or mesh.grid_comm
-    if comm.size == 1 and count != 1 and momentum is not None:  # PyTorch's own does the same
+    if comm.size == 1 and count != 1 and momentum is not None:  # PyTorch's kernel computes the same
         y = F.batch_norm(tile, running_mean, running_var, weight, bias, True, momentum, eps)
         return without_dims(input, y, ())
     y = trained(tile, comm, count, running_mean, running_var, weight, bias, momentum, eps)
@@ -220,10 +221,10 @@ def batch_norm(
 
 
 class StatisticsOver:
-    """Over whose tiles a split image is normalised in training, see `spatial.replicas`.
+    """The ranks that share BatchNorm statistics in training, see `spatial.replicas`.
 
     Attributes:
-        comm: its own grid's if None.
+        comm: these ranks; None for the grid of the image.
         parts: of an image.
     """
 
@@ -247,17 +248,17 @@ def trained(
 
     Args:
         count: see `global_moments`.
-        copies: how many of the ranks hold the same; that many count as one.
+        copies: number of ranks with equal tiles, which count once.
     """
     if momentum is None:
-        raise TypeError("batch_norm: momentum must be a number; BatchNorm layers take None")
+        raise TypeError("batch_norm: momentum must be a number; only BatchNorm layers accept None")
     with torch.no_grad():
         moments = global_moments(tile, count, comm, "batch_norm")
-        # asked only where it may be, or the host would wait
+        # The count is read only for single values, as reading it synchronises with the device.
         is_known = not (isinstance(moments.pixels, Tensor) and moments.pixels.is_meta)
         if tile.numel() <= tile.shape[1] and is_known and int(moments.pixels) == copies:
             raise ValueError(
-                "batch_norm needs more than one value per channel to train, got one with "
+                "batch_norm: expected more than 1 value per channel when training, got 1 with "
                 f"{tile.shape[1]} channels"
             )
         moments = ChannelMoments(moments.pixels, *moments.of(tile))
@@ -289,7 +290,7 @@ def update_running(
     running_var: Tensor | None,
     momentum: float,
 ) -> None:
-    """Move running statistics towards those of this batch; the variance is the unbiased one."""
+    """Update running statistics by those of this batch, with the unbiased variance."""
     unbiased = moments.variance * (moments.pixels / (moments.pixels - 1))
     both = (running_mean, moments.mean), (running_var, unbiased)
     kept = [(one, value.to(one.dtype)) for one, value in both if one is not None]

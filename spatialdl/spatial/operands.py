@@ -1,7 +1,7 @@
-"""Bringing the operands of a pointwise operation onto one layout.
+"""Brings the operands of a pointwise operation to one layout.
 
-Tensors beside a split one: a scalar stays as it is; what has size 1 where rows and columns are is
-broadcast; a whole image is cut to the own box; a split image on another layout is repartitioned.
+Scalars stay unchanged, tensors of size 1 in the spatial dims are broadcast, whole images are cut
+to the own box, and split images on another layout are repartitioned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layou
 
 @register_op(any_other, prefix=True)
 def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of `func` with all tensor operands lifted to one shape and layout."""
+    """The arguments of `func` with all tensors brought to one shape and layout."""
     if len(args) == 2 and not kwargs and _are_alike(*args):
         return args, kwargs
     is_flat = not kwargs and not any(isinstance(value, list | tuple | dict) for value in args)
@@ -37,7 +37,7 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
     written = _written(func, args, kwargs)
     if any(not isinstance(value, SpatialTensor) for value in written):
-        raise refusal(func, split, "a whole tensor cannot take a split one in place")
+        raise refusal(func, split, "a split tensor cannot be written to a whole one in place")
     shape = _broadcast_shape(func, split, operands)
     target = _target(split, written, shape)
     if all(_fits(value, target, shape) for value in operands):
@@ -51,14 +51,14 @@ def on_one_layout(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _are_alike(x: Any, y: Any) -> bool:
-    """Whether two operands are split tensors of one shape and layout, as most are."""
+    """Whether two operands are split tensors of one shape and layout, the common case."""
     both = type(x) is SpatialTensor and type(y) is SpatialTensor
     return both and x._tile.shape == y._tile.shape and aligned(x, y)
 
 
 @register_op(Tensor.backward, prefix=True)
 def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """A whole gradient of a split image is cut to the own box."""
+    """Backward, with a whole gradient of a split image cut to the own box."""
     leave_alone([self])
     if isinstance(self, SpatialTensor) and gradient is not None:
         gradient = lift(Tensor.backward, gradient, self, self.shape)
@@ -70,14 +70,14 @@ def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs:
 @register_op(Tensor.data.__set__, prefix=True)  # type: ignore[attr-defined]
 @torch.no_grad()
 def set_data(self: SpatialTensor, value: Tensor) -> None:
-    """``x.data = value``: the tile becomes that of the value, with which it shares memory."""
+    """``x.data = value``: the tile becomes that of `value` and shares its memory."""
     function = Tensor.data.__set__  # type: ignore[attr-defined]
     if (value.shape, value.dtype) != (self.shape, self.dtype):
         raise refusal(
             function,
             [self],
-            f"it is {self.dtype} of shape {tuple(self.shape)} and would become {value.dtype} of "
-            f"shape {tuple(value.shape)}; set the variable itself",
+            f"it would change {self.dtype} of shape {tuple(self.shape)} to {value.dtype} of "
+            f"shape {tuple(value.shape)}; rebind the variable",
         )
     lifted = lift(function, value, self, self.shape)
     assert isinstance(lifted, SpatialTensor)
@@ -86,7 +86,7 @@ def set_data(self: SpatialTensor, value: Tensor) -> None:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that `func` writes into: its first argument in place, or ``out``."""
+    """The tensors that `func` writes to: its first argument in place, or ``out``."""
     name = getattr(func, "__name__", "")
     ends_in_place = name.endswith("_") and not name.endswith("__")
     in_place = ends_in_place or name in ("__setitem__", "__set__")
@@ -96,16 +96,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _broadcast_shape(func: Any, split: list[SpatialTensor], operands: list[Tensor]) -> torch.Size:
     if all(value.shape == operands[0].shape for value in operands):
-        return operands[0].shape  # PyTorch's function is slower than many operations
+        return operands[0].shape  # torch.broadcast_shapes is slower than many operations
     try:
         return torch.Size(torch.broadcast_shapes(*(value.shape for value in operands)))  # type: ignore[no-untyped-call]
     except RuntimeError:
         shapes = ", ".join(str(tuple(value.shape)) for value in operands)
-        raise refusal(func, split, f"operands of shapes {shapes} do not fit together") from None
+        raise refusal(func, split, f"operands of shapes {shapes} do not broadcast") from None
 
 
 def _target(split: list[SpatialTensor], written: list[Tensor], shape: torch.Size) -> SpatialTensor:
-    """The operand whose layout the others take: what is written, else the first of full size."""
+    """The operand that determines the layout: a written one, else the first of full size."""
     for value in written:
         if isinstance(value, SpatialTensor):
             return value
@@ -123,9 +123,9 @@ def _fits(value: Tensor, target: SpatialTensor, shape: torch.Size) -> bool:
 
 
 def lift(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> Tensor:
-    """`value` broadcast to `shape` and split as `target` is, so that tiles meet tiles.
+    """`value` broadcast to `shape` and split as `target` is.
 
-    A scalar that needs no gradient is left as it is.
+    A scalar that needs no gradient is returned unchanged.
     """
     if isinstance(value, SpatialTensor):
         if value is target and value.shape == shape:
@@ -141,8 +141,8 @@ def lift(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> 
     if value.dim() == 0:
         if not value.requires_grad:
             return value
-        # a trained scalar: seen as an image its gradient is a sum over the own tile; and a scalar
-        # does not widen the type of what it is combined with
+        # A trained scalar: broadcast to an image, its gradient is a sum over the own tile. The cast
+        # keeps PyTorch's rule that scalars do not promote the dtype of the other operand.
         if value.is_floating_point() == target.is_floating_point():
             value = value.to(target.dtype)
     return own_box_of(func, value, target, shape)
@@ -156,19 +156,19 @@ def _on_layout_of(
     if any(value.shape[dim] == 1 for dim in value.spatial_dims.at):
         return value.full_tensor()  # one row or one column: small
     dims = value.spatial_dims
-    what = f"another split tensor of shape {tuple(value.shape)}"
+    description = f"another split tensor of shape {tuple(value.shape)}"
     if dims.describe() == target.spatial_dims.describe():
-        advice = f"{what} is split {value.describe()}; call full_tensor() on it"
+        advice = f"{description} is split {value.describe()}; call full_tensor() on it"
     else:
         advice = (
-            f"{what}{dims.describe()} meets one of shape {tuple(target.shape)}; permute it so that "
-            "the spatial dims are at the same dims"
+            f"{description}{dims.describe()} does not match one of shape {tuple(target.shape)}; "
+            "permute it so that the spatial dims are at the same dims"
         )
     raise refusal(func, [target], advice)
 
 
 def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Size) -> SpatialTensor:
-    """A whole tensor beside a split one: broadcast, or cut to the own box; of `shape`."""
+    """A whole tensor split as `target` is: cut to the own box, broadcast to `shape`."""
     dims, mesh, layout = target.spatial_dims, target.mesh, target.spatial_layout
     value = value.reshape((1,) * (len(shape) - value.dim()) + tuple(value.shape))
     box = mesh.own_box(layout)
@@ -177,9 +177,9 @@ def own_box_of(func: Any, value: Tensor, target: SpatialTensor, shape: torch.Siz
             raise refusal(
                 func,
                 [target],
-                f"its operand of shape {tuple(value.shape)} is no image of the global size "
-                f"{tuple(target.shape)} and does not broadcast to one; call full_tensor() before "
-                "it, or teach it with spatialdl.register_op",
+                f"its operand of shape {tuple(value.shape)} does not broadcast to the global shape "
+                f"{tuple(target.shape)}; call full_tensor() before it, or register a handler with "
+                "spatialdl.register_op",
             )
     if mesh.agreement is not None and all(value.shape[dim] > 1 for dim in dims.at):
         mesh.agreement.operand(value)
@@ -200,12 +200,12 @@ def cut(
     intervals: Sequence[Interval],
     part: int,
 ) -> Tensor:
-    """The box of a whole tensor whose spatial dims are at `dims`; dims of size 1 stay.
+    """The box of a whole tensor with the spatial dims `dims`; dims of size 1 stay.
 
     Args:
         size: of the whole image.
         intervals: the box.
-        part: whose box it is.
+        part: the owner of the box.
     """
     if dims.beside and whole.shape[dims.at[0]] > 1:
         before, pixels, after = apart(whole, dims)

@@ -55,7 +55,7 @@ def _check(
     mode: str,
     value: float | None,
 ) -> None:
-    """Raise what PyTorch raises for the whole image."""
+    """Raise PyTorch's errors for the whole image."""
     F.pad(torch.empty(shape, dtype=dtype, device="meta"), pads, mode, value)
 
 
@@ -66,7 +66,7 @@ def _padded(x: SpatialTensor, bounds: Bounds, pads: tuple[int, int], mode: str) 
 
 
 def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -> list[Segment]:
-    """What the padded dim reads of the `size` inputs; negative pads crop."""
+    """The segments of the padded dim of `size` inputs; negative pads crop."""
     left, right = max(before, 0), max(after, 0)
     first, count = max(-before, 0), size + min(before, 0) + min(after, 0)
     if mode == "constant":
@@ -74,7 +74,7 @@ def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -
     if mode in ("replicate", "reflect"):
         return _mirrored(size, before, after, mode)
     if left > count or right > count:
-        raise refusal(F.pad, [x], f"a circular pad of ({before}, {after}) takes what it crops")
+        raise refusal(F.pad, [x], f"a circular pad of ({before}, {after}) reads cropped pixels")
     return [
         Segment(left, first + count - left),
         Segment(count, first),
@@ -83,7 +83,10 @@ def _segments(x: SpatialTensor, size: int, before: int, after: int, mode: str) -
 
 
 def _mirrored(size: int, before: int, after: int, mode: str) -> list[Segment]:
-    """Output j reads input j - before, mirrored or held at the ends; a crop may reach the pad."""
+    """The segments of mode reflect or replicate; a crop may remove part of the pad.
+
+    Output j reads input j - before, reflected or replicated at the ends.
+    """
     total = size + before + after
     left = min(max(before, 0), total)
     first = left - before
@@ -97,7 +100,7 @@ def _mirrored(size: int, before: int, after: int, mode: str) -> list[Segment]:
 
 
 def _pad_tokens(x: SpatialTensor, before: int, after: int, value: float | None) -> Tensor:
-    """Entries before and after all tokens belong to no pixel, as class tokens do."""
+    """Pad tokens by entries before and after them that belong to no pixel, as class tokens."""
     dim = x.spatial_dims.at[0]
     if min(before, after) < 0:
         raise refusal(F.pad, [x], "tokens of an image can be padded, not cropped")
@@ -113,7 +116,7 @@ def _pad_tokens(x: SpatialTensor, before: int, after: int, value: float | None) 
 def _pad_other_dims(
     x: SpatialTensor, pads: dict[int, tuple[int, int]], mode: str, value: float | None
 ) -> SpatialTensor:
-    """Padding along dims that are not split: local."""
+    """Pad dims that are not split; local."""
     tile = to_tile(x)
     for dim, (before, after) in pads.items():
         if mode == "constant":

@@ -1,7 +1,8 @@
-"""Pixels that an index tensor picks along split dims, as the keys of computed windows.
+"""Selects pixels along split dims by an index tensor, e.g. the keys of computed windows.
 
-The host does not read an index, which may be on a device: the tiles of all parts circulate, and
-each rank takes out of them what its own outputs read. So it holds two tiles at once, not the image.
+The index may be on a device and is not read by the host. Instead the tiles of all parts circulate,
+and each rank selects the inputs of its outputs from each. So it holds two tiles at a time, not the
+image.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from spatialdl.spatial.tensor import SpatialTensor, bring, from_tile
 
 
 def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTensor:
-    """`x` with an index of any shape (n, ...) applied to a dim that holds spatial dims.
+    """`x` indexed by a tensor of any shape (n, ...) along a dim that holds spatial dims.
 
     Args:
-        func: the operation that asks, for messages.
+        func: the operation, for messages.
         dim: negative.
-        index: whole numbers, the same on every rank; its first dim is split in the place of `dim`.
+        index: integers, the same on every rank; its first dim replaces `dim` as a split dim.
     """
     dims, layout, mesh, size = x.spatial_dims, x.spatial_layout, x.mesh, x.shape[dim]
     held = tuple(number for number, at in enumerate(dims.at) if at == dim)
     if dims.beside or dims.outer[held[0]] > 1:
-        raise refusal(func, [x], "an index may pick pixels alone: not samples, nor class tokens")
+        raise refusal(func, [x], "an index may select pixels only, not samples or class tokens")
     if len(held) > 1 and len(index) != size:
-        raise refusal(func, [x], "an index of merged split dims must have a row for each of them")
-    if index.device.type == "cpu" and index.numel():  # on all ranks; on a device kernels assert
+        raise refusal(func, [x], f"an index of merged split dims must have {size} rows")
+    if index.device.type == "cpu" and index.numel():  # on a device kernels assert
         low, high = map(int, index.aminmax())
         if low < (0 if func is torch.index_select else -size) or high >= size:
             raise IndexError(
@@ -57,7 +58,7 @@ def picked(func: object, x: SpatialTensor, dim: int, index: Tensor) -> SpatialTe
 
 
 def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, name: str) -> Tensor:
-    """What an index takes of a dim, from the tiles of all parts along it; differentiable."""
+    """The entries of a dim at an index, from the tiles of all parts along it; differentiable."""
     layout, dims, size = x.spatial_layout, x.spatial_dims, x.shape[dim]
     taken: Tensor | None = None
     for plan, part in _turns(layout, held, x.mesh.part):
@@ -66,7 +67,7 @@ def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, nam
         is_here = (places >= 0).view(-1, *(1,) * (-dim - 1))
         if tile.shape[dim] > 0:
             here = tile.index_select(dim, places.clamp_min(0))
-        else:  # all ranks walk the same graph
+        else:  # all ranks need the same graph
             here = tile.sum(dim, keepdim=True).to(tile.dtype)
         taken = torch.where(is_here, here, torch.zeros_like(here) if taken is None else taken)
     assert taken is not None
@@ -75,7 +76,7 @@ def _taken(x: SpatialTensor, dim: int, held: tuple[int, ...], index: Tensor, nam
 
 @lru_cache(maxsize=4096)
 def _turns(layout: Layout, held: tuple[int, ...], part: int) -> tuple[tuple[Plan, int], ...]:
-    """The plans by which the tiles of all parts along some dims circulate; whose come to `part`."""
+    """The plans by which tiles circulate along some dims, and the part that `part` receives."""
     turns = []
     for steps in product(*(range(layout.grid[number]) for number in held)):
         by_dim = dict(zip(held, steps, strict=True))
@@ -86,16 +87,16 @@ def _turns(layout: Layout, held: tuple[int, ...], part: int) -> tuple[tuple[Plan
 
 
 def _further(layout: Layout, part: int, steps: dict[int, int]) -> int:
-    """The part that lies so many steps further along some dims, round at the end."""
-    found = 0
+    """The part `steps` further along some dims, cyclically."""
+    index = 0
     for number, (place, parts) in enumerate(zip(layout.part_at(part), layout.grid, strict=True)):
-        found = found * parts + (place + steps.get(number, 0)) % parts
-    return found
+        index = index * parts + (place + steps.get(number, 0)) % parts
+    return index
 
 
 @lru_cache(maxsize=4096)
 def _places(layout: Layout, dims: SpatialDims, size: int, dim: int, part: int) -> Tensor:
-    """Where in the tile of a part each entry of a dim is; -1: not there."""
+    """The index in the tile of a part of each entry of a dim; -1 if not in the tile."""
     places = torch.full((size,), -1)
     own = positions_in(layout, dims, size, dim, part)
     places[own] = torch.arange(len(own))
@@ -103,20 +104,20 @@ def _places(layout: Layout, dims: SpatialDims, size: int, dim: int, part: int) -
 
 
 def blocks(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]] | None:
-    """The part of each index tensor's shape that is its own; None if they share dims of the result.
+    """The block of result dims of each index tensor; None if tensors share dims of the result.
 
-    Tensors that PyTorch would broadcast, each of size 1 where another one is not, in their order:
+    For tensors that PyTorch would broadcast, in order, each of size 1 in the dims of the rest:
     (H, K, 1, 1) and (W, K) index rows by (H, K), columns by (W, K).
     """
     count = max(map(len, shapes))
     aligned = [(*(1,) * (count - len(shape)), *shape) for shape in shapes]
-    found, start = [], 0
+    result, start = [], 0
     for number, shape in enumerate(aligned):
         own = [dim for dim, size in enumerate(shape) if size > 1]
         is_last = number == len(aligned) - 1
         stop = count if is_last else max(own, default=start) + 1
         if stop <= start or any(not start <= dim < stop for dim in own):
             return None
-        found.append(tuple(shape[start:stop]))
+        result.append(tuple(shape[start:stop]))
         start = stop
-    return found
+    return result

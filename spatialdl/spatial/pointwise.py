@@ -1,6 +1,6 @@
-"""Functions of torch.nn.functional that are pointwise but do not reach PyTorch's own check.
+"""Pointwise functions of torch.nn.functional that need a handler.
 
-Most pointwise operations need nothing here: PyTorch marks them, and the guard lets them through.
+Most pointwise operations need none: PyTorch tags them, and they run on the tiles.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.spatial.norm import check_channels
-from spatialdl.spatial.span import asked, split_dims, without_dims
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 
@@ -31,15 +31,15 @@ def logsigmoid(input: SpatialTensor) -> Tensor:
 
 @register_op(F.glu, split=("input",), prefix=True)
 def glu(input: SpatialTensor, dim: int = -1) -> Tensor:
-    asked(F.glu, input, dim)  # PyTorch's own errors, on all ranks alike
+    on_meta(F.glu, input, dim)  # raises PyTorch's errors on all ranks
     if dim % input.dim() in split_dims(input):
-        raise refusal(F.glu, [input], f"dim {dim} is split; halve one that is not")
+        raise refusal(F.glu, [input], f"dim {dim} is split; use a dim that is not")
     return without_dims(input, F.glu(to_tile(input), dim), ())
 
 
 @register_op(torch.masked_fill, Tensor.masked_fill, split=("input", "mask"), prefix=True)
 def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
-    """Written with `torch.where`, which gives a trained value (a mask token) its gradient."""
+    """``masked_fill`` by `torch.where`, which gives a trained value (a mask token) its gradient."""
     if isinstance(value, Tensor) and value.dim() > 0:
         raise ValueError(f"masked_fill takes one value, got a tensor {tuple(value.shape)}")
     if not isinstance(value, Tensor):
@@ -62,7 +62,7 @@ def contiguous(
 def _register_factory(func: Callable[..., Tensor]) -> None:
     @register_op(func, prefix=True)
     def factory(self: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-        """A plain tensor of the size that is asked for, the same on every rank."""
+        """A plain tensor of the requested size, the same on every rank."""
         return func(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)
 
 

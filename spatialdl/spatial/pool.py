@@ -1,4 +1,4 @@
-"""Max and average pooling with a window; Lp pooling is put together from them."""
+"""Max and average pooling with a window; Lp pooling is composed of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from spatialdl.spatial.window import (
     WindowMove,
     check_image,
     check_output,
-    nothing,
+    empty_output,
     per_dim,
     window_move,
 )
@@ -71,16 +71,16 @@ def _move_for(
 
 
 def _windows_are_whole(x: SpatialTensor, dims: int) -> bool:
-    """Whether pixels lie in other dims than those pooled, as where whole windows are samples."""
+    """Whether the pooled dims are not split, e.g. where whole windows are samples."""
     return all(dim < -dims for dim in x.spatial_dims.at)
 
 
 def _by_tile(x: SpatialTensor, dims: int, pool: Callable[[Tensor], Tensor]) -> Tensor:
-    """Pooling of whole dims, which needs no other rank."""
-    whole = pool(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises on all ranks alike
+    """Pool dims that are not split, without communication."""
+    whole = pool(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # raises on all ranks
     tile = to_tile(x)
     if tile.numel() == 0:
-        pooled = nothing((*tile.shape[:-dims], *whole.shape[-dims:]), tile)
+        pooled = empty_output((*tile.shape[:-dims], *whole.shape[-dims:]), tile)
     else:
         pooled = pool(tile)
     return from_tile(pooled, x.spatial_layout, x.mesh, x.spatial_dims)
@@ -99,10 +99,10 @@ _AVERAGE = {
 
 @dataclass(frozen=True)
 class _Pooling:
-    """Pooling as one process does it.
+    """Pooling of a plain tensor.
 
     Attributes:
-        divisor: of averages, what the sum over a window is divided by; None for the maximum.
+        divisor: divides the sum over a window for an average; None for the maximum.
     """
 
     windows: tuple[Window, ...]
@@ -113,7 +113,7 @@ class _Pooling:
         return f"{'max' if self.divisor is None else 'avg'}_pool{len(self.windows)}d"
 
     def forward(self, x: Tensor, padding: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Outputs, and the places of maxima; averages have none."""
+        """The outputs, and the indices of maxima (empty for averages)."""
         pool, _ = self._functions
         if self.divisor is not None:
             averages = pool(with_rows(x), *self._arguments(padding))
@@ -124,15 +124,15 @@ class _Pooling:
     def backward(
         self, grad: Tensor, like: Tensor, padding: Sequence[int], places: Tensor
     ) -> Tensor:
-        """The gradient of what was pooled, which has the shape of `like`, a tensor on ``meta``."""
+        """The gradient of the input, which has the shape of `like`, a tensor on ``meta``."""
         _, pool_backward = self._functions
-        layout = like.size(), like.stride()  # only these count
+        layout = like.size(), like.stride()  # values are not read
         x = torch.empty_strided(*layout, dtype=like.dtype, device=grad.device)
         if self.divisor is not None and any(padding) and not grad.is_cpu:
-            # of channels-last averages with padding PyTorch's kernel for CUDA leaves outputs out
+            # PyTorch's CUDA kernel skips outputs of channels-last averages with padding.
             x, grad = (one.contiguous(memory_format=torch.contiguous_format) for one in (x, grad))
-        found = (with_rows(places),) if self.divisor is None else ()
-        arguments = (*self._arguments(padding), *found)
+        indices = (with_rows(places),) if self.divisor is None else ()
+        arguments = (*self._arguments(padding), *indices)
         return without_rows(pool_backward(with_rows(grad), with_rows(x), *arguments), x)
 
     @property
@@ -155,7 +155,7 @@ class _Pooling:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """A signal (N, C, L) as an image of one row: PyTorch has no kernels of one dim for pooling."""
+    """A signal (N, C, L) as an image of one row, as PyTorch has no 1D pooling kernels."""
     return x.unsqueeze(2) if x.dim() == 3 else x
 
 
@@ -165,11 +165,11 @@ def without_rows(x: Tensor, like: Tensor) -> Tensor:
 
 
 class _Pool(torch.autograd.Function):
-    """Keeps the places of maxima, and no pixel.
+    """Saves the indices of maxima, and no pixel.
 
-    Averages over fewer pixels than a window has are sums of windows over `counts`, one for each
-    output of this rank. They are no operation of their own: on other ranks there may be none, and
-    all must keep as many tensors.
+    Averages over windows with fewer pixels are sums divided by `counts`, one count per output of
+    this rank. This is not a separate operation because some ranks may have no such window, and
+    all ranks must save as many tensors.
     """
 
     @staticmethod
@@ -194,19 +194,19 @@ class _Pool(torch.autograd.Function):
         if plan.communicates:
             halo = Exchange(plan, [BoxedTensor(tile, plan.own)], arrivals, tile.device)
             exchange = start_exchange(mesh.grid_comm, halo, pooling.name)
-        y, found = _pooled_alone(tile, parts.alone, own, pooling)
+        y, indices = _pooled_alone(tile, parts.alone, own, pooling)
         if exchange is not None:
             exchange.wait()
-        places, likes = [found], [torch.empty_like(tile, device="meta")]
+        places, likes = [indices], [torch.empty_like(tile, device="meta")]
         for band in parts.bands:
             if band is not None:
                 window = band.window(tile, plan, arrivals, fill)
-                found = _pooled_band(window, band, y, plan, pooling)
+                indices = _pooled_band(window, band, y, plan, pooling)
                 likes.append(torch.empty_like(window, device="meta"))
-            places.append(found if band is not None else found.new_empty(0))
+            places.append(indices if band is not None else indices.new_empty(0))
         ctx.mesh, ctx.plan, ctx.parts, ctx.pooling, ctx.likes = mesh, plan, parts, pooling, likes
         needed = ctx.needs_input_grad[0] and y.is_floating_point()
-        ctx.save_for_backward(*(found if needed else found.new_empty(0) for found in places))
+        ctx.save_for_backward(*(indices if needed else indices.new_empty(0) for indices in places))
         if counts is None:
             return y
         rounding = None if kind.is_floating_point else "trunc"
@@ -219,10 +219,10 @@ class _Pool(torch.autograd.Function):
         if ctx.counts is not None:
             grad = wide(grad) / ctx.counts
         places, (like, *likes) = ctx.saved_tensors, ctx.likes
-        found = [(b, p) for b, p in zip(parts.bands, places[1:], strict=True) if b is not None]
+        saved = [(b, p) for b, p in zip(parts.bands, places[1:], strict=True) if b is not None]
         bands = [
             (band, pooling.backward(band.of(grad), window, pooling.no_padding, place))
-            for (band, place), window in zip(found, likes, strict=True)
+            for (band, place), window in zip(saved, likes, strict=True)
         ]
         arrivals, exchange = rooms_back(grad, plan), None
         if plan.communicates:
@@ -243,23 +243,23 @@ class _Pool(torch.autograd.Function):
 def _pooled_alone(
     tile: Tensor, alone: Interior | None, own: Box, pooling: _Pooling
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the outputs, with those that the tile gives by itself; places in the tile."""
+    """A buffer of all outputs, filled where the tile suffices; indices into the tile."""
     samples, *size = own.shape
     shape = (samples, tile.shape[1], *size)
     if alone is None:
         return empty_for(tile, shape), tile.new_empty(0, dtype=torch.int64)
     pooled, places = pooling.forward(tile, alone.padding)
-    if pooled.shape == shape and alone.outputs == alone.given:
+    if pooled.shape == shape and alone.outputs == alone.computed:
         return pooled, places
     y = empty_for(tile, shape)
-    y[last_slices(alone.outputs)] = pooled[last_slices(alone.given)]
+    y[last_slices(alone.outputs)] = pooled[last_slices(alone.computed)]
     return y, places
 
 
 def _pooled_band(
     window: Tensor, band: BorderBand, y: Tensor, plan: Plan, pooling: _Pooling
 ) -> Tensor:
-    """Fill the band's outputs; the places of maxima in its window."""
+    """Fill the band's outputs; returns the indices of maxima in its window."""
     pooled, places = pooling.forward(window, pooling.no_padding)
     band.of(y).copy_(pooled)
     if pooling.divisor is None and plan.unowned and y.is_floating_point():
@@ -270,14 +270,14 @@ def _pooled_band(
 def _gradient_alone(
     grad: Tensor, parts: OutputParts, like: Tensor, places: Tensor, pooling: _Pooling
 ) -> Tensor:
-    """What the tile gets of the outputs that it gives by itself."""
+    """The gradient of the tile from the outputs that need only the tile."""
     alone = parts.alone
     if alone is None:
         return torch.zeros_like(like, device=grad.device)
     if any(parts.bands) or alone.size != grad.shape[2:]:
-        given = empty_for(grad, (*grad.shape[:2], *alone.size)).zero_()
-        given[last_slices(alone.given)] = grad[last_slices(alone.outputs)]
-        grad = given
+        padded = empty_for(grad, (*grad.shape[:2], *alone.size)).zero_()
+        padded[last_slices(alone.computed)] = grad[last_slices(alone.outputs)]
+        grad = padded
     return pooling.backward(grad, like, alone.padding, places)
 
 
@@ -295,7 +295,10 @@ def _lowest(dtype: torch.dtype) -> float:
 
 
 def _inside_image(pooled: Tensor, places: Tensor, need: Box, windows: tuple[Window, ...]) -> Tensor:
-    """Where all that is read is -inf, PyTorch names the first pixel that is no padding."""
+    """`places` with indices of padding replaced by the first pixel that is not padding.
+
+    PyTorch returns that pixel if all values of a window are -inf.
+    """
     spread, rest = [], places
     for extent in reversed(need.shape[1:]):
         spread.append(rest % extent)
@@ -307,13 +310,13 @@ def _inside_image(pooled: Tensor, places: Tensor, need: Box, windows: tuple[Wind
 
 
 def _first_inside(place: Tensor, padding: int, step: int) -> Tensor:
-    """The first of ``place, place + step, ...`` that is not among the `padding` first."""
+    """The first of ``place, place + step, ...`` that is at least `padding`."""
     return place + (padding - place).clamp(min=0).add(step - 1) // step * step
 
 
 _NO_INDICES = (
-    "places within a split image are not supported; pool without indices, and instead of "
-    "unpooling enlarge with interpolate or a transposed convolution"
+    "indices into a split image are not supported; pool without return_indices, and replace "
+    "unpooling by interpolate or a transposed convolution"
 )
 
 
@@ -332,8 +335,8 @@ def _register_max(dims: int, *functions: Any) -> None:
             raise refusal(functions[0], [input], _NO_INDICES)
         windows = _windows(dims, kernel_size, stride, padding, dilation)
         if _windows_are_whole(input, dims):
-            given = kernel_size, stride, padding, dilation, ceil_mode
-            return _by_tile(input, dims, lambda x: functions[0](x, *given))
+            arguments = kernel_size, stride, padding, dilation, ceil_mode
+            return _by_tile(input, dims, lambda x: functions[0](x, *arguments))
         moved = _move_for(f"max_pool{dims}d", input, windows, ceil_mode)
         tile = to_tile(input)
         pooled = _Pool.apply(tile, input.mesh, moved, _Pooling(windows), _lowest(tile.dtype))  # type: ignore[no-untyped-call]
@@ -368,7 +371,7 @@ _refuse(
     torch._C._nn.max_unpool3d,
 )
 _refuse(
-    "its windows are drawn at random; use max pooling or adaptive max pooling",
+    "its windows are random; use max pooling or adaptive max pooling",
     F.fractional_max_pool2d,
     F.fractional_max_pool2d_with_indices,
     torch._C._nn.fractional_max_pool2d,
@@ -399,9 +402,9 @@ def _register_average(dims: int, *functions: Any) -> None:
         if dims == 1 and len(input.mesh.grid) > 1 and are_tokens(input.shape, input.spatial_dims):
             return _mean_of_tokens(input, windows[0], ceil_mode, divisor_override)
         if _windows_are_whole(input, dims):
-            given = kernel_size, stride, padding, ceil_mode, count_include_pad
+            arguments = kernel_size, stride, padding, ceil_mode, count_include_pad
             divisors = () if dims == 1 else (divisor_override,)
-            return _by_tile(input, dims, lambda x: functions[0](x, *given, *divisors))
+            return _by_tile(input, dims, lambda x: functions[0](x, *arguments, *divisors))
         moved = _move_for(name, input, windows, ceil_mode)
         mesh = input.mesh
         tile = to_tile(input)
@@ -417,13 +420,13 @@ def _register_average(dims: int, *functions: Any) -> None:
 def _mean_of_tokens(
     input: SpatialTensor, window: Window, ceil_mode: bool, divisor: int | None
 ) -> Tensor:
-    """Means of tokens (N, C, H*W) that follow on each other: a plain tensor.
+    """Means of consecutive tokens (N, C, H*W), a plain tensor.
 
-    They are pixels of several rows, which many ranks may have.
+    The tokens of a window may span several rows and so several ranks.
     """
     if window.stride != window.kernel or window.padding or ceil_mode:
         raise refusal(
-            F.avg_pool1d, [input], "over tokens of an image its windows must not overlap, nor pad"
+            F.avg_pool1d, [input], "windows over tokens of an image must not overlap or be padded"
         )
     count = window.output_size(input.shape[-1])
     check_output("avg_pool1d", input, (count,))
@@ -443,9 +446,9 @@ _register_average(3, F.avg_pool3d)
 def _divisor(
     windows: tuple[Window, ...], output: Layout, part: int, size: tuple[int, ...], include_pad: bool
 ) -> int | Tensor:
-    """How many pixels are averaged: one number if that is so for all outputs of all ranks.
+    """The number of averaged pixels: an int if it is equal for all outputs of all ranks.
 
-    What one of them adds up in float32, all must, as halos travel in that type.
+    Otherwise all ranks sum in float32, because halos are sent in the dtype of the sum.
     """
     by_dim = [
         _counts(window, outputs, extent, include_pad)
@@ -460,7 +463,7 @@ def _divisor(
 
 
 def _counts(window: Window, outputs: int, size: int, include_pad: bool) -> Tensor:
-    """How many pixels of one dim are averaged for each output."""
+    """The number of averaged pixels for each output of one dim."""
     first = torch.arange(outputs) * window.stride - window.padding
     last = (first + window.kernel).clamp(max=size + window.padding)
     if not include_pad:

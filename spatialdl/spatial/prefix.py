@@ -1,9 +1,8 @@
-"""Tokens beside those of an image: class and distillation tokens, registers.
+"""Extra tokens of an image that belong to no pixel: class and distillation tokens, registers.
 
-They are in the dim into which the spatial dims are merged, some before the pixels (prefix), some
-after them (suffix). Part 0 of the grid has them in its tile, as one process would have them; the
-other tiles have pixels only. So what treats all tokens alike treats these too, and their gradients
-are counted once.
+They are in the dim into which the spatial dims are merged, before the pixels (prefix) or after them
+(suffix). Only the tile of part 0 of the grid has them; the other tiles have pixels only. So
+operations on all tokens include them, and their gradients are counted once.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from spatialdl.spatial.dims import SpatialDims, from_image, to_image
 
 
 def apart(tensor: Tensor, dims: SpatialDims) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens before the pixels, pixels, and tokens after them; views.
+    """Views of the tokens before the pixels, the pixels, and the tokens after them.
 
     Args:
-        tensor: a whole tensor, or the tile of a part with the `dims` of this part.
+        tensor: a whole tensor, or the tile of a part.
+        dims: of `tensor`; for a tile those of its part.
     """
     dim = dims.at[0]
     pixels = tensor.shape[dim] - dims.beside
@@ -44,14 +44,15 @@ def bring_tokens(
     """Move the pixels of a tile by a plan; differentiable.
 
     Args:
-        tile: this rank's; dims as `dims`, which are the global ones.
-        extents: of its box.
-        plan: who needs which pixels.
-        name: of the operation that asks.
-        whole: whether every rank gets the tokens that belong to no pixel; else they stay.
+        tile: this rank's.
+        dims: the global dims.
+        extents: of this rank's box.
+        plan: moves the pixels.
+        name: the operation, for messages.
+        whole: whether every rank gets the extra tokens; else they stay on part 0.
 
     Returns:
-        The box that this rank needs, between the tokens that it has.
+        The box that this rank needs, with the extra tokens that it has.
     """
     before, pixels, after = apart(tile, dims.of_part(mesh.part))
     image = to_image(pixels, dims.of_pixels, extents)
@@ -66,16 +67,17 @@ def whole_tokens(tile: Tensor, dims: SpatialDims, mesh: Mesh, name: str) -> tupl
     """The tokens before and after the pixels, on every rank; differentiable.
 
     Args:
-        tile: this rank's; dims as `dims`, which are the global ones.
-        name: of the operation that asks.
+        tile: this rank's.
+        dims: the global dims.
+        name: the operation, for messages.
     """
     dim, ranks = dims.at[0], mesh.grid_comm.size
     before, _, after = apart(tile, dims.of_part(mesh.part))
     if ranks == 1:
         return before, after
-    nothing, everything = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.beside)))
-    owned = (everything, *(nothing,) * (ranks - 1))
-    plan = plan_for(owned, (everything,) * ranks, mesh.part)
+    empty, full = Box(((0, 1), (0, 0))), Box(((0, 1), (0, dims.beside)))
+    owned = (full, *(empty,) * (ranks - 1))
+    plan = plan_for(owned, (full,) * ranks, mesh.part)
     own = torch.cat([before, after], dim).movedim(dim, -1).unsqueeze(0)
     tokens = repartition(own, mesh.grid_comm, plan, name=name).squeeze(0).movedim(-1, dim)
     before, after = torch.split(tokens, [dims.prefix, dims.suffix], dim)

@@ -1,9 +1,10 @@
-"""Activation checkpointing that never talks: keep the input of a block, run it again in backward.
+"""Activation checkpointing without communication in the recomputation.
 
-Chen, Xu, Zhang, Guestrin: "Training Deep Nets with Sublinear Memory Cost", 2016
-(https://arxiv.org/abs/1604.06174), by PyTorch's non-reentrant checkpoint. The second run takes
-what came from other ranks (halos, statistics, gathers) from a tape of the first, starts from the
-same random state, and leaves the buffers of the block as they are.
+Only the inputs of a block are saved, and its forward is recomputed in backward (Chen, Xu, Zhang,
+Guestrin: "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174),
+by PyTorch's non-reentrant checkpoint. The recomputation replays received data (halos, statistics,
+gathers) from a tape of the first run, starts from the same random state, and does not change the
+buffers of the block.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from spatialdl.spatial import replicas
 from spatialdl.spatial.tensor import SpatialTensor
 
 WEIGHTS = 2
-"""Convolutions or linear layers in a block; with one, all that it keeps is its input anyway."""
+"""Minimum number of convolutions or linear layers in a block; one alone saves only its input."""
 
 
 def recompute(
     function: Callable[..., Any], *args: Any, modules: Iterable[nn.Module], **kwargs: Any
 ) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept for backward.
+    """``function(*args, **kwargs)``, saving only the arguments for backward.
 
     Args:
-        function: a part of a network; may be on a split image.
-        modules: the modules in it, whose buffers the second run must not change.
+        function: a part of a network, also on split images.
+        modules: its modules; the recomputation does not change their buffers.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -46,7 +47,7 @@ def recompute(
         use_reentrant=False,
         context_fn=lambda: (run.tape.record(), _SecondRun(run)),
     )
-    # around it, a checkpoint of the network's own: both of its runs must save the same tensors
+    # Inside a checkpoint of the network itself, both of its runs must save the same tensors.
     nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     if not roots or not (nested or _overwrites.get(roots[0], True)):
         return again(function, *args, **kwargs)
@@ -58,11 +59,11 @@ def recompute(
 
 
 _overwrites: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether the first run of what begins with a module has written into its inputs."""
+"""Whether the first run of a block, by its first module, has modified its inputs in place."""
 
 
 class _Inputs:
-    """The inputs of a block that may write into them; the second run gets them as they were."""
+    """The inputs of a block that may modify them; the recomputation gets the original values."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given = args, kwargs
@@ -72,7 +73,7 @@ class _Inputs:
         self._versions = [_version(one) for one in self.tensors]
 
     def runner(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which takes its inputs from here."""
+        """`function` applied to these inputs; the tensors passed to it only give devices."""
         first = [self._given]
 
         def run(*devices: Tensor) -> Any:
@@ -82,10 +83,10 @@ class _Inputs:
         return run
 
     def settle(self) -> bool:
-        """Keep either the inputs or the copies; after the first run.
+        """Drop the copies, or the inputs if these were modified; called after the first run.
 
         Returns:
-            Whether the inputs have been written into.
+            Whether the inputs were modified.
         """
         overwritten = self._versions != [_version(one) for one in self.tensors]
         if not overwritten:
@@ -96,12 +97,12 @@ class _Inputs:
         return overwritten
 
     def _once_more(self) -> Any:
-        if self._are_copies:  # of copies, as it may run several times, and not of leaves
+        if self._are_copies:  # cloned, as it may run several times and must not modify leaves
             return tree_map_only(Tensor, torch.clone, self._again)
         if self._versions != [_version(one) for one in self.tensors]:
             raise RuntimeError(
-                "the input of a block that runs again in backward has been modified by an inplace "
-                "operation after it: clone() it there, or leave parallel.recompute out"
+                "the input of a recomputed block was modified by an inplace operation after its "
+                "forward: clone() it there, or remove parallel.recompute"
             )
         return self._again
 
@@ -115,10 +116,10 @@ def _version(x: Tensor) -> int:
 
 
 class _Run:
-    """What the second run starts from: the tape of the first, and random state, buffers and
-    attributes of modules before it.
+    """The first run's tape, and the random state, buffers and attributes before it.
 
-    All buffers: BatchNorm's running statistics change without their version being counted up.
+    All buffers are copied, because BatchNorm updates running statistics without incrementing their
+    version.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -135,7 +136,7 @@ class _Run:
 
 
 class _SecondRun:
-    """May be entered several times: with ``retain_graph`` backward comes again."""
+    """The context of a recomputation; re-enterable for backward with ``retain_graph``."""
 
     def __init__(self, run: _Run) -> None:
         self._buffers, self._replaying = run.buffers, run.tape.replay()
@@ -166,13 +167,12 @@ class _SecondRun:
         for module, real in self._real_attributes:
             _set_attributes(module, real)
         self._real, self._real_attributes = [], []
-        now = self._weight_versions()  # of other ones, where FSDP2 has gathered them meanwhile
+        now = self._weight_versions()  # different tensors if FSDP2 gathered them in between
         if any(now.get(weight, version) != version for weight, version in self._versions.items()):
             names = sorted({type(module).__name__ for module, _ in self._attributes})
             raise RuntimeError(
-                f"a forward that runs again in backward writes into a weight (of one of "
-                f"{', '.join(names)}): do that after the optimizer's step, or leave "
-                "parallel.recompute out"
+                f"a recomputed forward writes to a weight (of one of {', '.join(names)}): do that "
+                "after the optimizer step, or remove parallel.recompute"
             )
 
     def _weight_versions(self) -> dict[int, int]:
@@ -189,11 +189,11 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     vars(module).update(attributes)
 
 
-# --- which parts of a network
+# --- blocks of a network
 
 
 class Recomputed:
-    """Mixed into the class of a block: its forward runs again in backward."""
+    """Mixin of the class of a block: recomputes its forward in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own_forward = super().forward  # type: ignore[misc]
@@ -206,16 +206,16 @@ def _recomputed_class(kind: Any) -> Any:
 
 
 def recompute_blocks(model: nn.Module) -> list[str]:
-    """Let the blocks of a network run again in backward instead of keeping their activations.
+    """Recompute the blocks of a network in backward instead of saving their activations.
 
-    Numbers stay the same, and no rank talks twice (after Chen et al., 2016, section 4).
+    Results are unchanged, and nothing is communicated twice (after Chen et al., 2016, section 4).
 
     Args:
-        model: the network, which is changed.
+        model: the network, modified in place.
 
     Returns:
-        The names of the blocks, see `blocks_of`; they keep their names and their state dict. Empty
-        if there are none, and nothing is done.
+        The names of the blocks, see `blocks_of`; empty if there are none. Names and state dict do
+        not change.
     """
     blocks = blocks_of(model)
     for block in blocks.values():
@@ -228,16 +228,16 @@ def recompute_blocks(model: nn.Module) -> list[str]:
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a network by name.
 
-    They are the elements of a ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` whose
-    class comes there at least twice, and which hold at least two convolutions or linear layers
-    each; of blocks within blocks the inner ones. So it is with residual blocks, the layers of a
+    Blocks are the elements of a ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` whose
+    class occurs there at least twice and which contain at least two convolutions or linear layers
+    each; of nested blocks the inner ones. Examples are residual blocks, the layers of a
     transformer, the double convolutions of a U-Net.
     """
     return dict(_blocks(model, ""))
 
 
 def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
     is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     kinds = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
@@ -245,12 +245,12 @@ def _blocks(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         within = _blocks(child, full)
         if not within and is_list and kinds[type(child)] > 1 and weight_layers(child) >= WEIGHTS:
             within = [(full, child)]
-        found += within
-    return found
+        blocks += within
+    return blocks
 
 
 def weight_layers(module: nn.Module) -> int:
-    """Modules with a weight of their own of two dims or more: convolutions, linear layers."""
+    """The number of modules with a weight of two dims or more: convolutions, linear layers."""
     return sum(
         any(
             parameter.dim() > 1 for parameter in layer._parameters.values() if parameter is not None

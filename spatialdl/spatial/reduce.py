@@ -1,7 +1,7 @@
 """Reductions over any dims: sums, means, products, norms, counts.
 
-Over rows or columns their result is a plain tensor, the same on every rank, with which the rest of
-the network goes on as usual; over other dims it is split as its input.
+Over rows or columns the result is a plain tensor, the same on every rank. Over other dims it is
+split as the input.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reduce_over(
     local: Callable[[Tensor], Tensor],
     across: Callable[[Tensor, ReductionSpan], Tensor],
 ) -> Tensor:
-    """Reduce by `local` what is not split, else by `across`, which is told the span."""
+    """Reduce by `local`, or by `across` with the span if the reduced dims are split."""
     span = span_of(x, dim)
     if span.crosses and x.mesh.grid_comm.size == 1:
         return local(to_tile(x))
@@ -56,7 +56,7 @@ def _sum_type(tile: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def _sum(
     tile: Tensor, span: ReductionSpan, dtype: torch.dtype | None = None, nan: bool = False
 ) -> Tensor:
-    """Half precision is added up in float32 until the very end."""
+    """The sum over a span; half precision is accumulated in float32."""
     result = _sum_type(tile, dtype)
     add = torch.nansum if nan else torch.sum
     part = add(tile, span.dims, keepdim=True, dtype=torch.float32 if result in HALF else result)
@@ -103,7 +103,7 @@ def image_mean(
 
 
 def _gathered(part: Tensor, span: ReductionSpan, fill: float, name: str) -> Tensor:
-    """The parts of all ranks, (ranks, ...) in the full size; differentiable."""
+    """The parts of all ranks in the full size, (ranks, ...); differentiable."""
     return differentiable_gather(span.comm, span.placed(part, fill), name)
 
 
@@ -127,7 +127,7 @@ def image_prod(
 
 
 class _LogSumExp(torch.autograd.Function):
-    """Keeps the tile and the result, as PyTorch does."""
+    """Saves the tile and the result, as PyTorch does."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, span: ReductionSpan) -> Tensor:
@@ -147,7 +147,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def log_sum_exp(tile: Tensor, span: ReductionSpan) -> Tensor:
-    """The logarithm of the sum of exponentials over the whole image, in its full size."""
+    """The log-sum-exp over the whole image, in the full size."""
     largest = span.max(highest_of(tile, span), -math.inf, "logsumexp")
     shift = largest.masked_fill(largest.isinf(), 0)
     part = (tile - span.own(shift)).exp().sum(span.dims, keepdim=True)
@@ -158,7 +158,7 @@ def log_sum_exp(tile: Tensor, span: ReductionSpan) -> Tensor:
 
 
 def highest_of(tile: Tensor, span: ReductionSpan) -> Tensor:
-    """The largest of this tile; minus infinity if it is empty."""
+    """The maximum of this tile; minus infinity if it is empty."""
     if tile.numel() > 0:
         return tile.amax(span.dims, keepdim=True)
     return tile.sum(span.dims, keepdim=True).fill_(-math.inf)
@@ -177,14 +177,14 @@ def image_logsumexp(
 
 
 def _norm(tile: Tensor, span: ReductionSpan, order: float, dtype: torch.dtype | None) -> Tensor:
-    """Norms of the ranks' parts are combined by the same norm; those that cannot be, otherwise."""
+    """The norm over a span: the norm of the ranks' norms, except for orders 0 and infinity."""
     tile = tile.to(dtype or tile.dtype)
     if math.isinf(order):
         return extreme(tile.abs(), span, 1 if order > 0 else -1)
     result = tile.dtype
     if order == 0:
         return _sum((tile != 0).to(result) + 0 * tile.nan_to_num(0.0, 0.0, 0.0), span)
-    wide = tile.abs().dtype if tile.is_complex() else torch.float64  # roots are rounded once
+    wide = tile.abs().dtype if tile.is_complex() else torch.float64  # rounds roots once
     if tile.numel() > 0:
         part = torch.linalg.vector_norm(
             tile, order, span.dims, keepdim=True, dtype=None if tile.is_complex() else wide
@@ -222,7 +222,7 @@ def image_norm(
 ) -> Tensor:
     """The p-norm of vectors; "fro" is the 2-norm."""
     if p == "nuc":
-        raise refusal(func, [input], "a norm of matrices is no sum over ranks")
+        raise refusal(func, [input], "a matrix norm cannot be combined from tiles")
     order = 2.0 if p in (None, "fro") else float(p)
     local = partial(torch.linalg.vector_norm, ord=order, dim=dim, keepdim=keepdim, dtype=dtype)
     return reduce_over(input, dim, keepdim, local, partial(_norm, order=order, dtype=dtype))
@@ -238,10 +238,10 @@ def image_linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A norm of vectors, or the Frobenius norm."""
+    """Vector norms and the Frobenius norm."""
     one_dim = dim is not None and len(dims_of(input, dim)) == 1
     if ord not in (None, "fro") and not one_dim:
-        raise refusal(func, [input], "a norm of matrices is no sum over ranks")
+        raise refusal(func, [input], "a matrix norm cannot be combined from tiles")
     normed: Tensor = image_norm(func, input, ord, dim, keepdim, dtype)
     return normed
 
@@ -258,9 +258,9 @@ def normalize(
 def image_any_or_all(
     func: Function, input: SpatialTensor, dim: Any = None, keepdim: bool = False
 ) -> Tensor:
-    """``any`` counts elements that are not zero, ``all`` those that are zero."""
+    """``any`` counts non-zero elements, ``all`` counts zeros."""
     if names_no_dims(dim):
-        # of all reductions only these take no dims for none, not for all of them
+        # Only these reductions take an empty `dim` as no dims; the rest take it as all dims.
         return without_dims(input, func(to_tile(input), dim=()), ())
     name, options = func.__name__, {} if dim is None else {"dim": dim, "keepdim": keepdim}
 

@@ -1,9 +1,8 @@
-"""Pixels that move along spatial dims: what padding, slicing, flipping and rolling share.
+"""Moves pixels along spatial dims, for padding, slicing, flipping and rolling.
 
-Each output row reads one input row, each output column one input column; a `DimMap` for each
-dim says which, in segments. A rank then needs the input between the first and the last index that
-its outputs read. Which boxes all ranks need follows from the sizes alone. Turning pixels round and
-repeating them is local.
+Each output row reads one input row, each output column one input column, given by a `DimMap` per
+dim, in segments. A rank needs the input between the first and the last index that its outputs
+read. The boxes of all ranks follow from the sizes alone. Flipping and repeating pixels is local.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
 class Segment(NamedTuple):
-    """Consecutive outputs: output `k` of them reads input ``first + k * step``.
+    """Consecutive outputs, the `k`-th of which reads input ``first + k * step``.
 
     Attributes:
         length: number of outputs.
-        first: the input read by the first output; outside of the image a fill value is read.
-        step: 1, more for strided slices, negative for flips, 0 to repeat one input.
+        first: the input of the first output; inputs outside the image are a fill value.
+        step: 1, greater for strided slices, negative for flips, 0 to repeat one input.
     """
 
     length: int
@@ -41,7 +40,7 @@ class Segment(NamedTuple):
     step: int = 1
 
     def part(self, start: int, stop: int) -> Segment:
-        """Outputs [start, stop) of this segment, cut to what it has."""
+        """Outputs [start, stop) of this segment, clipped to its length."""
         start, stop = max(start, 0), min(stop, self.length)
         if stop <= start:
             return Segment(0, 0, self.step)
@@ -56,11 +55,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class DimMap:
-    """What the outputs along one spatial dim read.
+    """The inputs of the outputs along one spatial dim.
 
     Attributes:
-        segments: all outputs, in their order.
-        bounds: where the output is cut.
+        segments: all outputs in order.
+        bounds: the cuts of the output.
     """
 
     segments: tuple[Segment, ...]
@@ -68,7 +67,7 @@ class DimMap:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], bounds: Bounds, stride: int = 1) -> DimMap:
-        """The map for an input cut at `bounds`: output ``o`` goes where input ``o * stride`` is."""
+        """The map for an input cut at `bounds`: output ``o`` is where input ``o * stride`` is."""
         kept = tuple(s for s in segments if s.length > 0) or (Segment(0, 0),)
         size = sum(segment.length for segment in kept)
         return cls(kept, strided_bounds(bounds, stride, size))
@@ -78,7 +77,7 @@ class DimMap:
         return cls((Segment(bounds[-1], 0),), bounds)
 
     def parts(self, start: int, stop: int) -> list[Segment]:
-        """What outputs [start, stop) read, a part (which may be empty) of each segment."""
+        """The part, possibly empty, of each segment in outputs [start, stop)."""
         parts, offset = [], 0
         for segment in self.segments:
             parts.append(segment.part(start - offset, stop - offset))
@@ -96,10 +95,10 @@ def _hull(parts: Sequence[Segment]) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def _groups(dim: DimMap) -> tuple[slice, ...]:
-    """Neighbouring segments that are fetched together.
+    """Groups of neighbouring segments that are fetched together.
 
-    Those are that lie side by side in the input for every rank, as in reflecting padding; what
-    lies far apart, as in circular padding, would drag along all that is in between.
+    Segments are grouped if they are adjacent in the input for every rank, as in reflecting padding.
+    For distant segments, as in circular padding, all pixels in between would be fetched too.
     """
     groups = [slice(0, 1)]
     ranks = [dim.parts(*interval) for interval in pairwise(dim.bounds)]
@@ -118,7 +117,7 @@ def _is_dense(parts: Sequence[Segment]) -> bool:
 
 
 class _Fetch(NamedTuple):
-    """One repartition, and what is then read of each spatial dim of the box that it brings."""
+    """One repartition, and the segments read of each spatial dim of the resulting box."""
 
     plan: Plan
     reads: tuple[tuple[Segment, ...], ...]
@@ -126,7 +125,7 @@ class _Fetch(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _fetches(layout: Layout, maps: tuple[DimMap, ...], part: int) -> tuple[_Fetch, ...]:
-    """All repartitions, the same number on all ranks; only one dim may have several groups."""
+    """All repartitions, equally many on all ranks; at most one dim may have several groups."""
     fetches = []
     for groups in product(*map(_groups, maps)):
         read = [
@@ -149,7 +148,7 @@ def _relative(parts: Sequence[Segment], origin: int) -> tuple[Segment, ...]:
 
 
 def take(tensor: Tensor, segments: Sequence[Segment], dim: int) -> Tensor:
-    """What `segments` read of a dim (negative) of a plain tensor that holds all of it."""
+    """The entries that `segments` read of a dim (negative) of a plain tensor."""
     pieces = [_piece(tensor, segment, dim) for segment in segments if segment.length]
     if not pieces:
         return tensor.narrow(dim, 0, 0)
@@ -169,9 +168,9 @@ def _piece(tensor: Tensor, segment: Segment, dim: int) -> Tensor:
 
 
 def fetch(image: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, name: str = "") -> Tensor:
-    """The box that a rank needs of (..., *spatial), by a plan for boxes of one sample.
+    """The box that this rank needs of (..., *spatial), by a plan for boxes of one sample.
 
-    A view of the tile if every rank has all that it needs.
+    A view of the tile if every rank's tile contains its box.
     """
     if stays(plan):
         return view_of(image.unsqueeze(0), plan.own, plan.need).squeeze(0)
@@ -180,7 +179,7 @@ def fetch(image: Tensor, plan: Plan, mesh: Mesh, fill: float = 0.0, name: str = 
 
 @lru_cache(maxsize=4096)
 def stays(plan: Plan) -> bool:
-    """Whether every rank holds all that it needs; the same answer on every rank."""
+    """Whether every rank's tile contains its box; equal on every rank."""
     return not plan.communicates and all(
         own_start <= start <= stop <= own_stop
         for own, need in zip(plan.owned, plan.needed, strict=True)
@@ -191,13 +190,13 @@ def stays(plan: Plan) -> bool:
 def apart_dims(
     func: object, x: SpatialTensor, touched: Collection[int] | None = None
 ) -> tuple[int, ...]:
-    """The dims (negative) of the spatial dims.
+    """The dims (negative) that hold the spatial dims, each separately.
 
     Args:
-        touched: those along which pixels move; by default all.
+        touched: the dims along which pixels move; by default all.
 
     Raises:
-        UnsupportedSpatialOp: if these are merged into tokens, or with other dims.
+        UnsupportedSpatialOp: these are merged into tokens or with other dims.
     """
     dims = x.spatial_dims
     merged = dims.beside or any(
@@ -207,7 +206,7 @@ def apart_dims(
     )
     if merged:
         names = " and ".join(spatial_names(len(x.spatial_dims.at)))
-        raise refusal(func, [x], f"view it with {names} each in a dim of its own before it")
+        raise refusal(func, [x], f"view it with {names} as separate dims first")
     return dims.at
 
 
@@ -218,13 +217,13 @@ def reindex(
     fill: float = 0.0,
     is_view: bool = False,
 ) -> SpatialTensor:
-    """`x` with other pixels along its spatial dims; differentiable.
+    """`x` reindexed along its spatial dims; differentiable.
 
     Args:
-        func: the operation that asks, for messages.
-        maps: what the outputs along each spatial dim read.
-        fill: the value of pixels read outside of the image.
-        is_view: whether PyTorch gives a view of `x`, into which users may write.
+        func: the operation, for messages.
+        maps: the inputs of the outputs along each spatial dim.
+        fill: the value of pixels outside the image.
+        is_view: whether PyTorch returns a view of `x`, which users may write to.
     """
     layout = x.spatial_layout
     if maps == tuple(map(DimMap.identity, layout.cuts)):
@@ -248,7 +247,7 @@ def reindex(
 
 @lru_cache(maxsize=4096)
 def _passes(layout: Layout, maps: tuple[DimMap, ...]) -> tuple[tuple[DimMap, ...], ...]:
-    """`maps` one after the other, so that in each only one dim has several groups."""
+    """`maps` decomposed into passes in which at most one dim has several groups."""
     several = [dim for dim, each in enumerate(maps) if len(_groups(each)) > 1]
     cuts, left, passes = list(layout.cuts), list(maps), []
     for dim in several[:-1]:
@@ -261,7 +260,7 @@ def _passes(layout: Layout, maps: tuple[DimMap, ...]) -> tuple[tuple[DimMap, ...
 
 
 def _stays(x: SpatialTensor, maps: tuple[DimMap, ...]) -> bool:
-    """Whether slices leave all pixels where they are; the same answer on every rank."""
+    """Whether slices move no pixels between ranks; equal on every rank."""
     fetches = _fetches(x.spatial_layout.of_samples(1), maps, x.mesh.part)
     return all(stays(fetch.plan) for fetch in fetches)
 

@@ -1,8 +1,9 @@
-"""Views that mix split dims with other dims: ranks exchange elements.
+"""Views that mix split dims with other dims, for which ranks exchange elements.
 
-(N, H*W, C) seen as (N, C, H, W), say, makes channels of one pixel values of several pixels. As
-elements keep their order in memory, the ranks bring the tensor into bands, an interval of this
-order each, and bands into the boxes of the new shape. No rank holds more than its share.
+For example (N, H*W, C) viewed as (N, C, H, W) spreads the channels of one pixel over several
+pixels. Elements keep their order in memory, so the tensor is moved from tiles to bands, each an
+interval of this order, and from bands to the tiles of the new shape. No rank holds more than its
+share.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 
 
 class _Order(NamedTuple):
-    """A split tensor, each spatial dim in a dim of its own, and the bands that it is brought to.
+    """A split tensor with separate spatial dims, and its bands.
 
     Attributes:
         sizes: the global shape.
         where: the spatial dims.
-        slowest: the dim that is cut into bands: the first one after those that stay.
+        slowest: the dim that is cut into bands: the first one after the unchanged dims.
         layout: of one sample.
     """
 
@@ -50,7 +51,7 @@ class _Order(NamedTuple):
         return self.slowest in self.where
 
     def boxes(self) -> tuple[Box, ...]:
-        """Of the tiles: an interval of the slowest dim, or (0, 1), and those of the pixels."""
+        """The boxes of the tiles: an interval of the slowest dim, or (0, 1), and the pixels."""
         return tuple(Box((self._first, *box.spatial)) for box in self.layout.boxes)
 
     def bands(self, ranks: int) -> tuple[Box, ...]:
@@ -60,7 +61,7 @@ class _Order(NamedTuple):
         return tuple(whole.but(dim, interval) for interval in self._intervals(ranks))
 
     def lines(self, ranks: int) -> tuple[Box, ...]:
-        """The bands as intervals of elements in their order."""
+        """The bands as intervals of elements in memory order."""
         step = prod(self.sizes[self.slowest + 1 :])
         return tuple(
             Box(((0, 1), (start * step, stop * step))) for start, stop in self._intervals(ranks)
@@ -75,7 +76,7 @@ class _Order(NamedTuple):
         return list(pairwise(bounds))
 
     def moved(self, own: Tensor, plan: Plan, mesh: Mesh) -> Tensor:
-        """What this rank needs by a plan for `boxes` and `bands`, of what it owns."""
+        """The elements that this rank needs by a plan between `boxes` and `bands`."""
         front = [] if self.cuts_pixels else [self.slowest]
         others = [n for n in range(len(self.sizes)) if n not in (*front, *self.where)]
         order = [*front, *others, *self.where]
@@ -99,7 +100,7 @@ def reordered(x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor | None:
     """`x` viewed as the global `shape`, on the same layout.
 
     Returns:
-        None if `shape` has no place for the spatial dims.
+        None if `shape` has no dims for the spatial dims.
     """
     stay = _unchanged(tuple(x.shape), shape, x.spatial_dims)
     dims = _place_for(x.spatial_layout.size, shape, stay)
@@ -122,7 +123,7 @@ def reordered(x: SpatialTensor, shape: tuple[int, ...]) -> SpatialTensor | None:
 
 
 def _unchanged(old: Sequence[int], new: Sequence[int], dims: SpatialDims) -> int:
-    """How many dims in front stay as they are, and hold no spatial dim."""
+    """The number of leading dims that are unchanged and not split."""
     count = 0
     while old[count] == new[count] and not dims.holds(count, len(old)):
         count += 1
@@ -130,26 +131,26 @@ def _unchanged(old: Sequence[int], new: Sequence[int], dims: SpatialDims) -> int
 
 
 def _place_for(size: Sequence[int], shape: Sequence[int], stay: int) -> SpatialDims | None:
-    """Dims of `shape`, behind those that stay, with the sizes of the spatial dims.
+    """The dims of `shape`, after `stay` unchanged ones, with the sizes of the spatial dims.
 
-    The last such dims; if there are none, the last dim with as many elements as the image has.
+    The last such dims; if there are none, the last dim with as many elements as the image.
     """
-    found: list[int] = []
+    at: list[int] = []
     for extent in reversed(size):
-        before = found[0] if found else 0
+        before = at[0] if at else 0
         fits = [n for n in range(stay - len(shape), before) if shape[n] == extent]
         if not fits:
             break
-        found.insert(0, fits[-1])
-    if len(found) == len(size):
-        return SpatialDims.of(*found)
+        at.insert(0, fits[-1])
+    if len(at) == len(size):
+        return SpatialDims.of(*at)
     merged = [n for n in range(stay - len(shape), 0) if shape[n] == prod(size)]
     return SpatialDims.of(*merged[-1:] * len(size)) if merged else None
 
 
 @lru_cache(maxsize=4096)
 def _plans(old: _Order, new: _Order, ranks: int, part: int) -> tuple[Plan, Plan, Plan]:
-    """From tiles to bands, to bands of the new shape, to tiles of it."""
+    """The plans from tiles to bands, to bands of the new shape, to its tiles."""
     return (
         plan_for(old.boxes(), old.bands(ranks), part),
         plan_for(old.lines(ranks), new.lines(ranks), part),

@@ -1,4 +1,4 @@
-"""BatchNorm over data replicas: statistics of all ranks that have a part of a micro-batch."""
+"""BatchNorm over data replicas, with statistics of all ranks that share a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
 
 class BatchNormOver(TorchFunctionMode):
-    """Within it BatchNorm in training sees the samples of all ranks of `comm`.
+    """A mode in which BatchNorm in training uses the samples of all ranks of `comm`.
 
-    Split images and plain tensors alike. All of these ranks must run the same layers in it, in
-    forward and, where something runs again in backward, there too.
+    For split images and plain tensors. All of these ranks must run the same layers in it, in
+    forward and, if parts of the network are recomputed, in backward.
 
     Args:
         comm: of ranks that hold tiles of different images, or different tiles of one.
-        parts: of an image; so many ranks hold the same of what is not split.
+        parts: number of parts of an image; this many ranks hold equal plain tensors.
     """
 
     def __init__(self, comm: Communicator, parts: int = 1) -> None:
@@ -50,7 +50,7 @@ class BatchNormOver(TorchFunctionMode):
             return func(*args, **kwargs)
         divided = next((kind for kind in types if hasattr(kind, "holds_channels")), None)
         if divided is not None:
-            with self:  # for this rank's channels
+            with self:  # applies to this rank's channels
                 return divided.__torch_function__(func, types, args, kwargs)
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
@@ -59,7 +59,7 @@ class BatchNormOver(TorchFunctionMode):
         backward = inside(func) if func in _BACKWARDS else None
         if backward is None:
             return func(*args, **kwargs)
-        with self:  # PyTorch has put this mode aside, but what runs again in backward needs it
+        with self:  # PyTorch disables this mode here, but recomputation needs it
             return backward(*args, **kwargs)
 
     def _batch_norm(
@@ -77,8 +77,8 @@ class BatchNormOver(TorchFunctionMode):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, False, momentum, eps
             )
-        given = (running_mean, running_var, weight, bias, momentum, eps)
-        return trained(input, self._comm, None, *given, copies=self._parts)
+        options = (running_mean, running_var, weight, bias, momentum, eps)
+        return trained(input, self._comm, None, *options, copies=self._parts)
 
     def _torch_batch_norm(
         self,
@@ -98,6 +98,6 @@ class BatchNormOver(TorchFunctionMode):
 
 
 def same_again() -> AbstractContextManager[object]:
-    """A context in which BatchNorm has the statistics that it has now; to be entered later."""
+    """A context that restores the current setting of BatchNorm when entered later."""
     comm, parts = StatisticsOver.comm, StatisticsOver.parts
     return nullcontext() if comm is None else BatchNormOver(comm, parts)

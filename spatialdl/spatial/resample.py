@@ -1,8 +1,8 @@
-"""Interpolation of split images: nearest, linear to trilinear, bicubic, by size and by scale.
+"""Interpolation of split images: nearest, linear to trilinear, bicubic, by size or scale.
 
-By a whole factor PyTorch's own kernel runs on the tile and the halo that it needs. In all other
-cases each rank fetches the inputs that its outputs read, and adds them up by a table of global
-indices and weights (see `interpolation_weights`).
+For integer factors PyTorch's kernel runs on the tile with its halo. In all other cases each rank
+fetches the inputs of its outputs and sums them by a table of global indices and weights (see
+`interpolation_weights`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from spatialdl.spatial.interpolation_weights import (
     interpolation_weights,
 )
 from spatialdl.spatial.reindex import fetch
-from spatialdl.spatial.span import asked
+from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
-from spatialdl.spatial.window import check_image, nothing
+from spatialdl.spatial.window import check_image, empty_output
 
 Call = Callable[..., Any]
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "cubic": 2}
-"""Inputs beyond the own ones that outputs read where an image grows by a whole factor."""
+"""Halo width of the inputs if an image is enlarged by an integer factor."""
 
 
 def _resampling(
@@ -49,12 +49,12 @@ def _resampling(
     align_corners: bool,
     antialias: bool,
 ) -> Tensor:
-    """`arguments`: (size, scale factors) or (size, a scale for each dim)."""
+    """Interpolate; `arguments` are (size, scale factors) or (size, a scale for each dim)."""
     dims = KERNEL_DIMS[function]
     check_image(function.__name__, input, dims)
     corners = () if mode.startswith("nearest") else (align_corners,)
     size, *scales = arguments
-    whole = asked(function, input, size, *corners, *scales)
+    whole = on_meta(function, input, size, *corners, *scales)
     is_list = len(scales) == 1 and not isinstance(scales[0], float)
     factors = scales[0] if is_list else scales
     each = tuple(
@@ -67,7 +67,7 @@ def _resampling(
         raise refusal(function, [input], "convert it to a floating-point type first")
     if antialias and each[-1].count == 1:
         raise refusal(
-            function, [input], "PyTorch itself errs in images that become one column; two are exact"
+            function, [input], "PyTorch is wrong for an output of one column; two are exact"
         )
     if input.requires_grad:
         _check_gradient(function, input, each)
@@ -78,8 +78,8 @@ def _resampling(
 def _check_gradient(function: Call, input: SpatialTensor, each: tuple[ResampledDim, ...]) -> None:
     """Refuse a scale factor that keeps the size: PyTorch 2.13 copies in one direction only.
 
-    With antialiasing, and to the nearest in signals and volumes, in each dim by itself; in bicubic
-    images where both sizes are kept.
+    This concerns each dim separately with antialiasing, and with nearest in signals and volumes;
+    and bicubic images if both sizes are kept.
     """
     kept = [how for how in each if how.size == how.count]
     scaled = [how.scale for how in kept if not how.align_corners and how.scale not in (None, 1.0)]
@@ -95,7 +95,7 @@ def _check_gradient(function: Call, input: SpatialTensor, each: tuple[ResampledD
 
 
 def _bounds(bounds: Bounds, how: ResampledDim) -> Bounds:
-    """Where the output is cut: where the input was, if one size is a multiple of the other."""
+    """The cuts of the output: those of the input if one size is a multiple of the other."""
     if how.count % how.size == 0:
         return scaled_bounds(bounds, how.count // how.size, how.count)
     if how.size % how.count == 0:
@@ -134,7 +134,7 @@ def _by_kernel(x: SpatialTensor, each: tuple[ResampledDim, ...]) -> SpatialTenso
     window = fetch(to_tile(x), plan, x.mesh, name="interpolate")
     own, need = output.boxes[x.mesh.part], plan.need
     if own.is_empty:
-        tile = nothing((*window.shape[:2], *own.shape[1:]), window)
+        tile = empty_output((*window.shape[:2], *own.shape[1:]), window)
         return from_tile(tile, output, x.mesh)
     size = [how.factor * pixels for how, pixels in zip(each, window.shape[2:], strict=True)]
     corners = () if each[0].mode.startswith("nearest") else (False,)
@@ -145,7 +145,7 @@ def _by_kernel(x: SpatialTensor, each: tuple[ResampledDim, ...]) -> SpatialTenso
     )
     tile = grown[last_slices(inside)]
     if tile.shape != grown.shape:
-        tile = tile.clone()  # or the outputs that are not ours would be kept too
+        tile = tile.clone()  # frees the outputs of other ranks
     elif tile is window:
         tile = window.clone()
     return from_tile(tile, output, x.mesh)
@@ -155,7 +155,7 @@ def _by_kernel(x: SpatialTensor, each: tuple[ResampledDim, ...]) -> SpatialTenso
 
 
 class _Move(NamedTuple):
-    """What a rank fetches, and its own outputs."""
+    """The plan of a rank's inputs, and its own outputs."""
 
     plan: Plan
     own: Box
@@ -192,7 +192,7 @@ def _own_taps(
     origin: int,
     device: torch.device,
 ) -> InterpolationWeights:
-    """The table of outputs [start, stop), for a window that begins at input `origin`."""
+    """The weights of `outputs` [start, stop), for a window that begins at input `origin`."""
     taps, part = interpolation_weights(how, dtype), slice(*outputs)
     with torch.inference_mode(False):
         index = (taps.index[part] - origin).to(device)
@@ -201,7 +201,7 @@ def _own_taps(
 
 
 def _add_up(window: Tensor, taps: InterpolationWeights, dim: int) -> Tensor:
-    """The outputs of one dim of which `weights` has the inputs."""
+    """The outputs along one dim: sums of the inputs weighted by `taps`."""
     index, weight = taps.index, taps.weight
     if weight is None:
         return window.index_select(dim, index[:, 0])
@@ -212,7 +212,7 @@ def _add_up(window: Tensor, taps: InterpolationWeights, dim: int) -> Tensor:
     return total
 
 
-# --- the names that torch.nn.functional.interpolate calls
+# --- functions called by torch.nn.functional.interpolate
 
 nn = torch._C._nn
 KERNELS: dict[tuple[str, int], Call] = {

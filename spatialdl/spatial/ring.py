@@ -1,10 +1,10 @@
-"""Attention whose keys and values circulate, one part of the grid after the other.
+"""Ring attention: keys and values circulate, one part of the grid after the other.
 
-Ring attention (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023,
-https://arxiv.org/abs/2310.01889): queries stay, no rank ever holds all keys. What a query makes of
-each part is put together by log-sum-exp (Dao et al., "FlashAttention", 2022, section 3.1). Backward
-asks for keys and values once more and sends their gradients back. A part travels straight from the
-rank that has it, the next one while this one is worked on.
+After Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023,
+https://arxiv.org/abs/2310.01889: queries stay, and no rank ever holds all keys. Partial results are
+combined by log-sum-exp (Dao et al., "FlashAttention", 2022, section 3.1). Backward fetches keys and
+values again and sends their gradients back. Each part is received directly from its owner, and the
+transfer of the next part overlaps with the computation of the current one.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.replay import aside, once
 from spatialdl.comm.single_process import Completed
 from spatialdl.parallel.layout import Box
-from spatialdl.spatial.blockwise import Scores, added, backward_block, forward_block, wide
+from spatialdl.spatial.blockwise import Scores, backward_block, combined, forward_block, wide
 
 
 class Ring(NamedTuple):
-    """Who has which keys.
+    """The distribution of the keys.
 
     Attributes:
         mesh: the ranks.
-        counts: keys of each part.
+        counts: number of keys of each part.
     """
 
     mesh: Mesh
     counts: tuple[int, ...]
 
     def hop(self, number: int, elements: int) -> Plan:
-        """The plan by which each rank gets the keys of the part `number` after its own.
+        """The plan by which each rank receives the keys of the part `number` after its own.
 
         Args:
-            elements: of a key and its value in all samples and heads.
+            elements: per token, in all samples and heads.
         """
         return _hop(self.counts, elements, number, self.mesh.part)
 
@@ -64,14 +64,14 @@ def _hop(counts: tuple[int, ...], elements: int, number: int, part: int) -> Plan
 
 
 class _Packed(NamedTuple):
-    """How keys (..., S, E) and values (..., S, F) of a part lie in one message (1, elements)."""
+    """Packs keys (..., S, E) and values (..., S, F) of a part into a message (1, elements)."""
 
     keys: torch.Size
     values: torch.Size
 
     @property
     def elements(self) -> int:
-        """Of a key and its value."""
+        """Elements per key and value."""
         return (
             math.prod(self.keys[:-2]) * self.keys[-1]
             + math.prod(self.values[:-2]) * self.values[-1]
@@ -92,26 +92,28 @@ class _Packed(NamedTuple):
 
 
 def circulate(ring: Ring, own: Tensor, elements: int) -> Iterator[tuple[int, Tensor]]:
-    """Messages of all parts, each with how far it is from the own one, which comes first.
+    """Yield the messages of all parts and their distances, the own part first.
 
-    None is kept here longer than it is needed: what the caller drops is freed.
+    No message is referenced here after it is yielded, so that the caller can free it.
     """
     hops = len(ring.counts)
     arriving: list[tuple[Tensor, Pending]] = [(own, Completed())]
     for number in range(hops):
         if number + 1 < hops:
-            arriving.append(_ask_for(ring, number + 1, own, elements))
+            arriving.append(_start_receive(ring, number + 1, own, elements))
         else:
-            del own  # the last that asks for it is under way, and keeps it until then
+            del own  # the last pending exchange references it until it completes
         yield number, _arrived(arriving)
 
 
-def _ask_for(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tensor, Pending]:
-    """Memory for the message of the part `number` after the own one, which is on its way."""
+def _start_receive(ring: Ring, number: int, own: Tensor, elements: int) -> tuple[Tensor, Pending]:
+    """The buffer of the message of the part `number` after the own one, and its receive."""
     plan = ring.hop(number, elements)
-    room = own.new_empty(plan.need.shape)
-    what = Exchange(plan, [BoxedTensor(own, plan.own)], [BoxedTensor(room, plan.need)], own.device)
-    return room, start_exchange(ring.mesh.grid_comm, what, "attention")
+    buffer = own.new_empty(plan.need.shape)
+    exchange = Exchange(
+        plan, [BoxedTensor(own, plan.own)], [BoxedTensor(buffer, plan.need)], own.device
+    )
+    return buffer, start_exchange(ring.mesh.grid_comm, exchange, "attention")
 
 
 def _arrived(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
@@ -121,7 +123,7 @@ def _arrived(arriving: list[tuple[Tensor, Pending]]) -> Tensor:
 
 
 class Returning:
-    """Gradients of keys and values on their way to the ranks that have them."""
+    """Sends gradients of keys and values back to the owners of these."""
 
     def __init__(self, ring: Ring, elements: int) -> None:
         self._ring, self._elements = ring, elements
@@ -130,23 +132,25 @@ class Returning:
 
     @property
     def total(self) -> Tensor:
-        """The sum of what has come back; float32 of half precision."""
+        """The sum of the received gradients; float32 for half precision."""
         assert self._total is not None
         return self._total
 
     def send(self, number: int, grad: Tensor) -> None:
-        """What this rank makes of the keys of the part `number` after its own, which comes first.
+        """Send a gradient to the owner of the part `number` after the own one.
+
+        The own part comes first.
 
         Args:
-            grad: memory that nobody else uses; the sum is made in that of the own part.
+            grad: not used by the caller afterwards; the sum is accumulated in that of the own part.
         """
         if self._total is None:
             self._total = wide(grad)
             return
         plan = self._ring.hop(number, self._elements)
         rooms = rooms_back(grad, plan)
-        what = Exchange(plan, [BoxedTensor(grad, plan.need)], rooms, grad.device, adjoint=True)
-        pending = start_exchange(self._ring.mesh.grid_comm, what, "attention")
+        exchange = Exchange(plan, [BoxedTensor(grad, plan.need)], rooms, grad.device, adjoint=True)
+        pending = start_exchange(self._ring.mesh.grid_comm, exchange, "attention")
         self.wait()
         self._under_way = plan, rooms, pending, grad
 
@@ -161,14 +165,14 @@ class Returning:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Any
     ) -> Tensor:
-        ring, scores = given
+        ring, scores = options
         ctx.ring, ctx.scores = ring, scores
         kept: list[Tensor] = []
 
         def attend() -> Tensor:
-            with aside():  # a second run takes the result from the tape, not the keys
+            with aside():  # a replay takes the result from the tape and receives no keys
                 out, spread = _forward(ring, scores, query, key, value, bias)
             kept.append(spread)
             return out
@@ -189,12 +193,12 @@ class _RingAttention(torch.autograd.Function):
         grad_bias = None
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = torch.zeros_like(bias)
-        given = grad, out, spread
+        options = grad, out, spread
         for number, message in circulate(ring, pack.packed(key, value), pack.elements):
             part = ring.part(number)
             keys, values = pack.unpacked(message, ring.counts[part])
-            grads = backward_block(scores.of(part), query, keys, values, bias, given, grad_bias)
-            del message, keys, values  # or the peak of the step is here, in one of its first layers
+            grads = backward_block(scores.of(part), query, keys, values, bias, options, grad_bias)
+            del message, keys, values  # else memory peaks here in backward's first layers
             of_query, packed = wide(grads[0]), pack.packed(*grads[1:])
             del grads
             grad_query = of_query if grad_query is None else grad_query.add_(of_query)
@@ -211,13 +215,13 @@ def _forward(
     ring: Ring, scores: Scores, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     pack = _Packed(key.shape, value.shape)
-    found: tuple[Tensor, Tensor] | None = None
+    result: tuple[Tensor, Tensor] | None = None
     for number, message in circulate(ring, pack.packed(key, value), pack.elements):
         part = ring.part(number)
         keys, values = pack.unpacked(message, ring.counts[part])
-        found = added(found, forward_block(scores.of(part), query, keys, values, bias))
-    assert found is not None
-    out, spread = found
+        result = combined(result, forward_block(scores.of(part), query, keys, values, bias))
+    assert result is not None
+    out, spread = result
     return out.to(query.dtype), spread
 
 
@@ -233,39 +237,39 @@ def ring_attention(
 
     Args:
         query: (..., l, E), this rank's.
-        key, value: (..., s, E) and (..., s, F), this rank's; leading dims as those of `query`, but
-            for heads that are shared.
+        key, value: (..., s, E) and (..., s, F), this rank's; leading dims as those of `query`,
+            except for shared heads.
         bias: (..., l or 1, S or 1) in the global order of keys, added to the products; or None.
-        ring: who has which keys.
-        scores: what is done with the products.
+        ring: the distribution of the keys.
+        scores: the processing of the products.
 
     Returns:
         (..., l, F).
     """
-    given = ring, scores
-    out: Tensor = _RingAttention.apply(query, key, value, bias, given)  # type: ignore[no-untyped-call]
+    options = ring, scores
+    out: Tensor = _RingAttention.apply(query, key, value, bias, options)  # type: ignore[no-untyped-call]
     return out
 
 
-# --- few queries that all ranks have
+# --- few queries, equal on all ranks
 
 
 class _Folded(torch.autograd.Function):
-    """Each rank attends to its own keys, and all put together what they found."""
+    """Attention to each rank's own keys, with the results combined over the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Any
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Any
     ) -> Tensor:
-        mesh, scores = given
-        ctx.given = given
+        mesh, scores = options
+        ctx.options = options
         out, spread = forward_block(scores.of(mesh.part), query, key, value, bias)
         own = torch.cat([out, spread.unsqueeze(-1)], -1)
-        found: tuple[Tensor, Tensor] | None = None
+        result: tuple[Tensor, Tensor] | None = None
         for part in gather_over_ranks(mesh.grid_comm, own, "attention"):
-            found = added(found, (part[..., :-1], part[..., -1]))
-        assert found is not None
-        out, spread = found[0].to(query.dtype), found[1]
+            result = combined(result, (part[..., :-1], part[..., -1]))
+        assert result is not None
+        out, spread = result[0].to(query.dtype), result[1]
         ctx.save_for_backward(query, key, value, bias, out, spread)
         return out
 
@@ -273,27 +277,27 @@ class _Folded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, out, spread = ctx.saved_tensors
-        mesh, scores = ctx.given
+        mesh, scores = ctx.options
         grad = sum_over_ranks(mesh.grid_comm, grad, "attention backward")
         learns = bias is not None and ctx.needs_input_grad[3]
         grad_bias = torch.zeros_like(bias) if learns else None
-        given = grad, out, spread
-        grads = backward_block(scores.of(mesh.part), query, key, value, bias, given, grad_bias)
+        options = grad, out, spread
+        grads = backward_block(scores.of(mesh.part), query, key, value, bias, options, grad_bias)
         return *grads, grad_bias, None
 
 
 def folded_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mesh: Mesh, scores: Scores
 ) -> Tensor:
-    """Attention of queries that all ranks have over the keys of all ranks; differentiable.
+    """Attention of replicated queries over the keys of all ranks; differentiable.
 
     Args:
         query: (..., L, E), the same on every rank.
-        key, value, bias, scores: as `ring_attention` takes them.
+        key, value, bias, scores: as for `ring_attention`.
 
     Returns:
         (..., L, F), the same on every rank.
     """
-    given = mesh, scores
-    out: Tensor = _Folded.apply(query, key, value, bias, given)  # type: ignore[no-untyped-call]
+    options = mesh, scores
+    out: Tensor = _Folded.apply(query, key, value, bias, options)  # type: ignore[no-untyped-call]
     return out

@@ -19,18 +19,18 @@ Function = Callable[..., Any]
 
 
 def _check(func: Function, x: SpatialTensor, dim: int, *operands: Any) -> None:
-    """All of one image, and `dim` not split."""
+    """Refuse a split `dim` and operands of different spatial sizes."""
     if dim % x.dim() in split_dims(x):
-        raise refusal(func, [x], f"dim {dim} is split; do it over a dim that is not")
+        raise refusal(func, [x], f"dim {dim} is split; use a dim that is not")
     for other in operands:
         if isinstance(other, Tensor) and other.dim() != x.dim():
-            raise refusal(func, [x], f"another tensor has {other.dim()} dims")
+            raise refusal(func, [x], f"another operand has {other.dim()} dims")
         if isinstance(other, Tensor) and any(other.shape[d] != x.shape[d] for d in split_dims(x)):
-            raise refusal(func, [x], f"another tensor has the shape {tuple(other.shape)}")
+            raise refusal(func, [x], f"another operand has shape {tuple(other.shape)}")
 
 
 def _tile_of(func: Function, value: Any, x: SpatialTensor) -> Any:
-    """The own part of a tensor of the image of `x`, with any size in the dims not split."""
+    """The tile of a tensor with the spatial dims of `x` and any size in the other dims."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, SpatialTensor):
@@ -54,7 +54,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     func, first = torch.take_along_dim, _first(input, indices)
     if dim is None:
-        raise refusal(func, [first], "it would count through all pixels; name a dim not split")
+        raise refusal(func, [first], "without dim it indexes all pixels; pass a dim not split")
     _check(func, first, dim, input, indices)
     taken = func(_tile_of(func, input, first), _tile_of(func, indices, first), dim)
     return without_dims(first, taken, ())
@@ -82,13 +82,15 @@ def _register(func: Function, in_place: Function) -> None:
 
 
 def _replaced(func: Function, whole: Tensor, result: Tensor) -> Tensor:
-    """A whole tensor that took a split one in place: the result is split.
+    """The split result of an in-place operation of a split tensor on a whole one.
 
-    ``torch.zeros(size).scatter_(1, labels, 1)`` is how many make one-hot maps. The whole tensor
-    would not have what was written, so it is emptied: it must not be used any more.
+    ``torch.zeros(size).scatter_(1, labels, 1)`` is a common way to make one-hot maps. The whole
+    tensor does not contain the result, so it is emptied and cannot be used any more.
     """
     if whole.requires_grad or not whole.is_contiguous() or whole._is_view():
-        raise refusal(func, spatial_in([result]), "a whole tensor cannot take a split one in place")
+        raise refusal(
+            func, spatial_in([result]), "a split tensor cannot be written to a whole one in place"
+        )
     whole.set_()  # type: ignore[call-overload]
     return result
 

@@ -1,4 +1,4 @@
-"""Copies of networks without memory."""
+"""Copies of networks on the meta device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn.parameter import is_lazy
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy without memory, to find out shapes and costs; in evaluation, which takes any batch.
+    """A copy on the meta device, for shapes and costs; in eval mode, which accepts any batch.
 
     Raises:
-        ValueError: if it has parameters that its first forward would make.
+        ValueError: the model has uninitialized (lazy) parameters.
     """
     for path, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"{type(model).__name__} has parameters without a shape, as '{path}' of a lazy "
-                "module: run it once on an image of the size of the data where it is built"
+                f"{type(model).__name__} has uninitialized parameters, such as '{path}' of a lazy "
+                "module: run one forward, on an image of the data's size, where it is built"
             )
     memo: dict[int, object] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -31,12 +31,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
     shadow = copy.deepcopy(model, memo).eval()
     for layer in shadow.modules():
         if isinstance(layer, _BatchNorm) and layer.momentum is None:
-            layer.momentum = 0.1  # a cumulative average would read a counter that has no value
+            layer.momentum = 0.1  # a cumulative average reads a counter, which has no value here
     return shadow
 
 
 def computed_attributes(model: nn.Module) -> list[Tensor]:
-    """Tensors that hooks compute from parameters, as those of weight norm and pruning do.
+    """Tensors computed from parameters by hooks, as by weight norm and pruning.
 
     ``deepcopy`` refuses them.
     """

@@ -1,7 +1,7 @@
-"""Which split tensors PyTorch would let share memory, and who must not be written to.
+"""Tracks views of split tensors, and refuses writes to tensors with views.
 
-A view of a split tensor is a tensor of its own, which autograd does not know to be a view; where
-pixels have moved to another rank, it does not even lie in the same memory.
+Autograd does not know that a view of a split tensor is a view. If pixels were moved to another
+rank, the view does not even share memory with its base.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spatialdl.spatial.table import SplitOperand, refusal
 
 
 class SplitMember(SplitOperand, Protocol):
-    """What is looked at here of a `SpatialTensor`, which stands above."""
+    """The interface of `SpatialTensor` used here, as `tensor` imports this module."""
 
     _tile: Tensor
     _family: Family
@@ -25,7 +25,7 @@ class SplitMember(SplitOperand, Protocol):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd follows what is done to it."""
+        """Whether autograd records operations on it."""
 
 
 class Family:
@@ -37,7 +37,7 @@ class Family:
 
     @property
     def members(self) -> list[SplitMember]:
-        """Those that are alive; none as long as there is no view."""
+        """The living members; empty if there was never a view."""
         return [member for ref in self._members if (member := ref()) is not None]
 
     def add(self, view: SplitMember, owner: SplitMember) -> None:
@@ -45,8 +45,8 @@ class Family:
         self._members = [weakref.ref(member) for member in members]
 
     def watched(self, line: Tensor) -> Tensor:
-        """`line`, a plain copy of a part of a member, of which PyTorch would make a view."""
-        if line.is_inference():  # such tensors do not count how often they are written to
+        """Track writes to `line`, a plain copy that would be a view in PyTorch."""
+        if line.is_inference():  # inference tensors have no version counter
             with torch.inference_mode(False):
                 line = line.clone()
         self.lines.append(_Line(line))
@@ -54,13 +54,13 @@ class Family:
 
 
 class _Line:
-    """Knows whether a tensor was written to, and whether somebody still has it or a view of it."""
+    """Tracks whether a tensor was modified, and whether it or a view of it still exists."""
 
     def __init__(self, line: Tensor) -> None:
         self._witness = line.detach()
         self._version = self._witness._version
         self._storage = StorageWeakRef(line.untyped_storage())  # type: ignore[no-untyped-call]
-        self._witness.data = line.new_empty(0)  # goes on counting, but keeps no memory
+        self._witness.data = line.new_empty(0)  # shares the version counter without memory
 
     @property
     def was_written(self) -> bool:
@@ -72,16 +72,16 @@ class _Line:
 
 
 _owners: weakref.WeakValueDictionary[int, SplitMember] = weakref.WeakValueDictionary()
-"""Whose tile was taken out, by where it lies in memory."""
+"""The owners of tiles passed to operations, by storage."""
 
 
-def lend(x: SplitMember) -> None:
-    """Note that the tile of `x` is taken out, to see whether what is put back is a view of it."""
+def note_tile(x: SplitMember) -> None:
+    """Record the tile of `x` as an operation's input, to detect results that are views of it."""
     _owners[x._tile.untyped_storage()._cdata] = x
 
 
 def note_view(x: SplitMember) -> None:
-    """Note that `x` is a view, if it lies in the memory of a tile that was lent."""
+    """Record `x` as a view if it shares memory with a recorded tile."""
     place = x._tile.untyped_storage()._cdata
     owner = _owners.get(place)
     if owner is not None and owner._tile.untyped_storage()._cdata == place:
@@ -89,10 +89,10 @@ def note_view(x: SplitMember) -> None:
 
 
 def share(owner: SplitMember, view: SplitMember, moved: bool = False) -> None:
-    """Note that PyTorch would make `view` a view of `owner`.
+    """Record `view` as a view of `owner`, which it would be in PyTorch.
 
     Args:
-        moved: whether its pixels have moved between ranks.
+        moved: whether pixels were moved between ranks.
     """
     owner._family.add(view, owner)
     view._family = owner._family
@@ -100,9 +100,10 @@ def share(owner: SplitMember, view: SplitMember, moved: bool = False) -> None:
 
 
 def check_write(function: Any, target: SplitMember) -> None:
-    """A view and its base share memory, but autograd does not know it: a wrong gradient.
+    """Refuse writes that would reach, or miss, another split tensor.
 
-    Where pixels have moved they do not even share it: then never.
+    A view and its base share memory unknown to autograd, so gradients would be wrong. If pixels
+    were moved they do not share memory, so writes are refused without gradients too.
     """
     check_lines(target)
     members = target._family.members
@@ -110,8 +111,8 @@ def check_write(function: Any, target: SplitMember) -> None:
         raise refusal(
             function,
             [target],
-            "it would not change the rows or columns that were selected from it and are still "
-            "held; clone() it first",
+            "it would not change rows or columns that were selected from it and are still in "
+            "use; clone() it first",
         )
     apart = target._apart or any(member._apart for member in members)
     if not apart and not torch.is_grad_enabled() and not target.requires_grad:
@@ -120,17 +121,16 @@ def check_write(function: Any, target: SplitMember) -> None:
         raise refusal(
             function,
             [target],
-            "it would write into another split tensor too, of which this one is a view; "
-            "clone() it first",
+            "it would also modify another split tensor, its base or a view of it; clone() it first",
         )
 
 
 def check_lines(x: SplitMember) -> None:
-    """Refuse to read an image of which a selected row or column was written to: it is a copy."""
+    """Refuse an image if a row or column selected from it, which is a copy, was modified."""
     if x._family.lines and any(line.was_written for line in x._family.lines):
         raise refusal(
             Tensor.__getitem__,
             [x],
-            "a row or column selected from it was written to in place, which cannot reach the "
-            "image; clone() it first, or write with torch.where",
+            "a row or column selected from it was modified in place, which does not change the "
+            "image; clone() it first, or use torch.where",
         )

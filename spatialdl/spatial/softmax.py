@@ -1,6 +1,6 @@
-"""Softmax: over channels every tile by itself, over rows and columns the whole image together.
+"""Softmax: local over channels, over the whole image for rows and columns.
 
-Stable as PyTorch's: the largest value of all ranks is subtracted first.
+As in PyTorch, the maximum, here of all ranks, is subtracted first for stability.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from spatialdl.comm.once import once_differentiable
 from spatialdl.spatial.autocast import in_float32
 from spatialdl.spatial.reduce import log_sum_exp
-from spatialdl.spatial.span import ReductionSpan, asked, dims_of, span_of, without_dims
+from spatialdl.spatial.span import ReductionSpan, dims_of, on_meta, span_of, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
 
 
 class _Softmax(torch.autograd.Function):
-    """Keeps the result, or its logarithm."""
+    """Saves the result or its logarithm."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, span: ReductionSpan, log: bool) -> Tensor:
@@ -41,9 +41,9 @@ class _Softmax(torch.autograd.Function):
 
 def _softmax(x: SpatialTensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Tensor:
     function = torch.log_softmax if log else torch.softmax
-    if dim is None:  # what PyTorch chooses, with a warning
+    if dim is None:  # PyTorch's deprecated default
         dim = 0 if x.dim() in (0, 1, 3) else 1
-    like = asked(function, x, dim, dtype)  # PyTorch's own errors, on all ranks alike
+    like = on_meta(function, x, dim, dtype)  # raises PyTorch's errors on all ranks
     span, tile = span_of(x, dims_of(x, dim)), to_tile(x)
     if not span.crosses:
         return without_dims(x, function(tile, dim, dtype), ())

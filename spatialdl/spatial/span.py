@@ -1,9 +1,8 @@
-"""Which dims a reduction of a split tensor runs over, and what ranks must tell each other for it.
+"""The dims of a reduction of a split tensor, and the communication that it needs.
 
-A reduction over rows or columns gives a plain tensor, the same on every rank. Each rank reduces
-its tile, puts the result where it belongs in the full size (a sum over the rows alone still has
-all columns), and the ranks combine what they have. Everything here keeps reduced dims as dims of
-size 1.
+A reduction over rows or columns results in a plain tensor, the same on every rank. Each rank
+reduces its tile and places the result in the full size (a sum over the rows alone still has all
+columns). The ranks then combine their results. Reduced dims are kept as dims of size 1 here.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register
 
 @dataclass(frozen=True)
 class ReductionSpan:
-    """The dims of a reduction, and where the tile lies in the dims that are kept.
+    """The dims of a reduction, and the position of the tile in the kept dims.
 
     Attributes:
         dims: the reduced dims, not negative.
-        count: how many elements of the whole tensor become one.
-        crosses: whether spatial dims are among them, so that ranks must talk.
-        kept: the split dims that are kept, each with the global positions of the tile in it and
-            its global size; empty if nothing crosses.
+        count: number of elements of the whole tensor per result.
+        crosses: whether spatial dims are reduced, so that ranks must communicate.
+        kept: the split dims that are not reduced, each with the global positions of the tile in it
+            and its global size; empty if `crosses` is False.
         comm: the ranks.
     """
 
@@ -46,7 +45,7 @@ class ReductionSpan:
     comm: Communicator
 
     def placed(self, part: Tensor, fill: float = 0.0) -> Tensor:
-        """`part`, of this tile, in the full size of the dims that are kept; `fill` elsewhere."""
+        """`part`, of this tile, placed in the full size of the kept dims; `fill` elsewhere."""
         for dim, positions, size in self.kept:
             shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
             full = part.new_full(shape, fill)
@@ -60,31 +59,31 @@ class ReductionSpan:
         return whole
 
     def sum(self, part: Tensor, name: str) -> Tensor:
-        """The sum over all ranks of their parts, in the full size; differentiable."""
+        """The sum of the parts of all ranks, in the full size; differentiable."""
         if not self.crosses:
             return part
         return differentiable_sum(self.comm, self.placed(part), name)
 
     def own_sum(self, part: Tensor, name: str) -> Tensor:
-        """This tile's part of the sum over all ranks; autograd does not see it."""
+        """This tile's part of the sum over all ranks; not differentiable."""
         if not self.crosses:
             return part
         return self.own(sum_over_ranks(self.comm, self.placed(part), name))
 
     def max(self, part: Tensor, lowest: float, name: str) -> Tensor:
-        """The largest over all ranks, in the full size; autograd does not see it."""
+        """The maximum over all ranks, in the full size; not differentiable."""
         if not self.crosses:
             return part
         return max_over_ranks(self.comm, self.placed(part, lowest), name)
 
 
 def names_no_dims(dim: Any) -> bool:
-    """Whether `dim` is an empty tuple or list, which most reductions take for all dims."""
+    """Whether `dim` is an empty tuple or list, which most reductions take as all dims."""
     return isinstance(dim, (tuple, list)) and len(dim) == 0
 
 
 def dims_of(x: Tensor, dim: Any) -> tuple[int, ...]:
-    """The dims that a reduction means, not negative; None and () mean all."""
+    """The dims of a reduction, not negative; None and () stand for all."""
     if dim is None or names_no_dims(dim):
         return tuple(range(x.dim()))
     chosen = (dim,) if isinstance(dim, int) else tuple(dim)
@@ -92,7 +91,7 @@ def dims_of(x: Tensor, dim: Any) -> tuple[int, ...]:
 
 
 def split_dims(x: SpatialTensor) -> tuple[int, ...]:
-    """The dims that hold spatial dims, not negative: fewer than those where some are merged."""
+    """The distinct dims that hold spatial dims, not negative."""
     return tuple(sorted({dim % x.dim() for dim in x.spatial_dims.at}))
 
 
@@ -105,7 +104,7 @@ def span_of(x: SpatialTensor, dim: Any) -> ReductionSpan:
 
 
 def positions(x: SpatialTensor, dim: int) -> Tensor:
-    """Where in the global dim `dim` the elements of this rank's tile are; (tile's size,) int64."""
+    """The global positions in `dim` of the elements of this rank's tile; (tile's size,) int64."""
     number = dim % x.dim()
     if number not in split_dims(x):
         return torch.arange(x.shape[number])
@@ -113,12 +112,12 @@ def positions(x: SpatialTensor, dim: int) -> Tensor:
 
 
 def positions_of(x: SpatialTensor, dim: int, part: int) -> Tensor:
-    """The same for the tile of any part, in a dim (negative) that holds spatial dims."""
+    """`positions` of the tile of any part, in a dim (negative) that holds spatial dims."""
     return positions_in(x.spatial_layout, x.spatial_dims, x.shape[dim], dim, part)
 
 
 def positions_in(layout: Layout, dims: SpatialDims, size: int, dim: int, part: int) -> Tensor:
-    """The same of any tensor, in a dim (negative) of this global size."""
+    """`positions` from a layout, in a dim (negative) of the global size `size`."""
     if dim not in dims.at:
         return torch.arange(size)
     own = _split_positions(layout, layout.boxes[part], dims.of_pixels, dim)
@@ -126,7 +125,7 @@ def positions_in(layout: Layout, dims: SpatialDims, size: int, dim: int, part: i
 
 
 def positions_on(x: SpatialTensor, dim: int) -> Tensor:
-    """The same on the device of the tile."""
+    """`positions` on the device of the tile."""
     number = dim % x.dim()
     if number not in split_dims(x):
         return torch.arange(x.shape[number], device=x.device)
@@ -135,19 +134,19 @@ def positions_on(x: SpatialTensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _split_positions(layout: Layout, box: Box, dims: SpatialDims, dim: int) -> Tensor:
-    found = torch.zeros(1, dtype=torch.int64)
+    result = torch.zeros(1, dtype=torch.int64)
     for at, outer, size, (start, stop) in zip(
         dims.at, dims.outer, layout.size, box.spatial, strict=True
     ):
         if at == dim:
             blocks = torch.arange(outer)[:, None] * size + torch.arange(start, stop)
-            found = (found[:, None] * (outer * size) + blocks.flatten()).flatten()
-    return found
+            result = (result[:, None] * (outer * size) + blocks.flatten()).flatten()
+    return result
 
 
 @lru_cache(maxsize=4096)
 def _with_tokens(pixels: Tensor, dims: SpatialDims, size: int, is_first: bool) -> Tensor:
-    """The positions of pixels in a dim of `size` that also has entries that belong to none."""
+    """The positions of pixels in a dim of `size` that also has extra tokens."""
     pixels = pixels + dims.prefix
     if not is_first:
         return pixels
@@ -155,28 +154,27 @@ def _with_tokens(pixels: Tensor, dims: SpatialDims, size: int, is_first: bool) -
 
 
 def without_dims(x: SpatialTensor, tile: Tensor, removed: tuple[int, ...]) -> SpatialTensor:
-    """`tile` as the split tensor that `x` becomes when dims that are not split are removed."""
+    """`tile` split as `x`, from which the dims `removed`, not split, were removed."""
     if not removed:
         return from_tile(tile, x.spatial_layout, x.mesh, x.spatial_dims)
     dims = x.spatial_dims.moved(lambda old: old + sum(d > old + x.dim() for d in removed))
     return from_tile(tile, x.spatial_layout, x.mesh, dims)
 
 
-# --- how reductions are registered
+# --- registration of reductions
 
 Call = Callable[..., Any]
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
 _WRONG_ON_META = ("nansum", "nanmean")
-"""These take no dims for all dims, but not on PyTorch's meta device, where shapes are asked for."""
+"""These take an empty `dim` as all dims, except on the meta device, which is used for shapes."""
 
 
 def reduction(*functions: Call) -> Callable[[Call], Call]:
     """Register a reduction under several names.
 
-    The decorated handler takes the function called and its arguments, and gives the result with
-    or without the reduced dims. What PyTorch itself refuses (a dim out of range, a type) is
-    refused alike on all ranks, because the call is tried without data first; that also tells the
-    shape of the result.
+    The decorated handler takes the called function and its arguments, and returns the result with
+    or without the reduced dims. The call first runs without data: this determines the shape of the
+    result, and raises PyTorch's errors (a dim out of range, a dtype) on all ranks.
     """
 
     def register(handler: Call) -> Call:
@@ -188,7 +186,7 @@ def reduction(*functions: Call) -> Callable[[Call], Call]:
 
 
 def checked(function: Call, handler: Call) -> Call:
-    """The handler of a reduction as `reduction` registers it."""
+    """Wrap the handler of a reduction as `reduction` registers it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
@@ -204,8 +202,10 @@ def checked(function: Call, handler: Call) -> Call:
             raise refusal(function, split, "only its input may be a tensor")
         try:
             expected = _expected(function, x.shape, x.dtype, args[1:], tuple(kwargs.items()))
-        except TypeError:  # dims in a list, or what PyTorch refuses
-            expected = asked(function, *args, **kwargs) if args else asked(function, x, **kwargs)
+        except TypeError:  # unhashable dims (a list), or an error of PyTorch
+            expected = (
+                on_meta(function, *args, **kwargs) if args else on_meta(function, x, **kwargs)
+            )
         return _shaped(handler(function, x, *args[1:], **kwargs), expected)
 
     return call
@@ -213,15 +213,15 @@ def checked(function: Call, handler: Call) -> Call:
 
 @lru_cache(maxsize=4096, typed=True)
 def _expected(function: Call, shape: torch.Size, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """What `function` gives for a tensor of `shape`, on the meta device, where this is slow."""
+    """The cached result of `function` for a tensor of `shape` on the meta device, which is slow."""
     like = torch.empty(shape, dtype=dtype, device="meta")
     return _unseen(lambda: function(like, *args, **dict(kwargs)))
 
 
-def asked(function: Call, *args: Any, **kwargs: Any) -> Any:
-    """What `function` gives for plain, whole tensors without data; or PyTorch's own error.
+def on_meta(function: Call, *args: Any, **kwargs: Any) -> Any:
+    """The result of `function` for whole tensors without data; raises PyTorch's errors.
 
-    The planner, which counts the tensors that a rank makes, does not see these.
+    These tensors are hidden from the planner, which counts the tensors that a rank creates.
     """
     return _unseen(lambda: function(*map(_without_data, args), **kwargs))
 
@@ -234,7 +234,7 @@ def _unseen(call: Callable[[], Any]) -> Any:
 
 
 def _without_data(value: Any) -> Any:
-    """`value` with each tensor in it replaced by a plain, whole one on the meta device."""
+    """`value` with each tensor replaced by a plain, whole one on the meta device."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
@@ -243,7 +243,7 @@ def _without_data(value: Any) -> Any:
 
 
 def _shaped(result: Any, expected: Any) -> Any:
-    """`result`, of which the ranks have kept all dims, in the shape that is expected."""
+    """`result`, with reduced dims kept, in the shape of `expected`."""
     if isinstance(expected, Tensor):
         same = result.shape == expected.shape
         return result if same else result.reshape(expected.shape)

@@ -18,7 +18,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
 class _Shard(torch.autograd.Function):
-    """Backward gives every rank the whole gradient of the mean of the ranks' losses."""
+    """Backward returns on every rank the whole gradient of the mean of the ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, image: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
@@ -35,7 +35,7 @@ class _Shard(torch.autograd.Function):
 
 
 class _OwnTile(torch.autograd.Function):
-    """Backward divides by the ranks, because the objective is the mean of their losses."""
+    """Backward divides by the number of ranks: the objective is the mean of their losses."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor, ranks: int) -> Tensor:
@@ -51,17 +51,17 @@ class _OwnTile(torch.autograd.Function):
 def shard(image: Tensor, mesh: Mesh) -> SpatialTensor:
     """Split an image over the grid of a mesh; every rank keeps its own box.
 
-    Every rank of the grid must call it. In the first steps, and then now and then, their images are
-    compared.
+    Collective over the grid. The ranks' images are compared in the first steps and then
+    occasionally.
 
     Args:
-        image: (N, C, *spatial), as (N, C, H, W), with as many spatial dims as the grid has; or
-            (N, *spatial) for maps of integers. The same on every rank of the grid. Needs no
-            gradient unless you want one: then backward gives every rank that of the whole image.
+        image: (N, C, *spatial), e.g. (N, C, H, W), with one spatial dim per grid axis; or
+            (N, *spatial) for maps of integers. The same on every rank of the grid. If it requires
+            a gradient, backward returns that of the whole image on every rank.
         mesh: the ranks.
 
     Raises:
-        ValueError: if a spatial dim is smaller than the grid, or ranks have other images.
+        ValueError: a spatial dim is smaller than the grid, or the ranks' images differ.
     """
     if mesh.agreement is not None and not isinstance(image, SpatialTensor):
         mesh.agreement.images(image)
@@ -71,20 +71,20 @@ def shard(image: Tensor, mesh: Mesh) -> SpatialTensor:
 
 
 def from_local(tile: Tensor, mesh: Mesh, size: Sequence[int]) -> SpatialTensor:
-    """Make one split image of the tiles that the ranks hold; all of the grid must call it.
+    """Create a split image from the ranks' tiles; collective over the grid.
 
     Args:
         tile: (N, C, *spatial) or (N, *spatial): this rank's box ``mesh.box(size)``.
         mesh: the ranks.
-        size: of the spatial dims of the whole image, as (H, W).
+        size: of the spatial dims of the whole image, e.g. (H, W).
 
     Raises:
-        ValueError: if the tile has not the shape of this rank's box, or ranks bring tiles of
-            images that have other sizes, samples, channels or types.
+        ValueError: the tile does not have the shape of this rank's box, or image size, samples,
+            channels or dtype differ between ranks.
     """
     if isinstance(size, int):
         raise ValueError(
-            f"from_local takes a size for each spatial dim: the grid is {mesh.grid}, got {size}"
+            f"from_local expects a size for each spatial dim: the grid is {mesh.grid}, got {size}"
         )
     if mesh.agreement is not None and not isinstance(tile, SpatialTensor):
         mesh.agreement.tiles(tile, size)
@@ -93,8 +93,8 @@ def from_local(tile: Tensor, mesh: Mesh, size: Sequence[int]) -> SpatialTensor:
     extents, wanted = tuple(tile.shape[-len(size) :]), mesh.own_box(layout).shape[1:]
     if extents != wanted:
         raise ValueError(
-            f"rank {mesh.comm.rank} brings a tile of {by(extents)}, but its box of the {by(size)} "
-            f"image is {mesh.box(size)}, that is {by(wanted)}: cut the tile by mesh.box(size)"
+            f"rank {mesh.comm.rank} has a tile of {by(extents)}, but its box of the {by(size)} "
+            f"image is {mesh.box(size)}, of {by(wanted)}: cut the tile by mesh.box(size)"
         )
     own = _OwnTile.apply(tile, mesh.size)  # type: ignore[no-untyped-call]
     return from_tile(own, layout, mesh)
@@ -105,11 +105,11 @@ def _layout_for(tensor: Tensor, size: tuple[int, ...], mesh: Mesh) -> Layout:
     if len(size) != dims or tensor.dim() not in (dims + 1, dims + 2):
         shape = image_shape(dims)
         raise ValueError(
-            f"an image to be split over a grid of {by(mesh.grid)} is {shape} or "
-            f"{shape.replace(' C,', '')}, got shape {tuple(tensor.shape)} and a size of {by(size)}"
+            f"an image to split over a grid of {by(mesh.grid)} must be {shape} or "
+            f"{shape.replace(' C,', '')}, got shape {tuple(tensor.shape)} and size {by(size)}"
         )
     if isinstance(tensor, SpatialTensor):
-        raise ValueError("this image is split already")
+        raise ValueError("the image is already split")
     if any(extent < parts for extent, parts in zip(size, mesh.grid, strict=True)):
         raise ValueError(
             f"an image of {by(size)} is smaller than the grid {by(mesh.grid)}: use a smaller "
@@ -119,7 +119,7 @@ def _layout_for(tensor: Tensor, size: tuple[int, ...], mesh: Mesh) -> Layout:
 
 
 def as_image(value: Any) -> Any:
-    """An output as it is, but tokens of a split image as a whole tensor on each rank."""
+    """An output of a network; tokens of a split image are gathered to a whole tensor."""
     if isinstance(value, SpatialTensor):
         dims = image_dims(len(value.mesh.grid))
         if value.spatial_dims != dims or value.spatial_layout.size != tuple(value.shape[2:]):

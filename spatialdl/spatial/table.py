@@ -1,7 +1,7 @@
-"""The table of operations: which handler does what on a split image.
+"""The table of handlers of operations on split images, keyed by the called function.
 
-A handler is found by the function that was called. What no table knows is tried as a pointwise
-operation (`operands`), and refused by the guard (`tensor`) if it is none.
+A function without a handler is tried as a pointwise operation (`operands`) and refused if it is
+not pointwise (`tensor`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 _HOLDERS = (torch.Tensor, list, tuple, dict)
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 WITH_PREFIX: set[Callable[..., Any]] = set()
-"""The functions whose handlers take tokens that belong to no pixel, see `prefix`."""
+"""Functions with handlers that support tokens that belong to no pixel, see `prefix`."""
 
 
 class SplitOperand(Protocol):
-    """What the table knows of a `SpatialTensor`, which stands above it."""
+    """The interface of `SpatialTensor` used here, as `tensor` imports this module."""
 
     def describe(self) -> str:
-        """How it is split, for messages."""
+        """The grid and the image size, for messages."""
 
 
 def register_op(
@@ -35,23 +35,23 @@ def register_op(
     split: Sequence[str] | None = None,
     prefix: bool = False,
 ) -> Callable[[Handler], Handler]:
-    """Teach SpatialTensor one more operation.
+    """Register a handler of an operation on split images.
 
-    The decorated function takes the arguments of `torch_functions` (functions of ``torch``,
-    ``torch.nn.functional`` or methods of ``torch.Tensor``) whenever one of them is a
-    SpatialTensor, and does it on a split image, or raises `UnsupportedSpatialOp`.
+    The decorated function is called with the arguments of `torch_functions` (functions of
+    ``torch``, ``torch.nn.functional`` or methods of ``torch.Tensor``) if any argument is a
+    SpatialTensor. It computes the result or raises `UnsupportedSpatialOp`.
 
     Args:
-        torch_functions: all names by which the operation is called.
-        split: names of the parameters that may be SpatialTensors, or hold some; anything else, and
-            arguments that the decorated function does not take, are refused for it. If not given,
-            it must look at all arguments itself.
-        prefix: whether it is right for tokens of an image that come with others beside them, such
-            as class tokens: ``spatial_dims`` has a prefix or suffix then. Otherwise those are
+        torch_functions: all names of the operation.
+        split: names of the parameters that may be or contain SpatialTensors. SpatialTensors in
+            other parameters, and arguments that the handler does not take, are refused. If None,
+            the handler must check all arguments itself.
+        prefix: whether the handler supports tokens of an image together with extra tokens such as
+            class tokens, given by a prefix or suffix in ``spatial_dims``. Otherwise they are
             refused.
 
     Returns:
-        A decorator, which gives the function back as it was.
+        A decorator that returns the function unchanged.
 
     Example:
         >>> @spatialdl.register_op(torch.nn.functional.my_op)
@@ -72,7 +72,7 @@ def register_op(
 
 
 def any_other(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The key of the handler for every function that has none of its own: see `operands`."""
+    """The key of the handler for functions without a handler, see `operands`."""
     return args, kwargs
 
 
@@ -89,10 +89,10 @@ def _checked(
     needed = sum(one.default is inspect.Parameter.empty for one in signature.parameters.values())
 
     def bound(args: Any, kwargs: Any) -> Iterable[tuple[str, Any]]:
-        """Arguments by name; the short way where they are positions alone."""
+        """Arguments by name, without `Signature.bind` in the common case."""
         if plain and len(args) <= len(names):
             by_name = {**dict(zip(names, args, strict=False)), **kwargs}
-            # as many as were given: none twice
+            # Equal counts: no argument was passed twice.
             fits = len(by_name) == len(args) + len(kwargs) and by_name.keys() <= known
             if fits and all(name in by_name for name in names[len(args) : needed]):
                 return by_name.items()
@@ -100,7 +100,7 @@ def _checked(
             return signature.bind(*args, **kwargs).arguments.items()
         except TypeError as error:
             raise refusal(
-                function, spatial_in((args, kwargs)), f"with these arguments ({error})"
+                function, spatial_in((args, kwargs)), f"unsupported arguments ({error})"
             ) from None
 
     @functools.wraps(handler)
@@ -118,14 +118,14 @@ def is_spatial(value: object) -> TypeGuard[SplitOperand]:
 
 
 def spatial_in(values: Any) -> list[SplitOperand]:
-    """All split tensors among nested arguments."""
+    """All split tensors in nested arguments."""
     if isinstance(values, torch.Tensor):
         return [values] if is_spatial(values) else []
     return [value for value in tree_flatten(values)[0] if is_spatial(value)]
 
 
 def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> UnsupportedSpatialOp:
-    """The error that names the operation, the layout and what to do."""
+    """The error with the operation, the layout and advice."""
     name = str(func)
     if not isinstance(func, torch._ops.OpOverload):
         name = getattr(func, "__name__", name)
@@ -133,7 +133,7 @@ def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> Un
             name = getattr(func.__self__, "__name__", name)
     where = "".join(f" on an image split {x.describe()}" for x in list(operands)[:1])
     advice = advice or (
-        "call full_tensor() before it to gather the image on every rank, or teach it with "
-        "spatialdl.register_op"
+        "call full_tensor() before it to gather the image on every rank, or register a handler "
+        "with spatialdl.register_op"
     )
-    return UnsupportedSpatialOp(f"{name} cannot be done{where}: {advice}")
+    return UnsupportedSpatialOp(f"{name} is not supported{where}: {advice}")

@@ -1,14 +1,15 @@
 """SpatialTensor: a tensor of which every rank holds a tile.
 
-PyTorch, and the user's model, see the global size; the tile is inside. Three ways lead through it:
+PyTorch and the user's model see the global size; the wrapper holds the tile. Operations take one
+of three paths:
 
-- ``__torch_function__`` looks the called function up in the table of *handlers* (convolution,
-  pooling, norm ...), which see all arguments, take the tile out, let PyTorch differentiate the
-  local work, and put the result back;
-- pointwise operations differentiate on the wrapper itself and reach ``__torch_dispatch__``, which
-  runs them on the tiles;
-- everything else reaches ``__torch_dispatch__`` too and is refused there. What no table knows
-  never runs on a raw tile, because there it would give a wrong number.
+- ``__torch_function__`` looks up the *handler* of the called function (convolution, pooling,
+  norm, ...). A handler receives all arguments, takes the tile out, lets PyTorch differentiate the
+  local computation, and wraps the result.
+- Pointwise operations are differentiated on the wrapper and reach ``__torch_dispatch__``, which
+  runs them on the tiles.
+- All other operations reach ``__torch_dispatch__`` too and are refused there. An unregistered
+  operation never runs on a raw tile, because its result would be wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
 from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image
 from spatialdl.spatial.prefix import bring_tokens
-from spatialdl.spatial.sharing import Family, check_lines, check_write, lend, note_view, share
+from spatialdl.spatial.sharing import Family, check_lines, check_write, note_tile, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
     WITH_PREFIX,
@@ -60,7 +61,7 @@ __all__ = [
 
 aten = torch.ops.aten
 
-# not pointwise by PyTorch's tags, yet each tile can be treated by itself
+# Not tagged pointwise by PyTorch, but local to each tile.
 _PER_TILE = {
     aten.detach.default,
     aten.alias.default,
@@ -89,7 +90,7 @@ _PER_TILE = {
     aten.softplus_backward.default,
     aten.softshrink_backward.default,
     aten.threshold_.default,
-    # without the tag in PyTorch 2.8 to 2.11
+    # Not tagged in PyTorch 2.8 to 2.11.
     aten._conj_physical.default,
     aten.celu_.default,
     aten.elu_.default,
@@ -103,19 +104,19 @@ _PER_TILE = {
 
 
 _NO_TRACE = (
-    "torch.jit.trace and torch.onnx.export record what one process does with plain tensors; give "
-    "them a plain image"
+    "torch.jit.trace and torch.onnx.export record operations on plain tensors in one process; pass "
+    "a plain image"
 )
 
 
 _NO_SCRIPT = (
-    "TorchScript runs operations that know nothing of tiles; give the image to the module as it "
-    "was before torch.jit.script or torch.jit.trace"
+    "TorchScript bypasses the handlers of split images; pass the image to the original module, "
+    "before torch.jit.script or torch.jit.trace"
 )
 
 
 class _Called(threading.local):
-    """The function that the user called, for the guard to name."""
+    """The function that the user called, for error messages."""
 
     function: Any = None
 
@@ -124,14 +125,14 @@ _called = _Called()
 
 
 class SpatialTensor(torch.Tensor):
-    """A tensor, at first (N, ..., *spatial), cut along its spatial dims over the ranks of a mesh.
+    """A tensor, initially (N, ..., *spatial), split along its spatial dims over a mesh.
 
-    `shape` and `size()` are global, as DTensor's. Make one with `spatialdl.shard` or
+    `shape` and `size()` are global, as for DTensor. Create one with `spatialdl.shard` or
     `spatialdl.from_local`.
 
     Attributes:
-        spatial_layout: which rank holds which box.
-        spatial_dims: which dims hold the spatial dims.
+        spatial_layout: the box of each rank.
+        spatial_dims: the dims that hold the spatial dims.
         mesh: the ranks.
     """
 
@@ -142,9 +143,9 @@ class SpatialTensor(torch.Tensor):
     spatial_dims: SpatialDims
     mesh: Mesh
     any_has_prefix: ClassVar[bool] = False
-    """Whether there has been a tensor with tokens that belong to no pixel."""
+    """Whether any tensor so far had tokens that belong to no pixel."""
     of_one_rank: ClassVar[Callable[[Tensor, Layout, Mesh, SpatialDims], SpatialTensor]]
-    """Makes the split tensor of a grid of one rank: see `whole`."""
+    """Creates the split tensor of a grid of one rank, see `whole`."""
 
     @staticmethod
     def __new__(
@@ -171,7 +172,7 @@ class SpatialTensor(torch.Tensor):
             device=tile.device,
             requires_grad=requires_grad,
         )
-        # a function of a C++ extension, which no table sees, would read address 0
+        # C++ extensions bypass the handlers and would read address 0.
         torch._C._set_throw_on_mutable_data_ptr(wrapper)
         wrapper._tile = tile
         wrapper._family = Family()
@@ -181,22 +182,21 @@ class SpatialTensor(torch.Tensor):
         return wrapper
 
     def dim(self) -> int:
-        """The number of dims; asked for at every operation, so without a detour."""
+        """The number of dims, without dispatch because every operation reads it."""
         return self._tile.dim()
 
     def to_local(self) -> Tensor:
-        """This rank's tile: (N, C, h, w) of a (N, C, H, W), and so on; differentiable.
+        """This rank's tile, e.g. (N, C, h, w) of (N, C, H, W); differentiable.
 
-        A rank may have none: then a size is 0.
+        On a rank without pixels one size is 0.
         """
         tile: Tensor = watched(self, to_tile(self), compares=False)
         return tile
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, of `shape`, the same on every rank.
+        """The whole tensor, of `shape`, the same on every rank; differentiable.
 
-        Every rank of the grid must call it.
-        Differentiable: backward adds up what all ranks make of it (DTensor's does not).
+        Collective over the grid. Backward sums the gradients of all ranks (DTensor's does not).
         """
         layout = self.spatial_layout
         plan = plan_for(layout.boxes, (layout.whole,) * len(layout.boxes), self.mesh.part)
@@ -204,7 +204,7 @@ class SpatialTensor(torch.Tensor):
         return whole
 
     def describe(self) -> str:
-        """How it is split, for messages: ``2x1 over 70x93``."""
+        """The grid and the image size, for messages: ``2x1 over 70x93``."""
         return self.spatial_layout.describe() + self.spatial_dims.describe()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -234,7 +234,7 @@ class SpatialTensor(torch.Tensor):
             return NotImplemented
         if torch._C._is_tracing():
             raise refusal(func, spatial_in((args, kwargs or {})), _NO_TRACE)
-        # tracing is switched off only where it is on: that takes longer than some operations
+        # Disabling Dynamo takes longer than some operations, so only if it is active.
         if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
             return _call_untraced(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
@@ -244,22 +244,22 @@ class SpatialTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):
-            func, args = aten.alias.default, args[:1]  # how autograd hands an input on
+            func, args = aten.alias.default, args[:1]  # autograd's identity of an input
         if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
-            # how a leaf gets a gradient with strides other than its own
+            # Autograd accumulates a gradient with other strides than the leaf's this way.
             func, args = aten.empty_like.default, args[:1]
         if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
         if _called.function is not None or torch._C._current_graph_task_id() != -1:
             raise refusal(_called.function or func, spatial_in((args, kwargs)))
         error = refusal(func, spatial_in((args, kwargs)), _NO_SCRIPT)
-        # the interpreter of a scripted function raises an error without these words
+        # The TorchScript interpreter drops the message of the error.
         warnings.warn(str(error), stacklevel=2)
         raise error
 
 
 def above_split(types: Any) -> bool:
-    """Whether an operand has parts of its channels on other ranks: it then decides what is done."""
+    """Whether an operand has divided channels, and so dispatches the operation itself."""
     return any(getattr(kind, "holds_channels", False) for kind in types)
 
 
@@ -270,7 +270,7 @@ def _is_pointwise(func: Any) -> bool:
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs and kwargs.get("requires_grad"):  # zeros_like: PyTorch would not ask about it
+    if kwargs and kwargs.get("requires_grad"):  # e.g. zeros_like, which would bypass the handler
         return _call(func, args, {**kwargs, "requires_grad": False}).requires_grad_()
     handler = HANDLERS.get(func) or inside(func)
     if handler is not None:
@@ -294,15 +294,15 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 def _check_no_prefix(func: Any, args: Any, kwargs: Any) -> None:
     split = [x for x in spatial_in((args, kwargs)) if isinstance(x, SpatialTensor)]
     if any(x.spatial_dims.beside for x in split):
-        raise refusal(func, split, "it is not taught for class tokens; slice them off before it")
+        raise refusal(func, split, "class tokens are not supported; slice them off before it")
 
 
-# torch.compile must not trace how tiles are exchanged: it runs the network around it as it is
+# torch.compile must not trace exchanges; it runs these calls eagerly.
 _call_untraced = _disable_dynamo(_call)
 
 
 def _is_whole(tile: Tensor, mesh: Mesh) -> bool:
-    """Whether a split tensor need be no more than its tile; a fake tensor, for one, stays one."""
+    """Whether the tile can serve as the split tensor; subclasses such as fake tensors cannot."""
     return mesh.grid_comm.size == 1 and type(tile) is Tensor
 
 
@@ -346,8 +346,8 @@ def _on_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     )
     result = func(*tile_args, **tile_kwargs)
     if is_mutable:
-        # below autograd nobody counts: without this a convolution that has kept the tile would
-        # not notice that it was overwritten, and give a wrong gradient
+        # Below autograd versions are not counted. A convolution that saved the tile would not
+        # detect that it was overwritten, and would compute a wrong gradient.
         torch.autograd.graph.increment_version(args[0]._tile)
         return args[0]
     if isinstance(result, Tensor):
@@ -366,7 +366,7 @@ def _tile_of(value: Any) -> Any:
 
 
 def aligned(x: SpatialTensor, y: SpatialTensor) -> bool:
-    """Whether their tiles hold the same pixels at the same dims, counted from the end."""
+    """Whether two tiles hold the same pixels in the same dims, counted from the end."""
     a, b = x.spatial_layout, y.spatial_layout
     same_cut = a is b or a.cuts == b.cuts
     return same_cut and x.spatial_dims == y.spatial_dims
@@ -406,12 +406,12 @@ class _FromTile(torch.autograd.Function):
 
 
 def to_tile(x: SpatialTensor) -> Tensor:
-    """The tile of `x`, for local work that autograd differentiates."""
+    """The tile of `x`, for local computation that autograd differentiates."""
     if x.mesh.grid_comm.size == 1 and type(x) is not SpatialTensor:
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)
     check_lines(x)
-    lend(x)
+    note_tile(x)
     tile: Tensor = _ToTile.apply(x)  # type: ignore[no-untyped-call]
     return tile
 
@@ -422,8 +422,8 @@ def from_tile(
     """The split image of which this rank holds `tile`; the inverse of `to_tile`.
 
     Args:
-        tile: this rank's box of `layout`; the sizes of its other dims are the global ones.
-        dims: which of its dims hold the spatial dims; by default the last ones.
+        tile: this rank's box of `layout`; dims that are not split have their global sizes.
+        dims: the dims that hold the spatial dims; by default the last ones.
     """
     if _is_whole(tile, mesh):
         dims = dims or image_dims(len(layout.cuts))
@@ -443,18 +443,18 @@ def redistribute(x: SpatialTensor, layout: Layout, mesh: Mesh) -> SpatialTensor:
     """`x` on another layout of the same image.
 
     Raises:
-        UnsupportedSpatialOp: if the two images have different sizes.
+        UnsupportedSpatialOp: the images have different sizes.
     """
     if x.spatial_layout.size != layout.size:
         raise UnsupportedSpatialOp(
-            f"two split images of different sizes meet: {x.describe()} and {layout.describe()}; "
+            f"split images have different sizes: {x.describe()} and {layout.describe()}; "
             "broadcasting over a split dim is not supported"
         )
     return on_layout(x, layout)
 
 
 def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
-    """`x` cut as `layout` says, which is of the same image."""
+    """`x` on `layout`, a layout of the same image."""
     old = x.spatial_layout
     if old.cuts == layout.cuts:
         return x
@@ -464,12 +464,12 @@ def on_layout(x: SpatialTensor, layout: Layout) -> SpatialTensor:
 
 
 def bring(x: SpatialTensor, plan: Plan, name: str, whole: bool = False) -> Tensor:
-    """The box of `x` that this rank needs by `plan`, a plain tensor with the dims of `x`.
+    """The box of `x` that this rank needs by `plan`: a plain tensor with the dims of `x`.
 
     Args:
-        plan: of pixels.
-        name: of the operation that asks.
-        whole: whether every rank needs the tokens that belong to no pixel; else they stay.
+        plan: moves pixels.
+        name: the operation, for messages.
+        whole: whether every rank gets the tokens that belong to no pixel; else they stay.
     """
     if x.spatial_dims.beside:
         extents = x.mesh.own_box(x.spatial_layout).shape[1:]
@@ -480,10 +480,10 @@ def bring(x: SpatialTensor, plan: Plan, name: str, whole: bool = False) -> Tenso
 
 @register_op(Tensor.requires_grad_, Tensor.requires_grad.__set__, prefix=True)  # type: ignore[attr-defined]
 def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTensor:
-    """The gradient of a leaf is the true one, of the mean of the ranks' losses.
+    """Make a leaf's gradient that of the mean of the ranks' losses.
 
-    That of a tensor detached from what is differentiated stays the sum, as that of an activation:
-    whoever cuts a network in two hands it on to the first part's backward.
+    A tensor detached from a graph keeps the sum, as an activation does: it is passed to the
+    backward of the first part where a network is cut in two.
     """
     with torch._C.DisableTorchFunctionSubclass():
         self.requires_grad_(requires_grad)
@@ -511,12 +511,12 @@ for _func in (
     Tensor.apply_,
     Tensor.map_,
 ):
-    _refuse(_func, "take to_local() for this rank's tile, full_tensor() for the whole")
+    _refuse(_func, "use to_local() for this rank's tile or full_tensor() for the whole tensor")
 for _sampled in (F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d):
     _refuse(
         _sampled,
-        "each of its outputs may read pixels of any rank; call full_tensor() on the image, or "
-        "gather_before() for the module that samples",
+        "each output may read pixels of any rank; call full_tensor() on the image, or "
+        "gather_before() on the module that samples",
     )
 for _equal in (Tensor.equal, torch.equal):
-    _refuse(_equal, "ranks would answer differently; compare what full_tensor() gives")
+    _refuse(_equal, "ranks would return different results; compare the results of full_tensor()")

@@ -1,8 +1,8 @@
 """Transposed convolution on a split image.
 
-An output reads the few input pixels whose kernels reach it. Pixels outside the image give nothing,
-so what a rank needs never lies outside. With kernel and stride 2 it is the own tile, and no rank
-talks.
+An output reads the few input pixels whose kernels reach it. Pixels outside the image contribute
+nothing, so the box that a rank needs lies inside the image. With kernel and stride 2 it is the own
+tile, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _FORWARD: dict[int, Any] = {
 
 @dataclass(frozen=True)
 class TransposedConvolution:
-    """A `WindowFunction`: transposed convolution of the pixels that a rank has read.
+    """The `WindowFunction` of a transposed convolution of a rank's inputs.
 
     Attributes:
-        padding: cuts outputs off both ends (PyTorch's meaning), as many as no rank misses.
-        fit: for the last dim what is still to be added before and after (without any input:
-            zeros) or, if negative, cut off; then for the dim before it, as `F.pad` takes them.
-        output: the outputs wanted: samples, then spatial dims.
+        padding: as in PyTorch, crops outputs at both ends: those not needed by this rank.
+        fit: pads as for `F.pad`, last dim first: zeros for outputs without inputs to add before and
+            after, or, if negative, outputs to crop.
+        output: the size of the wanted outputs: samples, then spatial dims.
     """
 
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class TransposedConvolution:
         return samples, weight.shape[1] * self.groups, *spatial
 
     def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        outside = max(self.fit) > 0  # outputs that read nothing have a bias all the same
+        outside = max(self.fit) > 0  # outputs without inputs have a bias too
         y: Tensor = _FORWARD[len(self.stride)](
             window,
             weight,
@@ -96,7 +96,7 @@ class TransposedConvolution:
 
 
 def _fit(need: tuple[int, int], output: tuple[int, int], window: Window) -> tuple[int, int, int]:
-    """Padding for one dim, and what is then to be added before and after the outputs."""
+    """Padding for one dim, and the remaining pads before and after the outputs."""
     first = need[0] * window.stride - window.padding
     last = (need[1] - 1) * window.stride - window.padding + window.reach
     before, after = first - output[0], output[1] - last
@@ -105,7 +105,7 @@ def _fit(need: tuple[int, int], output: tuple[int, int], window: Window) -> tupl
 
 
 class TransposedMove(NamedTuple):
-    """The layout of the output, and the plan that brings what it reads."""
+    """The layout of the output, and the plan that fetches its inputs."""
 
     output: Layout
     plan: Plan
@@ -121,7 +121,7 @@ def transposed_move(
 
 
 def _local(plan: Plan, own: Box, windows: tuple[Window, ...], groups: int) -> TransposedConvolution:
-    """What this rank computes for its box `own` of the output."""
+    """The computation of this rank for its output box `own`."""
     fits = [(0, 0, 0)] * len(windows)
     if not plan.need.is_empty:
         fits = list(map(_fit, plan.need.spatial, own.spatial, windows))
@@ -143,7 +143,7 @@ def _check(
     extra: tuple[int, ...],
     windows: tuple[Window, ...],
 ) -> None:
-    """What PyTorch refuses is refused before any rank talks."""
+    """Raise PyTorch's errors before any communication."""
     name = f"conv_transpose{len(extra)}d"
     check_image(name, x, len(extra))
     if weight.dim() != x.dim() or x.shape[1] != weight.shape[0]:
@@ -152,7 +152,7 @@ def _check(
             f"{tuple(weight.shape)}; its first dim must be the channels"
         )
     if groups < 1 or x.shape[1] % groups:
-        raise ValueError(f"{name}: {x.shape[1]} channels cannot be cut into {groups} groups")
+        raise ValueError(f"{name}: {x.shape[1]} channels cannot be divided into {groups} groups")
     channels = weight.shape[1] * groups
     if bias is not None and tuple(bias.shape) != (channels,):
         raise ValueError(f"{name}: the bias must have shape ({channels},), got {tuple(bias.shape)}")

@@ -1,8 +1,8 @@
-"""Other dims for the same pixels: view, reshape, flatten, permute, squeeze, expand, repeat.
+"""Changes of dims: view, reshape, flatten, permute, squeeze, expand, repeat.
 
-Every rank does on its tile what the network does with the image; `dims` keeps account of where
-the spatial dims are. Where a view cuts them into windows, (N, H/8, 8, W/8, 8, C), the
-image is repartitioned first so that every window lies inside a tile.
+Every rank applies the operation to its tile, and `dims` tracks the spatial dims. If a view cuts
+them into windows, (N, H/8, 8, W/8, 8, C), the image is first repartitioned so that every window
+lies inside a tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sizes = Sequence[int]
 
 
 def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """PyTorch's ``(2, 3)`` or ``((2, 3),)``."""
+    """The sizes of PyTorch's ``(2, 3)`` or ``((2, 3),)``."""
     if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
         return tuple(sizes[0])
     return sizes
@@ -34,17 +34,17 @@ def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _aligned(bounds: Bounds, step: int) -> Bounds:
-    """The nearest cut at multiples of `step`, which divides the size."""
+    """`bounds` rounded to multiples of `step`, which divides the size."""
     return tuple((2 * bound + step) // (2 * step) * step for bound in bounds)
 
 
 def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
     """`x` viewed as the global `shape`.
 
-    An image of one pixel that loses spatial dims so becomes a plain tensor.
+    An image of one pixel that loses spatial dims becomes a plain tensor.
 
     Raises:
-        UnsupportedSpatialOp: if this mixes spatial dims with other dims.
+        UnsupportedSpatialOp: the view mixes spatial dims with other dims.
     """
     size = x.spatial_layout.size
     view = regroup(tuple(x.shape), shape, x.spatial_dims, size)
@@ -57,9 +57,9 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
         raise refusal(
             func,
             [x],
-            f"{tuple(x.shape)} seen as {shape} mixes split dims with other dims; keep the split "
-            "dims next to each other, or gather there: parallel.gather_before=NAME of the module "
-            "that comes next, or spatialdl.gather_before(model, NAME)",
+            f"a view of {tuple(x.shape)} as {shape} mixes split dims with other dims; keep the "
+            "split dims next to each other, or gather the image: parallel.gather_before=NAME of "
+            "the next module, or spatialdl.gather_before(model, NAME)",
         )
     old, new = _layouts(x.spatial_layout, view)
     brought = on_layout(x, old)
@@ -71,13 +71,13 @@ def regrouped(func: Any, x: SpatialTensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _loses_dims(dims: SpatialDims) -> bool:
-    """Whether spatial dims share a dim, or the last of them shares one with other dims."""
+    """Whether spatial dims share a dim, or the last one shares its dim with other dims."""
     return len(set(dims.at)) < len(dims.at) or dims.outer[-1] > 1
 
 
 @lru_cache(maxsize=4096)
 def _layouts(layout: Layout, view: View) -> tuple[Layout, Layout]:
-    """The layout that a view needs, and the one that it gives."""
+    """The input layout that a view needs, and the layout of its result."""
     old = tuple(map(_aligned, layout.cuts, view.steps))
     new = tuple(
         tuple(bound // step * factor for bound in bounds)
@@ -87,7 +87,7 @@ def _layouts(layout: Layout, view: View) -> tuple[Layout, Layout]:
 
 
 def _inferred(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`shape` with its -1 worked out."""
+    """`shape` with -1 replaced by the inferred size."""
     if shape.count(-1) != 1:
         return shape
     known = prod(size for size in shape if size != -1)
@@ -102,7 +102,7 @@ def _check_count(x: Tensor, shape: tuple[int, ...]) -> None:
 @register_op(Tensor.view, split=("input",), prefix=True)
 def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
     if dtype is not None or (shape and isinstance(shape[0], torch.dtype)):
-        raise refusal(Tensor.view, [input], "other bytes for the same pixels are not supported")
+        raise refusal(Tensor.view, [input], "viewing the bytes as another dtype is not supported")
     return reshape(input, *shape)
 
 
@@ -153,11 +153,11 @@ def unflatten(input: SpatialTensor, dim: int, sizes: Sizes) -> Tensor:
 
 
 def permuted(x: SpatialTensor, order: Sizes) -> SpatialTensor:
-    """`x` with dim i where ``order[i]`` was."""
+    """`x` with its dims permuted: dim i of the result is dim ``order[i]`` of `x`."""
     count = x.dim()
     order = [dim % count for dim in order]
     if sorted(order) != list(range(count)):
-        raise RuntimeError(f"permute: {list(order)} is no order of {count} dims")
+        raise RuntimeError(f"permute: {list(order)} is not a permutation of {count} dims")
     moved = x.spatial_dims.moved(lambda dim: order.index(dim + count) - count)
     return from_tile(to_tile(x).permute(order), x.spatial_layout, x.mesh, moved)
 
@@ -199,7 +199,7 @@ def movedim(input: SpatialTensor, source: Any, destination: Any) -> Tensor:
 
 
 def _getter(name: str) -> Any:
-    """What is called to read a property of a tensor."""
+    """The function that reads a property of a tensor."""
     return getattr(Tensor, name).__get__
 
 
@@ -228,18 +228,18 @@ def reversed_dims(input: SpatialTensor) -> Tensor:
     return permuted(input, tuple(reversed(range(input.dim()))))
 
 
-# --- dims that come and go
+# --- added, removed and expanded dims
 
 
 def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
-    """`x` without its dims `gone`, of size 1."""
+    """`x` without the dims `gone`, of size 1."""
     dims, count = x.spatial_dims, x.dim()
     if not gone:
         return x.view(tuple(x.shape))
     if any(dims.holds(dim, count) for dim in gone):  # one row or one column: small
         return x.full_tensor().squeeze(tuple(gone))
 
-    def shifted(old: int) -> int:  # dims behind it that are gone no longer count
+    def shifted(old: int) -> int:  # removed dims after it no longer count
         return old + sum(1 for dim in gone if dim > old + count)
 
     shape = [size for dim, size in enumerate(x._tile.shape) if dim not in gone]
@@ -249,8 +249,8 @@ def _without(x: SpatialTensor, gone: set[int]) -> Tensor:
 @register_op(torch.squeeze, Tensor.squeeze, split=("input",), prefix=True)
 def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
     count = input.dim()
-    asked = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = {d % count for d in asked if input.shape[d] == 1}
+    candidates = range(count) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = {d % count for d in candidates if input.shape[d] == 1}
     return _without(input, gone)
 
 
@@ -258,7 +258,7 @@ def squeeze(input: SpatialTensor, dim: Any = None) -> Tensor:
 def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
     count = input.dim()
     if not -count - 1 <= dim <= count:
-        raise IndexError(f"unsqueeze: dim {dim} of a tensor with {count} dims")
+        raise IndexError(f"unsqueeze: dim {dim} is out of range for a tensor with {count} dims")
     where = dim % (count + 1)
     tile = to_tile(input).unsqueeze(where)
     moved = input.spatial_dims.moved(lambda old: old - 1 if where > old + count else old)
@@ -266,11 +266,11 @@ def unsqueeze(input: SpatialTensor, dim: int) -> Tensor:
 
 
 def _local_sizes(func: Any, x: SpatialTensor, sizes: Sizes) -> list[int]:
-    """`sizes` to which the tile is expanded; rows and columns keep theirs."""
+    """The sizes to which the tile is expanded; spatial dims keep theirs."""
     local = list(sizes)
     for dim in x.spatial_dims.at:
         if local[dim] not in (-1, x.shape[dim]):
-            raise refusal(func, [x], f"split dims cannot be expanded, to {tuple(sizes)}")
+            raise refusal(func, [x], f"split dims cannot be expanded to {tuple(sizes)}")
         local[dim] = -1
     return local
 
@@ -293,7 +293,7 @@ def expand_as(input: Tensor, other: Tensor) -> Tensor:
 
 def _repeated(func: Any, x: SpatialTensor, times: Sizes) -> Tensor:
     if any(times[dim] != 1 for dim in x.spatial_dims.at):
-        raise refusal(func, [x], f"split dims cannot be repeated, {tuple(times)} times")
+        raise refusal(func, [x], f"split dims cannot be repeated, got {tuple(times)}")
     return from_tile(to_tile(x).repeat(*times), x.spatial_layout, x.mesh, x.spatial_dims)
 
 
@@ -316,7 +316,7 @@ def repeat_interleave(
         raise refusal(
             torch.repeat_interleave,
             [input],
-            "name a dim that is not split, or use F.interpolate(mode='nearest')",
+            "pass a dim that is not split, or use F.interpolate(mode='nearest')",
         )
     repeated = to_tile(input).repeat_interleave(repeats, dim, output_size=output_size)
     return from_tile(repeated, input.spatial_layout, input.mesh, input.spatial_dims)

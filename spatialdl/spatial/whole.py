@@ -1,12 +1,12 @@
 """Split tensors of a grid of one rank, whose tile is the whole tensor.
 
-Nothing is exchanged there, so such a tensor is the tile itself with a layout attached: operations
-and their gradients run as on any tensor of PyTorch, without a wrapper around it. All that must be
-known of an operation is whether its result is split on larger grids, and along which dims: random
-numbers, for one, are drawn for split tensors in another way than for plain ones.
+Nothing is exchanged, so such a tensor is the tile itself with a layout attached: operations and
+gradients run as on a plain tensor, without a wrapper. Only whether a result would be split on
+larger grids, and along which dims, must be tracked, because e.g. random numbers are drawn
+differently for split and plain tensors.
 
-Functions without a handler are pointwise on larger grids, or refused there. Those with a handler go
-through it, unless a rule here says what becomes of the layout.
+Functions without a handler are either pointwise or refused on larger grids. Functions with a
+handler use it, unless a rule here determines the layout of the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONV_DIMS: dict[Function, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3
 
 
 class WholeTensor(SpatialTensor):
-    """A `SpatialTensor` of a grid of one rank: its own tile, differentiated by PyTorch alone."""
+    """A `SpatialTensor` of a grid of one rank: the tile itself, differentiated by PyTorch."""
 
     __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl  # type: ignore[assignment]
 
@@ -62,7 +62,7 @@ class WholeTensor(SpatialTensor):
 
 
 def of_one_rank(tile: Tensor, layout: Layout, mesh: Mesh, dims: SpatialDims) -> WholeTensor:
-    """`tile`, which is plain, as a split tensor; it becomes one itself, and shares its graph."""
+    """Turn `tile`, a plain tensor, into a split tensor in place; it keeps its graph."""
     tile.__class__ = WholeTensor
     whole: WholeTensor = tile  # type: ignore[assignment]
     whole.mesh, whole.spatial_layout, whole.spatial_dims = mesh, layout, dims
@@ -78,13 +78,13 @@ def _layout_of(samples: int, *size: int) -> Layout:
 
 
 def _split_as(result: Tensor, like: SpatialTensor) -> WholeTensor:
-    """`result`, of the spatial dims of `like`, as a split tensor."""
+    """`result`, which has the spatial dims of `like`, as a split tensor."""
     layout, dims = like.spatial_layout, like.spatial_dims
     return of_one_rank(result, layout.of_samples(samples_of(result.shape, dims)), like.mesh, dims)
 
 
 def _fits(like: SpatialTensor, result: Tensor) -> bool:
-    """Whether the spatial dims are in `result` where they are in `like`."""
+    """Whether `result` has the spatial dims of `like` in the same dims."""
     if result.dim() < like.dim():
         return False
     return all(result.shape[dim] == like.shape[dim] for dim in like.spatial_dims.at)
@@ -95,7 +95,7 @@ def _fits(like: SpatialTensor, result: Tensor) -> bool:
 
 @cache
 def _draws(func: Function) -> bool:
-    """Whether it draws random numbers, which without a handler depend on the layout."""
+    """Whether a function draws random numbers, which depend on the layout without a handler."""
     packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return False
@@ -104,8 +104,8 @@ def _draws(func: Function) -> bool:
 
 
 def as_plain(func: Function, args: Any, kwargs: Any) -> Any:
-    """Run a function as PyTorch does; what has the spatial dims of an operand is split."""
-    if isinstance(func, torch.ScriptMethod):  # of whose result nothing is known
+    """Run a function as PyTorch does; results with the spatial dims of an operand are split."""
+    if isinstance(func, torch.ScriptMethod):  # refused, as its operations are unknown
         return SpatialTensor.__torch_function__(func, (), args, kwargs)
     if _draws(func):
         raise refusal(func, spatial_in((args, kwargs)))
@@ -129,7 +129,7 @@ def _as_operands(func: Function, result: Tensor, args: Any, kwargs: Any) -> Tens
     operands = tree_leaves((args, kwargs))
     is_given = any(result is one for one in operands)
     if is_given and (result is kwargs.get("out") or getattr(func, "__name__", "").endswith("_")):
-        return result  # a plain tensor that was written to
+        return result  # a plain tensor modified in place
     for like in operands:
         if type(like) is WholeTensor and _fits(like, result):
             return _split_as(result.view_as(result) if is_given else result, like)
@@ -137,9 +137,9 @@ def _as_operands(func: Function, result: Tensor, args: Any, kwargs: Any) -> Tens
 
 
 def _on_image(func: Function, args: Any, kwargs: Any) -> Any:
-    """Run an operation on (N, C, *spatial) as PyTorch does; the handler has the messages."""
+    """Run an operation on (N, C, *spatial) as PyTorch does; errors are left to the handler."""
     x = args[0] if args else kwargs.get("input")
-    # statistics that data replicas share are the handler's too
+    # The handler also computes statistics shared by data replicas.
     if type(x) is WholeTensor and x.spatial_dims.is_image and StatisticsOver.comm is None:
         dims = x.spatial_dims
         takes = x.dim() == len(dims.at) + 2 and _CONV_DIMS.get(func, len(dims.at)) == len(dims.at)
@@ -175,7 +175,7 @@ def _gradient(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _gradients(func: Function, args: Any, kwargs: Any) -> Any:
-    """Of ``torch.autograd.grad``: gradients of split tensors are split."""
+    """Run ``torch.autograd.grad``; gradients of split tensors are split."""
     grads = SpatialTensor.__torch_function__(func, (), args, kwargs)
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -186,7 +186,7 @@ def _gradients(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _seen_as(grad: Tensor, x: SpatialTensor) -> Tensor:
-    """A gradient, which PyTorch's own operations hand on as a plain tensor, split as `x` is."""
+    """A gradient, a plain tensor in PyTorch's operations, split as `x` is."""
     with torch._C.DisableTorchFunctionSubclass():
         return _split_as(grad.as_subclass(Tensor), x)
 
@@ -201,7 +201,7 @@ def _refused(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _getter(name: str) -> Function:
-    """What is called to read a property of a tensor."""
+    """The function that reads a property of a tensor."""
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -210,7 +210,7 @@ def _register(rule: Rule, *functions: Function) -> None:
 
 
 _register(
-    as_plain,  # all of which keep the shape
+    as_plain,  # these keep the shape
     *(F.relu, F.silu, F.sigmoid, F.tanh, F.hardswish, F.hardsigmoid, F.relu6, F.leaky_relu),
     *(F.elu, F.selu, F.mish, F.hardtanh, F.layer_norm),
     *(F.softmax, torch.softmax, Tensor.softmax),

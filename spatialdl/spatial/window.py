@@ -1,4 +1,4 @@
-"""What operations with a window share: the output layout, and a tile with its halo."""
+"""Output layouts and halo exchange, shared by operations with a window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 class WindowMove(NamedTuple):
-    """The layout of an operation's output, the plan that brings what it reads, the input's size."""
+    """The output layout, the plan that fetches the inputs, and the size of the input."""
 
     output: Layout
     plan: Plan
@@ -35,26 +35,27 @@ class WindowMove(NamedTuple):
 def window_move(
     layout: Layout, windows: tuple[Window, ...], size: tuple[int, ...], part: int
 ) -> WindowMove:
-    """How an operation with windows, one a dim, turns an image on `layout` into one of `size`."""
+    """The move for windows, one per dim, over an image on `layout` to an output of `size`."""
     output = layout.strided([window.stride for window in windows], size)
     plan = plan_for(layout.boxes, needed_boxes(output, windows), part)
     return WindowMove(output, plan, layout.size)
 
 
 def per_dim(value: Any, dims: int) -> tuple[int, ...]:
-    """PyTorch's `int or (int, int)`: a number for each of so many spatial dims."""
+    """PyTorch's `int or (int, int)` as one number for each of `dims` spatial dims."""
     if isinstance(value, int):
         return (value,) * dims
     values = tuple(map(int, value))
     if len(values) not in (1, dims):
-        raise ValueError(f"expected one number or {dims}, got {values}")
+        raise ValueError(f"expected 1 or {dims} numbers, got {values}")
     return values * dims if len(values) == 1 else values
 
 
 def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Operands of a convolution or product in the type that autocast gives them.
+    """Operands of a convolution or product in the dtype that autocast casts them to.
 
-    Before anything is exchanged: half as many bytes travel, and backward sees what forward saw.
+    Cast before the exchange: half as many bytes are sent, and backward gets the same operands as
+    forward.
     """
     kind = next(x.device.type for x in tensors if x is not None)
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
@@ -67,12 +68,12 @@ def autocast_cast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def check_image(name: str, x: SpatialTensor, dims: int) -> None:
-    """Refuse what is no (N, C, *spatial) with so many spatial dims, all of them split."""
+    """Refuse a tensor that is not (N, C, *spatial) with `dims` spatial dims, all split."""
     takes = image_shape(dims)
     if len(x.mesh.grid) != dims:
         raise UnsupportedSpatialOp(
             f"{name} on a split image takes {takes}, got {tuple(x.shape)} split {x.describe()}: "
-            f"its grid must have {dims} numbers, as {(*(1,) * (dims - 1), x.mesh.grid_comm.size)}"
+            f"the grid must have {dims} axes, as {(*(1,) * (dims - 1), x.mesh.grid_comm.size)}"
         )
     if x.dim() != dims + 2:
         raise UnsupportedSpatialOp(
@@ -97,23 +98,22 @@ def check_output(name: str, x: SpatialTensor, size: tuple[int, ...]) -> None:
 
 
 def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str) -> Tensor:
-    """The box that this rank needs: a view where nobody talks and the tile holds all of it."""
+    """The box that this rank needs: a view if no rank sends and the tile contains it."""
     if not plan.communicates and holds_all(plan):
         return view_of(tile, plan.own, plan.need)
     return move(mesh.grid_comm, plan, tile, name=name)
 
 
 def holds_all(plan: Plan) -> bool:
-    """Whether this rank's tile holds all that it needs."""
+    """Whether this rank's tile contains the box that it needs."""
     return plan.kept == plan.need and not plan.need.is_empty
 
 
-class _Nothing(torch.autograd.Function):
-    """An output without pixels, kept in the graph so that all ranks walk the same graph.
+class _EmptyOutput(torch.autograd.Function):
+    """An output without pixels, in the graph so that all ranks have the same graph.
 
-    It saves its inputs, as the operation does on ranks that have pixels: under checkpointing,
-    which runs the forward again when it first wants something saved, all ranks come to that at the
-    same place.
+    It saves its inputs as the operation does on ranks with pixels. Checkpointing recomputes a
+    forward at the first access to a saved tensor, so all ranks recompute at the same node.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Nothing(torch.autograd.Function):
         return None, *(torch.zeros_like(value) for value in ctx.saved_tensors)
 
 
-def nothing(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
-    """An empty tensor of `shape`; its backward gives zeros to all `inputs`."""
-    empty: Tensor = _Nothing.apply(shape, *inputs)  # type: ignore[no-untyped-call]
+def empty_output(shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    """An empty tensor of `shape`; its backward returns zeros for all `inputs`."""
+    empty: Tensor = _EmptyOutput.apply(shape, *inputs)  # type: ignore[no-untyped-call]
     return empty

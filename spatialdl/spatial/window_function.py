@@ -1,7 +1,7 @@
-"""Functions of a window and a weight: a convolution, or a transposed one, of copied pixels.
+"""Functions of a window and a weight: convolutions and transposed ones of copied pixels.
 
-The tile is copied together with what it reads of other ranks; what is kept for backward is the
-tile, which the network keeps anyhow, and what came from the others, not the copy.
+The tile is copied together with its halo. Saved for backward are the tile, which the network keeps
+anyway, and the halo, not the copy.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from spatialdl.comm.repartition import (
 )
 from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.deferred_gradients import deferred
-from spatialdl.spatial.window import holds_all, nothing, read_window
+from spatialdl.spatial.window import empty_output, holds_all, read_window
 
 
 def per_channel(bias: Tensor, like: Tensor) -> Tensor:
-    """A number for each channel, as it is added to an image such as `like`."""
+    """A bias per channel, shaped for addition to an image such as `like`."""
     return bias.view(1, -1, *(1,) * (like.dim() - 2))
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """Of a number that was added to each channel, from that of the image."""
+    """The gradient of a bias per channel, from that of the image."""
     return grad.sum([0, *range(2, grad.dim())])
 
 
 def stride_for(columns: int, stride: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
-    """The strides to ask PyTorch for, where the last dim of the strided side has so many pixels.
+    """The strides to pass to PyTorch, if the strided side has `columns` pixels in the last dim.
 
-    Where it has one, its stride moves nothing, and oneDNN's kernels for AMX are wrong with it in
-    half precision (PyTorch 2.13 and before; pytorch/pytorch#169688): strips are that narrow.
+    With one column, as in halo strips, the last stride has no effect, but oneDNN's AMX kernels are
+    wrong with it in half precision (PyTorch 2.13 and before; pytorch/pytorch#169688).
     """
     if columns == 1 and stride[-1] > 1 and x.dtype in HALF and x.device.type == "cpu":
         return (*stride[:-1], 1)
@@ -50,10 +50,10 @@ def stride_for(columns: int, stride: tuple[int, ...], x: Tensor) -> tuple[int, .
 
 
 class WindowFunction(Protocol):
-    """What one rank computes. Windows without pixels, and no outputs, never come to it."""
+    """The computation of one rank; not called for empty windows or empty outputs."""
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
-        """Of the outputs: samples, channels, spatial dims."""
+        """The shape of the outputs: samples, channels, spatial dims."""
         ...
 
     def forward(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -61,7 +61,7 @@ class WindowFunction(Protocol):
     def backward(
         self, grad: Tensor, window: Tensor, weight: Tensor, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of window and weight, as far as needed."""
+        """The gradients of window and weight that are needed."""
         ...
 
 
@@ -74,9 +74,9 @@ def apply_to_window(
     mesh: Mesh,
     name: str,
 ) -> Tensor:
-    """The outputs of this rank, for which `plan` brings all that they read.
+    """The outputs of this rank, with inputs fetched by `plan`.
 
-    Complex numbers keep the window: PyTorch puts their backward together from real ones.
+    For complex tensors the window is saved, as PyTorch composes their backward of real operations.
     """
     if tile.is_complex():
         window = repartition(tile, mesh.grid_comm, plan, name=name)
@@ -91,7 +91,7 @@ def _outputs(
     shape = function.shape(weight)
     if window.numel() > 0 and 0 not in shape:
         return function.forward(window, weight, bias)
-    y = nothing(shape, window, weight).zero_()
+    y = empty_output(shape, window, weight).zero_()
     return y if bias is None else y + per_channel(bias, y)
 
 
@@ -123,14 +123,14 @@ class _WindowFunction(torch.autograd.Function):
         _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         waiting = deferred(ctx.parameter) if needs_weight else None
         if waiting is not None:
-            what = (ctx.function, grad, weight, inputs, ctx.plan)
-            waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *what))
+            arguments = (ctx.function, grad, weight, inputs, ctx.plan)
+            waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *arguments))
             needs_weight = False
         if needs_weight:
             tile, others = inputs
             window = _window_again(tile, others, ctx.plan)
         else:
-            window = grad.new_empty(()).expand(ctx.window_shape)  # only its shape counts
+            window = grad.new_empty(()).expand(ctx.window_shape)  # values are not read
         if window.numel() > 0 and grad.numel() > 0:
             needs = (needs_tile, needs_weight)
             grad_window, grad_weight = ctx.function.backward(grad, window, weight, needs)
@@ -146,7 +146,7 @@ class _WindowFunction(torch.autograd.Function):
 def _weight_gradient(
     function: WindowFunction, grad: Tensor, weight: Tensor, inputs: Sequence[Tensor], plan: Plan
 ) -> Tensor:
-    """By itself, when the tile's is long known."""
+    """The deferred gradient of the weight."""
     tile, others = inputs
     window = _window_again(tile, others, plan)
     if window.numel() == 0 or grad.numel() == 0:
@@ -157,16 +157,16 @@ def _weight_gradient(
 
 
 def _arrived(window: Tensor, plan: Plan) -> Tensor:
-    """The pixels of a window that came from other ranks, in one flat tensor.
+    """The pixels of a window received from other ranks, in one flat tensor.
 
-    One tensor, so that all ranks keep as many.
+    One tensor, so that all ranks save equally many.
     """
     pieces = [view_of(window, plan.need, piece.box).reshape(-1) for piece in plan.receives]
     return torch.cat(pieces) if pieces else window.new_empty(0)
 
 
 def _window_again(tile: Tensor, others: Tensor, plan: Plan) -> Tensor:
-    """The window that `read_window` gave, from the tile and what `_arrived`."""
+    """The window of `read_window`, rebuilt from the tile and the pixels of `_arrived`."""
     if holds_all(plan):
         return view_of(tile, plan.own, plan.need)
     window = room_for_window(tile, plan)

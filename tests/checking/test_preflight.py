@@ -151,7 +151,7 @@ def test_a_head_over_a_flattened_map_is_not_refused():
     normed = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten(), nn.BatchNorm1d(2 * 16))
     found = preflight(normed, TWO, (2, 3, 4, 4))
     assert not found.is_clear
-    assert "put it before the map is flattened" in str(found)
+    assert "move it before the flattening" in str(found)
 
 
 def test_a_gathered_head_is_not_refused():
@@ -328,4 +328,4 @@ def test_what_cannot_be_done_on_some_channels_is_an_error():
 
     found = preflight(Writing(), Placement(1, ((1, 1),), tensor=(2,)), (2, 3, 16, 16))
     (error,) = found.errors
-    assert "it would write into a copy" in error
+    assert "it would modify a copy" in error

@@ -283,7 +283,7 @@ def test_layers_whose_weights_are_computed_are_cut_like_others(change):
 
 def test_lazy_modules_are_refused_until_they_have_a_shape():
     model = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU())
-    with pytest.raises(ValueError, match=r"'0\.weight' of a lazy module: run it once on an image"):
+    with pytest.raises(ValueError, match=r"'0\.weight' of a lazy module: run one forward, on an"):
         recorded(model)
     model(torch.zeros(1, 3, 9, 7))
     assert names(recorded(model)) == ["0", "1"]

@@ -244,7 +244,7 @@ def test_a_layer_whose_channels_cannot_be_divided_is_found(capsys, tmp_path, mon
     given.model = {"_target_": "writing_network.Net", "num_classes": 10}
     assert not look(given)
     text = capsys.readouterr().out
-    assert "it would write into a copy" in text
+    assert "it would modify a copy" in text
     assert text.endswith("it would not run: 1 to be changed\n")
 
 

@@ -58,7 +58,7 @@ def test_tiles_and_bands_give_what_the_whole_image_gives(dims: int, seed: int) -
         if parts.alone is not None:
             given = _sums(tile, windows, parts.alone.padding)
             assert tuple(given.shape[2:]) == parts.alone.size
-            found[..., *parts.alone.outputs] = given[..., *parts.alone.given]
+            found[..., *parts.alone.outputs] = given[..., *parts.alone.computed]
         for band in parts.bands:
             if band is not None:
                 window = band.window(tile, plan, arrivals, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from spatialdl.random import keyed
 from spatialdl.random.plain import attention_of_whole
 from spatialdl.random.streams import next_key
-from spatialdl.spatial.blockwise import Dropped, Scores, added, backward_block, forward_block
+from spatialdl.spatial.blockwise import Dropped, Scores, backward_block, combined, forward_block
 
 B, HEADS, L, S, E = 2, 4, 37, 29, 8
 PARTS = (slice(0, 11), slice(11, 11), slice(11, 12), slice(12, S))
@@ -55,7 +55,7 @@ def in_blocks(
     found = None
     for number, part in enumerate(PARTS):
         keys, values = key[..., part, :], value[..., part, :]
-        found = added(found, forward_block(scores.of(number), query, keys, values, bias))
+        found = combined(found, forward_block(scores.of(number), query, keys, values, bias))
     assert found is not None
     grad_bias = None if bias is None else torch.zeros_like(bias)
     grads = []

@@ -114,6 +114,6 @@ def test_who_writes_into_what_a_gradient_waits_for_is_told():
         y.sum().backward()
     with torch.no_grad():
         x.mul_(2.0)
-    with pytest.raises(RuntimeError, match=r"tensor of \(2,\) was written into after backward"):
+    with pytest.raises(RuntimeError, match=r"tensor of \(2,\) was modified by an inplace"):
         waiting.add_all()
     assert weight.grad is None

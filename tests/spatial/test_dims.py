@@ -232,7 +232,7 @@ def test_tokens_beside_pixels_go_back_to_a_dim_of_their_own() -> None:
 
 def test_tokens_beside_pixels_are_no_image() -> None:
     whole = torch.zeros(5, COUNT, 3)
-    with pytest.raises(UnsupportedSpatialOp, match="slice off those that belong to no pixel"):
+    with pytest.raises(UnsupportedSpatialOp, match="slice off the tokens that belong to no pixel"):
         to_image(whole, BESIDE, (H, W))
     with pytest.raises(UnsupportedSpatialOp, match="slice off"):
         from_image(torch.zeros(5, 3, H, W), BESIDE, whole.shape)

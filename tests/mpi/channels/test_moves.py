@@ -6,10 +6,10 @@ import torch
 from spatialdl.channels.moves import (
     all_gather,
     divided,
-    entered,
     gathered,
     own_part,
     reduce_scatter,
+    replicated,
     summed,
     summed_and_divided,
 )
@@ -98,6 +98,6 @@ def test_partial_sums_are_added_up_once():
     assert leaf.grad is not None
     assert bool((leaf.grad == 1).all())
     whole = drawn(3).requires_grad_()
-    (entered(whole, WORLD) * (WORLD.rank + 1)).sum().backward()
+    (replicated(whole, WORLD) * (WORLD.rank + 1)).sum().backward()
     assert whole.grad is not None
     assert whole.grad.tolist() == [RANKS * (RANKS + 1) / 2] * 3

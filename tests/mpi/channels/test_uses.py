@@ -51,14 +51,14 @@ def test_a_weight_stays_whole_if_hooks_get_its_gradient():
 
 def test_a_plan_that_does_not_fit_is_refused():
     for plan, sentence in (
-        ({"wide.weight": "input"}, "names 'wide.weight', but no module of Block with weights"),
-        ({"wide": "columns"}, "tensor_plan of 'wide' is columns: take one of output, input"),
+        ({"wide.weight": "input"}, "names 'wide.weight', which matches no module of Block with"),
+        ({"wide": "columns"}, "tensor_plan of 'wide' is columns: must be one of output"),
     ):
         with pytest.raises(ValueError, match=sentence):
             check_plan(Block(), plan)
     x = without_data(torch.randn(2, 3, 6, 6))
     if RANKS > 1:
-        sentence = f"5 inputs and 1 outputs divided by its outputs, which are fewer than {RANKS}"
+        sentence = f"5 inputs and 1 outputs by its outputs, which are fewer than {RANKS}"
         with pytest.raises(ValueError, match=sentence):
             uses_of(Block(), WORLD, lambda shadow: shadow(x), {"head": "output"})
 
@@ -185,7 +185,7 @@ class Counts(nn.Module):
 
 def test_a_forward_that_needs_values_is_refused_by_name():
     model = spatialdl.SpatialParallel(Counts(), spatialdl.init_mesh((1, 1), tensor=RANKS))
-    with pytest.raises(spatialdl.UnsupportedSpatialOp, match="how Counts uses its weights"):
+    with pytest.raises(spatialdl.UnsupportedSpatialOp, match="the forward of Counts cannot run"):
         model(torch.ones(2, 4))
 
 

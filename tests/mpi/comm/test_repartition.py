@@ -18,7 +18,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import move, move_back, repartition, view_of
 from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds
-from spatialdl.spatial.window import nothing
+from spatialdl.spatial.window import empty_output
 from tests.mpi.equality import check
 
 MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -198,5 +198,5 @@ def test_ranks_without_pixels_stay_in_the_graph(world: MPI.Intracomm) -> None:
     assert torch.equal(row, torch.ones(1, 2, 1, 4))
     row.sum().backward()
     assert torch.equal(tile.grad, torch.full_like(tile, float(world.size)))
-    empty = nothing((0, 2), row)
+    empty = empty_output((0, 2), row)
     assert empty.shape == (0, 2)

@@ -112,7 +112,7 @@ def test_folding_tokens_keeps_none_of_them(meshes: dict) -> None:
 )
 def test_folds_of_anything_else_are_refused_by_name(call: Operation, meshes: dict) -> None:
     for mesh in meshes.values():
-        with pytest.raises(UnsupportedSpatialOp, match="fold cannot be done"):
+        with pytest.raises(UnsupportedSpatialOp, match="fold is not supported"):
             call(shard(torch.rand(1, 4, 8, 8), mesh))
 
 

@@ -67,10 +67,10 @@ def test_whole_images_pass_as_they_are(meshes: dict) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("haed", r"Vgg has no module 'haed'; near it: head"),
+        ("haed", r"Vgg has no module 'haed'; similar names: head"),
         ("conv", r"has no module 'conv'"),
-        ("features.9", r"near it: .*features\.0"),
-        ("linear", r"near it: .*head\.linear"),
+        ("features.9", r"similar names: .*features\.0"),
+        ("linear", r"similar names: .*head\.linear"),
         ("", r"its modules: features, head"),
     ],
 )

@@ -67,5 +67,5 @@ def test_samples_that_are_mixed_with_rows_are_refused(meshes: dict) -> None:
         rows = shard(torch.rand(2, 4, 8, 6), mesh).transpose(1, 2).flatten(0, 1)
         calls: list[Operation] = [lambda x: F.group_norm(x, 2), F.instance_norm]
         for call in calls:
-            with pytest.raises(UnsupportedSpatialOp, match="samples are mixed with rows"):
+            with pytest.raises(UnsupportedSpatialOp, match="samples are merged with rows"):
                 call(rows)

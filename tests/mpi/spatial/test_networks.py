@@ -49,7 +49,7 @@ FAST = {
 
 REFUSED = {
     "transformers SuperPoint": "max_pool2d on a split image takes",
-    "monai Quicknat": "places within a split image",
+    "monai Quicknat": "indices into a split image",
 }
 """The networks that are refused, and what the refusal says."""
 
@@ -64,8 +64,8 @@ FAST_TRANSFORMERS = {
 }
 
 REFUSED_TRANSFORMERS = {
-    "transformers EoMT": "a whole tensor cannot take a split one in place",
-    "transformers Mask2Former": "cat cannot be done",
+    "transformers EoMT": "a split tensor cannot be written to a whole one in place",
+    "transformers Mask2Former": "cat is not supported",
 }
 
 

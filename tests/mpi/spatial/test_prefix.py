@@ -178,7 +178,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "one pixel": lambda t: t[:, 3],
     "some of both": lambda t: t[:, ::2],
     "seen with other dims": lambda t: t.reshape(N, (COUNT + 1) // 2, 2 * C),
-    "not taught": lambda t: t.flip(1),
+    "not supported": lambda t: t.flip(1),
     "as an image": lambda t: F.conv1d(t.transpose(1, 2), on_device(1, C, 3)),
     "two images": lambda t: torch.cat([t, t], 1),
     "of other tokens": lambda t: t + t[:, 1:],

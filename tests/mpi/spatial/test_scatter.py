@@ -53,5 +53,5 @@ def test_take_along_dim_of_split_places(meshes: dict) -> None:
 def test_over_pixels_it_is_refused_by_name(call: Operation, meshes: dict) -> None:
     for mesh in meshes.values():
         call(torch.rand(N, C, H, W))
-        with pytest.raises(UnsupportedSpatialOp, match="take_along_dim cannot be done"):
+        with pytest.raises(UnsupportedSpatialOp, match="take_along_dim is not supported"):
             call(shard(torch.rand(N, C, H, W), mesh))

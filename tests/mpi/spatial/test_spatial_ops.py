@@ -160,7 +160,7 @@ def test_three_dim_images_do_not_pass_for_four(meshes: dict) -> None:
     ("call", "sentence"),
     [
         (lambda x: F.conv2d(x, torch.ones(1, 4, 9, 9)), "window is larger than the image"),
-        (lambda x: F.conv2d(x, torch.ones(1, 2, 3, 3)), "4 channels, but the weight.*takes 2"),
+        (lambda x: F.conv2d(x, torch.ones(1, 2, 3, 3)), "4 channels, but the weight.*expects 2"),
         (lambda x: F.conv2d(x, torch.ones(1, 4, 3, 3), padding="valid", stride=8), None),
         (lambda x: F.conv2d(x, torch.ones(1, 4, 3, 3), padding="round"), "'same', 'valid' or"),
         (lambda x: F.conv2d(x, torch.ones(1, 4, 3, 3), None, 2, "same"), "needs stride 1"),
