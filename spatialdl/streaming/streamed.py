@@ -57,7 +57,7 @@ def stream(
 
     Raises:
         ValueError: the grid or the limit does not fit, or the store cannot be used.
-        UnsupportedSpatialOp: an operation cannot be done on a split image.
+        UnsupportedSpatialOp: an operation is not supported on a split image.
         OSError: the disk of the store is full.
     """
     axes = Axes(spatial=_grid_of(grid))
