@@ -26,7 +26,7 @@ _SHOWN = 5
 _READ_ERRORS = (OSError, KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError)
 
 
-def say_damaged(folder: Path, manifest: Manifest, shard: int) -> str:
+def describe_damage(folder: Path, manifest: Manifest, shard: int) -> str:
     """What of a damaged shard can be told, as the end of a sentence."""
     inside = [number for number, sample in enumerate(manifest.samples) if _lies_in(sample, shard)]
     try:

@@ -18,7 +18,7 @@ from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shard_usage import (
     ShardUsage,
     one_after_another,
-    that_fit,
+    select_fitting,
     together,
     training_usage,
     validation_usage,
@@ -203,7 +203,7 @@ class Staging:
                 shard: need for shard, need in needs.items() if shards[shard].file in copier.there
             }
             missing = {shard: need for shard, need in needs.items() if shard not in there}
-            fit = {*there, *that_fit(missing, shards, room)}
+            fit = {*there, *select_fitting(missing, shards, room)}
             chosen = sorted(fit, key=lambda shard: (needs[shard].first, shard))
             copier.start([shards[shard] for shard in chosen])
         except BaseException:

@@ -108,9 +108,9 @@ def test_a_data_set_that_is_there_is_not_replaced_unasked(tmp_path: Path) -> Non
     write(tmp_path / "set", "one", [0])
     with ShardWriter(tmp_path / "set") as writer:
         writer.add(IMAGES[5])
-    with pytest.raises(ShardError, match="holds a data set already"):
+    with pytest.raises(ShardError, match="already contains a data set"):
         join_parts(tmp_path / "set", ["one"])
-    with pytest.raises(ShardError, match="holds a data set already"):
+    with pytest.raises(ShardError, match="already contains a data set"):
         ShardWriter(tmp_path / "set", part="two")
     join_parts(tmp_path / "set", ["one"], overwrite=True)
     assert (opened(tmp_path / "set").read(0) == IMAGES[0]).all()

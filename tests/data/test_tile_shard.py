@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_added(tmp_path: Path) -> No
                 writer.add(wrong)
         writer.add(image)
         other = Streams((64, 96, 3), (64, 96), [encode(picture(64, 96))])
-        with pytest.raises(ValueError, match=r"chunks of \(64, 96\), the data set of \(32, 48\)"):
+        with pytest.raises(ValueError, match=r"chunks of \(64, 96\), the data set has \(32, 48\)"):
             writer.add(other)
         writer.add(image)
     data = ShardDataset(tmp_path / "set")

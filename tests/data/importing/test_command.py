@@ -33,7 +33,7 @@ def test_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
     assert told.err.startswith("remark: stripes were not set")
     assert (ShardDataset(out).codec, ShardDataset(out).sample(0).mpp) == ("zstd", 0.5)
     assert run("images", images, "--out", out) == 1
-    assert "holds a data set already" in capsys.readouterr().err
+    assert "already contains a data set" in capsys.readouterr().err
     assert run("images", images, "--out", out, "--overwrite", "--codec", "jpeg", "--jobs", 2) == 0
     assert ShardDataset(out).kind == "tiles"
 

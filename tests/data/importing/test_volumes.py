@@ -82,7 +82,7 @@ def test_broken_files_have_a_sentence_each_and_the_others_are_written(folders, c
         (0, "it is damaged, or no NIfTI file"),
         (2, "float32"),
         (3, "mask has shape"),
-        (5, "3 channels of int16, those before it 1"),
+        (5, "3 channels of int16, earlier ones have 1"),
         (6, "no mask"),
     ):
         assert part in said[number]

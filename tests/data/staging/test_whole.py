@@ -115,7 +115,7 @@ def test_files_of_others_are_not_replaced(folder, target, tmp_path):
     assert contents(other) == before
     with pytest.raises(ShardError, match="is the data set itself"):
         copy_folder(folder, folder)
-    with pytest.raises(ShardError, match="is a file; name a folder"):
+    with pytest.raises(ShardError, match="is a file; choose a folder"):
         copy_folder(folder, target / "shard-00001.h5")
 
 

@@ -71,12 +71,14 @@ def test_what_is_whole_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_cut_shard(folder: Path, capsys: pytest.CaptureFixture[str], part: float) -> None:
     shard = folder / "shard-00002.h5"
     os.truncate(shard, int(shard.stat().st_size * part))
-    with pytest.raises(ShardError, match=r"shard-00002\.h5 has \d+ bytes, the manifest says \d+"):
+    with pytest.raises(
+        ShardError, match=r"shard-00002\.h5 has \d+ bytes, the manifest records \d+"
+    ):
         read_all(folder)
     code, told = verified(folder, capsys)
     assert code == 1
     assert "shard-00002.h5: has " in told
-    assert "it was cut or replaced; " in told
+    assert "it was truncated or replaced; " in told
     assert "sample 2 (slide s2)" in told
 
 
