@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.inside import check_own
-from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json, show
+from spatialdl.data.saving import NO_LOCKS, apply_umask, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
@@ -74,7 +74,7 @@ class FolderInProgress:
         """Rename the folder to its target; a data set of that name is removed afterwards."""
         check_target(self.target, overwrite=self.overwrite)
         self._unlock()
-        show(self.path)
+        apply_umask(self.path)
         fsync_folder(self.path)
         try:
             if self.target.exists():

@@ -43,14 +43,14 @@ def unfinished(path: Path) -> Iterator[Path]:
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield temporary
-        show(temporary)
+        apply_umask(temporary)
         settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def show(path: Path) -> None:
+def apply_umask(path: Path) -> None:
     """Give a private file or folder the permissions of a newly created one."""
     with suppress(OSError):  # some file systems have no modes
         before = path.stat().st_mode

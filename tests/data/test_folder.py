@@ -280,17 +280,17 @@ def test_what_somebody_else_has_put_under_its_names_is_not_used(tmp_path: Path) 
     elsewhere, hidden = tmp_path / "elsewhere", tmp_path / ".set.partial"
     elsewhere.mkdir()
     hidden.symlink_to(elsewhere)
-    with pytest.raises(ShardError, match="not a folder of yours"):
+    with pytest.raises(ShardError, match="not a folder owned by this user"):
         ResumableFolder(tmp_path / "set")
     hidden.unlink()
     hidden.mkdir()
     os.chown(hidden, 12345, -1)
-    with pytest.raises(ShardError, match="not a folder of yours"):
+    with pytest.raises(ShardError, match="not a folder owned by this user"):
         ResumableFolder(tmp_path / "set")
     hidden.rmdir()
     old = data_set(tmp_path / ".set.old")
     os.chown(old, 12345, -1)
-    with pytest.raises(ShardError, match="not a folder of yours"):
+    with pytest.raises(ShardError, match="not a folder owned by this user"):
         ResumableFolder(tmp_path / "set")
     assert list(elsewhere.iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [".set.old", "elsewhere"]

@@ -207,7 +207,7 @@ def test_codecs_of_regions_are_checked(tmp_path: Path) -> None:
             writer.add(Encoded(smooth(50, 50)))
         writer.add(smooth(50, 50))
     with ShardWriter(tmp_path / "jpeg", kind="regions", codec="jpeg") as writer:
-        with pytest.raises(ValueError, match="4 channels, and codec 'jpeg' holds 1 or 3"):
+        with pytest.raises(ValueError, match="4 channels, but codec 'jpeg' supports 1 or 3"):
             writer.add(np.zeros((8, 8, 4), np.uint8))
         writer.add(smooth(50, 50)[..., :1])
     assert ShardDataset(tmp_path / "jpeg").channels == 1

@@ -57,7 +57,7 @@ def test_what_cannot_be_done_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     said = Striping(4).apply(tmp_path / "set", lustre)
-    assert said == f"stripes were not set: {tmp_path} is on Lustre, and there is no lfs here"
+    assert said == f"stripes were not set: {tmp_path} is on Lustre, but lfs was not found"
     lustre.write_text("1 0 8:1 / / rw - ext4 /dev/sda rw\n")
     said = Striping(4).apply(tmp_path / "set", lustre)
     assert said == f"stripes were not set: {tmp_path} is on ext4, not on Lustre"

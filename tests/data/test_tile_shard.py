@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_added(tmp_path: Path) -> No
             (replace(image, chunk=(64, 48)), r"has 4 streams"),
             (replace(image, chunk=(48, 48)), "the JPEG is 32 x 48 .*, expected 48 x 48"),
             (replace(image, shape=(64, 96, 1)), "with 3 channels, expected .* 1 channel"),
-            (picture(64, 96, 2), "2 channels, and codec 'jpeg' holds 1 or 3"),
+            (picture(64, 96, 2), "2 channels, but codec 'jpeg' supports 1 or 3"),
         ]:
             with pytest.raises(ValueError, match=says):
                 writer.add(wrong)

@@ -190,7 +190,7 @@ def test_boxes_beyond_the_view_are_refused():
 
 
 def test_colours_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match=r"data.augment.hue need images of 3 channels"):
+    with pytest.raises(ValueError, match=r"data.augment.hue require images of 3 channels"):
         Views(Images([(5, 5)], channels=1), (5, 5), augmentation=Augmentation(hue=0.1))
 
 
@@ -260,7 +260,7 @@ def test_signals_are_cropped_padded_and_flipped():
     flipped = Views(Signals(), (7,), augmentation=Augmentation(flip=1.0))
     assert flipped.read(0, 0, (0, 7)).ravel().tolist() == [7, 6, 5, 4, 3, 2, 1]
     assert flipped.stored_box(0, 0, (0, 2)) == (5, 7)
-    with pytest.raises(ValueError, match=r"augment\.rotate turns images, these are signals"):
+    with pytest.raises(ValueError, match=r"augment\.rotate requires images, these are signals"):
         Views(Signals(), (7,), augmentation=Augmentation(rotate=True))
 
 

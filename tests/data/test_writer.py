@@ -259,7 +259,7 @@ def test_what_does_not_fit_a_volume_is_refused(tmp_path: Path, given: dict, said
 def test_jpeg_of_volumes_and_geometry_of_images_are_refused(tmp_path: Path) -> None:
     image = np.zeros((8, 8, 3), np.uint8)
     with (
-        pytest.raises(ValueError, match="codec 'jpeg' holds images, no volumes; use codec='zstd'"),
+        pytest.raises(ValueError, match="codec 'jpeg' does not support volumes; use codec='zstd'"),
         ShardWriter(tmp_path / "set", kind="volumes", codec="jpeg") as writer,
     ):
         writer.add(image[None])

@@ -148,7 +148,9 @@ def test_training_is_augmented_and_validation_is_not():
     box = (0, 12, 0, 9)
     assert (sources.train_views.read(0, 0, box) != sources.train.read(0)).any()
     assert (sources.validation_views.read(3, 0, box) == sources.validation.read(0)).all()
-    with pytest.raises(ValueError, match=r"data.augment.saturation, .*stain need images of 3 ch"):
+    with pytest.raises(
+        ValueError, match=r"data.augment.saturation, .*stain require images of 3 ch"
+    ):
         open_sources(config(*preset, "data.channels=1").data, 5)
 
 

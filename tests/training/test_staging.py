@@ -142,8 +142,8 @@ def test_training_reads_from_a_slow_source_what_has_not_arrived(
         slow = f"data.path={tmp_path / 'slow'}"
         staged, said = train(slow, f"data.stage.to={tmp_path}/disk")
     assert staged == plain
-    [told] = [one for one in said if "copying is slow, or stands still" in one]
-    assert f"is read from {tmp_path / 'slow'}" in told
+    [told] = [one for one in said if "copying is slow or has stalled" in one]
+    assert f"are read from {tmp_path / 'slow'}" in told
 
 
 def test_a_place_that_will_not_do_is_said(train, tmp_path):

@@ -197,7 +197,7 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
     assert staged == plain
     told = warnings(caplog)
     assert len(told) == (two_nodes.own.rank == 0)
-    assert all("there is no room for it; what is not in" in one for one in told)
+    assert all("no space left for it; shards missing in" in one for one in told)
     assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
 
 
@@ -229,7 +229,7 @@ def test_copies_that_vanish_are_read_from_the_source(
     )
     assert staged == plain
     assert vanished
-    told = {one for one in warnings(caplog) if "is no good" in one or "are gone" in one}
+    told = {one for one in warnings(caplog) if "is unusable" in one or "are gone" in one}
     [line] = told  # of all shards; the other ranks of a node say the same words
     assert line.startswith(f"{socket.gethostname()}: the copies in ")
     assert line.endswith(f" are gone; reading from {data / 'set'}")

@@ -33,7 +33,7 @@ def test_every_bad_shard_is_named(data_set: Path, capsys: pytest.CaptureFixture[
     assert [problem.split(":")[0] for problem in found.problems] == [
         *("shard-00000.h5", "shard-00001.h5", "shard-00002.h5")
     ]
-    says = ("No such file", "SHA-256", "it was truncated or replaced")
+    says = ("No such file", "SHA-256", "it was cut or replaced")
     assert all(what in problem for what, problem in zip(says, found.problems, strict=True))
     assert "3 of 3 shards not as written" in str(found)
     assert all(problem in str(found) for problem in found.problems)
