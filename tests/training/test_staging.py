@@ -113,7 +113,7 @@ def test_damage_ends_the_training_and_names_samples(train, folder, tmp_path, mon
     path.write_bytes(content)
     steps = []
     on_each_step(monkeypatch, lambda staging: until_done(staging) or steps.append(staging))
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 does not .* samples 2, 3$"):
+    with pytest.raises(ShardError, match=r"shard-00001\.h5 has SHA-256 .* samples 2, 3$"):
         train(f"data.stage.to={tmp_path}/disk")
     assert len(steps) == 1
     assert not list((tmp_path / "disk").iterdir())

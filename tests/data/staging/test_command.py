@@ -64,7 +64,7 @@ def test_damage_is_told(folder, tmp_path, capsys):
     assert main([str(folder), "--to", str(tmp_path / "copy")]) == 1
     told = capsys.readouterr().err
     assert "error: 1 shard cannot be copied: " in told
-    assert "It holds samples 2, 3 (of slide-0)" in told
+    assert "It contains samples 2, 3 (of slide-0)" in told
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (None, 143)])
