@@ -126,18 +126,20 @@ def list_features(paths: Iterable[Path]) -> list[FeatureFile]:
     Raises:
         ValueError: none found, a damaged file, duplicate slide names, or different widths.
     """
-    files = sorted((FeatureFile.open(path) for path in _listed(paths)), key=lambda one: one.slide)
+    files = sorted(
+        (FeatureFile.open(path) for path in _listed(paths)), key=lambda first: first.slide
+    )
     if not files:
         raise ValueError("no feature files *.h5 in the given folders")
-    for one, following in pairwise(files):
-        if one.slide == following.slide:
+    for first, second in pairwise(files):
+        if first.slide == second.slide:
             raise ValueError(
-                f"{one.path} and {following.path} have the same slide name: give one of the folders"
+                f"{first.path} and {second.path} have the same slide name: give one of the folders"
             )
-        if one.width != following.width:
+        if first.width != second.width:
             raise ValueError(
-                f"{one.path} has {one.width} features per tile, {following.path} "
-                f"{following.width}: all must come from one encoder"
+                f"{first.path} has {first.width} features per tile, {second.path} "
+                f"{second.width}: all must come from one encoder"
             )
     return files
 

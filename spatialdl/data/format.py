@@ -389,38 +389,38 @@ def _parse_volume(row: dict[str, Any]) -> VolumeSample:
     )
 
 
-def spacing_of(given: Any) -> tuple[float, ...]:
+def spacing_of(value: Any) -> tuple[float, ...]:
     """Validate the spacing of a volume.
 
     Raises:
         ValueError: it is not three finite numbers above 0.
     """
-    numbers = _floats(given, 3)
+    numbers = _floats(value, 3)
     if numbers is None or min(numbers) <= 0:
-        raise ValueError(f"spacing is {fields.shown(given)}, expected three numbers above 0, in mm")
+        raise ValueError(f"spacing is {fields.shown(value)}, expected three numbers above 0, in mm")
     return numbers
 
 
-def affine_of(given: Any) -> tuple[tuple[float, ...], ...]:
+def affine_of(value: Any) -> tuple[tuple[float, ...], ...]:
     """Validate the affine of a volume.
 
     Raises:
         ValueError: it is not three rows of four finite numbers.
     """
-    rows = [_floats(row, 4) for row in given] if isinstance(given, list | tuple) else []
-    found = tuple(row for row in rows if row is not None)
-    if not len(found) == len(rows) == 3:
-        raise ValueError(f"affine is {fields.shown(given)}, expected three rows of four numbers")
-    return found
+    rows = [_floats(row, 4) for row in value] if isinstance(value, list | tuple) else []
+    matrix = tuple(row for row in rows if row is not None)
+    if not len(matrix) == len(rows) == 3:
+        raise ValueError(f"affine is {fields.shown(value)}, expected three rows of four numbers")
+    return matrix
 
 
-def _floats(given: Any, count: int) -> tuple[float, ...] | None:
-    """`count` finite numbers as floats, or None if `given` is anything else."""
-    if not isinstance(given, list | tuple) or len(given) != count:
+def _floats(value: Any, count: int) -> tuple[float, ...] | None:
+    """`count` finite numbers as floats, or None if `value` is anything else."""
+    if not isinstance(value, list | tuple) or len(value) != count:
         return None
-    if any(type(x) not in (int, float) or not isfinite(x) for x in given):
+    if any(type(x) not in (int, float) or not isfinite(x) for x in value):
         return None
-    return tuple(map(float, given))
+    return tuple(map(float, value))
 
 
 def _region(row: dict[str, Any]) -> dict[str, Any]:

@@ -20,13 +20,13 @@ _ADVICE = {
 }
 
 
-def image_dtype(given: npt.DTypeLike) -> np.dtype[Any]:
+def image_dtype(dtype_like: npt.DTypeLike) -> np.dtype[Any]:
     """The type in which images of a type are stored: the same, little-endian.
 
     Raises:
         ValueError: unsupported type, with what to do.
     """
-    dtype = np.dtype(given)
+    dtype = np.dtype(dtype_like)
     if dtype.name not in DTYPES:
         advice = _ADVICE.get(dtype.kind, "convert it first")
         raise ValueError(f"image has type {dtype}, expected one of {', '.join(DTYPES)}; {advice}")

@@ -175,10 +175,10 @@ def _is_crop(sample: Any) -> bool:
     return isinstance(sample, list) and len(sample) == 1 and isinstance(sample[0], Mapping)
 
 
-def _two(found: Any) -> tuple[Any, Any]:
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise ValueError(f"it was called with image and target, and returned {shown(found)}")
-    return found[0], found[1]
+def _two(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise ValueError(f"it was called with image and target, and returned {shown(result)}")
+    return result[0], result[1]
 
 
 def _same_dims(before: Any, after: Any) -> Any:

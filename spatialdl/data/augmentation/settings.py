@@ -68,18 +68,18 @@ class Augmentation:
                 )
 
     @classmethod
-    def from_config(cls, given: Mapping[str, Any] | None) -> Augmentation:
+    def from_config(cls, config: Mapping[str, Any] | None) -> Augmentation:
         """Parse `data.augment`; None changes nothing.
 
         Raises:
             ValueError: a key is unknown, or a value out of range.
         """
-        given = {} if given is None else {str(key): given[key] for key in given}
+        config = {} if config is None else {str(key): config[key] for key in config}
         known = [field.name for field in fields(cls)]
-        for key in given:
+        for key in config:
             if key not in known:
                 raise ValueError(f"data.augment.{key} is unknown: there are {', '.join(known)}")
-        return cls(**given)
+        return cls(**config)
 
     @property
     def moves(self) -> bool:
