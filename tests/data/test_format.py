@@ -128,7 +128,7 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, changes: dict[str, object],
     ],
 )
 def test_the_row_that_is_wrong_is_named(tmp_path: Path, changes: dict[str, object], says: str):
-    """Of a million samples, a message said only that some index was 1.7."""
+    """A message for a million samples named only the wrong value, not the sample."""
     change(tmp_path, tiles(), **changes)
     with pytest.raises(ShardError, match=says):
         Manifest.load(tmp_path)

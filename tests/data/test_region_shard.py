@@ -27,7 +27,7 @@ def smooth(rows: int, cols: int) -> np.ndarray:
 
 
 class Rows:
-    """An image that gives rows only, and remembers the most it was asked for."""
+    """An image that returns rows only, and records the largest request."""
 
     def __init__(self, image: np.ndarray) -> None:
         self.image, self.shape, self.most = image, image.shape, 0

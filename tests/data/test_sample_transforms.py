@@ -86,7 +86,7 @@ def test_transforms_of_torchvision_move_masks_along():
 
 
 class Striped(Dataset):
-    """Images whose pixels say where they come from, with the same in their masks."""
+    """Images and masks whose pixels encode their position."""
 
     classes = ("a", "b", "c", "d")
 
@@ -182,7 +182,7 @@ def test_what_a_transform_cannot_be_is_refused_and_named(transform, sentence):
 
 
 class Noisy:
-    """It has a generator of its own, and draws from a common one."""
+    """A transform that draws from its own generator and from a global one."""
 
     def __init__(self) -> None:
         self.draws = np.random.default_rng()

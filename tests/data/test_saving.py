@@ -21,7 +21,7 @@ def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
 
 @pytest.fixture
 def usual(tmp_path: Path) -> Iterator[int]:
-    """The mode of files of a user who hides nothing."""
+    """The mode of new files with a umask of 0."""
     before = os.umask(0)
     other = tmp_path / "other"
     other.touch()

@@ -25,7 +25,7 @@ def lustre(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name that notes what it was asked, and what was in the folder then."""
+    """A program of that name that records its arguments and the contents of the folder."""
     program = tmp_path / "bin" / "lfs"
     program.parent.mkdir()
     said = tmp_path / "asked"

@@ -160,7 +160,7 @@ def test_only_what_lies_under_a_box_is_read():
 
 
 def test_masks_move_with_their_images():
-    """Where the image tells the mask, it does so after all changes of geometry."""
+    """Image and mask still match after all changes of geometry."""
     images = Images([(21, 34)])
     images.images[0][..., 0] = 100 + 50 * images.masks[0]
     views = Views(images, (30, 25), augmentation=Augmentation("random", 0.5, True))

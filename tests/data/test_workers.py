@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Snoop(Numbers):
-    """Tells what its process is like."""
+    """Reports the state of its process."""
 
     def read(self, sample, box=None):
         from mpi4py import rc
@@ -185,7 +185,7 @@ def test_no_process_stays_behind(tmp_path, endings):
 
 
 class Slow(Numbers):
-    """Its process cannot begin before somebody writes to a pipe."""
+    """Blocks the start of its process until a pipe is written to."""
 
     gate = ""
 

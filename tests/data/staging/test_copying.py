@@ -93,7 +93,7 @@ def test_a_flipped_bit_is_told(bring, folder, tmp_path, info):
 
 
 def test_a_source_that_is_right_the_second_time_is_taken(bring, folder, tmp_path, info):
-    """Somebody was still copying it there."""
+    """The source was still being written."""
     whole = (folder / info.file).read_bytes()
     flip_a_bit(folder / info.file)
     heard: list[int] = []
