@@ -260,6 +260,8 @@ def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
 
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):
     layout = f"parallel=sp parallel.grid=[{RANKS},1]"
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 has SHA-256 .* It holds samples 0, 1, 2"):
+    with pytest.raises(
+        ShardError, match=r"shard-00001\.h5 has SHA-256 .* It holds samples 0, 1, 2"
+    ):
         train(tmp_path / "run", data / "damaged", world, layout, world.bcast(tmp_path / "disk"))
     world.barrier()  # nobody is left in the middle of something
