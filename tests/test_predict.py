@@ -385,7 +385,7 @@ def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, her
     assert code == 1
     assert " tile" not in said
     for sentence in (
-        "new/broken.nii: it is damaged, or no NIfTI file",
+        "new/broken.nii: it is damaged, or not a NIfTI file",
         "new/flat.nii: it has shape (10, 9), expected a volume",
         "contrasts has 2 channels, the network was trained on 1",
         "holed: 1 of 540 voxels read are NaN or infinite",

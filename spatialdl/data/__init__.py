@@ -1,11 +1,10 @@
-"""Data: sharded sets of images, written once, read by boxes.
+"""Data: sharded image data sets, written once and read by boxes.
 
 A data set is a folder with ``manifest.json`` and HDF5 files. Images are arrays (rows, columns,
-channels), masks (rows, columns), boxes half-open (row0, row1, col0, col1) in pixels; what is
-missing, damaged or of another kind raises `spatialdl.ShardError`.
+channels), masks (rows, columns), boxes half-open (row0, row1, col0, col1) in pixels. Missing or
+damaged files and unknown versions raise `spatialdl.ShardError`.
 
-What writes them, and what decodes slides, has no use for PyTorch, so the names are looked up when
-first used.
+Names are imported lazily: writing data sets and decoding slides do not need PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardDataset", "ShardWriter", "join_parts"]
 
-_FOUND_IN = {
+_MODULES = {
     "ShardDataset": "spatialdl.data.shards",
     "ShardWriter": "spatialdl.data.writer",
     "join_parts": "spatialdl.data.joining",
@@ -28,8 +27,8 @@ _FOUND_IN = {
 
 
 def __getattr__(name: str) -> object:
-    """Look a name up when it is first used."""
-    if name not in _FOUND_IN:
+    """Import a public name on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_FOUND_IN[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value

@@ -1,4 +1,4 @@
-"""The table of slides of a training run on bags: their labels, splits and patients.
+"""The slide table of a training run on bags: labels, splits and patients.
 
 ::
 
@@ -6,8 +6,9 @@
     a,tumour,train,p1                     a.svs,1,0
     b,normal,val,p2                       b.svs,1,
 
-``slide`` or ``slide_id`` names a slide, with or without its suffix; the columns of labels are
-chosen, or all that have no other meaning. ``patient`` may be ``patient_id`` or ``case_id``, too.
+``slide`` or ``slide_id`` names a slide, with or without its suffix. Label columns are configured,
+or default to all columns without another meaning. ``patient_id`` and ``case_id`` also name the
+patient.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pathlib import Path
 from spatialdl.data.slide_table import PATIENT, SLIDE_COLUMNS, SPLIT, read_table
 
 PATIENTS = (PATIENT, "patient_id", "case_id")
-"""What the column of patients may be called."""
+"""Names of the patient column."""
 
-_OTHER = ("mpp", "sample")  # of other tables of slides, never labels
+_OTHER = ("mpp", "sample")  # columns of other slide tables, never labels
 
 
 @dataclass(frozen=True)
 class SlideRow:
-    """What the table has of a slide.
+    """A table row of a slide.
 
     Attributes:
-        cells: of the columns of labels, as text.
+        cells: label cells, as text.
         where: file and line, for messages.
     """
 
@@ -44,10 +45,10 @@ class BagLabels:
     """A table of slides.
 
     Attributes:
-        path: of the file.
-        columns: of labels.
-        rows: by slide, as the table names it.
-        has_split: whether there is a column for it.
+        path: path of the file.
+        columns: label columns.
+        rows: rows by slide name in the table.
+        has_split: whether there is a split column.
     """
 
     path: Path
@@ -56,10 +57,10 @@ class BagLabels:
     has_split: bool
 
     def match(self, slides: Sequence[str]) -> tuple[dict[str, SlideRow], list[str]]:
-        """The rows of slides, and the names in the table of slides that are not among them.
+        """Match rows to slides: rows by slide, and table names that are not among the slides.
 
         Raises:
-            ValueError: two rows are of one slide.
+            ValueError: two rows match one slide.
         """
         known, found, missing = set(slides), dict[str, SlideRow](), []
         for name, row in self.rows.items():
@@ -68,8 +69,8 @@ class BagLabels:
                 missing.append(name)
             elif slide in found:
                 raise ValueError(
-                    f"{row.where}: {name} is the slide {slide}, which has another row "
-                    f"({found[slide].where}); keep one"
+                    f"{row.where}: {name} matches the slide {slide}, which also has "
+                    f"{found[slide].where}; keep one"
                 )
             else:
                 found[slide] = row
@@ -80,12 +81,12 @@ def read_bag_labels(path: Path, columns: Sequence[str] | None) -> BagLabels:
     """Read a CSV of slides.
 
     Args:
-        path: of the file.
-        columns: of labels; None takes all columns that have no other meaning.
+        path: path of the file.
+        columns: label columns; None takes all columns without another meaning.
 
     Raises:
-        ValueError: the file is missing or malformed, a column is missing, a cell of the slide or
-            the split is empty, or a patient is in several splits.
+        ValueError: the file is missing or malformed, a column is missing, a slide or split cell is
+            empty, or a patient is in several splits.
     """
     table = read_table(path)
     patient = next((name for name in PATIENTS if name in table.columns), None)
@@ -111,16 +112,16 @@ def _label_columns(path: Path, head: Sequence[str], columns: Sequence[str] | Non
         columns = [name for name in head if name not in reserved]
     missing = [name for name in columns if name not in head]
     if missing or not columns:
-        what = f"no column {', '.join(missing)}" if missing else "no column of labels"
+        what = f"no column {', '.join(missing)}" if missing else "no label column"
         raise ValueError(
-            f"{path} has {what}; it has {', '.join(head)}: name columns of labels by "
+            f"{path} has {what}; its columns are {', '.join(head)}: set label columns with "
             "data.columns=[...]"
         )
     return columns
 
 
 def _check_patients(rows: Mapping[str, SlideRow]) -> None:
-    """Slides of one patient look alike: a validation on some of them would flatter."""
+    """Check that no patient is in two splits, which would bias the validation."""
     splits: dict[str, SlideRow] = {}
     for row in rows.values():
         if row.patient is None or row.split is None:
@@ -129,5 +130,5 @@ def _check_patients(rows: Mapping[str, SlideRow]) -> None:
         if before.split != row.split:
             raise ValueError(
                 f"{row.where}: patient {row.patient} is in the split {row.split}, and in "
-                f"{before.split} before ({before.where}): all slides of a patient belong in one"
+                f"{before.split} at {before.where}: all slides of a patient belong in one split"
             )

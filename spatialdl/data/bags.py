@@ -1,6 +1,6 @@
-"""Slides as bags of tiles: an image source whose images are signals of several lengths.
+"""Slides as bags of tiles: an image source of signals of different lengths.
 
-A bag of N tiles with D numbers each, features or pixels, is a signal of N positions and D channels.
+A bag of N tiles with D values each, features or pixels, is a signal of N positions and D channels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from spatialdl.data.image_source import Box, Pixels, Size, check_box
 from spatialdl.data.views import Views
 
-_DRAW = 0x7117  # keeps the draw of tiles apart from the order of the samples
+_DRAW = 0x7117  # separates the random draw of tiles from the order of the samples
 
 
 class Bag(Protocol):
@@ -36,10 +36,10 @@ class Bag(Protocol):
 
 
 class PlacedBag(Bag, Protocol):
-    """One whose tiles lie somewhere in the slide.
+    """A bag whose tiles have coordinates in the slide.
 
     Attributes:
-        attributes: what is known of the positions, such as `patch_size`.
+        attributes: metadata of the coordinates, such as `patch_size`.
     """
 
     @property
@@ -48,7 +48,7 @@ class PlacedBag(Bag, Protocol):
 
 
 class BagSample(NamedTuple):
-    """What is known of a bag, under the names of tiles: the whole slide has no place in itself."""
+    """Metadata of a bag, named as for tiles; a whole slide has no coordinates."""
 
     slide: str
     split: str | None
@@ -57,16 +57,16 @@ class BagSample(NamedTuple):
 
 
 class BagSource:
-    """Bags of one split; see `ImageSource`.
+    """Bags of one split; an `ImageSource`.
 
     Args:
-        files: of features, or other bags, one a slide, all of one width.
+        files: feature files, or other bags, one per slide, all of one width.
         labels: int64 (N,), or float64 (N, targets).
         classes: names of the classes or targets.
-        splits: of each slide.
+        splits: split of each slide.
 
     Raises:
-        ValueError: a slide has no tiles, or there is none.
+        ValueError: a slide has no tiles, or there are no slides.
     """
 
     has_masks = False
@@ -79,16 +79,16 @@ class BagSource:
         splits: Sequence[str | None] | None = None,
     ) -> None:
         if not files:
-            raise ValueError("there are no bags: a data set needs at least one slide")
+            raise ValueError("no bags: a data set needs at least one slide")
         empty = [file.slide for file in files if file.tiles == 0]
         if empty:
-            raise ValueError(f"slides without tiles are no bags: {', '.join(empty[:3])}")
+            raise ValueError(f"slides without tiles: {', '.join(empty[:3])}")
         self.files, self.labels, self._classes = list(files), labels, list(classes)
         self._splits = [None] * len(self.files) if splits is None else list(splits)
 
     @property
     def channels(self) -> int:
-        """Numbers of a tile."""
+        """Values per tile."""
         return self.files[0].width
 
     @property
@@ -98,7 +98,7 @@ class BagSource:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """To which all features can be cast without loss."""
+        """The type to which all features can be cast without loss."""
         return np.result_type(*{file.dtype for file in self.files})
 
     def __len__(self) -> int:
@@ -110,25 +110,25 @@ class BagSource:
 
     @property
     def tile(self) -> tuple[int, ...] | None:
-        """(C, h, w) of bags of pixels."""
+        """(C, h, w) of a tile of pixels; None for features."""
         return getattr(self.files[0], "tile", None)
 
     def image_size(self, sample: int) -> Size:
-        """Tiles of a bag."""
+        """(Tiles,) of a bag."""
         return (self.files[sample].tiles,)
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
-        """(tiles, width): those of a box, of which only these are read.
+        """Read the tiles of a box, (tiles, width).
 
         Raises:
-            ValueError: the file is damaged, or a feature is no finite number.
+            ValueError: the file is damaged, or a feature is not finite.
         """
         file = self.files[sample]
         start, stop = box or (0, file.tiles)
         check_box((start, stop), (file.tiles,), f"the slide {file.slide}")
         features = file.read(start, stop)
         if not np.isfinite(features).all():
-            raise ValueError(f"{file.path} has features that are NaN or Inf: make it anew")
+            raise ValueError(f"{file.path} has NaN or Inf features: extract them again")
         return features
 
     def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
@@ -137,17 +137,17 @@ class BagSource:
 
 @dataclass(frozen=True)
 class BagViews(Views):
-    """Bags as the network sees them: all their tiles, or some, drawn anew each epoch.
+    """Bags as the network sees them: all tiles, or a sample drawn anew each epoch.
 
     Attributes:
-        max_tiles: of a bag; None takes all.
+        max_tiles: maximum tiles of a bag; None takes all.
     """
 
     max_tiles: int | None = None
 
     @property
     def varies(self) -> bool:
-        """Bags differ in length."""
+        """True: bags differ in length."""
         return True
 
     def size_of(self, sample: int) -> Size:
@@ -172,7 +172,7 @@ class BagViews(Views):
         return self.source.read(sample, (first, int(chosen[-1]) + 1))[chosen - first]
 
     def _drawn(self, epoch: int, sample: int) -> npt.NDArray[np.int64]:
-        """Which tiles of a bag an epoch sees, in their order."""
+        """Sorted indices of the tiles of a bag that an epoch uses."""
         (tiles,), (wanted,) = self.source.image_size(sample), self.size_of(sample)
         rng = np.random.default_rng([self.seed, epoch, sample, _DRAW])
         return np.sort(rng.choice(tiles, wanted, replace=False))

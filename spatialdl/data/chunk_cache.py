@@ -1,4 +1,4 @@
-"""Decoded chunks that were read last, shared by the threads of a process."""
+"""Cache of decoded chunks, shared by the threads of a process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MOST = 64 * 2**20  # bytes
 
 
 class ChunkCache:
-    """Arrays by key, as many as a number of bytes allows; the longest unused is dropped first.
+    """LRU cache of read-only arrays with a limit in bytes.
 
-    They are not to be written to. A process that was forked begins with an empty one.
+    A forked process starts with an empty cache.
 
     Args:
-        most: bytes of all of them together; one that is larger than half of it is not kept.
+        most: maximum total bytes; an array larger than half of it is not cached.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -29,16 +29,16 @@ class ChunkCache:
         os.register_at_fork(after_in_child=self._begin)
 
     def __len__(self) -> int:
-        """Arrays kept."""
+        """Number of cached arrays."""
         return len(self._kept)
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Total bytes of the cached arrays."""
         return self._bytes
 
     def get(self, key: Hashable) -> Pixels | None:
-        """What is kept under a key, if it is."""
+        """The cached array of a key, or None."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -46,7 +46,7 @@ class ChunkCache:
             return found
 
     def put(self, key: Hashable, chunk: Pixels) -> None:
-        """Keep a chunk."""
+        """Cache a chunk and make it read-only."""
         if chunk.nbytes > self._most // 2:
             return
         chunk.flags.writeable = False
@@ -58,7 +58,7 @@ class ChunkCache:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Drop all."""
+        """Remove all arrays."""
         self._begin()
 
     def _begin(self) -> None:
@@ -68,4 +68,4 @@ class ChunkCache:
 
 
 CHUNKS = ChunkCache()
-"""That of this process."""
+"""The cache of this process."""

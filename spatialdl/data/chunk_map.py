@@ -1,9 +1,8 @@
-"""Where the chunks of a dataset lie in their file, so that pixels are copied straight from there.
+"""File offsets of the chunks of a dataset, so that pixels are copied directly from the file.
 
-A raw chunk is its pixels, one after the other, at one place of the file, a coded one a stream:
-reading a box needs nothing of HDF5 but these places. They are asked for once a dataset (5
-microseconds a chunk; asking for single chunks by their coordinates takes HDF5 a walk over all of
-them).
+A raw chunk is contiguous pixels in the file, a compressed one a stream: reading a box needs only
+these offsets from HDF5. They are queried once per dataset (5 microseconds per chunk; a query for a
+single chunk by its coordinates makes HDF5 iterate over all chunks).
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ import numpy.typing as npt
 from spatialdl.data.codec import Codec, filters_of
 
 Where = tuple[int | slice, ...]
-"""The number of the image in a stack, then spatial dims as slices with start and stop."""
+"""The index of the image in a stack, then spatial dims as slices with start and stop."""
 MISSING = -1
 
 
 class ChunkPart(NamedTuple):
-    """What a box has of a chunk.
+    """The part of a chunk that a box overlaps.
 
     Attributes:
-        chunk: the number of the image in a stack, then the place of the chunk in the grid of
-            chunks.
-        begin: byte of the file at which it begins, `MISSING` if it was never written.
-        inside: its spatial dims in the chunk.
-        outside: in the box.
+        chunk: the index of the image in a stack, then the position of the chunk in the chunk grid.
+        begin: file offset of the chunk in bytes, `MISSING` if it was never written.
+        inside: spatial slices within the chunk.
+        outside: spatial slices within the box.
     """
 
     chunk: tuple[int, ...]
@@ -44,15 +42,15 @@ class ChunkPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """The places of all chunks of a dataset.
+    """The file offsets of all chunks of a dataset.
 
     Attributes:
-        shape: of the dataset, [N,] [slices,] rows, cols[, channels].
+        shape: shape of the dataset, [N,] [slices,] rows, cols[, channels].
         cell: ([slices,] rows, cols[, channels]) of a chunk.
-        dtype: of a pixel.
-        offsets: byte of the file at which each chunk begins, `MISSING` where there is none;
+        dtype: type of a pixel.
+        offsets: file offset of each chunk in bytes, `MISSING` where there is none;
             ([N,] chunks along each spatial dim).
-        sizes: bytes of each chunk; None where they are raw, and all alike.
+        sizes: bytes of each chunk; None for raw chunks, which are all equal.
     """
 
     shape: tuple[int, ...]
@@ -63,14 +61,14 @@ class ChunkMap:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that it takes."""
+        """Bytes of memory that the map occupies."""
         return self.offsets.nbytes * (1 if self.sizes is None else 2)
 
     def parts(self, where: Where, out_shape: tuple[int, ...]) -> Iterator[ChunkPart]:
-        """The chunks under a box that is not empty.
+        """The chunks under a non-empty box.
 
         Raises:
-            ValueError: the dataset has no such box, or `out_shape` is not the box's.
+            ValueError: the box is outside the dataset, or `out_shape` is not the box's.
         """
         number = tuple(at for at in where if not isinstance(at, slice))
         cuts = [at for at in where if isinstance(at, slice)]
@@ -93,11 +91,11 @@ class ChunkMap:
             and out_shape == (*(cut.stop - cut.start for cut in cuts), *channels)
         )
         if not fits:
-            raise ValueError(f"its shape is {self.shape}, where {where} is wanted in {out_shape}")
+            raise ValueError(f"its shape is {self.shape}, requested {where} into {out_shape}")
 
 
 def _spans(cut: slice, step: int) -> list[tuple[int, slice, slice]]:
-    """The chunks under a cut along one dim: number, what of the chunk, and where in the cut."""
+    """The chunks under a cut along one dim: (number, slice in the chunk, slice in the cut)."""
     spans = []
     for number in range(cut.start // step, (cut.stop - 1) // step + 1):
         at = number * step
@@ -114,22 +112,22 @@ def map_chunks(
     codec: Codec = "raw",
     spatial: int = 2,
 ) -> ChunkMap | None:
-    """Find the chunks of an image or a mask, or of a stack of them.
+    """Map the chunks of an image or a mask, or of a stack of them.
 
     Args:
-        dataset: the one to be mapped.
-        stacked: its first dim counts images.
+        dataset: the dataset.
+        stacked: whether its first dim counts images.
         file_size: bytes of its file.
-        codec: of the chunks.
-        spatial: dims of an image, 3 of a volume, without channels.
+        codec: codec of the chunks.
+        spatial: dims of an image, 3 for a volume, without channels.
 
     Returns:
-        None where HDF5 has to read it: chunks are to be raw, and it is not cut into such along
-        spatial dims alone, has filters, or the bytes of its numbers lie in another order.
+        None if HDF5 must read it: codec is raw, and the dataset is not chunked along spatial dims
+        only, has filters, or is not of native byte order.
 
     Raises:
-        ValueError: a chunk lies outside the file or the image, or has another size than its pixels,
-            or they are not of the codec.
+        ValueError: a chunk lies outside the file or the image, has another size than its pixels,
+            or is not of the codec.
     """
     filters = _filters(dataset)
     fits = _is_cut_alike(dataset, stacked, spatial) and filters == filters_of(codec, dataset.dtype)
@@ -142,7 +140,7 @@ def map_chunks(
     shape, chunk = dataset.shape, dataset.chunks
     counts = [-(-n // each) for n, each in zip(shape[:dims], chunk[:dims], strict=True)]
     if prod(counts) > file_size:
-        raise ValueError(f"its shape is {shape}, and {file_size} bytes have no such chunks")
+        raise ValueError(f"its shape is {shape}, whose chunks do not fit in {file_size} bytes")
     offsets, sizes = np.full(counts, MISSING, np.int64), np.zeros(counts, np.int64)
     whole, wrong = prod(chunk) * dataset.dtype.itemsize, []
 
@@ -160,15 +158,15 @@ def map_chunks(
     _each_chunk(dataset, note)
     if wrong:
         expected = f"{whole if codec == 'raw' else 'a stream'} within {file_size}"
-        raise ValueError(f"{_told(wrong[0], shape)}, expected {expected}")
+        raise ValueError(f"{_fault(wrong[0], shape)}, expected {expected}")
     cell = chunk[1:] if stacked else chunk
     return ChunkMap(shape, cell, dataset.dtype, offsets, None if codec == "raw" else sizes)
 
 
-def _told(info: Any, shape: tuple[int, ...]) -> str:
-    """What is wrong with a chunk."""
+def _fault(info: Any, shape: tuple[int, ...]) -> str:
+    """Describe the fault of a chunk."""
     place, mask, begin, has = info
-    what = "did not go through its filters" if mask else f"has {has} bytes at {begin}"
+    what = "skipped its filters" if mask else f"has {has} bytes at {begin}"
     if any(at >= most for at, most in zip(place, shape, strict=True)):
         what = f"lies outside of {shape} pixels, and {what}"
     return f"chunk at {place} {what}"
@@ -177,7 +175,7 @@ def _told(info: Any, shape: tuple[int, ...]) -> str:
 def _each_chunk(dataset: h5py.Dataset, note: Callable[[Any], None]) -> None:
     if hasattr(dataset.id, "chunk_iter"):
         dataset.id.chunk_iter(note)
-    else:  # an older HDF5, which walks over all chunks for each
+    else:  # older HDF5, which iterates over all chunks for each query
         for number in range(dataset.id.get_num_chunks()):
             note(dataset.id.get_chunk_info(number))
 
@@ -188,7 +186,7 @@ def _filters(dataset: h5py.Dataset) -> list[int]:
 
 
 def _is_cut_alike(dataset: h5py.Dataset, stacked: bool, spatial: int) -> bool:
-    """Whether a chunk has all channels of a box of one image."""
+    """Whether a chunk has all channels, and belongs to one image."""
     shape, chunk = dataset.shape, dataset.chunks
     more = len(shape) - stacked - spatial
     if chunk is None or more not in (0, 1) or (stacked and chunk[0] != 1):

@@ -1,7 +1,7 @@
-"""Datasets of images in HDF5, written chunk by chunk as they lie in the file.
+"""Image datasets in HDF5, written directly by chunks.
 
-Raw chunks are written past HDF5's own conversions, which is three times as fast; any HDF5 reads
-them. Coded chunks are written so because plain HDF5 knows none of these codecs.
+Raw chunks bypass HDF5's conversions, which is three times as fast; any HDF5 can read them.
+Compressed chunks are written directly because plain HDF5 lacks these codecs.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Pixels = npt.NDArray[Any]
 
 
 class Chunks:
-    """A dataset of an image, a mask, or a stack of them, that is written by whole chunks.
+    """A dataset of an image, a mask, or a stack of them, written by whole chunks.
 
     Args:
-        h5: where it is made.
-        name: of the dataset.
-        shape: (rows, cols, channels) or (rows, cols) of an image, of a volume with slices before.
-        chunk: rows and columns of a chunk (slices before them), which may be larger than the image.
-        dtype: of the pixels.
-        stacked: a stack of such images, none at first.
-        coding: of the chunks.
+        h5: the file.
+        name: name of the dataset.
+        shape: (rows, cols, channels) or (rows, cols) of an image, of a volume with leading slices.
+        chunk: ([slices,] rows, columns) of a chunk, which may be larger than the image.
+        dtype: type of the pixels.
+        stacked: whether it is a stack of such images, initially empty.
+        coding: coding of the chunks.
 
     Attributes:
         sums: CRC-32 of the chunks of each image, in the order in which they were written.
 
     Raises:
-        ValueError: the codec does not hold such images.
+        ValueError: the codec does not support such images.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Chunks:
         self._coding = coding or Coding()
         channels = shape[-1] if len(shape) > len(chunk) else 1
         self._coding.check(channels, self._dtype, self._spatial)
-        room = tuple(map(max, shape, self._cell))  # HDF5 wants chunks no larger than the most
-        # kept: asking HDF5 for it by name takes longer than writing a small tile
+        room = tuple(map(max, shape, self._cell))  # HDF5 requires chunks no larger than maxshape
+        # Cached: a lookup by name in HDF5 takes longer than writing a small tile.
         self.dataset = h5.create_dataset(
             name,
             (0, *shape) if stacked else shape,
@@ -72,20 +72,20 @@ class Chunks:
         )
 
     def grow(self) -> int:
-        """Make room for one more image of a stack; returns its number."""
-        # one by one: room made ahead would have to be given back, which HDF5 does chunk by chunk
+        """Extend a stack by one image and return its index."""
+        # One at a time: HDF5 would free unused extent chunk by chunk.
         number, self._length = self._length, self._length + 1
         self.sums.append(0)
         self.dataset.id.set_extent((self._length, *self._shape))
         return number
 
     def write(self, pixels: Pixels, row0: int = 0, number: int = 0) -> None:
-        """Write rows of an image (slices of a volume), whole chunks or to its end.
+        """Write rows of an image (slices of a volume), in whole chunks or to its end.
 
         Args:
-            pixels: (some rows, cols, channels) or (some rows, cols), of the dataset's type.
-            row0: the first of them, the first of a chunk.
-            number: of the image in a stack.
+            pixels: ([slices,] rows, cols[, channels]), of the dataset's type.
+            row0: the first row, at the start of a chunk.
+            number: index of the image in a stack.
         """
         chunk = self._cell[: self._spatial]
         sizes = pixels.shape[: self._spatial]
@@ -95,7 +95,7 @@ class Chunks:
             self._put(self._coding.encode(self._whole(part)), at, number)
 
     def write_stream(self, stream: JpegStream, row: int, col: int, number: int = 0) -> None:
-        """Write the JPEG of the chunk that begins at a row and column of an image."""
+        """Write the JPEG of the chunk that starts at a row and column of an image."""
         self._put(stream, (row, col), number)
 
     def _put(self, stored: Any, place: tuple[int, ...], number: int) -> None:
@@ -104,12 +104,12 @@ class Chunks:
         self.dataset.id.write_direct_chunk((number, *place) if self._stacked else place, stored)
 
     def _whole(self, part: Pixels) -> Pixels:
-        """A chunk with this part in its first corner."""
+        """A full chunk with this part in its first corner."""
         if part.shape == self._cell:
             return part
         if self._coding.codec == "jpeg":
             more = [(0, whole - has) for whole, has in zip(self._cell, part.shape, strict=True)]
-            # the last pixels go on, which costs fewer bytes than an edge
+            # Repeated edge pixels compress better than a sharp edge.
             return np.pad(part, more, mode="edge")
         chunk = np.zeros(self._cell, self._dtype)
         chunk[tuple(map(slice, part.shape))] = part

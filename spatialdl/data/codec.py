@@ -1,8 +1,8 @@
-"""How the chunks of images lie in shards: the codecs, their settings, and HDF5's names for them.
+"""Codecs of image chunks in shards: their settings and HDF5 filters.
 
-A chunk that is not raw names the filters that made it, registered ones
-(https://github.com/HDFGroup/hdf5_plugins), so that a reader with these plug-ins reads it, and one
-without them is refused by HDF5 instead of being given streams for pixels.
+A compressed chunk names its registered filters (https://github.com/HDFGroup/hdf5_plugins), so a
+reader with these plug-ins can read it, and without them HDF5 raises instead of returning streams
+as pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spatialdl.data.jpeg import QUALITY
 __all__ = ["CODECS", "LEVEL", "LOSSLESS", "QUALITY", "Codec", "Coding"]
 
 Codec = Literal["raw", "jpeg", "zstd", "lz4"]
-"""Its bytes as they are, a JPEG stream, or bytes that were compressed without loss."""
+"""Raw bytes, a JPEG stream, or losslessly compressed bytes."""
 
 CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = ("zstd", "lz4")
@@ -35,12 +35,12 @@ class Coding:
     """A codec with its settings.
 
     Attributes:
-        codec: of images.
-        quality: of JPEGs, 1 to 100.
-        level: of zstd, 1 (fast) to 22 (small).
+        codec: codec of images.
+        quality: JPEG quality, 1 to 100.
+        level: zstd level, 1 (fast) to 22 (small).
 
     Raises:
-        ValueError: there is no such codec, quality or level.
+        ValueError: unknown codec, quality or level.
     """
 
     codec: Codec = "raw"
@@ -48,7 +48,7 @@ class Coding:
     level: int = LEVEL
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Validate the settings."""
         if self.codec not in CODECS:
             known = ", ".join(map(repr, CODECS))
             raise ValueError(f"codec is {self.codec!r}, expected one of {known}")
@@ -59,29 +59,29 @@ class Coding:
 
     @property
     def of_masks(self) -> Coding:
-        """That of the masks beside such images: classes of pixels bear no loss."""
+        """Coding of the masks of such images: classes must be stored losslessly."""
         return self if self.codec in LOSSLESS else Coding()
 
     def check(self, channels: int, dtype: np.dtype[Any], spatial: int = 2) -> None:
-        """Refuse images that the codec does not hold.
+        """Reject images that the codec does not support.
 
         Raises:
-            ValueError: JPEG of volumes, of other than bytes, or of other than 1 or 3 channels.
+            ValueError: JPEG of volumes, of types other than uint8, or not of 1 or 3 channels.
         """
         if self.codec == "jpeg":
             if spatial != 2:
                 raise ValueError(
-                    "codec 'jpeg' holds images, no volumes; use codec='zstd', 'lz4' or 'raw'"
+                    "codec 'jpeg' does not support volumes; use codec='zstd', 'lz4' or 'raw'"
                 )
             if dtype != np.uint8:
                 raise ValueError(
-                    f"image has type {dtype}, and codec 'jpeg' holds uint8; use codec='zstd', "
-                    "'lz4' or 'raw'"
+                    f"image has type {dtype}, but codec 'jpeg' supports only uint8; use "
+                    "codec='zstd', 'lz4' or 'raw'"
                 )
             jpeg.check_channels(channels)
 
     def encode(self, chunk: npt.NDArray[Any]) -> bytes | npt.NDArray[Any]:
-        """A chunk, (rows, cols, channels) or (rows, cols), as it is stored."""
+        """Encode a chunk, (rows, cols, channels) or (rows, cols), for storage."""
         if self.codec == "raw":
             return np.ascontiguousarray(chunk)
         if self.codec == "jpeg":
@@ -89,7 +89,7 @@ class Coding:
         return lossless.encode(self.codec, chunk, self.level)
 
     def filters(self, cell: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
-        """What `h5py.File.create_dataset` is to be told of chunks of a shape."""
+        """Filter arguments of `h5py.File.create_dataset` for chunks of a shape."""
         if self.codec == "raw":
             return {}
         options: tuple[int, ...] = (self.level,) if self.codec == "zstd" else (0,)
@@ -106,7 +106,7 @@ class Coding:
 
 
 def filters_of(codec: Codec, dtype: np.dtype[Any]) -> list[int]:
-    """HDF5's numbers of the filters that a chunk went through."""
+    """Numbers of the HDF5 filters of a chunk."""
     if codec == "raw":
         return []
     if codec == "jpeg":
@@ -118,7 +118,7 @@ def filters_of(codec: Codec, dtype: np.dtype[Any]) -> list[int]:
 def decode(
     codec: Codec, stored: npt.NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
-    """The pixels of a chunk that is not raw.
+    """Decode the pixels of a compressed chunk.
 
     Raises:
         ValueError: it is damaged, or of another shape.

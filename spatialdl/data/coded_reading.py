@@ -1,4 +1,4 @@
-"""Reading boxes of coded chunks: only those under a box are decoded, the last ones are kept."""
+"""Reads of boxes of compressed chunks: only chunks under a box are decoded, with a cache."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ def read_coded(
     key: Hashable = None,
     cache: ChunkCache = CHUNKS,
 ) -> None:
-    """Decode a box, which is not empty, into `out`.
+    """Decode a non-empty box into `out`.
 
     Args:
-        file: where the chunks lie.
-        chunks: their places.
-        codec: of the chunks.
+        file: file with the chunks.
+        chunks: offsets of the chunks.
+        codec: codec of the chunks.
         out: of the box's shape.
         where: the box.
-        key: by which the dataset, in this state of its file, is known in the cache; None leaves
-            the cache alone.
-        cache: of decoded chunks.
+        key: cache key of the dataset in the current state of its file; None bypasses the cache.
+        cache: cache of decoded chunks.
 
     Raises:
-        ValueError: there is no such box, or a chunk is missing or damaged, which is named.
+        ValueError: there is no such box, or a chunk is missing or damaged; names the chunk.
         OSError: the file cannot be read.
     """
     for part in chunks.parts(where, out.shape):

@@ -1,7 +1,7 @@
-"""A map-style data set of PyTorch's kind as a source of images that are read by boxes.
+"""Map-style PyTorch data sets as an image source that is read by boxes.
 
-Whole samples are made, as the data set makes them, and the box is cut out; the last one is kept, as
-its image, mask and target are asked for one after the other.
+The data set makes a whole sample, and the box is cut from it. The last sample is cached, because
+its image, mask and target are read one after the other.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ log = logging.getLogger("spatialdl.data")
 class DatasetSource:
     """The samples of a user's data set, the same in every process, epoch by epoch.
 
-    It is an `ImageSource` of epoch 0; `at` gives those of others. It is for one thread, in which
-    nothing else draws random numbers meanwhile.
+    It is an `ImageSource` of epoch 0; `at` returns those of other epochs. It is for one thread;
+    no other thread may draw random numbers at the same time.
 
     Args:
         dataset: has `__len__` and `__getitem__`.
-        form: of its samples.
-        name: of the data set, for messages.
-        seed: of what its transforms draw.
+        form: form of its samples.
+        name: name of the data set in messages.
+        seed: seed of its random transforms.
         classes: names of the classes.
-        transforms: of its samples, see `SampleTransforms`.
+        transforms: transforms of its samples, see `SampleTransforms`.
 
     Attributes:
-        channels, dtype: of every image.
+        channels, dtype: the same for every image.
 
     Raises:
-        ValueError: it is no such data set, empty, or its first sample has no form that is known.
+        ValueError: not a map-style data set, empty, or the form of its first sample is unknown.
     """
 
     seeds_generators = True
@@ -67,7 +67,7 @@ class DatasetSource:
         self._labels: npt.NDArray[Any] | None = None
         self._own: list[Seed] | None = None
         self._last: tuple[tuple[int, int], Decoded] | None = None
-        self.channels = 0  # until the first sample is known
+        self.channels = 0  # unknown before the first sample
         first = self._decoded(0, 0)
         self._form = form.with_dims(first.pixels)
         self.channels, self.dtype = first.pixels.shape[-1], first.pixels.dtype
@@ -78,10 +78,10 @@ class DatasetSource:
         return len(self.dataset)
 
     def expect(self, num_classes: int | None, size: Size | None) -> None:
-        """Refuse from now on samples of other classes or another size, where these are given.
+        """Check the number of classes and the size of all samples from now on, where not None.
 
         Raises:
-            ValueError: the first sample is such.
+            ValueError: the first sample does not match.
         """
         self._num_classes, self._size = num_classes, size
         self._last = None
@@ -94,15 +94,15 @@ class DatasetSource:
 
     @property
     def no_labels(self) -> npt.NDArray[Any]:
-        """Labels of no samples, of their type and shape."""
+        """An empty array with the type and shape of labels."""
         kind = np.int64 if self._target_shape == () else np.float64
         return np.zeros((0, *self._target_shape), kind)
 
     @property
     def labels(self) -> npt.NDArray[Any]:
-        """Of all samples in epoch 0; they are read for it unless they were given."""
+        """Labels of all samples in epoch 0; reads all samples unless the labels were set."""
         if self._labels is None:
-            log.info("%s: all samples are read for their labels", self.name)
+            log.info("%s: reading all samples for their labels", self.name)
             numbers = tqdm(range(len(self)), "labels", leave=False, mininterval=2, delay=2)
             found = [self.target(0, number) for number in numbers]
             self._labels = np.stack(found)
@@ -113,7 +113,7 @@ class DatasetSource:
         self._labels = found
 
     def at(self, epoch: int) -> Epoch:
-        """The images of an epoch."""
+        """An image source of one epoch."""
         return Epoch(self, epoch)
 
     def image_size(self, sample: int) -> Size:
@@ -129,12 +129,12 @@ class DatasetSource:
         return self.at(0).read_mask(sample, box)
 
     def target(self, epoch: int, sample: int) -> npt.NDArray[Any]:
-        """The class, int64 (), or numbers, float64 (targets,), of a sample; of masks -1."""
+        """Target of a sample: class, int64 (), or values, float64 (targets,); -1 with masks."""
         target = self.decoded(epoch, sample).target
         return np.asarray(-1) if self.has_masks else target
 
     def digest(self, epoch: int, sample: int) -> str:
-        """Of the bytes of a sample that is made anew."""
+        """Digest of a sample, which is made anew."""
         self._last = None
         found = self.decoded(epoch, sample)
         text = hashlib.sha256(f"{found.pixels.shape} {found.pixels.dtype}".encode())
@@ -146,10 +146,10 @@ class DatasetSource:
         """A whole sample.
 
         Raises:
-            ValueError: it is not like the others, or has no form that is known.
+            ValueError: it does not match the first sample, or its form is unknown.
         """
         if self._last is None or self._last[0] != (epoch, sample):
-            self._last = None  # or two whole samples lie in memory
+            self._last = None  # keeps one whole sample in memory, not two
             self._last = (epoch, sample), self._decoded(epoch, sample)
         return self._last[1]
 
@@ -169,26 +169,26 @@ class DatasetSource:
     def _check_alike(self, found: Decoded) -> None:
         if found.pixels.shape[-1] != self.channels:
             raise ValueError(
-                f"the image has {found.pixels.shape[-1]} channels, that of the first sample "
-                f"{self.channels}: let all have the same"
+                f"the image has {found.pixels.shape[-1]} channels, the first sample has "
+                f"{self.channels}; all samples must have the same"
             )
         if found.pixels.dtype != self.dtype:
             raise ValueError(
-                f"the image has type {found.pixels.dtype}, that of the first sample {self.dtype}: "
-                "let all have the same"
+                f"the image has type {found.pixels.dtype}, the first sample has {self.dtype}; "
+                "all samples must have the same"
             )
         size = found.pixels.shape[:-1]
         if self._size not in (None, size):
             dims = ",".join(("slices", "rows", "columns")[-len(size) :])
             raise ValueError(
-                f"the image is {' x '.join(map(str, size))}, others are "
-                f"{' x '.join(map(str, self._size))}: one batch needs one size, to which "
-                f"data.image_size=[{dims}] cuts or pads them"
+                f"the image is {' x '.join(map(str, size))}, expected "
+                f"{' x '.join(map(str, self._size))}: all images of a batch have one size; "
+                f"data.image_size=[{dims}] crops or pads them"
             )
         target, most = found.target, self._num_classes
         if not self.has_masks and target.shape != self._target_shape:
             raise ValueError(
-                f"the target has {target.size} numbers, that of the first sample "
+                f"the target has {target.size} values, the first sample has "
                 f"{self.no_labels.shape[-1]}"
             )
         if most is None or target.dtype.kind == "f":
@@ -197,14 +197,14 @@ class DatasetSource:
         lowest = int(target.min(initial=0))
         if self.has_masks and highest >= most:
             raise ValueError(
-                f"the mask has a pixel of class {highest}, there are {most} (0 to {most - 1}): set "
-                f"data.num_classes, or mark pixels without a class by {UNLABELLED}"
+                f"the mask has a pixel of class {highest}, expected 0 to {most - 1} ({most} "
+                f"classes); set data.num_classes, or mark pixels without a class with {UNLABELLED}"
             )
         if not self.has_masks and not 0 <= int(target) < most:
             named = lowest if lowest < 0 else int(target)
             raise ValueError(
-                f"the class is {named}, there are {most} (0 to {most - 1}): set data.num_classes, "
-                "or number classes from 0"
+                f"the class is {named}, expected 0 to {most - 1} ({most} classes); set "
+                "data.num_classes, or number classes from 0"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Epoch:
 
 
 def _cut(array: Pixels, box: Box | None, sample: int, channels: int) -> Pixels:
-    """A copy of a box, as what was decoded is kept."""
+    """A copy of a box, because the decoded sample is cached."""
     size = array.shape[: array.ndim - channels]
     box = whole_box(size) if box is None else box
     check_box(box, size, f"sample {sample}")
@@ -238,10 +238,10 @@ def _cut(array: Pixels, box: Box | None, sample: int, channels: int) -> Pixels:
 
 
 def check_map_style(dataset: Any, name: str) -> None:
-    """Refuse what has no samples by number.
+    """Reject data sets without samples by index.
 
     Raises:
-        ValueError: says what it is.
+        ValueError: with the type of the data set.
     """
     if isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -249,16 +249,16 @@ def check_map_style(dataset: Any, name: str) -> None:
         iterates = isinstance(dataset, IterableDataset) or hasattr(dataset, "__iter__")
         what = "an iterable data set" if iterates else f"a {type(dataset).__name__}"
         raise ValueError(
-            f"{name} is {what}, without samples by number: every rank reads any sample of any "
-            "epoch, so take a map-style data set, with __len__ and __getitem__"
+            f"{name} is {what}, without samples by index: every rank reads any sample of any "
+            "epoch; use a map-style data set, with __len__ and __getitem__"
         )
     try:
         count = len(dataset)
     except TypeError as error:
-        raise ValueError(f"{name} does not know its length ({error})") from error
+        raise ValueError(f"{name} has no length ({error})") from error
     if count == 0:
         raise ValueError(f"{name} has no samples (its length is 0)")
     if isinstance(dataset, Mapping) and 0 not in dataset:
         raise ValueError(
-            f"{name} is a dict of {', '.join(map(str, dataset))}: name one split of it"
+            f"{name} is a dict with keys {', '.join(map(str, dataset))}; select one split of it"
         )

@@ -1,4 +1,4 @@
-"""Images that come as JPEG streams already, one a chunk, and go into a shard as they are."""
+"""Images that are already JPEG streams, one per chunk, and are stored unchanged."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from spatialdl.data.jpeg import JpegStream, checked
 
 
 class EncodedImage(ABC):
-    """An image as a grid of JPEG streams: tiles of a slide, for instance.
+    """An image as a grid of JPEG streams, e.g. the tiles of a slide.
 
-    Every stream is a chunk of full size, those at the right and lower edge too; what they have
-    beyond the image is nobody's.
+    Every stream is a chunk of full size, also at the right and lower edge; its pixels beyond the
+    image are ignored.
 
     Attributes:
-        shape: (rows, cols, channels); 1 or 3 channels, which the streams have as well.
-        chunk: rows and columns of the pixels of a stream.
+        shape: (rows, cols, channels); 1 or 3 channels, the same as in the streams.
+        chunk: (rows, columns) of pixels of a stream.
     """
 
     shape: tuple[int, int, int]
@@ -30,7 +30,7 @@ class EncodedImage(ABC):
 
 @dataclass
 class Streams(EncodedImage):
-    """Streams that are at hand, row by row."""
+    """Streams in memory, row by row."""
 
     shape: tuple[int, int, int]
     chunk: tuple[int, int]
@@ -42,10 +42,10 @@ class Streams(EncodedImage):
 
 
 def grid_of(image: EncodedImage) -> tuple[int, int]:
-    """Rows and columns of its grid of streams.
+    """(Rows, columns) of the stream grid.
 
     Raises:
-        ValueError: a shape without pixels or a chunk, or another number of streams than that.
+        ValueError: an empty shape or chunk, or another number of streams.
     """
     shape, chunk = tuple(image.shape), tuple(image.chunk)
     if len(shape) != 3 or len(chunk) != 2 or min(*shape, *chunk) < 1:
@@ -63,10 +63,10 @@ def grid_of(image: EncodedImage) -> tuple[int, int]:
 
 
 def checked_stream(image: EncodedImage, row: int, col: int) -> JpegStream:
-    """The stream at a row and column of the grid, whole and of a chunk's shape.
+    """The stream at a row and column of the grid, checked to be intact and of the chunk shape.
 
     Raises:
-        ValueError: it is not, or another error of the image's own.
+        ValueError: it is not, or the image raised it.
     """
     stream = image.encoded(row, col)
     try:

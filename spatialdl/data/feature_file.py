@@ -1,8 +1,8 @@
-"""Features of the tiles of a slide, as CLAM and TRIDENT store them: an HDF5 file a slide.
+"""Tile features of a slide in the format of CLAM and TRIDENT: one HDF5 file per slide.
 
-Such a file has `features` (N, D), a row a tile, and `coords` int64 (N, 2), level-0 x and y of the
+A file has `features` (N, D), one row per tile, and `coords` int64 (N, 2), level-0 x and y of the
 tiles' top left corners (https://github.com/mahmoodlab/CLAM, https://github.com/mahmoodlab/TRIDENT).
-Some programs write `features` as (1, N, D), which is read, too.
+Some programs write `features` as (1, N, D), which is also supported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.saving import unfinished
 
 FEATURES, COORDS = "features", "coords"
-UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # of damaged HDF5
+UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # raised for damaged HDF5
 _ROWS_A_CHUNK = 1024
 
 
@@ -30,12 +30,12 @@ class FeatureFile:
     """The features of one slide on disk.
 
     Attributes:
-        path: of the file.
-        tiles: rows of features.
-        width: numbers of a row.
+        path: path of the file.
+        tiles: number of rows.
+        width: features per row.
         dtype: float16, float32 or float64.
-        has_coords: whether the file has a position for each row.
-        attributes: of `coords`, such as `patch_size`.
+        has_coords: whether the file has coordinates for each row.
+        attributes: HDF5 attributes of `coords`, such as `patch_size`.
     """
 
     path: Path
@@ -47,21 +47,21 @@ class FeatureFile:
 
     @property
     def slide(self) -> str:
-        """Name of the slide: of the file without its suffix."""
+        """Name of the slide: the file name without its suffix."""
         return self.path.stem
 
     @classmethod
     def open(cls, path: Path) -> FeatureFile:
-        """Check a file and read its sizes.
+        """Open a file, check it and read its sizes.
 
         Raises:
-            ValueError: the file is missing, damaged, or has no features of tiles.
+            ValueError: the file is missing, damaged, or has no tile features.
         """
         try:
             with h5py.File(path, "r", locking=False) as h5:
                 return cls._described(path, h5)
         except UNREADABLE as error:
-            raise ValueError(f"{path} has no features that can be read: {error}") from error
+            raise ValueError(f"{path} has no readable features: {error}") from error
 
     @classmethod
     def _described(cls, path: Path, h5: h5py.File) -> FeatureFile:
@@ -84,7 +84,7 @@ class FeatureFile:
         return cls(path, shape[0], shape[1], features.dtype, COORDS in h5, attributes)
 
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """Rows start to stop of the features, (rows, width) of the file's type.
+        """Rows [start, stop) of the features, (rows, width) of the file's type.
 
         Raises:
             ValueError: the file is damaged or has changed.
@@ -102,10 +102,10 @@ class FeatureFile:
         """(tiles, 2): level-0 x and y of each tile's top left corner.
 
         Raises:
-            ValueError: the file has none, or is damaged.
+            ValueError: the file has no coordinates, or is damaged.
         """
         if not self.has_coords:
-            raise ValueError(f"{self.path} has no {COORDS!r}: positions of its tiles are unknown")
+            raise ValueError(f"{self.path} has no {COORDS!r}: tile coordinates are unknown")
         try:
             with h5py.File(self.path, "r", locking=False) as h5:
                 return np.asarray(own_dataset(h5, COORDS)[:]).astype(np.int64)
@@ -118,26 +118,28 @@ def _has_extra_dim(features: h5py.Dataset) -> bool:
 
 
 def list_features(paths: Iterable[Path]) -> list[FeatureFile]:
-    """Feature files in the order of their slides' names.
+    """Open feature files, sorted by slide name.
 
     Args:
-        paths: files; folders of files `*.h5`, or of such a folder `h5` or `h5_files`.
+        paths: files, folders of `*.h5` files, or parents of such a folder `h5` or `h5_files`.
 
     Raises:
-        ValueError: there are none, one is damaged, two slides have one name, or widths differ.
+        ValueError: none found, a damaged file, duplicate slide names, or different widths.
     """
-    files = sorted((FeatureFile.open(path) for path in _listed(paths)), key=lambda one: one.slide)
+    files = sorted(
+        (FeatureFile.open(path) for path in _listed(paths)), key=lambda first: first.slide
+    )
     if not files:
-        raise ValueError("there are no feature files *.h5 in the folders given")
-    for one, following in pairwise(files):
-        if one.slide == following.slide:
+        raise ValueError("no feature files *.h5 in the given folders")
+    for first, second in pairwise(files):
+        if first.slide == second.slide:
             raise ValueError(
-                f"{one.path} and {following.path} are of one slide: give one of the folders"
+                f"{first.path} and {second.path} have the same slide name: give one of the folders"
             )
-        if one.width != following.width:
+        if first.width != second.width:
             raise ValueError(
-                f"{one.path} has {one.width} numbers a tile, {following.path} {following.width}: "
-                "features of one encoder belong together"
+                f"{first.path} has {first.width} features per tile, {second.path} "
+                f"{second.width}: all must come from one encoder"
             )
     return files
 
@@ -146,7 +148,7 @@ def _listed(paths: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path}: there is no such file or folder")
+            raise ValueError(f"{path}: no such file or directory")
         if not path.is_dir():
             found.append(path)
             continue
@@ -163,17 +165,17 @@ def write_features(
     attributes: Mapping[str, Any] | None = None,
     feature_attributes: Mapping[str, Any] | None = None,
 ) -> FeatureFile:
-    """Write a feature file; it appears whole or not at all.
+    """Write a feature file atomically.
 
     Args:
-        path: of the file, whose stem is the name of the slide.
+        path: path of the file, whose stem is the slide name.
         features: floats (tiles, width).
-        coords: (tiles, 2), level-0 x and y of each tile; None where tiles have no place.
-        attributes: of `coords`; those of CLAM and TRIDENT have names such as `patch_size`.
-        feature_attributes: of `features`, such as the encoder's name.
+        coords: (tiles, 2), level-0 x and y of each tile; None for tiles without coordinates.
+        attributes: HDF5 attributes of `coords`; CLAM and TRIDENT use names such as `patch_size`.
+        feature_attributes: HDF5 attributes of `features`, such as the encoder's name.
 
     Raises:
-        ValueError: shapes or types do not fit.
+        ValueError: invalid shapes or types.
         OSError: it cannot be written.
     """
     _check_arrays(features, coords)

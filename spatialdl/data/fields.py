@@ -1,7 +1,7 @@
-"""JSON that anybody may have written, read field by field: each is of its type, or is named.
+"""Strict readers for fields of untrusted JSON.
 
-`int(1.7)`, `bool("no")` and `str([])` succeed, and what they make of a damaged file is noticed much
-later, or never. So nothing is converted here.
+`int(1.7)`, `bool("no")` and `str([])` succeed, so errors in a damaged file would be detected much
+later, or never. These readers check types and never convert.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _INT64 = 2**63
 
 
 def shown(value: object) -> str:
-    """A value in a message; a damaged one may be of any length."""
+    """A value for a message, abbreviated, because a damaged one may be of any length."""
     return reprlib.repr(value)
 
 
 def parse(text: str) -> Any:
-    """What JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, has a key twice in one object, or is nested too deeply.
+        ValueError: not JSON, a duplicate key in one object, or too deep nesting.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -38,19 +38,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{shown(twice)} is there twice")
+        raise ValueError(f"duplicate key {shown(twice)}")
     return found
 
 
 def whole(row: Mapping[str, Any], key: str, least: int = 0) -> int:
-    """A whole number of 64 bits.
+    """A 64-bit integer.
 
     Raises:
-        KeyError: there is no such key.
-        ValueError: it is none, or less than `least`.
+        KeyError: the key is missing.
+        ValueError: not an integer, or less than `least`.
     """
     value = row[key]
-    # a bool is an int of Python's
+    # bool is a subclass of int
     if type(value) is not int or not least <= value < _INT64:
         at_least = f" of at least {least}" if least > -_INT64 else ""
         raise ValueError(f"{key} is {shown(value)}, expected a whole number{at_least}")
@@ -58,7 +58,7 @@ def whole(row: Mapping[str, Any], key: str, least: int = 0) -> int:
 
 
 def place(row: Mapping[str, Any], key: str) -> int:
-    """A whole number of 64 bits, of any sign; raises as `whole`."""
+    """A 64-bit integer of any sign; raises as `whole`."""
     return whole(row, key, -_INT64)
 
 
@@ -95,20 +95,20 @@ def table(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 def tables(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """A list of objects; raises as `whole`."""
     value = _typed(row, key, list, "a list")
-    for number, one in enumerate(value):
-        if type(one) is not dict:
-            raise ValueError(f"{key} {number} is {shown(one)}, expected an object")
+    for number, item in enumerate(value):
+        if type(item) is not dict:
+            raise ValueError(f"{key} {number} is {shown(item)}, expected an object")
     return value
 
 
 def texts(row: Mapping[str, Any], key: str) -> list[str]:
     """A list of strings; raises as `whole`."""
     value = row[key]
-    if type(value) is not list or not all(type(one) is str for one in value):
+    if type(value) is not list or not all(type(item) is str for item in value):
         raise ValueError(f"{key} is {shown(value)}, expected a list of strings")
     return value
 
 
 def missing(error: Exception) -> str:
-    """What an error that reading fields has met says; a `KeyError` has the bare key."""
-    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    """The message of an error of these readers; a `KeyError` has only the key."""
+    return f"missing key {error}" if isinstance(error, KeyError) else str(error)

@@ -1,10 +1,9 @@
-"""A data set folder that appears whole or not at all.
+"""Data set folders that appear complete or not at all.
 
-Everything is written into a hidden sibling of the folder (same file system, so that the last
-step is a rename). An interrupted run leaves at most that sibling, which is no data set and
-carries the name of what it was to become; the next run removes it or goes on with it. The folder
-itself, old or new, is always whole. Ranks that write one data set agree on how it went, so
-that none waits for one that failed.
+All files are written to a hidden sibling folder (on the same file system, so that the last step is
+a rename). An interrupted run leaves at most that sibling, which is not a data set and is named
+after the target; the next run removes or resumes it. The folder itself, old or new, is always
+complete. Ranks that write one data set exchange their errors, so no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from typing import Any, Protocol
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.data.inside import check_own
-from spatialdl.data.saving import NO_LOCKS, fsync_folder, load_json, show
+from spatialdl.data.saving import NO_LOCKS, apply_umask, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"
 COORDS = "coords"
-_RESULTS = (MANIFEST, COORDS)  # what is not replaced unasked
+_RESULTS = (MANIFEST, COORDS)  # replaced only with `overwrite`
 _OURS = re.compile(
     r"manifest\.json|shard-\d{5}\.h5|settings\.json|coords|records|pictures|process_list\.csv"
     r"|report\.html|statistics\.json|lock"
@@ -42,11 +41,11 @@ class FolderInProgress:
     """The hidden sibling in which a folder is built; `publish` renames it, `discard` removes it.
 
     Args:
-        target: the folder to be made.
-        overwrite: replace a data set that is there; it stays until the new one is whole.
+        target: the folder to create.
+        overwrite: replace an existing data set, which stays until the new one is complete.
 
     Raises:
-        ShardError: `target` exists and may not be replaced, or its parent cannot be written to.
+        ShardError: `target` exists and must not be replaced, or its parent is not writable.
     """
 
     _lock: FileIO
@@ -66,16 +65,16 @@ class FolderInProgress:
         _remove_abandoned(self.target)
         path = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
         self._lock = (path / _LOCK).open("ab+", 0)
-        with suppress(OSError):  # without locks nobody can tell whether it was abandoned
+        with suppress(OSError):  # without locks, abandoned folders cannot be recognised
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._lock.write(socket.gethostname().encode())
         return path
 
     def publish(self) -> None:
-        """Give the folder its name; an old data set of that name is removed afterwards."""
+        """Rename the folder to its target; a data set of that name is removed afterwards."""
         check_target(self.target, overwrite=self.overwrite)
         self._unlock()
-        show(self.path)
+        apply_umask(self.path)
         fsync_folder(self.path)
         try:
             if self.target.exists():
@@ -94,31 +93,32 @@ class FolderInProgress:
         self._lock.close()
 
     def _unlock(self) -> None:
-        """Nobody is to find a lock in the folder."""
+        """Remove the lock file before the folder is published."""
         (self.path / _LOCK).unlink(missing_ok=True)
         self._lock.close()
 
     @property
     def _old(self) -> Path:
-        """Where the old data set is while the new one gets its name."""
+        """Where the old data set is while the new one is renamed."""
         return self.path.with_name(self.path.name.replace(".partial", ".old"))
 
 
 class ResumableFolder(FolderInProgress):
-    """The same, under a name by which the next run finds what an interrupted one has done.
+    """A folder in progress with a fixed name, so that the next run resumes an interrupted one.
 
-    One process has it at a time: it holds a lock that ends with the process.
+    One process owns it at a time: it holds a lock that is released when the process exits.
 
     Args:
-        target: the folder to be made.
-        overwrite: replace a data set that is there, whatever it is.
-        settings: that of a data set which may be replaced, too, by one that holds all of it.
+        target: the folder to create.
+        overwrite: replace an existing data set, regardless of its settings.
+        settings: an existing data set with these settings may also be replaced, by one that
+            contains all of it.
 
     Attributes:
-        before: the folder of that data set, None if there is none or `overwrite` is given.
+        before: the folder of that data set, None if there is none or `overwrite` is set.
 
     Raises:
-        ShardError: as `FolderInProgress`, or another process is at it; says which.
+        ShardError: as `FolderInProgress`, or another process owns the folder.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ResumableFolder(FolderInProgress):
         overwrite: bool = False,
         settings: object = None,
     ) -> None:
-        # what may be replaced is known when no other process can change it any more
+        # Whether the target may be replaced is decided under the lock, in the try block.
         super().__init__(target, overwrite=True)
         try:
             self._end_publishing()
@@ -141,7 +141,7 @@ class ResumableFolder(FolderInProgress):
             raise
 
     def _end_publishing(self) -> None:
-        """Do what was left to do by a run that was killed while it gave the folder its name."""
+        """Complete the renames of a run that was killed while publishing."""
         if self._old.exists():
             check_own(self._old)
             if self.target.exists() and not any(self.target.iterdir()):
@@ -160,30 +160,31 @@ class ResumableFolder(FolderInProgress):
             try:
                 check_own(path)
                 self._lock = (path / _LOCK).open("ab+", 0)
-            except FileNotFoundError:  # another one has just renamed it
+            except FileNotFoundError:  # another process has just renamed it
                 continue
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 with self._lock:
                     self._lock.seek(0)
-                    who = self._lock.read().decode() or "another process"
+                    owner = self._lock.read().decode() or "another process"
                 raise ShardError(
-                    f"{self.target} is being written by {who}; wait for it, or name another folder"
+                    f"{self.target} is being written by {owner}; wait for it, or choose another "
+                    "folder"
                 ) from None
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
                 warnings.warn(
-                    f"the file system of {path} has no locks: see to it that no other batch "
-                    f"writes to {self.target} meanwhile",
+                    f"the file system of {path} does not support locks: make sure that no other "
+                    f"batch writes to {self.target} at the same time",
                     stacklevel=2,
                 )
             if self._still_there(path):
                 break
-            self._lock.close()  # the other one has just renamed it
+            self._lock.close()  # another process has just renamed it
         host, now = socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S")
-        with suppress(OSError):  # a full disk is not met here: this is for others to read
+        with suppress(OSError):  # the note only informs; later writes report a full disk
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {host} since {now}".encode())
         return path
@@ -195,73 +196,73 @@ class ResumableFolder(FolderInProgress):
             return False
 
     def _unlock(self) -> None:
-        """Later: another run may look at the folder meanwhile."""
+        """Keep the lock until the folder is published: another run may look at it meanwhile."""
 
     def publish(self) -> None:
-        """Give the folder its name; an old one of that name is removed afterwards."""
+        """Rename the folder to its target; a data set of that name is removed afterwards."""
         super().publish()
         (self.target / _LOCK).unlink()
         self._lock.close()
 
     def leave(self) -> None:
-        """Keep what is there, if anything, for another run; nothing if it is published."""
+        """Keep partial results for another run; remove an empty folder."""
         if not self._lock.closed and self.path.is_dir() and os.listdir(self.path) == [_LOCK]:
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what processes of this machine that were killed have left of a folder."""
+    """Remove partial folders of killed processes of this machine."""
     host = socket.gethostname().encode()
     for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         with suppress(OSError, ShardError):
             check_own(path)
             with (path / _LOCK).open("rb+", 0) as lock:
                 if lock.read() == host:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or somebody is at it
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if in use
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that must not be replaced: not ours, or ours without `overwrite`.
+    """Reject a target that must not be replaced: not a data set, or one without `overwrite`.
 
     Raises:
-        ShardError: says what is there and what to do.
+        ShardError: with the contents of the target and what to do.
     """
     try:
         if not target.exists():
             return
         inside = sorted(path.name for path in target.iterdir()) if target.is_dir() else []
     except OSError as error:
-        raise ShardError(f"cannot look into output {target}: {error.strerror}") from error
+        raise ShardError(f"cannot read output folder {target}: {error.strerror}") from error
     if not target.is_dir():
-        raise ShardError(f"output {target} is a file; name a folder")
+        raise ShardError(f"output {target} is a file; choose a folder")
     if target.is_mount():
         raise ShardError(
-            f"output {target} is a mount point, which gets no other name; name a folder in it"
+            f"output {target} is a mount point, which cannot be renamed; choose a folder in it"
         )
     if not inside:
         return
     if MANIFEST not in inside and SETTINGS not in inside:
         raise ShardError(
-            f"output folder {target} holds {_some(inside)} and is no data set; "
-            "name a new or empty folder"
+            f"output folder {target} contains {_some(inside)} and is not a data set; "
+            "choose a new or empty folder"
         )
     if not overwrite and holds_results(target):
         raise ShardError(
-            f"output folder {target} holds a data set already; "
-            "name another folder or allow it to be overwritten (--overwrite)"
+            f"output folder {target} already contains a data set; "
+            "choose another folder or allow overwriting (--overwrite)"
         )
     foreign = [name for name in inside if not _OURS.fullmatch(name)]
     if foreign:
         raise ShardError(
-            f"output folder {target} also holds {_some(foreign)}, which overwriting would "
-            "delete; move it away or name another folder"
+            f"output folder {target} also contains {_some(foreign)}, which overwriting would "
+            "delete; move it away or choose another folder"
         )
 
 
 def holds_results(folder: Path) -> bool:
-    """Whether there is something in a folder that took long to make."""
+    """Whether a folder contains results that are expensive to recompute."""
     return any((folder / name).exists() for name in _RESULTS)
 
 
@@ -271,29 +272,29 @@ def _some(names: list[str]) -> str:
 
 
 class Comm(Protocol):
-    """What of a communicator of mpi4py is used."""
+    """The subset of an mpi4py communicator that is used here."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
 
     @property
     def size(self) -> int:
-        """Processes."""
+        """Number of ranks."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """What each has given."""
+        """The objects of all ranks, in rank order."""
 
 
 def agree(comm: Comm, error: BaseException | None) -> None:
-    """All ranks call it, each with what went wrong there, if anything did.
+    """Raise on all ranks if one failed; every rank passes its error or None.
 
     Raises:
-        ShardError: something went wrong elsewhere; says what and where.
-        BaseException: `error` itself, where there is one.
+        ShardError: another rank failed; with its rank and error.
+        BaseException: `error` itself, if not None.
     """
-    said = None if error is None else f"{type(error).__name__}: {error}"
-    problems = comm.allgather(said)
+    problem = None if error is None else f"{type(error).__name__}: {error}"
+    problems = comm.allgather(problem)
     if error is not None:
         raise error
     for rank, problem in enumerate(problems):

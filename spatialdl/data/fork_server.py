@@ -1,8 +1,8 @@
-"""What a fork server imports first, before it forks processes that read or tile.
+"""First import of the fork server, before it forks worker processes.
 
-Nothing else may import it: it keeps this process and its children from ever starting MPI, whatever
-the program imports that they belong to. They are no ranks, though their environment says so.
-A program has one fork server, whoever of it starts it.
+Only the fork server may import this module: it prevents MPI from being initialised in this process
+and its children, whatever modules their program imports. They are not ranks, although they inherit
+the environment of one. A program has a single fork server, shared by all that need one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mpi4py
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 
-# Sent by launchers to everybody, and who reads must go on until the run has written its checkpoint.
-# SIGTERM is kept for the processes: their parent may have sent it before they were ready.
+# Launchers send SIGUSR1 to all processes, and readers must run until the checkpoint is written.
+# SIGTERM stays pending for the children: their parent may send it before they are ready.
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -1,8 +1,8 @@
-"""What a data set folder holds: the manifest, the names in it, and the shape of its chunks.
+"""The format of a data set folder: manifest, names and chunk shapes.
 
-A folder is one `manifest.json` and its shards, plain HDF5 files. The manifest is written last,
-so a folder that has one is whole; it says how long every shard is and its SHA-256, so a cut or
-swapped shard is noticed when the folder is opened, before a training step meets it.
+A folder is one `manifest.json` and its shards, plain HDF5 files. The manifest is written last, so
+a folder with a manifest is complete. It records the length and SHA-256 of each shard, so a
+truncated or replaced shard is detected when the folder is opened, before training starts.
 
 ::
 
@@ -18,19 +18,17 @@ swapped shard is noticed when the folder is opened, before a training step meets
         [masks (N, rows, cols) uint8, masks_crc32]                                            tiles
         regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
 
-Volumes (since version 4) are regions with a further leading dim, along which their bands lie:
-`regions/<id>/image` is (slices, rows, cols, channels). Their samples have `depth`, `spacing` and
-`affine` besides; `row0` and `rows` of their bands count slices.
+Volumes (since version 4) are regions with an additional leading dim, along which their bands lie:
+`regions/<id>/image` is (slices, rows, cols, channels). Their samples also have `depth`, `spacing`
+and `affine`; `row0` and `rows` of their bands count slices.
 
-With codec "jpeg" (since version 2; before, all was "raw") a chunk of an image is a JPEG stream, a
-whole file of its own, that `read_direct_chunk` gives; masks stay raw. With "zstd" and "lz4" (since
-version 3) chunks of images and masks are what HDF5's filters of these names make. Such a dataset
-names its filters, so that readers without them refuse it instead of showing it as pixels. Images
-are of `dtype`, little-endian (since version 3, before, all were uint8; int16 since version 4),
-masks of uint8.
+With codec "jpeg" (since version 2; version 1 is always "raw") each image chunk is a complete JPEG
+stream, which `read_direct_chunk` returns; masks stay raw. With "zstd" and "lz4" (since version 3)
+image and mask chunks are the output of the HDF5 filters of these names. The dataset records its
+filters, so a reader without them fails instead of returning wrong pixels. Images are of `dtype`,
+little-endian (since version 3, always uint8 before; int16 since version 4), masks of uint8.
 
-A manifest is of the oldest version that has all that it needs, so that older readers go on reading
-what they can read.
+A manifest has the oldest version that supports its contents, so older readers keep working.
 """
 
 from __future__ import annotations
@@ -54,25 +52,25 @@ from spatialdl.data.saving import replacing
 from spatialdl.errors import ShardError
 
 FORMAT_VERSION = 4
-"""The newest."""
+"""The newest version."""
 MANIFEST = "manifest.json"
 CHUNK = 512
 VOLUME_CHUNK = 64
 NO_LABEL = -1
 UNLABELLED = 255
-"""A pixel of a mask of which nobody knows the class: it counts neither in losses nor in metrics."""
+"""Mask value of a pixel of unknown class; losses and metrics ignore it."""
 
 T = TypeVar("T")
 Kind = Literal["tiles", "regions", "volumes"]
 KINDS: tuple[Kind, ...] = ("tiles", "regions", "volumes")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")
-_AT_A_TIME = 2**20  # bytes
+_BLOCK_BYTES = 2**20
 _USUAL_SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard file: its name inside the folder, length in bytes, SHA-256, samples in it."""
+    """One shard file: name inside the folder, bytes, SHA-256 and number of samples."""
 
     file: str
     bytes: int
@@ -82,7 +80,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class TileSample:
-    """Where a tile lies (`shard`, row `index` of its datasets) and what is known of it.
+    """Location of a tile (`shard`, row `index` of its datasets) and its metadata.
 
     `label` is an index into the classes or None; `x`, `y` are level-0 pixels of `slide`.
     """
@@ -107,7 +105,7 @@ class RegionBand:
 
 @dataclass(frozen=True, slots=True)
 class RegionSample:
-    """A region of any size: one band where it lies whole in a shard, several where striped."""
+    """A region of any size: one band if stored in a single shard, several if striped."""
 
     id: str
     height: int
@@ -123,18 +121,18 @@ class RegionSample:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Rows and columns; of a volume slices before them."""
+        """(Rows, columns); of a volume (slices, rows, columns)."""
         return self.height, self.width
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeSample(RegionSample):
-    """A volume: a region with a further leading dim, along which its bands lie.
+    """A volume: a region with an additional leading dim, along which its bands lie.
 
     Attributes:
-        depth: slices.
-        spacing: millimetres from one slice, row and column to the next, if known.
-        affine: the first three rows of the matrix that takes (slice, row, column, 1) to
+        depth: number of slices.
+        spacing: millimetres between neighbouring slices, rows and columns, if known.
+        affine: the first three rows of the matrix that maps (slice, row, column, 1) to
             millimetres to the right, the front and the top of the patient (RAS+), if known.
     """
 
@@ -144,7 +142,7 @@ class VolumeSample(RegionSample):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Slices, rows and columns."""
+        """(Slices, rows, columns)."""
         return self.depth, self.height, self.width
 
 
@@ -155,8 +153,9 @@ Sample = TileSample | RegionSample
 class Manifest:
     """The table of contents of a data set folder.
 
-    `tile_size` is (rows, cols) for tiles and None for regions; `codec` and `dtype` are of images;
-    `made_with` is free-form (settings of the program that wrote the folder), never read back.
+    `tile_size` is (rows, cols) for tiles and None for regions. `codec` and `dtype` apply to
+    images. `made_with` holds free-form settings of the program that wrote the folder; it is not
+    interpreted.
     """
 
     kind: Kind
@@ -173,18 +172,18 @@ class Manifest:
 
     @property
     def splits(self) -> list[str]:
-        """Splits that occur, train, val and test first."""
+        """Splits in use: train, val and test first."""
         return order_splits(s.split for s in self.samples if s.split is not None)
 
     @property
     def version(self) -> int:
-        """The oldest version that has all that is in it."""
+        """The oldest format version that supports the contents."""
         if self.kind == "volumes" or self.dtype == "int16":
             return 4
         return 3 if self.dtype != "uint8" or self.codec in LOSSLESS else 2
 
     def save(self, folder: Path) -> None:
-        """Write `manifest.json` into `folder`, whole or not at all."""
+        """Write `manifest.json` into `folder` atomically."""
         head: dict[str, Any] = {
             "format_version": self.version,
             "kind": self.kind,
@@ -199,7 +198,7 @@ class Manifest:
             "made_with": self.made_with,
         }
         with replacing(folder / MANIFEST) as out:
-            # one sample a line: readable by eye and by grep at any length
+            # One sample per line, so that the file stays readable and works with grep.
             out.write(json.dumps(head, indent=1)[:-2].encode())
             for name, rows in (("shards", self.shards), ("samples", self.samples)):
                 lines = ",\n  ".join(json.dumps(_row(row)) for row in rows)
@@ -211,7 +210,7 @@ class Manifest:
         """Read and check the manifest of `folder`.
 
         Raises:
-            ShardError: there is no such folder or manifest, it is damaged, or of a newer version.
+            ShardError: the folder or manifest is missing, damaged, or of a newer version.
         """
         path = folder / MANIFEST
         try:
@@ -238,28 +237,28 @@ class Manifest:
 
 
 def order_splits(splits: Iterable[str]) -> list[str]:
-    """Distinct splits: train, val, test, then others by name."""
+    """Distinct splits: train, val, test, then the rest by name."""
     found = set(splits)
     usual = [split for split in _USUAL_SPLITS if split in found]
     return usual + sorted(found.difference(_USUAL_SPLITS))
 
 
 def chunk_size(rows: int, cols: int) -> tuple[int, int]:
-    """Rows and columns of a chunk of an image: the whole image if small, else 512 x 512."""
+    """(Rows, columns) of an image chunk: the whole image if small, else 512 x 512."""
     if rows <= CHUNK and cols <= CHUNK:
         return rows, cols
     return min(rows, CHUNK), min(cols, CHUNK)
 
 
 def volume_chunk(size: Sequence[int]) -> tuple[int, ...]:
-    """Slices, rows and columns of a chunk of a volume: at most 64, as even as there can be."""
+    """(Slices, rows, columns) of a volume chunk: at most 64 each, as even as possible."""
     return tuple(-(-n // -(-n // VOLUME_CHUNK)) for n in size)
 
 
 def stored_bytes(
     size: Sequence[int], channels: int, chunk: Sequence[int] | None = None, itemsize: int = 1
 ) -> int:
-    """Bytes of the pixels of an image in a shard, where chunks at its edges are stored full."""
+    """Bytes of an image's pixels in a shard; chunks at its edges are stored in full."""
     if chunk is None:
         chunk = chunk_size(size[0], size[1])
     whole = (-(-n // each) * each for n, each in zip(size, chunk, strict=True))
@@ -272,11 +271,11 @@ def shard_name(number: int) -> str:
 
 
 def shard_status(folder: Path, info: ShardInfo) -> os.stat_result:
-    """What the file system says of a shard.
+    """Stat result of a shard file.
 
     Raises:
-        ShardError: it is no file, or a link that leads out of the folder.
-        OSError: it is not there.
+        ShardError: not a regular file, or a link that leads out of the folder.
+        OSError: the file does not exist.
     """
     try:
         return file_status(folder, info.file)
@@ -285,8 +284,8 @@ def shard_status(folder: Path, info: ShardInfo) -> os.stat_result:
 
 
 def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file, in hexadecimal; `progress` hears of every so many bytes read."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_A_TIME))
+    """Hexadecimal SHA-256 of a file; `progress` is called with the bytes of each block read."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -296,7 +295,7 @@ def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> st
 
 
 def _row(row: ShardInfo | Sample) -> dict[str, Any]:
-    """A shard or sample as JSON has it; `asdict` alone takes longer than to cut a small tile."""
+    """A shard or sample as a JSON object; `asdict` takes longer than cutting a small tile."""
     if isinstance(row, RegionSample):
         return asdict(row)
     return {name: getattr(row, name) for name in row.__slots__}
@@ -341,7 +340,7 @@ def _one_of(raw: dict[str, Any], key: str, known: Sequence[Any]) -> Any:
 
 
 def _parse_rows(raw: dict[str, Any], key: str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """A list of objects, each parsed; an error names its place among perhaps millions."""
+    """Parse a list of objects; errors give the index of the faulty object."""
     found: list[T] = []
     for row in fields.tables(raw, key):
         try:
@@ -373,10 +372,10 @@ def _parse_tile(row: dict[str, Any]) -> TileSample:
 
 
 def parse_region(row: dict[str, Any]) -> RegionSample:
-    """A region as `asdict` gives it.
+    """Parse a region from its `asdict` form.
 
     Raises:
-        KeyError, ValueError: something of it is missing, or of another type.
+        KeyError, ValueError: a field is missing or of the wrong type.
     """
     return RegionSample(**_region(row))
 
@@ -390,38 +389,38 @@ def _parse_volume(row: dict[str, Any]) -> VolumeSample:
     )
 
 
-def spacing_of(given: Any) -> tuple[float, ...]:
-    """The spacing of a volume.
+def spacing_of(value: Any) -> tuple[float, ...]:
+    """Validate the spacing of a volume.
 
     Raises:
         ValueError: it is not three finite numbers above 0.
     """
-    numbers = _floats(given, 3)
+    numbers = _floats(value, 3)
     if numbers is None or min(numbers) <= 0:
-        raise ValueError(f"spacing is {fields.shown(given)}, expected three numbers above 0, in mm")
+        raise ValueError(f"spacing is {fields.shown(value)}, expected three numbers above 0, in mm")
     return numbers
 
 
-def affine_of(given: Any) -> tuple[tuple[float, ...], ...]:
-    """The affine of a volume.
+def affine_of(value: Any) -> tuple[tuple[float, ...], ...]:
+    """Validate the affine of a volume.
 
     Raises:
         ValueError: it is not three rows of four finite numbers.
     """
-    rows = [_floats(row, 4) for row in given] if isinstance(given, list | tuple) else []
-    found = tuple(row for row in rows if row is not None)
-    if not len(found) == len(rows) == 3:
-        raise ValueError(f"affine is {fields.shown(given)}, expected three rows of four numbers")
-    return found
+    rows = [_floats(row, 4) for row in value] if isinstance(value, list | tuple) else []
+    matrix = tuple(row for row in rows if row is not None)
+    if not len(matrix) == len(rows) == 3:
+        raise ValueError(f"affine is {fields.shown(value)}, expected three rows of four numbers")
+    return matrix
 
 
-def _floats(given: Any, count: int) -> tuple[float, ...] | None:
-    """So many finite numbers, or None."""
-    if not isinstance(given, list | tuple) or len(given) != count:
+def _floats(value: Any, count: int) -> tuple[float, ...] | None:
+    """`count` finite numbers as floats, or None if `value` is anything else."""
+    if not isinstance(value, list | tuple) or len(value) != count:
         return None
-    if any(type(x) not in (int, float) or not isfinite(x) for x in given):
+    if any(type(x) not in (int, float) or not isfinite(x) for x in value):
         return None
-    return tuple(map(float, given))
+    return tuple(map(float, value))
 
 
 def _region(row: dict[str, Any]) -> dict[str, Any]:
@@ -444,7 +443,7 @@ def _region(row: dict[str, Any]) -> dict[str, Any]:
 def _common(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "label": None if row["label"] is None else fields.place(row, "label"),
-        # few distinct names over many samples: keep one copy of each
+        # Many samples share few names: interning keeps one copy of each.
         "split": None if row["split"] is None else sys.intern(fields.text(row, "split")),
         "slide": sys.intern(fields.text(row, "slide")),
         "x": fields.place(row, "x"),
@@ -468,7 +467,8 @@ def _check_sample(manifest: Manifest, number: int, sample: Sample) -> None:
         inside = 0 <= sample.shard < len(manifest.shards)
         if not inside or not 0 <= sample.index < manifest.shards[sample.shard].samples:
             raise ValueError(
-                f"sample {number} lies in shard {sample.shard} at {sample.index}, where nothing is"
+                f"sample {number} is at index {sample.index} of shard {sample.shard}, which does "
+                "not exist"
             )
         return
     row = 0
@@ -483,4 +483,6 @@ def _check_sample(manifest: Manifest, number: int, sample: Sample) -> None:
             f"sample {number} (region {fields.shown(sample.id)}) is not covered by its bands"
         )
     if len(sample.bands) > 1 and not sample.striped:
-        raise ValueError(f"sample {number} (region {sample.id}) has several bands, not striped")
+        raise ValueError(
+            f"sample {number} (region {sample.id}) has several bands and is not striped"
+        )

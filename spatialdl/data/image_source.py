@@ -1,4 +1,4 @@
-"""What a data set must offer to be trained on."""
+"""The interface of data sets for training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 from spatialdl.parallel.layout import spatial_names
 
 Box = tuple[int, ...]
-"""(row0, row1, col0, col1) of an image, half-open; of a volume (slice0, slice1) before them."""
+"""(row0, row1, col0, col1) of an image, half-open; of a volume with leading (slice0, slice1)."""
 
 Pixels = npt.NDArray[Any]
-"""(rows, columns, channels) of an image, (rows, columns) of a mask; of a volume slices before."""
+"""(rows, columns, channels) of an image, (rows, columns) of a mask; volumes with leading slices."""
 
 Size = tuple[int, ...]
 """([slices,] rows, columns)."""
 
 
 def pairs(box: Box) -> list[tuple[int, int]]:
-    """First and end of each spatial dim."""
+    """(Start, stop) of each spatial dim."""
     return list(zip(box[::2], box[1::2], strict=True))
 
 
@@ -31,12 +31,12 @@ def extents(box: Box) -> tuple[int, ...]:
 
 
 def whole_box(size: Sequence[int]) -> Box:
-    """The box of a whole image of a size."""
+    """The box of a whole image."""
     return tuple(number for n in size for number in (0, n))
 
 
 def check_box(box: Box, size: Sequence[int], what: str) -> None:
-    """Refuse a box that is not inside an image of a size.
+    """Check that a box is inside an image.
 
     Raises:
         ValueError: it is not, or has other dims; names the image as `what`.
@@ -46,17 +46,17 @@ def check_box(box: Box, size: Sequence[int], what: str) -> None:
         if all(0 <= start <= stop <= n for (start, stop), n in zip(spans, size, strict=True)):
             return
         named = zip(spatial_names(len(size)), spans, strict=True)
-        said = ", ".join(f"{name} {start}:{stop}" for name, (start, stop) in named)
+        shown = ", ".join(f"{name} {start}:{stop}" for name, (start, stop) in named)
     else:
-        said = f"{tuple(box)}"
-    raise ValueError(f"box {said} is not inside {what} of {' x '.join(map(str, size))}")
+        shown = f"{tuple(box)}"
+    raise ValueError(f"box {shown} is not inside {what} of {' x '.join(map(str, size))}")
 
 
 class ImageSource(Protocol):
-    """`ShardDataset` and `SyntheticDataset` are such; one of your own needs no more than this.
+    """Interface of an image data set, such as `ShardDataset`, `SyntheticDataset` or a user's.
 
     Attributes:
-        labels: int64 (N,), classes; or float64 (N, targets), NaN where nobody knows one.
+        labels: int64 (N,), classes; or float64 (N, targets), NaN where unknown.
     """
 
     labels: npt.NDArray[Any]

@@ -1,8 +1,8 @@
-"""Files of a folder that somebody else may have made, and none of other folders.
+"""Checks of files and folders that another user may have created.
 
-A name with `..` is refused where names are read; a link may lead elsewhere just as well, and
-opening a pipe waits for ever. And in a folder where anybody may write, as in /tmp, somebody else
-may have made what has the name of ours.
+Names with `..` are rejected where names are read, but a link can also lead out of the folder, and
+opening a pipe blocks forever. In a folder that is writable by all, such as /tmp, another user may
+have created a folder under our name.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from spatialdl.errors import ShardError
 
 
 def file_status(folder: Path, name: str) -> os.stat_result:
-    """What the file system says of a file.
+    """Stat result of a file inside a folder.
 
     Raises:
-        ValueError: it is no file, or a link that leads out of the folder.
-        OSError: it is not there.
+        ValueError: not a regular file, or a link that leads out of the folder.
+        OSError: the file does not exist.
     """
     path = folder / name
     status = path.lstat()
@@ -29,18 +29,20 @@ def file_status(folder: Path, name: str) -> os.stat_result:
             raise ValueError(f"{path} is a link out of its folder, to {end}; put the file there")
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a regular file")
     return status
 
 
 def check_own(folder: Path) -> int:
-    """The mode of a folder of this user, under a name that others can guess.
+    """The mode of a folder with a predictable name, checked to belong to this user.
 
     Raises:
-        ShardError: it is somebody else's, or no folder.
-        FileNotFoundError: it is not there.
+        ShardError: it belongs to another user, or is not a folder.
+        FileNotFoundError: it does not exist.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ShardError(f"{folder} is not a folder of yours: remove it, or name another folder")
+        raise ShardError(
+            f"{folder} is not a folder owned by this user: remove it, or choose another folder"
+        )
     return stat.S_IMODE(found.st_mode)

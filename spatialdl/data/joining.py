@@ -1,7 +1,7 @@
-"""A data set that many write: each its part, joined when all are finished.
+"""Data sets written in parts by several processes, and joined at the end.
 
-A part is a data set folder of its own, in a hidden sibling of the one that is made of them. Joining
-numbers its shards, moves no bytes (the files get a second name), and writes the manifest.
+A part is a separate data set folder, in a hidden sibling of the target. Joining renumbers the
+shards, hard-links the files instead of copying, and writes the manifest.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from spatialdl.data.saving import link
 from spatialdl.errors import ShardError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
-_OWN = ("shards", "samples", "made_with")  # what parts have for themselves
+_OWN = ("shards", "samples", "made_with")  # fields in which parts may differ
 
 
 def parts_folder(path: str | os.PathLike[str]) -> Path:
-    """Where the parts of a data set are, until they are joined."""
+    """The folder of the parts of a data set, until they are joined."""
     target = Path(path).resolve()
     return target.with_name(f".{target.name}.parts")
 
 
 def part_folder(path: str | os.PathLike[str], part: str) -> Path:
-    """Where a part of a data set is.
+    """The folder of one part of a data set.
 
     Raises:
-        ValueError: it cannot have such a name.
+        ValueError: the name is invalid.
     """
     if not _NAME.fullmatch(part):
         raise ValueError(
@@ -51,20 +51,20 @@ def part_folder(path: str | os.PathLike[str], part: str) -> Path:
 def join_parts(
     path: str | os.PathLike[str], parts: Sequence[str], *, overwrite: bool = False
 ) -> None:
-    """Make a data set of parts that `ShardWriter(path, part=...)` wrote.
+    """Join parts that `ShardWriter(path, part=...)` wrote into a data set.
 
-    Samples come in the order of the parts, in each in the order in which they were added. Other
-    parts than those named are dropped. Where it raises, the parts are left as they are.
+    Samples are in the order of the parts, and within each in the order in which they were added.
+    Parts that are not listed are removed. On an error all parts are kept.
 
     Args:
-        path: the folder to be made.
-        parts: all of them, by name.
-        overwrite: replace a data set of that name.
+        path: the folder to create.
+        parts: names of all parts.
+        overwrite: replace an existing data set of that name.
 
     Raises:
-        ShardError: a part is missing, not finished or damaged, parts differ, all are empty, or the
+        ShardError: a part is missing, unfinished or damaged, parts differ, all are empty, or the
             folder exists and `overwrite` is false.
-        ValueError: a name that no part can have, or one that comes twice.
+        ValueError: an invalid or duplicate name.
     """
     if isinstance(parts, str) or len(set(parts)) != len(parts):
         raise ValueError(f"parts is {parts!r}, expected a list of distinct names")
@@ -89,7 +89,7 @@ def join_parts(
 
 
 def remove_parts(path: str | os.PathLike[str]) -> None:
-    """Drop all parts of a data set that were not joined."""
+    """Remove all parts of a data set."""
     shutil.rmtree(parts_folder(path), ignore_errors=True)
 
 
@@ -97,7 +97,7 @@ def _loaded(folder: Path) -> Manifest:
     try:
         manifest = Manifest.load(folder)
     except ShardError as error:
-        raise ShardError(f"part {folder.name!r} is missing or was not finished: {error}") from None
+        raise ShardError(f"part {folder.name!r} is missing or unfinished: {error}") from None
     for info in manifest.shards:
         try:
             whole = shard_status(folder, info).st_size == info.bytes

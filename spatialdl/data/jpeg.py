@@ -1,7 +1,7 @@
-"""JPEG of the chunks of an image, for shards and for the tiles of slides.
+"""JPEG coding of image chunks, for shards and for the tiles of slides.
 
-libjpeg patches over damage in a stream with a warning. simplejpeg, where it is installed, raises
-then; imagecodecs, which stands in for it, says nothing.
+libjpeg conceals damage in a stream and only warns. simplejpeg, if it is installed, raises an error
+then; the fallback imagecodecs does not.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _END = b"\xff\xd9"
 
 
 class JpegStream(bytes):
-    """A JPEG that `checked` found whole; `shape` is its (rows, cols, channels)."""
+    """A JPEG stream validated by `checked`; `shape` is its (rows, cols, channels)."""
 
     shape: Shape
 
     def __new__(cls, stream: bytes, shape: Shape) -> Self:
-        """The same bytes, with their shape."""
+        """Attach the shape to the bytes."""
         made = super().__new__(cls, stream)
         made.shape = shape
         return made
 
     def __reduce__(self) -> tuple[type[JpegStream], tuple[bytes, Shape]]:
-        """As it is pickled."""
+        """Pickle the bytes with their shape."""
         return JpegStream, (bytes(self), self.shape)
 
 
-def tells_of_damage() -> bool:
-    """Whether a damaged JPEG is noticed when it is decoded."""
+def detects_damage() -> bool:
+    """Whether decoding detects a damaged JPEG."""
     return simplejpeg is not None
 
 
 def check_channels(channels: int) -> None:
-    """Refuse images that JPEG does not hold.
+    """Reject images that JPEG does not support.
 
     Raises:
         ValueError: `channels` is neither 1 nor 3.
     """
     if channels not in (1, 3):
         raise ValueError(
-            f"image has {channels} channels, and codec 'jpeg' holds 1 or 3; use another codec"
+            f"image has {channels} channels, but codec 'jpeg' supports 1 or 3; use another codec"
         )
 
 
 def encode(chunk: Pixels, quality: int = QUALITY) -> JpegStream:
-    """JPEG of a chunk, (rows, cols, 1 or 3) uint8; colours are kept at full resolution.
+    """Encode a chunk, (rows, cols, 1 or 3) uint8, without chroma subsampling.
 
     Raises:
         ValueError: it has another number of channels.
@@ -78,29 +78,29 @@ def encode(chunk: Pixels, quality: int = QUALITY) -> JpegStream:
 
 
 def decode(stream: bytes, shape: Shape) -> Pixels:
-    """Decode a JPEG that is to have a shape, (rows, cols, channels).
+    """Decode a JPEG of a known shape, (rows, cols, channels).
 
     Raises:
-        ValueError: it is damaged, no JPEG, or has another shape.
+        ValueError: it is damaged, not a JPEG, or has another shape.
     """
     if simplejpeg is not None:
-        _check_shape(_shape(stream), shape)  # it would make the channels that it is asked for
+        _check_shape(_shape(stream), shape)  # the decoder would convert to any channels
         return decode_colours(stream, shape[2])
-    if _END not in stream:  # all that can be told of one that was cut
-        raise ValueError("the JPEG has no end")
+    if _END not in stream:  # the only check for a truncated stream here
+        raise ValueError("the JPEG has no end marker")
     pixels = np.atleast_3d(_lenient(stream))
     _check_shape(pixels.shape, shape)
     return pixels
 
 
 def decode_colours(stream: bytes, channels: int) -> Pixels:
-    """Decode a JPEG of any size to grey or RGB, whichever of them it has itself.
+    """Decode a JPEG of any size to grey or RGB, regardless of its own colours.
 
     Returns:
         uint8 (rows, cols, channels), `channels` being 1 or 3.
 
     Raises:
-        ValueError: it is damaged, or no JPEG.
+        ValueError: it is damaged, or not a JPEG.
     """
     colours = "GRAY" if channels == 1 else "RGB"
     if simplejpeg is not None:
@@ -121,13 +121,13 @@ def decode_into(stream: mmap.mmap, out: Pixels) -> None:
 
 
 def checked(stream: bytes, shape: Shape) -> JpegStream:
-    """Make sure that a stream is whole and of a shape; at half the cost of its pixels, or less.
+    """Check that a stream is intact and of a shape, at half the cost of full decoding or less.
 
-    All of it is decoded, as only that tells of damage, but to grey at an eighth of the size. One
-    that was checked before is not again.
+    The whole stream is decoded, because only that detects damage, but to grey at an eighth of the
+    size. A stream that was checked before is not checked again.
 
     Raises:
-        ValueError: it is damaged, no JPEG, or has another shape.
+        ValueError: it is damaged, not a JPEG, or has another shape.
     """
     if isinstance(stream, JpegStream):
         _check_shape(stream.shape, shape)
@@ -141,11 +141,11 @@ def checked(stream: bytes, shape: Shape) -> JpegStream:
 
 
 def _shape(stream: bytes) -> Shape:
-    """What the header says."""
+    """(Rows, cols, channels) in the header."""
     try:
         rows, cols, colours, _ = simplejpeg.decode_jpeg_header(stream)
     except ValueError as error:
-        raise ValueError(f"no JPEG, or a damaged one: {error}") from error
+        raise ValueError(f"not a JPEG, or damaged: {error}") from error
     if colours not in _CHANNELS:
         raise ValueError(f"the JPEG has colours {colours}, expected grey, RGB or YCbCr")
     return rows, cols, _CHANNELS[colours]
@@ -153,10 +153,10 @@ def _shape(stream: bytes) -> Shape:
 
 def _check_shape(found: tuple[int, ...], shape: Shape) -> None:
     if found != tuple(shape):
-        raise ValueError(f"the JPEG is {_say(found)}, expected {_say(shape)}")
+        raise ValueError(f"the JPEG is {_shape_text(found)}, expected {_shape_text(shape)}")
 
 
-def _say(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     rows, cols, channels = shape
     return f"{rows} x {cols} with {channels} channel{'s' * (channels != 1)}"
 
@@ -164,5 +164,5 @@ def _say(shape: tuple[int, ...]) -> str:
 def _lenient(stream: bytes, colours: str | None = None) -> Pixels:
     try:
         return np.asarray(imagecodecs.jpeg8_decode(stream, outcolorspace=colours))
-    except RuntimeError as error:  # imagecodecs raises its own kinds of it
+    except RuntimeError as error:  # base class of imagecodecs' errors
         raise ValueError(str(error)) from error

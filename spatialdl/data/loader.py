@@ -1,7 +1,7 @@
-"""Batches for one rank, in an order that all ranks know without asking, read ahead.
+"""Batches for one rank, in an order that all ranks compute, prefetched.
 
-The order of the samples follows from (seed, epoch), so an epoch can be gone on with from any batch.
-A batch is on its way to the device while the one before it is computed with.
+The order of the samples depends only on (seed, epoch), so an epoch can resume at any batch. A batch
+is copied to the device while the previous one is computed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Arrived = Callable[[], list[Slice]]
 
 
 def sample_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The samples of an epoch, shuffled."""
+    """The shuffled sample indices of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(samples)
 
 
 class Loader:
-    """Reads batches ahead of the training, and copies them ahead to the device.
+    """Prefetch batches and copy them to the device ahead of training.
 
     Args:
         views: the images.
-        batching: how batches are cut, and which part is this rank's.
-        seed: of the order; None takes samples as they come.
-        workers: processes that read; 0 reads in a thread of this one, or, where a data set of a
-            user's draws random numbers of the process, between the steps.
-        prefetch: batches that each process reads ahead; the thread is one ahead.
-        device: where batches go.
-        one_batch: whether every epoch is the first batch of the first one.
+        batching: how batches are divided, and this rank's part.
+        seed: seed of the order; None keeps the order of the data set.
+        workers: reader processes; 0 reads in a thread of this process, or, if a user's data set
+            draws from the process's random generators, between the steps.
+        prefetch: batches that each process reads ahead; the thread reads one ahead.
+        device: device of the batches.
+        one_batch: whether every epoch is the first batch of epoch 0.
 
     Raises:
         ValueError: a number is out of range.
@@ -66,22 +66,22 @@ class Loader:
         self._copy = DeviceCopy(device or torch.device("cpu"))
 
     def __len__(self) -> int:
-        """Batches an epoch; the last may be smaller."""
+        """Batches per epoch; the last may be smaller."""
         whole = (len(self.views) + self.batching.size - 1) // self.batching.size
         return min(whole, 1) if self._one_batch else whole
 
     def samples(self, batch: int) -> int:
-        """How many a batch of an epoch holds."""
+        """Number of samples in a batch of an epoch."""
         return min(self.batching.size, len(self.views) - batch * self.batching.size)
 
     def batches(self, epoch: int = 0, first: int = 0) -> Iterator[list[Slice]]:
-        """This rank's slices of the batches of an epoch, one a micro-batch.
+        """This rank's slices of the batches of an epoch, one per micro-batch.
 
         Args:
-            first: go on with this batch, those before it have been there.
+            first: resume at this batch.
 
         Raises:
-            Exception: what reading raised.
+            Exception: any error of reading.
         """
         count, size = len(self.views), self.batching.size
         epoch = 0 if self._one_batch else epoch
@@ -94,32 +94,33 @@ class Loader:
             return
         found = self._workers.batches(wanted) if self._workers else map(self._reader.read, wanted)
         if not self._workers and isinstance(self.views.source, DatasetSource):
-            # its generators are those of this thread, too, which shall draw what it would have
+            # The generators of the data set are this thread's: a reader thread would draw from
+            # them in another order.
             for batch in found:
                 yield self._copy.begin(batch)()
             return
 
-        def following() -> Arrived | None:
+        def next_batch() -> Arrived | None:
             batch = next(found, None)
             return None if batch is None else self._copy.begin(batch)
 
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            pending = reader.submit(following)
+            pending = reader.submit(next_batch)
             while (arrived := pending.result()) is not None:
-                pending = reader.submit(following)
+                pending = reader.submit(next_batch)
                 yield arrived()
 
     def close(self) -> None:
-        """End the processes that read; they start again when needed."""
+        """End the reader processes; they restart when needed."""
         if self._workers is not None:
             self._workers.close()
 
 
 def check_workers(workers: int, prefetch: int) -> None:
-    """Refuse numbers that make no sense.
+    """Reject invalid numbers of workers and batches.
 
     Raises:
-        ValueError: names the key.
+        ValueError: with the key and its value.
     """
     for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -132,11 +133,11 @@ def to_input(
     device: torch.device,
     normalisation: Normalisation = Normalisation(),  # noqa: B008
 ) -> Tensor:
-    """(N, [d,] h, w, C) of pixels as a normalised (N, C, [d,] h, w) of `dtype`.
+    """Pixels (N, [d,] h, w, C) as a normalised (N, C, [d,] h, w) of `dtype`.
 
     A pixel becomes (x / scale - mean) / std.
     """
-    # a copy: floats of this type would still be the loader's own
+    # Copy: without it, floats of this dtype would share memory with the loader.
     pixels = tiles.to(device).movedim(-1, 1)
     pixels = pixels.to(dtype, copy=True, memory_format=torch.contiguous_format)
     scale = normalisation.scale
@@ -144,7 +145,7 @@ def to_input(
         scale = torch.iinfo(tiles.dtype).max
     if scale is not None:
         pixels.div_(scale)
-    # numbers of Python, as a tensor of them would be copied to the device in every step
+    # Python numbers: a tensor of them would be copied to the device in every step.
     if len(normalisation.mean) == len(normalisation.std) == 1:
         return pixels.sub_(normalisation.mean[0]).div_(normalisation.std[0])
     mean, std = normalisation.by_channel(pixels.shape[1])
@@ -156,10 +157,10 @@ def to_input(
 def bag_to_input(
     tiles: Tensor, dtype: torch.dtype, device: torch.device, normalisation: Normalisation
 ) -> Tensor:
-    """(N, tiles, C) of features as a normalised (N, C, tiles) of `dtype`.
+    """Features (N, tiles, C) as a normalised (N, C, tiles) of `dtype`.
 
-    In memory it stays tile by tile, as it is read and as linear layers take it. Whole numbers are
-    pixels, and stay as they are: the network normalises them, some tiles at a time.
+    The memory layout stays tile by tile, as read and as linear layers use it. Integers are pixels
+    and stay unchanged: the network normalises them, some tiles at a time.
     """
     if not tiles.is_floating_point():
         return tiles.to(device).movedim(-1, 1)
@@ -174,15 +175,15 @@ def bag_to_input(
 
 @cache
 def _row(values: tuple[float, ...]) -> Tensor:
-    """The same tensor each time, so that it is copied to a device once."""
+    """The values as a cached tensor, so that it is copied to a device once."""
     return torch.tensor(values, dtype=torch.float64)
 
 
 class DeviceCopy:
-    """Begins to copy batches to a device, from any thread.
+    """Asynchronous copies of batches to a device, started from any thread.
 
-    An accelerator copies from pinned memory in a stream of its own, so that neither this process
-    nor what the device computes waits for it. On a CPU batches are left as they are.
+    An accelerator copies from pinned memory on a separate stream, so that neither this process nor
+    computation waits for it. On a CPU batches are returned unchanged.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -190,19 +191,19 @@ class DeviceCopy:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def begin(self, batch: list[Slice]) -> Arrived:
-        """Call what this returns where the batch is needed, on the stream that needs it."""
+        """Start a copy; call the result where the batch is used, on the stream that uses it."""
         stream = self._stream
         if stream is None:
             return lambda: batch
         with stream:
-            copied = [one.map(self._copy) for one in batch]
+            copied = [part.map(self._copy) for part in batch]
             done = stream.record_event()
 
         def arrived() -> list[Slice]:
             current = torch.accelerator.current_stream(self._device)
             current.wait_event(done)
             for tensor in _tensors(copied):
-                # its memory belongs to the other stream, which must not take it back too early
+                # The memory belongs to the copy stream, which must not reuse it too early.
                 tensor.record_stream(current)
             return copied
 
@@ -213,4 +214,4 @@ class DeviceCopy:
 
 
 def _tensors(batch: list[Slice]) -> Iterator[Tensor]:
-    return (tensor for one in batch for tensor in one.tensors())
+    return (tensor for part in batch for tensor in part.tensors())

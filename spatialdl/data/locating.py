@@ -1,7 +1,7 @@
-"""Which samples of a shard are damaged, once its SHA-256 has told that something is.
+"""Damaged samples of a shard whose SHA-256 does not match.
 
-A shard has a CRC-32 of the stored chunks of every image and mask, row by row of chunks: those of
-tiles in `images_crc32` and `masks_crc32`, those of the bands of regions as attribute `crc32`.
+A shard has a CRC-32 of the stored chunks of every image and mask, row by row of chunks: for tiles
+in `images_crc32` and `masks_crc32`, for bands of regions as attribute `crc32`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _SHOWN = 5
 _READ_ERRORS = (OSError, KeyError, ValueError, RuntimeError, TypeError, IndexError, AttributeError)
 
 
-def say_damaged(folder: Path, manifest: Manifest, shard: int) -> str:
-    """What of a damaged shard can be told, as the end of a sentence."""
+def describe_damage(folder: Path, manifest: Manifest, shard: int) -> str:
+    """Describe the damage of a shard, as the end of a sentence."""
     inside = [number for number, sample in enumerate(manifest.samples) if _lies_in(sample, shard)]
     try:
         found = damaged_samples(folder, manifest, shard)
     except _READ_ERRORS:
         found = inside
     if not found:
-        return "the pixels of its samples are as they were written"
+        return "the pixels of its samples are unchanged"
     if len(found) == len(inside) > 1:
         return f"all of its {len(inside)} samples may be damaged: {_named(manifest, found)}"
     return f"damaged: {_named(manifest, found)}"
 
 
 def damaged_samples(folder: Path, manifest: Manifest, shard: int) -> list[int]:
-    """Numbers of the samples that have pixels in a shard which are not those that were written.
+    """Indices of the samples whose pixels in a shard have changed since they were written.
 
     Raises:
-        OSError: it is no HDF5 file any more.
-        KeyError: it was written without sums, by an earlier spatialdl.
+        OSError: it is no longer an HDF5 file.
+        KeyError: it has no checksums, because an earlier spatialdl wrote it.
     """
     path = folder / manifest.shards[shard].file
     size = shard_status(folder, manifest.shards[shard]).st_size
@@ -78,10 +78,10 @@ def _is_whole(
     codec: Codec,
     spatial: int,
 ) -> bool:
-    """Whether the chunks of an image are those that were written; `index` is its place in a stack.
+    """Whether the chunks of an image are unchanged; `index` is its position in a stack.
 
     Raises:
-        KeyError: nobody knows.
+        KeyError: there is no checksum.
     """
     try:
         dataset = own_dataset(h5, name)

@@ -1,8 +1,8 @@
-"""Chunks compressed without loss by zstd or LZ4, as HDF5's filters would have them.
+"""Lossless compression of chunks by zstd or LZ4, compatible with HDF5's filters.
 
-The bytes of items of more than one are shuffled before (all first ones, all second ones ...), which
-HDF5 calls shuffle; and the checksum that it calls fletcher32 follows, as neither zstd's frames nor
-LZ4's blocks tell of a flipped bit.
+Bytes of multi-byte items are shuffled first (all first bytes, all second bytes ...), HDF5's shuffle
+filter. A fletcher32 checksum is appended, because neither zstd frames nor LZ4 blocks detect a
+flipped bit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-_codecs: Any = imagecodecs  # its annotations know no arrays
+_codecs: Any = imagecodecs  # its annotations do not cover arrays
 Bytes = npt.NDArray[np.uint8]
 FILTERS = {"zstd": 32015, "lz4": 32004}
-_SUM = 4  # bytes of a checksum
+_SUM = 4  # bytes of the checksum
 
 
 def encode(codec: str, chunk: npt.NDArray[Any], level: int) -> bytes:
@@ -25,8 +25,8 @@ def encode(codec: str, chunk: npt.NDArray[Any], level: int) -> bytes:
 
     Args:
         codec: "zstd" or "lz4".
-        chunk: any shape and type of numbers.
-        level: of zstd.
+        chunk: numbers of any shape and type.
+        level: zstd level.
     """
     flat = _shuffled(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), chunk.dtype.itemsize)
     if codec == "zstd":
@@ -39,20 +39,20 @@ def encode(codec: str, chunk: npt.NDArray[Any], level: int) -> bytes:
 def decode(
     codec: str, stored: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
-    """Decompress a chunk that is to have a shape and a type; never to more than that.
+    """Decompress a chunk of known shape and type, never to more bytes than that.
 
     Raises:
         ValueError: it is damaged, or of another size.
     """
     packed, expected = stored[:-_SUM], stored[-_SUM:].tobytes()
     if len(packed) == 0 or _checksum(packed) != expected:
-        raise ValueError(f"its checksum is not that of its {len(stored)} bytes")
+        raise ValueError(f"checksum mismatch in its {len(stored)} bytes")
     flat = np.empty(prod(shape) * dtype.itemsize, np.uint8)
     unpack = _codecs.zstd_decode if codec == "zstd" else _codecs.lz4h5_decode
     try:
         count = len(unpack(packed, out=flat))
-    except RuntimeError as error:  # imagecodecs raises its own kinds of it
-        raise ValueError(f"it cannot be decompressed: {error}") from error
+    except RuntimeError as error:  # base class of imagecodecs' errors
+        raise ValueError(f"cannot decompress: {error}") from error
     if count != len(flat):
         raise ValueError(f"it has {count} bytes, expected {len(flat)}")
     return _unshuffled(flat, dtype.itemsize).view(dtype).reshape(shape)
@@ -65,7 +65,7 @@ def _checksum(packed: bytes | Bytes) -> bytes:
 def _shuffled(flat: Bytes, size: int) -> Bytes:
     if size == 1:
         return flat
-    # one byte of all items at a time: several times as fast as a transposed copy
+    # One byte of all items at a time: several times as fast as a transposed copy.
     items, out = flat.reshape(-1, size), np.empty((size, len(flat) // size), np.uint8)
     for number in range(size):
         out[number] = items[:, number]

@@ -1,4 +1,4 @@
-"""The shards that a process has open, and what it knows of their chunks."""
+"""The open shards of a process and its cache of chunk maps."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from spatialdl.errors import ShardError
 log = logging.getLogger("spatialdl.data")
 
 _DESCRIPTORS = 64
-_OPEN_SHARDS = _DESCRIPTORS // 3  # the file, its memory map and HDF5 have one each
+_OPEN_SHARDS = _DESCRIPTORS // 3  # one each for the file, its memory map and HDF5
 _MAPS_BYTES = 64 * 2**20
-_MAP_OVERHEAD = 1000  # bytes of a map besides its places
-_RESIDENT = 64 * 2**20  # bytes read through memory maps before they are let go
-_LOOK_EVERY_S = 1.0  # whether a copy of an open shard has arrived
+_MAP_OVERHEAD = 1000  # bytes of a map without its offsets
+_RESIDENT = 64 * 2**20  # bytes read through memory maps before their pages are released
+_LOOK_EVERY_S = 1.0  # interval between checks for a staged copy of an open shard
 
 Identity = tuple[int, ...]
-"""Device, inode, bytes and time of change: what tells one state of a file from another."""
+"""(Device, inode, bytes, mtime in ns), which identify one state of a file."""
 
 
 class ChunkMaps:
-    """Maps of datasets, kept longer than files are open; the longest unused is dropped first."""
+    """LRU cache of chunk maps by dataset; they outlive open files."""
 
     def __init__(self, most: int = _MAPS_BYTES) -> None:
         self._most = most
@@ -62,16 +62,16 @@ class ChunkMaps:
 
 
 class OpenShard:
-    """A shard that is open; closed when nobody has it any more.
+    """An open shard; closed when its last reference is dropped.
 
     Attributes:
-        identity: of the file that was opened.
+        identity: identity of the opened file.
         is_local: whether it is a copy on a disk of this node.
-        look_again: when (of `time.monotonic`) to look whether there is such a copy.
+        look_again: time (`time.monotonic`) of the next check for such a copy.
 
     Raises:
         OSError: it cannot be opened.
-        ShardError: it has another length than the manifest says.
+        ShardError: its length is not that in the manifest.
     """
 
     def __init__(
@@ -86,46 +86,46 @@ class OpenShard:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.identity = identity(os.fstat(self._fd))
-        self.is_as_it_was()
+        self.is_unchanged()
 
     @property
     def h5(self) -> h5py.File:
-        """It as HDF5."""
+        """The shard as an HDF5 file."""
         if self._h5 is None:
-            # locks are slow or missing on parallel file systems, and nobody writes here
+            # Locks are slow or missing on parallel file systems, and shards are read-only.
             h5 = h5py.File(self._path, "r", locking=False)
             if identity(os.stat(self._path)) != self.identity:
                 h5.close()
-                raise OSError("it was replaced or changed while it was being opened")
+                raise OSError("it was replaced or changed while it was opened")
             self._h5 = h5
         return self._h5
 
-    def is_as_it_was(self) -> bool:
-        """Whether nobody wrote to the file since it was opened.
+    def is_unchanged(self) -> bool:
+        """Whether the file is unchanged since it was opened.
 
         Raises:
-            ShardError: it has been cut or has grown.
+            ShardError: its length has changed.
         """
         now = identity(os.fstat(self._fd))
         if now[2] != self._size:
             raise ShardError(
-                f"{self._path} has {now[2]} bytes, the manifest says {self._size}; "
-                "it was cut or changed, copy or write the data set again"
+                f"{self._path} has {now[2]} bytes, the manifest records {self._size}; "
+                "it was truncated or changed, copy or write the data set again"
             )
         return now == self.identity
 
     def read(self, name: str, out: Pixels, where: Where, codec: Codec = "raw") -> None:
-        """Copy a box of a dataset, which is not empty, to `out`.
+        """Copy a non-empty box of a dataset to `out`.
 
         Raises:
-            OSError, KeyError, TypeError, ValueError, RuntimeError: it is damaged, or has no such
-                dataset or box.
+            OSError, KeyError, TypeError, ValueError, RuntimeError: damaged, or no such dataset or
+                box.
         """
         stacked = not isinstance(where[0], slice)
         chunks = None
         if codec != "raw" or self._io != "h5py":
             chunks = self._map(name, stacked, codec, len(where) - stacked)
-        # HDF5 would convert one type to another
+        # HDF5 would convert between types silently.
         dtype = self._dataset(name).dtype if chunks is None else chunks.dtype
         if dtype not in (out.dtype, out.dtype.newbyteorder()):
             raise ValueError(f"it has type {dtype}, expected {out.dtype}")
@@ -141,11 +141,11 @@ class OpenShard:
         for part in self._raw.read(chunks, out, where):
             inside = zip(part.outside, cuts, strict=True)
             place = (*before, *(_shifted(own, cut.start) for own, cut in inside))
-            # HDF5 knows what stands for chunks that were never written
+            # HDF5 knows the fill value of chunks that were never written.
             out[part.outside] = self.h5[name][place]
 
     def forget(self) -> None:
-        """Let go of the memory that has been read."""
+        """Release the memory that has been read."""
         if self._raw is not None:
             self._raw.forget()
 
@@ -169,59 +169,59 @@ class OpenShard:
 
 
 class OpenShards:
-    """Shards open in this process, the longest unused closed first.
+    """LRU cache of the shards that this process has open.
 
     Attributes:
-        local: folder in which copies of them may lie, now or later, see `staging.cache.Job`.
+        local: folder that may hold copies of them, now or later, see `staging.cache.Job`.
     """
 
     def __init__(self, folder: Path, io: Io, local: Path | None = None) -> None:
         self._folder, self._io, self.local = folder, io, local
         self._touched = 0
-        self._begin()
+        self._reset()
 
     def get(self, info: ShardInfo) -> OpenShard:
-        """A shard as it is now.
+        """An open shard in its current state.
 
         Raises:
             OSError, ShardError: see `OpenShard`.
         """
-        if self._process != os.getpid():  # forked: the parent's handles are not ours
-            self._begin()
+        if self._process != os.getpid():  # after a fork the handles are the parent's
+            self._reset()
         with self._lock:
             shard = self._shards.get(info.file)
-            if shard is None or not self._may_stay(shard, info):
+            if shard is None or not self._is_current(shard, info):
                 shard = None
                 self._shards.pop(info.file, None)
                 if len(self._shards) >= _OPEN_SHARDS:
                     self._shards.popitem(last=False)
-                shard = self._shards[info.file] = self._opened(info)
+                shard = self._shards[info.file] = self._open(info)
             self._shards.move_to_end(info.file)
             return shard
 
     def reading(self, shard: OpenShard) -> AbstractContextManager[None]:
-        """While a box of a shard is read: whoever copies from there gives way."""
+        """Context for reading a box of a shard; staging pauses for reads from the source."""
         if shard.is_local or self.local is None:
             return nullcontext()
         return reading_source(self.local)
 
     def distrust(self, info: ShardInfo, why: object) -> None:
-        """Read a shard from where it came from, from now on: its local copy is no good."""
+        """Read a shard from its source from now on: its local copy is unusable."""
         with self._lock:
             if info.file in self._distrusted:
                 return
             self._distrusted.add(info.file)
             self._shards.pop(info.file, None)
         if self.local is not None and not self.local.is_dir():
-            self._say_gone(self.local)
+            self._warn_gone(self.local)
         elif self.local is not None and _is_first(self.local / f".distrusted-{info.file}"):
             log.warning(
-                "%s: the copy of %s in %s is no good any more (%s); reading it from %s",
+                "%s: the copy of %s in %s is unusable (%s); reading it from %s",
                 *(socket.gethostname(), info.file, self.local, why, self._folder),
             )
 
-    def _say_gone(self, local: Path) -> None:
-        """All copies have vanished; a process says so once."""
+    def _warn_gone(self, local: Path) -> None:
+        """Warn once per process that all copies have vanished."""
         with self._lock:
             if local in self._gone:
                 return
@@ -229,11 +229,11 @@ class OpenShards:
         host = socket.gethostname()
         log.warning("%s: the copies in %s are gone; reading from %s", host, local, self._folder)
 
-    def _may_stay(self, shard: OpenShard, info: ShardInfo) -> bool:
-        """Whether an open shard is the one to read, as far as was looked."""
+    def _is_current(self, shard: OpenShard, info: ShardInfo) -> bool:
+        """Whether to keep reading from an open shard, as of the last check."""
         if shard.is_local:
             try:
-                if shard.is_as_it_was():
+                if shard.is_unchanged():
                     return True
             except ShardError:
                 pass
@@ -243,9 +243,9 @@ class OpenShards:
             shard.look_again = now + _LOOK_EVERY_S
             if info.file not in self._distrusted and (self.local / local_name(info)).exists():
                 return False
-        return shard.is_as_it_was()
+        return shard.is_unchanged()
 
-    def _opened(self, info: ShardInfo) -> OpenShard:
+    def _open(self, info: ShardInfo) -> OpenShard:
         if self.local is not None and info.file not in self._distrusted:
             path = self.local / local_name(info)
             try:
@@ -269,11 +269,11 @@ class OpenShards:
                     f"{path} was changed or replaced since it was first read, and its SHA-256 is "
                     "not that of the manifest; open the data set again, or write it again"
                 )
-            self._known[info.file] = shard.identity  # copied anew, for instance
+            self._known[info.file] = shard.identity  # e.g. copied again
         return shard
 
     def note_read(self, count: int) -> None:
-        """Hear of bytes that were read; pages of memory maps are let go before they add up."""
+        """Count bytes that were read; releases pages of memory maps before they accumulate."""
         self._touched += count
         if self._touched > _RESIDENT:
             self._touched = 0
@@ -281,10 +281,10 @@ class OpenShards:
                 shard.forget()
 
     def close(self) -> None:
-        """Close all; what is being read is closed afterwards."""
+        """Close all shards; those being read close afterwards."""
         self._shards.clear()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._shards: OrderedDict[str, OpenShard] = OrderedDict()
@@ -299,12 +299,12 @@ class OpenShards:
 
 
 def identity(status: os.stat_result) -> Identity:
-    """What tells this state of a file from another."""
+    """The identity of a file's current state."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _is_first(marker: Path) -> bool:
-    """Whether no other process of the node has come here before; True where nobody can tell."""
+    """Whether this is the first process of the node to set the marker; True on other errors."""
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Options of the commands that write data sets: how pixels lie in shards, and shards on disks."""
+"""Options of commands that write data sets: codec and layout of shards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def add_shard_options(parser: argparse.ArgumentParser, codecs: Sequence[str], ab
     """Add ``--codec``, ``--quality``, ``--shard-size``, ``--stripe-count`` and ``--stripe-size``.
 
     Args:
-        codecs: that the command writes, "raw" among them.
-        about: them, for the help.
+        codecs: codecs that the command writes, including "raw".
+        about: description of the codecs, for the help.
     """
     add = parser.add_argument
     add("--codec", choices=codecs, default="raw", help=f"{about} (default raw)")
@@ -25,33 +25,33 @@ def add_shard_options(parser: argparse.ArgumentParser, codecs: Sequence[str], ab
         type=_quality,
         default=QUALITY,
         metavar="Q",
-        help=f"of --codec jpeg, 1 to 100 (default {QUALITY})",
+        help=f"quality for --codec jpeg, 1 to 100 (default {QUALITY})",
     )
     add(
         "--shard-size",
         type=size_in_bytes,
         default=DEFAULT_SHARD_SIZE,
         metavar="SIZE",
-        help="about how large a shard file may be, such as 256M or 1G (default 512M)",
+        help="approximate size of a shard file, such as 256M or 1G (default 512M)",
     )
     add(
         "--stripe-count",
         type=_stripe_count,
         metavar="N",
-        help="on Lustre, storage targets over which a shard file is spread; -1 for all",
+        help="on Lustre, number of storage targets per shard file; -1 for all",
     )
     add(
         "--stripe-size",
         type=_stripe_size,
         metavar="SIZE",
-        help="on Lustre, bytes of a shard file on a target before the next has its turn: 4M, say",
+        help="on Lustre, bytes per stripe on each storage target, such as 4M",
     )
 
 
 def _quality(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the quality of a JPEG, 1 to 100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JPEG quality from 1 to 100")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What pixels of images and masks may be: their types, their shapes."""
+"""Valid types and shapes of image and mask pixels."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 DTYPES = ("uint8", "uint16", "int16", "float16", "float32", "float64")
-"""Of images. Masks are uint8."""
+"""Types of images. Masks are uint8."""
 
 _ADVICE = {
-    "b": "where it is a mask give it as one, else convert it with image.astype('uint8')",
+    "b": "use it as a mask if it is one, else convert it with image.astype('uint8')",
     "i": "convert it to int16 or uint16 if its values fit, else to float32",
     "u": "convert it to uint16 if its values fit, else to float32 or float64",
     "f": "convert it to float64",
-    "c": "give its parts as channels of float32",
+    "c": "use real and imaginary parts as channels of float32",
 }
 
 
-def image_dtype(given: npt.DTypeLike) -> np.dtype[Any]:
-    """The type of which images of a type are stored: the same, in the usual order of bytes.
+def image_dtype(dtype_like: npt.DTypeLike) -> np.dtype[Any]:
+    """The type in which images of a type are stored: the same, little-endian.
 
     Raises:
-        ValueError: images are of no such type; says what to do.
+        ValueError: unsupported type, with what to do.
     """
-    dtype = np.dtype(given)
+    dtype = np.dtype(dtype_like)
     if dtype.name not in DTYPES:
         advice = _ADVICE.get(dtype.kind, "convert it first")
         raise ValueError(f"image has type {dtype}, expected one of {', '.join(DTYPES)}; {advice}")
@@ -34,11 +34,11 @@ def image_dtype(given: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def image_shape(shape: Sequence[int], spatial: int = 2) -> tuple[int, ...]:
-    """The shape of an image or volume with its channel dim, which it may lack.
+    """The shape of an image or volume, with a channel dim appended if missing.
 
     Args:
         shape: (rows, cols[, channels]), or (slices, rows, cols[, channels]).
-        spatial: its dims without channels, 2 or 3.
+        spatial: number of dims without channels, 2 or 3.
 
     Raises:
         ValueError: another number of dims, or no pixels.
@@ -52,12 +52,12 @@ def image_shape(shape: Sequence[int], spatial: int = 2) -> tuple[int, ...]:
 
 
 def as_image(array: npt.NDArray[Any], spatial: int = 2) -> npt.NDArray[Any]:
-    """Check an image and give it its channel dim: (rows, cols, channels), slices before them.
+    """Check an image and append a missing channel dim: ([slices,] rows, cols, channels).
 
-    Float values are not validated, NaN and infinities are kept.
+    Float values are not validated; NaN and infinities are kept.
 
     Raises:
-        ValueError: a type that is not stored, another number of dims, or no pixels.
+        ValueError: an unsupported type, another number of dims, or no pixels.
     """
     dtype = image_dtype(array.dtype)
     shape = image_shape(array.shape, spatial)
@@ -68,7 +68,7 @@ def as_mask(array: npt.NDArray[Any], size: tuple[int, ...]) -> npt.NDArray[np.ui
     """Check a mask: integers 0 to 255, of the size of its image.
 
     Raises:
-        ValueError: another size, no integers, or a value that a byte cannot hold.
+        ValueError: another size, not integers, or values out of range.
     """
     if array.shape != size:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Drawn slides whose class is in two of their tiles: rings, or crosses.
+"""Drawn slides whose class is visible in two of their tiles: rings, or crosses.
 
-All tiles show filled discs of several sizes on a cloudy ground. On two tiles of a slide, wherever
-they lie, there is one thing more: a ring, or a cross, of the colour of the discs. Both of a slide
-are of one kind, which is its class. So a tile alone has no label, the mean colours of a slide say
-nothing, and an encoder has to learn what a ring is from the labels of whole slides.
+All tiles show filled discs of several sizes on a cloudy background. Two random tiles of a slide
+also show a ring or a cross in the colour of the discs, both of the same kind, which is the class
+of the slide. A single tile has no label and the mean colours of a slide carry no information, so an
+encoder must learn the shapes from slide labels.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KINDS = ("cross", "ring")
 """Names of the classes."""
 
 MARKED = 2
-"""Tiles of a slide that show it."""
+"""Tiles per slide that show its class."""
 
 _GROUND, _INK = (225.0, 180.0, 205.0), (95.0, 60.0, 140.0)
-_LEAST = 24  # pixels of a side, into which a mark fits
+_LEAST = 24  # minimum tile side in pixels, into which a mark fits
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,10 +34,10 @@ class RareTilesBag:
     """A drawn slide; see `data.bags.Bag`.
 
     Args:
-        slide: its name.
-        kind: number of its class.
-        tiles: how many it has.
-        side: of a tile, in pixels.
+        slide: name of the slide.
+        kind: class index.
+        tiles: number of tiles.
+        side: side of a tile, in pixels.
         seed: other seeds give other slides.
 
     Raises:
@@ -59,22 +59,22 @@ class RareTilesBag:
 
     @property
     def width(self) -> int:
-        """Numbers of a tile."""
+        """Values per tile."""
         return 3 * self.tile[1] ** 2
 
     @cached_property
     def marked(self) -> npt.NDArray[np.int64]:
-        """Which tiles show the class."""
+        """Indices of the tiles that show the class."""
         rng = np.random.default_rng([*self._seed, self.tiles])
         return np.sort(rng.choice(self.tiles, MARKED, replace=False))
 
     def read(self, start: int = 0, stop: int | None = None) -> Pixels:
-        """Tiles start to stop, uint8 (tiles, width)."""
+        """Tiles [start, stop), uint8 (tiles, width)."""
         return self._pixels[start:stop]
 
     @cached_property
     def _pixels(self) -> Pixels:
-        """Of all tiles; kept, as every epoch takes them."""
+        """Pixels of all tiles; cached, because every epoch reads them."""
         drawn = [
             draw_tile(
                 np.random.default_rng([*self._seed, number]),
@@ -87,7 +87,7 @@ class RareTilesBag:
 
 
 def draw_tile(rng: np.random.Generator, side: int, kind: str | None) -> Pixels:
-    """A tile (side, side, 3), with a mark if there is a kind."""
+    """Draw a tile (side, side, 3), with a mark unless `kind` is None."""
     image = np.array(_GROUND) + rng.normal(0, 6, 3) + 10 * _clouds(rng, side)[..., None]
     for _ in range(rng.integers(2, 5)):
         _place(image, rng, rng.uniform(2, 4.2), lambda d, along, across, r: d < r)
@@ -98,7 +98,7 @@ def draw_tile(rng: np.random.Generator, side: int, kind: str | None) -> Pixels:
 
 
 _Shape = Callable[[Floats, Floats, Floats, float], npt.NDArray[np.bool_]]
-"""Of distances from the middle, coordinates along two turned axes, and a radius, in pixels."""
+"""Function of distances from the centre, coordinates along two rotated axes, radius, in pixels."""
 
 
 def _ring(distance: Floats, along: Floats, across: Floats, radius: float) -> npt.NDArray[np.bool_]:

@@ -1,9 +1,9 @@
-"""Copying boxes of raw chunks, or coded chunks, out of a file, through a memory map or by `pread`.
+"""Reads of raw or compressed chunks through a memory map or by `pread`.
 
-A memory map is the faster: pixels go from the page cache to where they are wanted, without a
-buffer between. But where its file is cut short, or its disk fails, the process that touches the
-page is killed (SIGBUS) instead of told, and on network file systems each page that is not at hand
-is a request of its own. There `pread` is wiser: it asks for whole chunks, and tells what is wrong.
+A memory map is faster: pixels are copied from the page cache to their destination without a buffer
+between. But if the file is truncated or its disk fails, the process that touches the page is killed
+(SIGBUS) instead of receiving an error, and on network file systems each missing page is a separate
+request. There `pread` is safer: it requests whole chunks and reports errors.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _LOCAL = {
 
 
 class RawFile(Protocol):
-    """An open file out of which boxes are copied."""
+    """An open file from which boxes are copied."""
 
     def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[ChunkPart]:
-        """Copy a box of a dataset to `out`; returns the parts whose chunks were never written."""
+        """Copy a box of a dataset to `out`; return the parts whose chunks were never written."""
 
     def stored(self, begin: int, size: int) -> Bytes:
-        """The bytes of a chunk as they lie there."""
+        """The stored bytes of a chunk."""
 
     def forget(self) -> None:
-        """Let go of the memory that has been read."""
+        """Release the memory that has been read."""
 
 
 class MappedFile:
-    """A file in the memory of the process; `fd` may be closed once it is mapped."""
+    """A memory-mapped file; `fd` may be closed once it is mapped."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
@@ -69,19 +69,19 @@ class MappedFile:
 
     def forget(self) -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
-            # the pages stay in the page cache, they only count no more as this process's
+            # The pages stay in the page cache but no longer count as memory of this process.
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class PreadFile:
-    """A file read by its descriptor `fd`, which has to stay open."""
+    """A file read through its descriptor `fd`, which must stay open."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def read(self, chunks: ChunkMap, out: Pixels, where: Where) -> list[ChunkPart]:
         cell = chunks.cell
-        line = prod(cell[1:]) * chunks.dtype.itemsize  # bytes of a row (or slice) of a chunk
+        line = prod(cell[1:]) * chunks.dtype.itemsize  # bytes of a chunk's row (or slice)
         buffer: Pixels | None = None
         missing = []
         for part in chunks.parts(where, out.shape):
@@ -108,49 +108,49 @@ class PreadFile:
         return buffer
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this reader keeps no memory."""
 
     def _fill(self, target: Pixels, offset: int) -> None:
         view = target.reshape(-1).view(np.uint8).data
         while view.nbytes:
             count = os.preadv(self._fd, [view], offset)
             if count == 0:
-                raise OSError(f"the file ends at byte {offset}, {view.nbytes} more were wanted")
+                raise OSError(f"end of file at byte {offset}, expected {view.nbytes} more bytes")
             view, offset = view[count:], offset + count
 
 
 def open_raw(fd: int, path: Path, io: Io) -> RawFile:
-    """The reader for an open file.
+    """Create the reader for an open file.
 
     Args:
         fd: its descriptor.
-        path: where it lies, which tells "auto" the file system.
-        io: "mmap", "pread", or "auto" for the better of them there.
+        path: its path, from which "auto" determines the file system.
+        io: "mmap", "pread", or "auto" for the better of them on that file system.
 
     Raises:
-        OSError: it was to be mapped, and cannot be.
+        OSError: `io` is "mmap" and the file cannot be mapped.
     """
     if io == "mmap":
         return MappedFile(fd)
     if io == "auto" and is_local(path):
         try:
             return MappedFile(fd)
-        except (OSError, ValueError):  # not every file system maps files
+        except (OSError, ValueError):  # not every file system supports mmap
             pass
     return PreadFile(fd)
 
 
 def is_local(path: Path) -> bool:
-    """Whether a file lies on a file system of this machine; False where nobody knows."""
+    """Whether a file is on a local file system; False if unknown."""
     return file_system(path) in _LOCAL
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """The type of the file system on which a file lies, such as "ext4" or "lustre".
+    """The type of the file system of a file, such as "ext4" or "lustre"; None if unknown.
 
     Args:
         path: the file.
-        mounts: the table of mounts (proc_pid_mountinfo(5)); the system has it, if it is a Linux.
+        mounts: the mount table (proc_pid_mountinfo(5)), available on Linux.
     """
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
@@ -161,7 +161,7 @@ def file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
     for line in lines:
         left, _, right = line.partition(" - ")
         point = Path(_unescaped(left.split()[4]))
-        # of two mounts at one place the later hides the earlier
+        # Of two mounts at one point, the later one hides the earlier one.
         if real.is_relative_to(point) and (found is None or len(point.parts) >= found[0]):
             found = len(point.parts), right.split()[0]
     return None if found is None else found[1]

@@ -1,9 +1,9 @@
-"""Shards of regions: images of any size, up to whole slides, each a group in one shard or more.
+"""Writer of region shards: images up to whole slides, each a group in one or more shards.
 
-A region is written some rows at a time, so it may be larger than memory. Striped it becomes row
-bands, each a dataset of its own in another shard, so that the ranks that read the rows of one
-region read different files. A volume is a region with a further leading dim: what is said of rows
-here holds for its slices.
+A region is written in bands of rows, so it may be larger than memory. A striped region becomes row
+bands, each a separate dataset in another shard, so that ranks that read different rows of a region
+read different files. A volume is a region with an additional leading dim: what holds for rows here
+holds for its slices.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ from spatialdl.parallel.layout import even_bounds
 
 
 class OtherTypeError(ValueError):
-    """A region of another type, or number of channels, than those before it."""
+    """A region whose type or number of channels differs from earlier ones."""
 
 
 class RegionShards:
-    """Writes regions, band k of each to the shards of stripe k.
+    """Writer of regions; band k of each region goes to the shards of stripe k.
 
-    So a rank that reads the same rows of all regions needs the shards of a stripe or two, whatever
-    the number of regions. A stripe goes on with another shard where one is full.
+    A rank that reads the same rows of all regions needs the shards of one or two stripes,
+    regardless of the number of regions. A stripe continues in a new shard when one is full.
 
     Args:
-        folder: where the shards go.
-        shard_size: bytes of pixels that a shard may have, as many as they are decoded, unless it
-            has one band only.
-        stripes: into how many bands of rows a region is cut.
-        coding: of the images.
-        prefix: of the names of regions.
-        spatial: dims of a region, 3 of volumes.
+        folder: folder of the shards.
+        shard_size: maximum bytes of decoded pixels per shard, exceeded only by a single band.
+        stripes: number of row bands per region.
+        coding: coding of the images.
+        prefix: prefix of region names.
+        spatial: number of dims of a region, 3 for volumes.
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class RegionShards:
 
     @property
     def channels(self) -> int:
-        """Channels of every region; known once one was added."""
+        """Channels of every region, known after the first was added."""
         if self._channels is None:
-            raise ValueError("no region was added yet, so their channels are not known")
+            raise ValueError("no region was added yet, so the number of channels is unknown")
         return self._channels
 
     def add(
@@ -94,8 +93,8 @@ class RegionShards:
     ) -> None:
         """Append one region; `known` is its label, split, slide, x and y.
 
-        The streams of one that is encoded are stored as they are, each region with its own chunks.
-        Of a volume `known` has the spacing and the affine, too.
+        Streams of an encoded region are stored unchanged, with the region's own chunk size.
+        For volumes `known` also has the spacing and the affine.
         """
         *size, _ = image_shape(image.shape, self._spatial)
         self._check(image, mask)
@@ -130,7 +129,7 @@ class RegionShards:
         if isinstance(image, EncodedImage):
             if self._coding.codec != "jpeg":
                 codec = self._coding.codec
-                raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
+                raise ValueError(f"image is encoded but codec is {codec!r}; use codec='jpeg'")
             grid_of(image)
         if mask is not None and tuple(mask.shape) != tuple(size):
             shown = " x ".join(map(str, size))
@@ -144,25 +143,25 @@ class RegionShards:
         image: ImageRows | EncodedImage,
         mask: ImageRows | None,
     ) -> None:
-        """Each band into its file, or none of them."""
+        """Write each band into its file, or none of them on error."""
         before = [file.bytes for file in files]
         try:
             for number, file in enumerate(files):
                 write_band(file, sample, number, image, mask, self._coding)
         except BaseException:
-            for file, size in zip(files, before, strict=True):  # leave no half of it behind
+            for file, size in zip(files, before, strict=True):  # remove partial bands
                 file.h5.pop(f"regions/{sample.id}", None)
                 file.bytes = size
             raise
 
     def finish(self) -> list[ShardInfo]:
-        """End the last shards; returns all of them."""
+        """Finish the last shards and return all of them."""
         for stripe in list(self._open):
             self._end(stripe)
         return self._settling.finish()
 
     def abort(self) -> None:
-        """Close the shards that are open, and let those before them be."""
+        """Close the open shards and keep the finished ones."""
         for file in self._open.values():
             file.abort()
         self._settling.abort()
@@ -177,14 +176,14 @@ class RegionShards:
             self._channels, self.dtype, self.masks = channels, dtype, masked
         if (channels, dtype) != (self._channels, self.dtype):
             raise OtherTypeError(
-                f"it has {channels} channels of {dtype}, those before it "
-                f"{self._channels} of {self.dtype}; all of a data set have the same, so convert it"
+                f"it has {channels} channels of {dtype}, earlier ones have "
+                f"{self._channels} of {self.dtype}; a data set has one type, so convert it"
             )
         if masked != self.masks:
-            raise ValueError("some regions have masks and some have none; give all of them one")
+            raise ValueError("some regions have masks and others do not; give all of them masks")
 
     def _file(self, stripe: int, more: int) -> ShardFile:
-        """The shard of a stripe that has room for so many bytes, or is empty."""
+        """The open shard of a stripe with room for `more` bytes, or a new one."""
         file = self._open.get(stripe)
         if file is not None and file.samples and file.bytes + more > self._shard_size:
             self._end(stripe)
@@ -210,15 +209,15 @@ def write_band(
     """Write band `number` of a region into a shard.
 
     Args:
-        file: open for writing.
+        file: shard open for writing.
         sample: the region.
-        number: of the band.
-        image: the whole region; only the rows of the band are asked for.
-        mask: of the whole region.
-        coding: of the image.
+        number: index of the band.
+        image: the whole region; only the rows of the band are read.
+        mask: mask of the whole region.
+        coding: coding of the image.
 
     Raises:
-        ValueError: the image gives rows of another shape or type.
+        ValueError: the image returns rows of another shape or type.
     """
     coding = coding or Coding()
     band = sample.bands[number]
@@ -246,14 +245,14 @@ def write_band(
 
 
 def cut_rows(height: int, bands: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """First row, and the one behind the last, of as even bands as there can be.
+    """(First row, row after the last) of bands that are as even as possible.
 
-    With a multiple of 1 they are what the ranks of a grid of so many rows have.
+    With `multiple` 1 they match the rows of the ranks of a grid with `bands` rows.
 
     Args:
-        height: rows in all.
-        bands: how many, or fewer where there are not so many multiples.
-        multiple: of which each begins at one.
+        height: total number of rows.
+        bands: number of bands; fewer if `height` has fewer multiples.
+        multiple: each band starts at a multiple of this.
     """
     units = even_bounds(-(-height // multiple), bands)
     starts = sorted({unit * multiple for unit in units[:-1]})
@@ -267,7 +266,7 @@ def region_path(sample: RegionSample, number: int, what: str = "image") -> str:
 
 
 def _band_chunk(size: Sequence[int], striped: bool) -> tuple[int, ...]:
-    """That of any image; of a band as many rows fewer as it takes to end with whole chunks."""
+    """Chunk of any image; bands use the largest row count that ends with a whole chunk."""
     if len(size) == 3:
         return volume_chunk(size)
     rows, cols = size
@@ -310,7 +309,7 @@ def _copy_rows(
         end = min(row + at_once, band.rows)
         part = check(np.asarray(image[band.row0 + row : band.row0 + end]))
         if len(part) != end - row:
-            raise ValueError(f"image gave {len(part)} rows where {end - row} were asked for")
+            raise ValueError(f"image returned {len(part)} rows, expected {end - row}")
         chunks.write(part, row)
 
 
@@ -320,11 +319,11 @@ def _checked(
     pixels = as_image(part, len(shape) - 1)
     if pixels.shape[1:] != tuple(shape[1:]):
         raise ValueError(
-            f"image gave rows of shape {pixels.shape} where a row of it has {tuple(shape[1:])}"
+            f"image returned rows of shape {pixels.shape}, expected {tuple(shape[1:])} per row"
         )
     if pixels.dtype != dtype:
         raise ValueError(
-            f"image gave rows of {pixels.dtype} where {dtype} was expected; give it a `dtype`"
+            f"image returned rows of {pixels.dtype}, expected {dtype}; give it a `dtype`"
         )
     return pixels
 

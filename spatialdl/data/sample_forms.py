@@ -1,4 +1,4 @@
-"""Samples as the data sets of PyTorch's world give them, as pixels and targets.
+"""Forms of the samples of PyTorch data sets, converted to pixels and targets.
 
 A sample is a pair (image, target), or a dict. Images are tensors (channels, rows, columns), arrays
 (rows, columns, channels), or PIL images; volumes have slices before the rows.
@@ -22,7 +22,7 @@ from spatialdl.data.pixels import as_mask, image_dtype
 IMAGE_KEYS = ("image", "img", "pixel_values", "images", "input")
 LABEL_KEYS = ("label", "labels", "target", "targets", "class", "fine_label")
 MASK_KEYS = ("mask", "masks", "seg", "segmentation", "annotation", *LABEL_KEYS)
-_FEW = 4  # channels, where it is not said which dim they are
+_FEW = 4  # channels; with _MANY, used to detect a wrong channel dim
 _MANY = 16
 
 
@@ -31,7 +31,7 @@ class Decoded(NamedTuple):
 
     Attributes:
         pixels: ([slices,] rows, columns, channels).
-        target: a class, int64 (); numbers, float64 (targets,); or a mask, uint8 ([slices,] rows,
+        target: class, int64 (); values, float64 (targets,); or mask, uint8 ([slices,] rows,
             columns).
     """
 
@@ -41,14 +41,15 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleForm:
-    """How the samples of a data set are read.
+    """How the samples of a data set are converted.
 
     Attributes:
-        task: of the run, which decides on what a target is.
-        keys: of image and target in a dict, or their places in a tuple; None finds usual names.
-        channel_dim: "first" or "last"; None: the first of tensors, the last of arrays.
-        dims: spatial dims of an image, 1 to 3; None finds them: an image has up to three dims with
-            its channels, a volume four.
+        task: task of the run, which determines the form of a target.
+        keys: keys of image and target in a dict, or their indices in a tuple; None searches for
+            common names.
+        channel_dim: "first" or "last"; None: first for tensors, last for arrays.
+        dims: spatial dims of an image, 1 to 3; None infers them: with channels, an image has up to
+            three dims, a volume four.
     """
 
     task: str = "classification"
@@ -60,7 +61,7 @@ class SampleForm:
         """Pixels and target of a sample.
 
         Raises:
-            ValueError: it has no form that is known; says what it is.
+            ValueError: the form of the sample is unknown.
         """
         image, target = self.parts(sample)
         pixels = self.pixels(image)
@@ -71,7 +72,7 @@ class SampleForm:
         return Decoded(pixels, _numbers(target, binary=self.task == "multilabel"))
 
     def with_dims(self, pixels: Pixels) -> SampleForm:
-        """The same for images of as many dims as these pixels have."""
+        """A copy for images with as many dims as these pixels."""
         return replace(self, dims=pixels.ndim - 1)
 
     def parts(self, sample: Any) -> tuple[Any, Any]:
@@ -81,14 +82,14 @@ class SampleForm:
             ValueError: see `decoded`.
         """
         if isinstance(sample, list) and len(sample) == 1 and isinstance(sample[0], Mapping):
-            sample = sample[0]  # crops of MONAI come as lists
+            sample = sample[0]  # MONAI returns crops as lists
         if isinstance(sample, Mapping):
             image, target = self.names(sample)
             return sample[image], sample[target]
         if isinstance(sample, list) and sample and isinstance(sample[0], Mapping):
             raise ValueError(
-                f"it is a list of {len(sample)} samples, expected one: let the transform give one "
-                "(num_samples=1)"
+                f"it is a list of {len(sample)} samples, expected one: make the transform return "
+                "one (num_samples=1)"
             )
         if not isinstance(sample, tuple | list):
             raise ValueError(f"it is {shown(sample)}, expected (image, target) or a dict")
@@ -98,7 +99,7 @@ class SampleForm:
             return sample[self.keys[0]], sample[self.keys[1]]  # type: ignore[index]
         if len(sample) != 2:
             raise ValueError(
-                f"it has {len(sample)} parts, expected (image, target): name the places of both, "
+                f"it has {len(sample)} parts, expected (image, target): set the indices of both, "
                 "such as data.keys=[0,1]"
             )
         return sample[0], sample[1]
@@ -107,7 +108,7 @@ class SampleForm:
         """The keys of image and target in a dict.
 
         Raises:
-            ValueError: they are not there.
+            ValueError: a key is missing.
         """
         given = self.keys or (None, None)
         usual = IMAGE_KEYS, MASK_KEYS if self.task == "segmentation" else LABEL_KEYS
@@ -117,17 +118,17 @@ class SampleForm:
             if not there:
                 wanted = ", ".join(map(str, names)) if key is None else repr(key)
                 raise ValueError(
-                    f"it has no {what} under {wanted}, but {', '.join(map(str, sample))}: set "
-                    "data.keys=[IMAGE,TARGET]"
+                    f"it has no {what} under {wanted}, its keys are "
+                    f"{', '.join(map(str, sample))}: set data.keys=[IMAGE,TARGET]"
                 )
             found.append(there[0])
         return found[0], found[1]
 
     def pixels(self, image: Any) -> Pixels:
-        """([slices,] rows, columns, channels) of an image.
+        """Convert an image to ([slices,] rows, columns, channels).
 
         Raises:
-            ValueError: it is none, or has other dims.
+            ValueError: not an image, or of other dims.
         """
         array, is_first = _array(_rgb(image), "image")
         array = np.asarray(array, image_dtype(array.dtype))
@@ -151,43 +152,43 @@ class SampleForm:
             channels = array.shape[0 if is_first else -1]
             if channels != 1:
                 raise ValueError(
-                    f"the mask has shape {array.shape}, that is {channels} channels: give the "
-                    "number of the class of each pixel (argmax of a one-hot mask)"
+                    f"the mask has shape {array.shape}, which is {channels} channels: give the "
+                    "class index of each pixel (argmax of a one-hot mask)"
                 )
             array = array[0] if is_first else array[..., 0]
         if array.dtype.kind == "f":
             whole = np.rint(array)
             if not (np.isfinite(array).all() and (whole == array).all()):
-                raise ValueError("the mask has values that are no whole numbers, expected classes")
+                raise ValueError("the mask has non-integer values, expected class indices")
             array = whole.astype(np.int64)
         if array.size and array.min() < 0:
             raise ValueError(
-                f"the mask has values from {array.min()}: mark pixels without a class by "
-                f"{UNLABELLED}"
+                f"the mask has negative values, down to {array.min()}: mark pixels without a class "
+                f"with {UNLABELLED}"
             )
         return as_mask(array, size)
 
 
 def shown(value: Any) -> str:
-    """What something is, for messages."""
+    """Short description of a value for messages."""
     shape = getattr(value, "shape", None)
     of_shape = f" of shape {tuple(shape)}" if isinstance(shape, tuple) else ""
     return "None" if value is None else f"a {type(value).__name__}{of_shape}"
 
 
 def _check_channel_dim(shape: tuple[int, ...], is_first: bool) -> None:
-    """Refuse images that have the channels elsewhere, as far as it can be seen."""
+    """Reject images whose shape suggests that the channels are in another dim."""
     here, there = (shape[0], shape[-1]) if is_first else (shape[-1], shape[0])
     if here > _MANY and there <= _FEW:
-        kind, said, other = ("tensor", "first", "last") if is_first else ("array", "last", "first")
+        kind, place, other = ("tensor", "first", "last") if is_first else ("array", "last", "first")
         raise ValueError(
-            f"the image is {'a' if is_first else 'an'} {kind} of shape {shape}, of which the "
-            f"{said} dim would be the channels: set data.channel_dim={other}, or {said} if it is so"
+            f"the image is {'a' if is_first else 'an'} {kind} of shape {shape}, with channels in "
+            f"the {place} dim: set data.channel_dim={other}, or {place} to confirm it"
         )
 
 
 def _rgb(image: Any) -> Any:
-    """PIL images of other modes than channels of numbers."""
+    """Convert PIL images of palette, bilevel and non-RGB modes."""
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and hasattr(image, "convert"):
         if mode == "1":
@@ -198,7 +199,7 @@ def _rgb(image: Any) -> Any:
 
 
 def _array(value: Any, what: str) -> tuple[npt.NDArray[Any], bool]:
-    """An array, and whether it was a tensor, whose channels come first."""
+    """The value as an array, and whether it was a tensor, whose channels come first."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().as_subclass(torch.Tensor).cpu()
         if plain.dtype == torch.bfloat16:
@@ -215,13 +216,13 @@ def _class(target: Any) -> npt.NDArray[np.int64]:
     array = _plain(target)
     if array.size != 1:
         raise ValueError(
-            f"the target has shape {array.shape}, task=classification takes the number of a class: "
-            "take the argmax of a one-hot vector, or task=multilabel, regression or segmentation"
+            f"the target has shape {array.shape}, task=classification takes a class index: take "
+            "the argmax of a one-hot vector, or use task=multilabel, regression or segmentation"
         )
     if array.dtype.kind not in "biu":
         raise ValueError(
-            f"the target is {array.reshape(-1)[0]!r}, task=classification takes the number of a "
-            "class, a whole number from 0"
+            f"the target is {array.reshape(-1)[0]!r}, task=classification takes a class index, "
+            "a whole number from 0"
         )
     return np.asarray(array.reshape(()), np.int64)
 
@@ -239,11 +240,11 @@ def _numbers(target: Any, *, binary: bool) -> npt.NDArray[np.float64]:
         wrong = numbers[~(np.isnan(numbers) | np.isin(numbers, (0, 1)))]
         if len(wrong):
             raise ValueError(
-                f"the target has the value {wrong[0]:g}, task=multilabel takes 1 or 0 (is the "
-                "class there?), or NaN where it is unknown"
+                f"the target has the value {wrong[0]:g}, task=multilabel takes 1 (present), 0 "
+                "(absent) or NaN (unknown)"
             )
     if np.isinf(numbers).any():
-        raise ValueError("the target is infinite: mark unknown numbers by NaN")
+        raise ValueError("the target has infinite values: mark unknown values with NaN")
     return numbers
 
 

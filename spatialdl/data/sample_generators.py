@@ -1,9 +1,8 @@
-"""Random numbers of a user's data set that follow from (seed, epoch, sample) alone.
+"""Random generators of a user's data set, seeded by (seed, epoch, sample).
 
-Transforms draw from the generators of PyTorch, NumPy and Python, or from some of their own, as
-those of MONAI and albumentations do. All of them are seeded before a sample is made, so that it
-does not depend on the rank, the process or the samples before it; the common ones are restored
-afterwards.
+Transforms draw from the global generators of PyTorch, NumPy and Python, or from their own, as those
+of MONAI and albumentations do. All of them are seeded before a sample is made, so a sample does not
+depend on the rank, the process or earlier samples. The global generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -22,54 +21,54 @@ import numpy as np
 import torch
 
 _STREAM = 0x5EED_DA7A
-"""Keeps these numbers apart from those of the order of samples, and of `data.augment`."""
+"""Separates these random numbers from those of the sample order, and of `data.augment`."""
 
-_MOST_ITEMS = 256  # of a container; lists of files are longer
+_MOST_ITEMS = 256  # items of a container that is searched; lists of files are longer
 _MOST_OBJECTS = 20_000
 _PLAIN = (str, bytes, int, float, complex, np.ndarray, np.generic, torch.Tensor, ModuleType, type)
 
 _GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
 Seed = Callable[[int], object]
-"""Seeds a generator with a number of 32 bits."""
+"""Function that seeds a generator with a 32-bit number."""
 
 
 def own_generators(root: object) -> list[Seed]:
-    """How to seed the generators that an object and its attributes hold, in a fixed order.
+    """Seed functions of the generators that an object and its attributes hold, in a fixed order.
 
-    Found are generators of PyTorch, NumPy and Python, and objects with `set_random_seed`
+    These are generators of PyTorch, NumPy and Python, and objects with `set_random_seed`
     (albumentations) or `set_random_state` (MONAI). Containers of many items are not searched.
     """
     found: list[Seed] = []
     waiting, seen = deque([root]), set[int]()
-    kept = []  # an object that is gone could give its id to another
+    kept = []  # keeps objects alive, so that their ids stay unique
     while waiting and len(seen) < _MOST_OBJECTS:
-        one = waiting.popleft()
-        if one is None or isinstance(one, _PLAIN) or id(one) in seen:
+        item = waiting.popleft()
+        if item is None or isinstance(item, _PLAIN) or id(item) in seen:
             continue
-        seen.add(id(one))
-        kept.append(one)
-        seed = _seed_of(one)
+        seen.add(id(item))
+        kept.append(item)
+        seed = _seed_of(item)
         if seed is not None:
             found.append(seed)
-        if isinstance(one, _GENERATORS):
+        if isinstance(item, _GENERATORS):
             continue
-        inside = _inside(one)
-        if seed is not None:  # it replaces its own generators, those of its parts perhaps not
+        inside = _inside(item)
+        if seed is not None:  # it replaces its own generators, but perhaps not those of its parts
             inside = [part for part in inside if not isinstance(part, _GENERATORS)]
         waiting.extend(inside)
     return found
 
 
-def _seed_of(one: Any) -> Seed | None:
-    if isinstance(one, np.random.RandomState | random.Random):
-        return one.seed
-    if isinstance(one, torch.Generator):
-        return one.manual_seed
-    if isinstance(one, np.random.Generator):
-        return partial(_reseed, one.bit_generator)
-    for name in ("set_random_seed", "set_random_state"):  # albumentations' state is no number
-        method = getattr(one, name, None)
+def _seed_of(item: Any) -> Seed | None:
+    if isinstance(item, np.random.RandomState | random.Random):
+        return item.seed
+    if isinstance(item, torch.Generator):
+        return item.manual_seed
+    if isinstance(item, np.random.Generator):
+        return partial(_reseed, item.bit_generator)
+    for name in ("set_random_seed", "set_random_state"):  # albumentations' state is not a number
+        method = getattr(item, name, None)
         if inspect.ismethod(method):
             return method
     return None
@@ -79,21 +78,21 @@ def _reseed(bits: Any, seed: int) -> None:
     bits.state = type(bits)(seed).state
 
 
-def _inside(one: Any) -> Iterable[object]:
-    if isinstance(one, dict):
-        return list(one.values()) if len(one) <= _MOST_ITEMS else ()
-    if isinstance(one, list | tuple):
-        return one if len(one) <= _MOST_ITEMS else ()
-    if isinstance(one, partial):
-        return (one.func, one.args, one.keywords)
-    if inspect.ismethod(one):
-        return (one.__self__,)
-    found = getattr(one, "__dict__", None)
+def _inside(item: Any) -> Iterable[object]:
+    if isinstance(item, dict):
+        return list(item.values()) if len(item) <= _MOST_ITEMS else ()
+    if isinstance(item, list | tuple):
+        return item if len(item) <= _MOST_ITEMS else ()
+    if isinstance(item, partial):
+        return (item.func, item.args, item.keywords)
+    if inspect.ismethod(item):
+        return (item.__self__,)
+    found = getattr(item, "__dict__", None)
     return list(found.values()) if isinstance(found, dict) else ()
 
 
 def _reduced(generator: torch.Generator) -> tuple[Any, ...]:
-    """Its state by value: as a tensor, in shared memory, it is gone before a process opens it."""
+    """Pickle the state by value: a shared-memory tensor could vanish before it is opened."""
     return _rebuilt, (generator.device.type, generator.get_state().numpy().tobytes())
 
 
@@ -108,9 +107,9 @@ ForkingPickler.register(torch.Generator, _reduced)
 
 @contextmanager
 def seeded(own: Sequence[Seed], seed: int, epoch: int, sample: int) -> Iterator[None]:
-    """Within it, all generators give what follows from these three numbers.
+    """Seed all generators with (seed, epoch, sample) within the block.
 
-    No other thread may draw from the common generators meanwhile.
+    No other thread may draw from the global generators in the block.
 
     Args:
         own: see `own_generators`.

@@ -1,15 +1,15 @@
-"""Transforms of whole samples, called as their libraries call them.
+"""Transforms of whole samples, called by the convention of their library.
 
 =====================================  =============================================
 dictionary transforms of MONAI         `transform({"image": image, "label": target})`
 albumentations                         `transform(image=image, mask=mask)`
 kornia.augmentation                    `transform(images)` of one image, masks as a second input
-torchvision.transforms.v2, and those   `transform(image, target)`, which gives both
+torchvision.transforms.v2, and those   `transform(image, target)`, which returns both
 that take two arguments
 any other                              `transform(image)`
 =====================================  =============================================
 
-A dict that the data set gives keeps its keys; what is not asked for stays as it is.
+A dict sample keeps its keys; the values of other keys are unchanged.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from spatialdl.data.unpaired_transforms import check_follows
 Convention = Literal["dict", "keywords", "batch", "pair", "image"]
 
 _MOST = 8
-"""Transforms inside of each other that are looked into."""
+"""Nesting depth to which composed transforms are searched."""
 
 
 @dataclass(frozen=True)
 class SampleTransforms:
-    """Called with a sample, they give it changed.
+    """A chain of transforms, called with a sample.
 
     Attributes:
-        transforms: one after the other.
-        form: of the samples.
+        transforms: applied in this order.
+        form: form of the samples.
 
     Raises:
-        ValueError: samples have masks, and one of the transforms moves pixels of images alone.
+        ValueError: samples have masks, and a transform moves pixels of the image only.
     """
 
     transforms: Sequence[Callable[..., Any]]
@@ -52,11 +52,11 @@ class SampleTransforms:
             check_follows([one for one in self.transforms if convention_of(one) == "image"])
 
     def __call__(self, sample: Any) -> Any:
-        """The sample after all transforms.
+        """The transformed sample.
 
         Raises:
-            ValueError: it has no form that is known, or what a transform gives has none.
-            Exception: what a transform raises, with a note that names it.
+            ValueError: the form of the sample, or of a transform's result, is unknown.
+            Exception: any error of a transform, with a note that names it.
         """
         for number, transform in enumerate(self.transforms):
             try:
@@ -90,8 +90,8 @@ class SampleTransforms:
     def _by_keywords(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
         if isinstance(image, torch.Tensor):
             raise ValueError(
-                "albumentations takes arrays (rows, columns, channels), the image is a tensor: "
-                "leave out what makes it one, ToTensorV2 at the end does"
+                "albumentations takes arrays (rows, columns, channels), but the image is a "
+                "tensor: remove the conversion to a tensor, and put ToTensorV2 at the end"
             )
         if self.form.task != "segmentation":
             return transform(image=np.asarray(image))["image"], target
@@ -99,13 +99,13 @@ class SampleTransforms:
         return found["image"], found["mask"]
 
     def _as_batch(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
-        """kornia takes batches of floats, and moves masks where it knows that they are masks."""
+        """Call kornia, which takes batches of floats, with the mask marked as a mask."""
         from kornia.augmentation import AugmentationSequential  # type: ignore[import-not-found,unused-ignore]
 
         if not isinstance(image, torch.Tensor) or not image.is_floating_point():
             raise ValueError(
-                "kornia takes tensors of floats (channels, rows, columns), the image is "
-                f"{_typed(image)}: make it one, from 0 to 1"
+                "kornia takes float tensors (channels, rows, columns), but the image is "
+                f"{_typed(image)}: convert it, with values from 0 to 1"
             )
         if self.form.task != "segmentation":
             return _only(transform(image[None])), target
@@ -119,7 +119,7 @@ class SampleTransforms:
         return image, mask if has_channels else mask[0]
 
     def _wrapped(self, transform: Any, image: Any, target: Any) -> tuple[Any, Any]:
-        """torchvision moves masks along with images where it knows that they are masks."""
+        """Wrap masks for torchvision, which transforms them with images only if marked."""
         if self.form.task != "segmentation" or not _is_from(transform, "torchvision"):
             return image, target
         from torchvision import tv_tensors  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -131,7 +131,7 @@ class SampleTransforms:
 
 
 def convention_of(transform: Any) -> Convention:
-    """How a transform is called, see the module."""
+    """The calling convention of a transform, see the module."""
     if _is_from(transform, "albumentations"):
         return "keywords"
     if _is_from(transform, "kornia"):
@@ -143,7 +143,7 @@ def convention_of(transform: Any) -> Convention:
     called = transform.forward if isinstance(transform, nn.Module) else transform
     try:
         parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # builtins have no signature
         return "image"
     needed = [
         one
@@ -154,7 +154,7 @@ def convention_of(transform: Any) -> Convention:
 
 
 def _has_keys(transform: Any) -> bool:
-    """Whether a transform of MONAI is of dicts; several together are what the first one is."""
+    """Whether a MONAI transform takes dicts; a composition is classified by its first one."""
     for _ in range(_MOST):
         if hasattr(transform, "keys"):
             return True
@@ -171,30 +171,30 @@ def _is_from(transform: Any, package: str) -> bool:
 
 
 def _is_crop(sample: Any) -> bool:
-    """MONAI's random crops give a list, here of one."""
+    """Whether a sample is a list of one dict, as MONAI's random crops return."""
     return isinstance(sample, list) and len(sample) == 1 and isinstance(sample[0], Mapping)
 
 
-def _two(found: Any) -> tuple[Any, Any]:
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise ValueError(f"it was called with image and target, and gave {shown(found)}")
-    return found[0], found[1]
+def _two(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise ValueError(f"it was called with image and target, and returned {shown(result)}")
+    return result[0], result[1]
 
 
 def _same_dims(before: Any, after: Any) -> Any:
     both = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if both and before.ndim != after.ndim:
         raise ValueError(
-            f"it gives a tensor of shape {tuple(after.shape)} for one of {tuple(before.shape)}: "
+            f"it returns a tensor of shape {tuple(after.shape)} for one of {tuple(before.shape)}: "
             "samples have no batch dim"
         )
     return after
 
 
 def _only(batch: Any) -> Any:
-    """The only image of a batch."""
+    """The only image of a batch of one."""
     if not isinstance(batch, torch.Tensor) or len(batch) != 1:
-        raise ValueError(f"it was called with a batch of one image, and gave {shown(batch)}")
+        raise ValueError(f"it was called with a batch of one image, and returned {shown(batch)}")
     return batch[0]
 
 

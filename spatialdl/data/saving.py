@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 from uuid import uuid4
 
 TEMPORARY = ".*.tmp"
-"""Names, as a glob has them, of what a killed process leaves; nobody reads it."""
+"""Glob pattern of temporary files; a killed process leaves them, and they are never read."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system that has no locks says."""
+"""Error codes of file systems without locks."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file under a temporary name; at the end of the block it gets its own.
+    """Write a file atomically: it is renamed at the end of the block.
 
-    As `unfinished`, for what can write to an open file.
+    As `unfinished`, for writers that take an open file.
     """
     with unfinished(path) as temporary, temporary.open("r+b") as file:
         yield file
@@ -34,51 +34,51 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A temporary name, of an empty file; at the end of the block the file gets its own name.
+    """A temporary path of an empty file, which is renamed to `path` at the end of the block.
 
-    A file of that name stays until then, and where the block raises. Several processes may write
-    the same file: the last has it. Nobody else can look into what is not finished.
+    An existing file is kept until then, and if the block raises. Several processes may write the
+    same file: the last rename wins. Other users cannot read an unfinished file.
     """
-    temporary = path.with_name(f".{uuid4().hex}.tmp")  # a long name leaves no room for more
+    temporary = path.with_name(f".{uuid4().hex}.tmp")  # independent of the length of the name
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield temporary
-        show(temporary)
+        apply_umask(temporary)
         settle(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def show(path: Path) -> None:
-    """Let others look into a file or a folder of ours, as far as they may into any new one."""
-    with suppress(OSError):  # some file systems know no modes
+def apply_umask(path: Path) -> None:
+    """Give a private file or folder the permissions of a newly created one."""
+    with suppress(OSError):  # some file systems have no modes
         before = path.stat().st_mode
         usual = 0o777 if stat.S_ISDIR(before) else 0o666
         path.chmod(before & (stat.S_ISUID | stat.S_ISGID | stat.S_ISVTX) | usual & ~_umask())
 
 
 def _umask() -> int:
-    """What new files are not allowed: os.umask would have to change it, for all threads."""
+    """The umask: os.umask can read it only by changing it for all threads."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         [umask] = [line.split()[1] for line in status.splitlines() if line.startswith("Umask:")]
         return int(umask, 8)
-    except (OSError, ValueError):  # not Linux, or an old one
+    except (OSError, ValueError):  # not Linux, or an old kernel
         before = os.umask(0o077)
         os.umask(before)
         return before
 
 
 def settle(temporary: Path, path: Path) -> None:
-    """Give a file that is written its name, when all of it is on the disk."""
+    """Sync a file to disk and rename it."""
     sync(temporary)
     temporary.replace(path)
     fsync_folder(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Return when all of a file is on the disk."""
+    """Flush a file to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -86,10 +86,10 @@ def sync(path: Path) -> None:
 def save_table(
     path: Path, head: Iterable[str], rows: Iterable[Iterable[object]], errors: str = "strict"
 ) -> None:
-    """Write a CSV file in UTF-8, whole or not at all.
+    """Write a CSV file in UTF-8 atomically.
 
     Args:
-        errors: what becomes of a file name's bytes that are no text, see ``codecs``.
+        errors: how text that UTF-8 cannot encode is handled, see ``codecs``.
     """
     with replacing(path) as out:
         text = io.TextIOWrapper(out, encoding="utf-8", errors=errors, newline="")
@@ -101,7 +101,7 @@ def save_table(
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file a second name; copy it where the file system has no such thing."""
+    """Hard-link a file; copy it if the file system does not support hard links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)
@@ -120,13 +120,13 @@ def fsync_folder(folder: Path) -> None:
 
 
 def save_json(path: Path, content: object) -> None:
-    """Write what `json` takes to a file, whole or not at all."""
+    """Write a JSON file atomically."""
     with replacing(path) as file:
         file.write(json.dumps(content).encode())
 
 
 def load_json(path: Path) -> Any:
-    """What a file holds; None if it is missing or damaged."""
+    """The content of a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""One HDF5 file being written: under a temporary name until it is whole and on the disk.
+"""One HDF5 file in progress, under a temporary name until it is complete and on disk.
 
-Shards that are complete are brought to the disk and hashed while the next one is written.
+Complete shards are synced and hashed while the next one is written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from spatialdl.data.format import ShardInfo, sha256_of, shard_name
 from spatialdl.data.saving import settle, sync
 
 _PAGE = 4096
-_ALIGNED_FROM = 2**17  # bytes; of less the padding would be felt
-_MOST_WAITING = 2  # shards, and their pages that are not on the disk yet
+_ALIGNED_FROM = 2**17  # bytes; padding of smaller chunks would waste space
+_MOST_WAITING = 2  # limits the pages that are not on disk yet
 
 
 class ImageRows(Protocol):
     """An image that is read by rows, such as a memory map or a slide: `image[row0:row1]`.
 
-    One of other than bytes has a `dtype`, too.
+    If it is not of uint8, it also has a `dtype`.
     """
 
     @property
@@ -39,47 +39,47 @@ class ShardFile:
     """A shard in progress.
 
     Args:
-        folder: where it is written.
-        number: its place in the manifest, and in its name.
+        folder: its folder.
+        number: its index in the manifest, and in its name.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
         self.number = number
         self.samples = 0
-        self.bytes = 0  # of pixels, as stored
+        self.bytes = 0  # stored bytes of pixels
         self._final = folder / shard_name(number)
         self._temporary = self._final.with_suffix(".h5.tmp")
-        # windows are copied a tenth faster out of a memory map whose chunks begin with a page
+        # Windows are read a tenth faster from a memory map if chunks start at a page.
         self.h5 = h5py.File(
             self._temporary, "w", alignment_threshold=_ALIGNED_FROM, alignment_interval=_PAGE
         )
 
     def finish(self) -> ShardInfo:
-        """Close and settle."""
+        """Close, sync and rename the shard."""
         self.close()
         return self.settle()
 
     def close(self) -> None:
-        """Write what is left; nothing can be added then."""
+        """Write the remaining data; nothing can be added afterwards."""
         self.h5.close()
 
     def settle(self) -> ShardInfo:
-        """Sync and rename a closed shard, in any thread; returns what the manifest says of it."""
+        """Sync and rename a closed shard, in any thread; return its manifest entry."""
         with ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
             synced = thread.submit(sync, self._temporary)
-            digest = sha256_of(self._temporary)  # meanwhile: the pages are in memory still
+            digest = sha256_of(self._temporary)  # concurrently, while the pages are in memory
             synced.result()
         settle(self._temporary, self._final)
         return ShardInfo(self._final.name, self._final.stat().st_size, digest, self.samples)
 
     def abort(self) -> None:
-        """Close without keeping anything."""
-        with suppress(OSError, RuntimeError):  # a full disk cannot take what is left to write
+        """Close and discard the shard."""
+        with suppress(OSError, RuntimeError):  # buffered data may not fit on a full disk
             self.h5.close()
 
 
 class Settling:
-    """A thread that settles shards, one after the other."""
+    """A thread that syncs and renames shards, one after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="settling")
@@ -87,10 +87,10 @@ class Settling:
         self._settled: dict[int, ShardInfo] = {}
 
     def add(self, file: ShardFile) -> None:
-        """Close a shard; the rest happens meanwhile.
+        """Close a shard and queue it for the thread.
 
         Raises:
-            OSError: this one, or one before it, cannot be written.
+            OSError: this one, or an earlier one, cannot be written.
         """
         file.close()
         while len(self._waiting) >= _MOST_WAITING:
@@ -100,10 +100,10 @@ class Settling:
         self._waiting.append((file.number, self._thread.submit(file.settle)))
 
     def finish(self) -> list[ShardInfo]:
-        """Wait for all; what the manifest says of them, in the order of their numbers.
+        """Wait for all shards and return their manifest entries, by number.
 
         Raises:
-            OSError: one of them cannot be written.
+            OSError: a shard cannot be written.
         """
         while self._waiting:
             self._take()
@@ -111,11 +111,11 @@ class Settling:
         return [self._settled[number] for number in sorted(self._settled)]
 
     def abort(self) -> None:
-        """Begin no other; return when nothing is written any more."""
+        """Cancel queued shards; return when no write is in progress."""
         self._thread.shutdown(cancel_futures=True)
         self._waiting.clear()
 
     def _take(self) -> None:
         number, settled = self._waiting[0]
-        self._settled[number] = settled.result()  # what failed stays, and fails again
+        self._settled[number] = settled.result()  # a failed one stays queued, to raise again
         self._waiting.popleft()

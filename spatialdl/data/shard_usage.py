@@ -1,4 +1,4 @@
-"""Which shards a rank reads, when first and how often."""
+"""Shard usage of a rank: which shards it reads, when first and how often."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spatialdl.data.views import Views
 
 @dataclass(frozen=True)
 class ShardUse:
-    """When a shard is read first, counted in samples read, and how many times an epoch."""
+    """Position of a shard's first read, in samples, and its reads per epoch."""
 
     first: int
     uses: float
 
 
 ShardUsage = Mapping[int, ShardUse]
-"""By the number of the shard."""
+"""Usage by shard number."""
 
 
 def training_usage(
@@ -35,16 +35,16 @@ def training_usage(
     batches: int,
     position: tuple[int, int] = (0, 0),
 ) -> ShardUsage:
-    """What a rank needs of the training samples.
+    """Usage of the training samples by a rank.
 
-    The replicas share an epoch's samples out anew each time: over several epochs each of them
-    needs all; where images are turned or cropped anew, each rank needs all of their pixels.
+    Samples are redistributed over the replicas every epoch, so over several epochs each replica
+    reads all of them. If images are rotated or cropped anew, each rank reads all of their pixels.
 
     Args:
-        views: of a `ShardDataset`.
-        seed: of the order of the samples.
-        batches: how many will be read.
-        position: the epoch, and the batch of it, that are read first.
+        views: views of a `ShardDataset`.
+        seed: seed of the sample order.
+        batches: number of batches to read.
+        position: (epoch, batch) that is read first.
     """
     epoch, first = position
     order = sample_order(len(views), seed, epoch)
@@ -64,13 +64,13 @@ def training_usage(
 
 
 def validation_usage(views: Views, batching: Batching, times: float = 1) -> ShardUsage:
-    """What a rank needs of the validation samples, which are read so many times an epoch."""
+    """Usage of the validation samples, read `times` per epoch, by a rank."""
     needs = _usage(views, batching, np.arange(len(views)))
     return {shard: ShardUse(need.first, need.uses * times) for shard, need in needs.items()}
 
 
-def together(of_ranks: Iterable[ShardUsage]) -> ShardUsage:
-    """What ranks need that share a disk."""
+def combined_usage(of_ranks: Iterable[ShardUsage]) -> ShardUsage:
+    """Combined usage of ranks that share a disk."""
     total: dict[int, ShardUse] = {}
     for needs in of_ranks:
         for shard, need in needs.items():
@@ -80,16 +80,16 @@ def together(of_ranks: Iterable[ShardUsage]) -> ShardUsage:
 
 
 def one_after_another(needs: ShardUsage, later: ShardUsage) -> ShardUsage:
-    """What is needed now and, when all of that was read, later."""
+    """Usage of `needs` followed by that of `later`."""
     end = 1 + max((need.first for need in needs.values()), default=0)
     moved = {shard: ShardUse(need.first + end, need.uses) for shard, need in later.items()}
-    return together([needs, moved])
+    return combined_usage([needs, moved])
 
 
-def that_fit(needs: ShardUsage, shards: Sequence[ShardInfo], room: int) -> list[int]:
-    """The shards to be copied, in the order in which they are read.
+def select_fitting(needs: ShardUsage, shards: Sequence[ShardInfo], room: int) -> list[int]:
+    """The shards to copy, in reading order.
 
-    Where there is no room for all, those are left out that are used least for their size.
+    If there is no room for all, those with the fewest reads per byte are left out.
     """
     first = sorted(needs, key=lambda shard: (needs[shard].first, shard))
     if sum(shards[shard].bytes for shard in first) <= room:
@@ -108,7 +108,7 @@ def that_fit(needs: ShardUsage, shards: Sequence[ShardInfo], room: int) -> list[
 def _usage(
     views: Views, batching: Batching, order: npt.NDArray[np.int64], epoch: int | None = 0
 ) -> ShardUsage:
-    """Of these samples in one epoch; in whichever, if it is None."""
+    """Usage of samples in one epoch; in any epoch if it is None."""
     read: list[int] = []
     for start in range(0, len(order), batching.size):
         batch = order[start : start + batching.size]
@@ -126,7 +126,7 @@ def _shards_under(views: Views, sample: int, box: Box, epoch: int | None) -> Seq
     dataset = views.source
     assert isinstance(dataset, ShardDataset)
     found = dataset.sample(sample)
-    if isinstance(found, TileSample):  # of which there may be millions
+    if isinstance(found, TileSample):  # fast path, for millions of tiles
         return (found.shard,)
     if epoch is None:
         return dataset.shards_under(sample, whole_box(found.size))

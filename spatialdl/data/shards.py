@@ -1,4 +1,4 @@
-"""Reading a data set folder: any box of any sample, and of the files only the chunks under it."""
+"""Data set reader: any box of any sample, reading only the chunks under it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spatialdl.data.format import (
     shard_status,
 )
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
-from spatialdl.data.locating import say_damaged
+from spatialdl.data.locating import describe_damage
 from spatialdl.data.open_shards import OpenShard, OpenShards
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
@@ -38,23 +38,23 @@ _UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError, IndexErro
 class ShardDataset(Dataset[tuple[Pixels, int]]):
     """The samples of a data set folder, or of one split of it.
 
-    Files are opened when they are first read, once a process: the data set may be pickled, and
-    used after a fork. They are opened without locking, which HDF5 wants of everybody in the
-    process: another `h5py.File` on a shard needs `locking=False` too, or `close` before it.
+    Files are opened on first read, once per process: the data set can be pickled and used after a
+    fork. They are opened without locking, and HDF5 requires the same of every handle in a process:
+    another `h5py.File` on a shard needs `locking=False` too, or `close` before it.
 
     Args:
         path: the folder, with `manifest.json` in it.
         split: keep the samples of this split only; None keeps all.
-        io: how chunks are read: through a memory map ("mmap", the fastest, and a file that is
-            cut in that moment kills the process), "pread", or raw ones all through HDF5 ("h5py").
-            "auto" is "mmap" on file systems of this machine and "pread" on Lustre, NFS and other
-            networks.
-        whole: whether all shards must be there, as long as the manifest says; otherwise one that
-            is not is told when it is read.
+        io: how chunks are read: through a memory map ("mmap", the fastest; a file truncated during
+            a read kills the process), with "pread", or raw chunks too through HDF5 ("h5py").
+            "auto" is "mmap" on local file systems and "pread" on Lustre, NFS and other network
+            file systems.
+        whole: whether all shards must exist with the length in the manifest; if false, a missing
+            shard raises when it is read.
 
     Raises:
-        ShardError: the folder is missing, not whole, or not of a version that is known.
-        ValueError: no sample is of that split, or there is no such `io`.
+        ShardError: the folder is missing, incomplete, or of an unknown version.
+        ValueError: the split has no samples, or `io` is unknown.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             if not samples:
                 known = (
                     ", ".join(self._manifest.splits)
-                    or "none: take all samples by split=None (data.split=null for training)"
+                    or "none; use all samples with split=None (data.split=null for training)"
                 )
                 raise ValueError(f"data set {path} has no split {split!r}; its splits: {known}")
         self._samples = samples
@@ -89,12 +89,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes; a label is an index into them, -1 where there is none."""
+        """Names of the classes; a label is an index into them, or -1 for none."""
         return list(self._manifest.classes)
 
     @property
     def splits(self) -> list[str]:
-        """Splits of the whole folder."""
+        """Splits of the folder."""
         return self._manifest.splits
 
     @property
@@ -114,12 +114,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 
     @property
     def codec(self) -> Codec:
-        """How the images lie in the shards: raw, jpeg, zstd or lz4; they are read the same."""
+        """Codec of the images in the shards: raw, jpeg, zstd or lz4."""
         return self._manifest.codec
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the pixels of images: uint8, uint16, int16 or one of floats; masks are uint8."""
+        """Type of image pixels: uint8, uint16, int16 or a float type; masks are uint8."""
         return np.dtype(self._manifest.dtype)
 
     @property
@@ -132,7 +132,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         return len(self._samples)
 
     def __getitem__(self, sample: int) -> tuple[Pixels, int]:
-        """The whole image (rows, cols, channels), slices before them, and its label."""
+        """The whole image ([slices,] rows, cols, channels) and its label."""
         return self.read(sample), int(self.labels[self._number(sample)])
 
     def __iter__(self) -> Iterator[tuple[Pixels, int]]:
@@ -140,25 +140,25 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         return (self[sample] for sample in range(len(self)))
 
     def sample(self, sample: int) -> Sample:
-        """What the manifest says of a sample: slide, coordinates, split, where it lies."""
+        """Manifest entry of a sample: slide, coordinates, split, location."""
         return self._samples[self._number(sample)]
 
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Numbers of its samples among those of all splits."""
+        """Indices of the samples of this split among those of all splits."""
         samples = self._manifest.samples
         split = self.split
         return np.flatnonzero([split is None or sample.split == split for sample in samples])
 
     def volumes(self) -> list[VolumeSample]:
-        """What the manifest says of all samples of a data set of volumes."""
+        """Manifest entries of all samples of a data set of volumes."""
         return [sample for sample in self._samples if isinstance(sample, VolumeSample)]
 
     def image_size(self, sample: int) -> Size:
-        """Rows and columns of a sample; of a volume slices before them."""
+        """(Rows, columns) of a sample; of a volume (slices, rows, columns)."""
         found = self.sample(sample)
         if isinstance(found, TileSample):
-            assert self._manifest.tile_size is not None  # the manifest was checked for it
+            assert self._manifest.tile_size is not None  # checked when the manifest was loaded
             return self._manifest.tile_size
         return found.size
 
@@ -166,26 +166,26 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """Read a box of an image.
 
         Args:
-            sample: its index; negative ones count from the end.
-            box: half-open (row0, row1, col0, col1), of a volume with (slice0, slice1) before them;
+            sample: its index; negative indices count from the end.
+            box: half-open (row0, row1, col0, col1), of a volume with leading (slice0, slice1);
                 may be empty; None is the whole image.
 
         Returns:
-            ([slice1 - slice0,] row1 - row0, col1 - col0, channels) of `dtype`. Only the chunks that
-            the box touches are read, and decoded where they are not raw.
+            ([slice1 - slice0,] row1 - row0, col1 - col0, channels) of `dtype`. Only the chunks
+            that the box overlaps are read, and decoded if compressed.
 
         Raises:
-            IndexError: there is no such sample.
+            IndexError: the sample index is out of range.
             ValueError: the box is not inside the image.
             ShardError: the shard is missing or damaged.
         """
         box = self._checked_box(sample, box)
-        out = self._room((*extents(box), self.channels), self.dtype)
+        out = self._allocate((*extents(box), self.channels), self.dtype)
         self._fill(out, self.sample(sample), "image", box)
         return out
 
     def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
-        """Read a box of a mask, uint8 without channels; as `read` otherwise.
+        """Read a box of a mask: uint8 without channels, otherwise as `read`.
 
         Raises:
             ValueError: the data set has no masks.
@@ -193,17 +193,17 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         if not self.has_masks:
             raise ValueError(f"data set {self.path} has no masks")
         box = self._checked_box(sample, box)
-        out = self._room(extents(box), np.dtype(np.uint8))
+        out = self._allocate(extents(box), np.dtype(np.uint8))
         self._fill(out, self.sample(sample), "mask", box)
         return out
 
     @property
     def manifest(self) -> Manifest:
-        """The table of contents of the whole folder."""
+        """The table of contents of the folder."""
         return self._manifest
 
     def shards_under(self, sample: int, box: Box) -> tuple[int, ...]:
-        """Numbers of the shards that hold a box of a sample, in the order in which it reads."""
+        """Numbers of the shards that hold a box of a sample, in reading order."""
         if min(extents(box)) <= 0:
             return ()
         found = self.sample(sample)
@@ -212,19 +212,19 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         return tuple(band.shard for _, band, _, _ in _bands(found, box[0], box[1]))
 
     def use_copies(self, folder: Path | None) -> None:
-        """Read shards from this folder as soon as they are there, see `spatialdl.data.staging`."""
+        """Read shards from this folder once they are staged there, see `spatialdl.data.staging`."""
         self._shards.local = folder
 
     def verify(self) -> None:
         """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            ShardError: names every shard that is not what was written, and its damaged samples,
-                by their numbers in the whole folder.
+            ShardError: with every shard whose contents changed, and its damaged samples by their
+                index in the folder.
         """
         _check_sizes(self.path, self._manifest)
         wrong = [
-            f"{info.file} ({say_damaged(self.path, self._manifest, number)})"
+            f"{info.file} ({describe_damage(self.path, self._manifest, number)})"
             for number, info in enumerate(self._manifest.shards)
             if sha256_of(self.path / info.file) != info.sha256
         ]
@@ -235,12 +235,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
             )
 
     def close(self) -> None:
-        """Close the shards; they are opened again when needed."""
+        """Close the shards; they are reopened on the next read."""
         self._shards.close()
 
     def _number(self, sample: int) -> int:
         if not -len(self) <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
+            raise IndexError(f"sample {sample} is out of range for {len(self)} samples")
         return sample % len(self)
 
     def _checked_box(self, sample: int, box: Box | None) -> Box:
@@ -250,13 +250,13 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         check_box(box, size, f"sample {sample}")
         return box
 
-    def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pixels:
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pixels:
         try:
             return np.empty(shape, dtype)
         except (MemoryError, ValueError) as error:
             raise ShardError(
-                f"a box of shape {shape} of data set {self.path} does not fit into memory "
-                f"({error}); read smaller boxes, or the manifest is damaged"
+                f"cannot allocate a box of shape {shape} of data set {self.path} ({error}); "
+                "read smaller boxes, or check whether the manifest is damaged"
             ) from error
 
     def _fill(self, out: Pixels, found: Sample, what: str, box: Box) -> None:
@@ -307,7 +307,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
 def _bands(
     region: RegionSample, row0: int, row1: int
 ) -> Iterator[tuple[int, RegionBand, int, int]]:
-    """The bands that hold rows of a region: number, band, first row, row after the last."""
+    """The bands with rows of a region: (number, band, first row, row after the last)."""
     for number, band in enumerate(region.bands):
         first, last = max(row0, band.row0), min(row1, band.row0 + band.rows)
         if first < last:
@@ -325,6 +325,6 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
             ) from error
         if size != info.bytes:
             raise ShardError(
-                f"data set {folder}: {info.file} has {size} bytes, the manifest says "
-                f"{info.bytes}; it was cut or replaced, copy or write the data set again"
+                f"data set {folder}: {info.file} has {size} bytes, the manifest records "
+                f"{info.bytes}; it was truncated or replaced, copy or write the data set again"
             )

@@ -1,4 +1,4 @@
-"""A table of slides: a CSV with a row a slide, of which every column is kept."""
+"""A table of slides: a CSV with one row per slide; all columns are kept."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from spatialdl.data.saving import save_table
 
 SLIDE_COLUMNS = ("slide", "slide_id")
-"""What the column of the slides may be called; the second name is CLAM's."""
+"""Names of the slide column; the second is CLAM's."""
 
 PATIENT, SPLIT = "patient", "split"
 
 
 @dataclass(frozen=True)
 class SlideTable:
-    """Rows of a CSV as text, in its order.
+    """Rows of a CSV as text, in file order.
 
     Attributes:
-        columns: of the file.
-        rows: by column, without white space around.
-        key: the column of the slides' names, one of `SLIDE_COLUMNS` if none else was asked for.
-        lines: of the file in which the rows stand, from 1.
+        columns: column names.
+        rows: cells by column, without surrounding white space.
+        key: the slide column, one of `SLIDE_COLUMNS` unless another name was allowed.
+        lines: line number of each row, from 1.
     """
 
     columns: tuple[str, ...]
@@ -33,7 +33,7 @@ class SlideTable:
 
     @property
     def slides(self) -> list[str]:
-        """Their names."""
+        """Slide names."""
         return [row[self.key] for row in self.rows]
 
     def column(self, name: str) -> list[str]:
@@ -47,14 +47,14 @@ class SlideTable:
         return [row[name] for row in self.rows]
 
     def with_splits(self, splits: Sequence[str]) -> SlideTable:
-        """The same rows, each with its split."""
+        """A copy with the splits as a column."""
         columns = self.columns if SPLIT in self.columns else (*self.columns, SPLIT)
         pairs = zip(self.rows, splits, strict=True)
         rows = tuple({**row, SPLIT: split} for row, split in pairs)
         return SlideTable(columns, rows, self.key, self.lines)
 
     def save(self, path: Path) -> None:
-        """Write the CSV, whole or not at all.
+        """Write the CSV atomically.
 
         Raises:
             OSError: it cannot be written.
@@ -67,11 +67,11 @@ def read_table(path: Path, others: Sequence[str] = ()) -> SlideTable:
     """Read a table of slides.
 
     Args:
-        others: what the column of names may be called as well, where it is the first.
+        others: other names of the slide column, allowed for the first column.
 
     Raises:
-        ValueError: the file is missing or malformed, has no column of slides, no rows, or a slide
-            twice; with the line.
+        ValueError: the file is missing or malformed, has no slide column, no rows, or a duplicate
+            slide; with the line.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -87,22 +87,22 @@ def read_table(path: Path, others: Sequence[str] = ()) -> SlideTable:
     key = next((name for name in keys if name in columns), None)
     if key is None:
         raise ValueError(
-            f"{path} has no column {' or '.join((*SLIDE_COLUMNS, *others))}; its first line is "
+            f"{path} has no column {' or '.join((*SLIDE_COLUMNS, *others))}; its header is "
             f"{','.join(columns) or 'empty'}"
         )
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
-        raise ValueError(f"{path} has two columns {twice[0]!r}; name one of them otherwise")
+        raise ValueError(f"{path} has two columns {twice[0]!r}; rename one of them")
     rows = _rows(path, columns, key, lines[1:])
     if not rows:
-        raise ValueError(f"{path} has no rows below its first line")
+        raise ValueError(f"{path} has no rows below its header")
     return SlideTable(columns, tuple(rows.values()), key, tuple(rows))
 
 
 def _rows(
     path: Path, columns: Sequence[str], key: str, lines: Sequence[Sequence[str]]
 ) -> dict[int, dict[str, str]]:
-    """By line."""
+    """Rows by line number."""
     rows: dict[int, dict[str, str]] = {}
     seen: dict[str, int] = {}
     for number, cells in enumerate(lines, start=2):
@@ -110,7 +110,7 @@ def _rows(
             continue
         if len(cells) != len(columns):
             raise ValueError(
-                f"{path} line {number} has {len(cells)} cells, but the first line {len(columns)}"
+                f"{path} line {number} has {len(cells)} cells, but the header has {len(columns)}"
             )
         row = {name: cell.strip() for name, cell in zip(columns, cells, strict=True)}
         slide = row[key]
@@ -118,7 +118,7 @@ def _rows(
             raise ValueError(f"{path} line {number}: {key} is empty")
         if slide in seen:
             raise ValueError(
-                f"{path} line {number}: {key} {slide!r} was named in line {seen[slide]}; keep one"
+                f"{path} line {number}: {key} {slide!r} is already in line {seen[slide]}; keep one"
             )
         seen[slide] = number
         rows[number] = row

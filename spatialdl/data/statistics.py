@@ -1,7 +1,7 @@
-"""Mean and standard deviation of the pixels of a data set, channel by channel, kept beside it.
+"""Per-channel mean and standard deviation of a data set, cached beside it.
 
-Sums of integers are exact, so that they are the same over any number of ranks. Those of floats are
-combined as (count, mean, sum of squared distances to it) (Chan, Golub, LeVeque 1983, section 2).
+Sums of integers are exact, so they are equal for any number of ranks. Those of floats are merged
+as (count, mean, sum of squared deviations) (Chan, Golub, LeVeque 1983, section 2).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from spatialdl.data.shards import ShardDataset
 log = logging.getLogger("spatialdl.data")
 
 FILE = "statistics.json"
-"""Beside the manifest; dropped when that is another one."""
+"""Cache file beside the manifest; ignored if the manifest has changed."""
 
 _AT_ONCE = 2**22
-"""Numbers that are read at once, about."""
+"""Approximate number of values read at once."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of pixels as they are stored.
+    """Statistics of stored pixels.
 
     Attributes:
-        mean, std: one number for each channel.
+        mean, std: one number per channel.
     """
 
     mean: tuple[float, ...]
@@ -47,7 +47,7 @@ class Statistics:
 
 @dataclass
 class RunningMoments:
-    """Of what was seen so far: count, and per channel mean and squared distances to it."""
+    """Running count, and per channel mean and sum of squared deviations."""
 
     count: int
     mean: npt.NDArray[Any]
@@ -55,11 +55,11 @@ class RunningMoments:
 
     @classmethod
     def of(cls, pixels: Pixels) -> RunningMoments:
-        """Of an array (..., channels); of integers they are fractions."""
+        """Moments of an array (..., channels); exact fractions for integers."""
         rows = pixels.reshape(-1, pixels.shape[-1])
         count = len(rows)
         if pixels.dtype.kind in "iu":
-            wide = rows.astype(np.int64)  # its squares have 32 bits, and there are few of them
+            wide = rows.astype(np.int64)  # squares of 16-bit values have 32 bits
             total = [int(x) for x in wide.sum(0)]
             squares = [int(x) for x in (wide * wide).sum(0)]
             mean = [Fraction(x, count) for x in total]
@@ -70,7 +70,7 @@ class RunningMoments:
         return cls(count, mean, np.square(wide - mean).sum(0))
 
     def with_others(self, other: RunningMoments) -> RunningMoments:
-        """Of both together."""
+        """Merged moments of both."""
         count, apart = self.count + other.count, other.mean - self.mean
         share = Fraction(other.count, count)
         if self.mean.dtype != object:
@@ -84,23 +84,23 @@ class RunningMoments:
         found = Statistics(tuple(map(float, self.mean)), tuple(stds))
         if self.mean.dtype == object:
             return found
-        # their last digits depend on the ranks, whose runs shall have the same numbers
+        # Rounded, because the last digits depend on the number of ranks.
         mean, std = (tuple(float(f"{x:.12g}") for x in of) for of in (found.mean, found.std))
         return Statistics(mean, std)
 
 
 def statistics_of(source: ShardDataset, split: str | None, world: Communicator) -> Statistics:
-    """The statistics of a split of a data set, from the file beside it, or computed; all ranks ask.
+    """Statistics of a split of a data set, cached or computed; collective over all ranks.
 
     Raises:
         ValueError: a channel is constant, or there are NaN or infinities.
-        ShardError: something cannot be read.
+        ShardError: a file cannot be read.
     """
     digest = sha256_of(source.path / MANIFEST)
     known = world.bcast(_known(source.path, digest, split) if world.rank == 0 else None)
     if known is not None:
         return _checked(known, source.path)
-    log.info("%s: mean and std of all pixels of split %s are computed", source.path, split)
+    log.info("%s: computing mean and std of all pixels of split %s", source.path, split)
     own = _combined(_moments(source, range(world.rank, len(source), world.size), world.rank == 0))
     total = _combined(one for one in world.allgather(own) if one is not None)
     assert total is not None  # a split has samples
@@ -118,7 +118,7 @@ def _moments(source: ShardDataset, samples: range, shows: bool) -> Iterator[Runn
 
 
 def _bands(source: ShardDataset, sample: int) -> Iterator[Box]:
-    """Boxes of some rows, or slices, of an image."""
+    """Boxes of some rows, or slices, that cover an image."""
     size = source.image_size(sample)
     step = max(1, _AT_ONCE // (math.prod(size[1:]) * source.channels))
     for first in range(0, size[0], step):
@@ -135,20 +135,20 @@ def _combined(parts: Iterable[RunningMoments]) -> RunningMoments | None:
 def _checked(found: Statistics, folder: Path) -> Statistics:
     if not all(map(math.isfinite, (*found.mean, *found.std))):
         raise ValueError(
-            f"data.mean=dataset: the images of {folder} have NaN or infinite pixels: give "
-            "data.mean and data.std as numbers"
+            f"data.mean=dataset: the images of {folder} have NaN or infinite pixels: give numbers "
+            "for data.mean and data.std"
         )
     constant = [number for number, std in enumerate(found.std) if std == 0]
     if constant:
         raise ValueError(
-            f"data.std=dataset: channel {constant[0]} of all images of {folder} has one value, "
-            "std 0: give data.mean and data.std as numbers"
+            f"data.std=dataset: channel {constant[0]} of all images of {folder} is constant "
+            "(std 0): give numbers for data.mean and data.std"
         )
     return found
 
 
 def _known(folder: Path, digest: str, split: str | None) -> Statistics | None:
-    """What the file says of a split, if it is of this manifest and not damaged."""
+    """Cached statistics of a split, if the file is valid and matches the manifest."""
     content = load_json(folder / FILE)
     if not isinstance(content, dict) or content.get("manifest") != digest:
         return None
@@ -168,8 +168,8 @@ def _keep(folder: Path, digest: str, split: str | None, found: Statistics) -> No
     content["splits"][_name(split)] = {"mean": found.mean, "std": found.std}
     try:
         save_json(folder / FILE, content)
-    except OSError as error:  # such as a data set of others, for which no run is lost
-        log.warning("%s is not written (%s): the next run computes it again", folder / FILE, error)
+    except OSError as error:  # e.g. a read-only data set, which must not end the run
+        log.warning("cannot write %s (%s): the next run computes it again", folder / FILE, error)
 
 
 def _name(split: str | None) -> str:

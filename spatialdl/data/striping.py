@@ -1,7 +1,7 @@
-"""How the files of a folder are spread over the storage targets of a Lustre file system.
+"""Striping of a folder's files over the storage targets of a Lustre file system.
 
-A file keeps the layout of the folder in which it is made, so that it is set before anything is
-written. Each of many shards is best on one target; a single large file on many.
+A file inherits the layout of its folder on creation, so the layout is set before files are written.
+With many shards, one target each is best; with a single large file, many.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from pathlib import Path
 from spatialdl.data.raw_reading import MOUNTS, file_system
 from spatialdl.errors import ShardError
 
-_SMALLEST = 2**16  # bytes; stripes of Lustre are a multiple of it
+_SMALLEST = 2**16  # bytes; Lustre stripe sizes are multiples of it
 
 
 @dataclass(frozen=True)
 class Striping:
-    """A layout; what is None is left to the file system.
+    """A layout; None values are left to the file system.
 
     Attributes:
-        count: storage targets of a file; -1 takes all.
-        size: bytes that go to a target before the next has its turn, a multiple of 64K.
+        count: storage targets per file; -1 for all.
+        size: bytes per stripe, a multiple of 64K.
 
     Raises:
-        ValueError: there are no such layouts.
+        ValueError: invalid count or size.
     """
 
     count: int | None = None
     size: int | None = None
 
     def __post_init__(self) -> None:
-        """Check it."""
+        """Validate the layout."""
         if self.count is not None and self.count != -1 and not 1 <= self.count <= 2000:
             raise ValueError(f"stripe count is {self.count}, expected 1 to 2000, or -1 for all")
         if self.size is not None and (self.size < _SMALLEST or self.size % _SMALLEST):
             raise ValueError(f"stripe size is {self.size} bytes, expected a multiple of 64K")
 
     def __bool__(self) -> bool:
-        """Whether anything is asked."""
+        """Whether any value is set."""
         return self.count is not None or self.size is not None
 
     def apply(self, folder: Path, mounts: Path = MOUNTS) -> str | None:
-        """Have files that will be made in a folder laid out so.
+        """Set the layout of files that will be created in a folder.
 
         Args:
-            folder: on whatever file system.
-            mounts: the table of mounts, see `file_system`.
+            folder: a folder on any file system.
+            mounts: the mount table, see `file_system`.
 
         Returns:
-            A sentence where it could not be done, which costs speed at most; else None.
+            A message if it was not possible, which costs at most speed; else None.
 
         Raises:
-            ShardError: `lfs setstripe` refused.
+            ShardError: `lfs setstripe` failed.
         """
         if not self:
             return None
@@ -64,7 +64,7 @@ class Striping:
             return f"stripes were not set: {folder.parent} is on {where}, not on Lustre"
         command = shutil.which("lfs")
         if command is None:
-            return f"stripes were not set: {folder.parent} is on Lustre, and there is no lfs here"
+            return f"stripes were not set: {folder.parent} is on Lustre, but lfs was not found"
         options = [] if self.count is None else ["-c", str(self.count)]
         options += [] if self.size is None else ["-S", str(self.size)]
         done = subprocess.run(
@@ -75,6 +75,6 @@ class Striping:
             check=False,
         )
         if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split())
-            raise ShardError(f"lfs setstripe {' '.join(options)} {folder} failed: {said}")
+            output = " ".join((done.stderr or done.stdout).split())
+            raise ShardError(f"lfs setstripe {' '.join(options)} {folder} failed: {output}")
         return None

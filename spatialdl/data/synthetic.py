@@ -1,8 +1,8 @@
-"""Synthetic images: the same global picture in every layout, made box by box.
+"""Synthetic images: the same global image in every layout, generated box by box.
 
-Every pixel follows from (seed, sample, row, column) alone, so a rank makes just the box that it
-needs. The class is the direction of wide stripes under strong noise; of signals, which have no
-directions, their number. Volumes and signals are made as images are.
+Every pixel depends only on (seed, sample, row, column), so a rank generates just the box that it
+needs. The class is the direction of wide stripes under strong noise; for signals, which have no
+direction, their number. Volumes and signals are generated in the same way.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from spatialdl.data.image_source import pairs, whole_box
 
 Pixels = npt.NDArray[np.uint8]
 STRIPES = 6.0
-"""Stripes across an image, whatever its size: the class is visible at large scale only."""
+"""Stripes across an image of any size, so the class is visible only at large scale."""
 
 
 class SyntheticDataset:
     """Deterministic images with labels.
 
     Args:
-        samples: how many.
+        samples: number of samples.
         image_size: (H, W), of volumes (D, H, W), of signals (L,).
         num_classes: labels are 0 to num_classes - 1, equally often.
-        channels: of an image.
+        channels: channels of an image.
         seed: other seeds give other images.
     """
 
@@ -56,7 +56,7 @@ class SyntheticDataset:
         return len(self.labels)
 
     def image_size(self, sample: int) -> tuple[int, ...]:
-        """(H, W) of a sample, and so on."""
+        """Size of a sample, such as (H, W)."""
         return self._size
 
     def read(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
@@ -70,13 +70,13 @@ class SyntheticDataset:
         return 48.0 * self._waves(sample, box, np.pi * self.labels[sample] / len(self.classes))
 
     def _waves(self, sample: int, box: tuple[int, ...], angle: float) -> npt.NDArray[np.float64]:
-        """Stripes of a direction, from -1 to 1."""
+        """Stripes along a direction, from -1 to 1."""
         phase = mix(self._key(sample)) / 2.0**64
         places = along(box, self._size, angle) + phase
         return np.asarray(np.sin(2 * np.pi * STRIPES * places))
 
     def read_mask(self, sample: int, box: tuple[int, ...] | None = None) -> Pixels:
-        """Not here; see `SyntheticMasks`.
+        """Raise, because these images have no masks; see `SyntheticMasks`.
 
         Raises:
             ValueError: always.
@@ -91,10 +91,10 @@ class SyntheticDataset:
 
 
 def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDArray[np.float64]:
-    """How far each pixel of a box lies along a direction, in sizes of the image.
+    """Position of each pixel of a box along a direction, relative to the image size.
 
     Args:
-        angle: 0 is along the columns, pi / 2 along the rows, and of volumes along the slices too.
+        angle: 0 is along the columns, pi / 2 along the rows (of volumes also along the slices).
             Signals are stretched by it instead.
     """
     if len(size) == 1:
@@ -108,10 +108,10 @@ def along(box: tuple[int, ...], size: tuple[int, ...], angle: float) -> npt.NDAr
 
 
 def noise(key: np.uint64, box: tuple[int, ...], channels: int) -> npt.NDArray[np.int16]:
-    """Equally distributed in [-64, 64), independent per pixel and channel."""
+    """Uniform noise in [-64, 64), independent per pixel and channel."""
     places: npt.NDArray[Any] = np.zeros((), np.uint64)
     for first, end in pairs(box):
-        if places.ndim >= 2:  # there is no room for a third number: what came before is mixed
+        if places.ndim >= 2:  # 64 bits hold two 32-bit coordinates: earlier ones are hashed
             places = mix(places)
         places = (places[..., None] << np.uint64(32)) + np.arange(first, end, dtype=np.uint64)
     start = mix(key + np.uint64(1 << 40))

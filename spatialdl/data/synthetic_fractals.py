@@ -1,13 +1,13 @@
-"""Synthetic volumes of fractals, with a class for every voxel, made box by box.
+"""Synthetic volumes of fractals, with a class for every voxel, generated box by box.
 
-Every octant of a volume holds the attractor of an iterated function system, or a solid ball, each
-turned, placed and lit at random, later ones on top. Air and balls are class 0, the voxels of a
-fractal are of the class of its system. A voxel shows neither: brightness differs from object to
-object, noise lies over all, and only the shape around a voxel tells its class.
+Every octant of a volume contains the attractor of an iterated function system, or a solid ball,
+each rotated, placed and lit at random, later ones on top. Air and balls are class 0; the voxels of
+a fractal have the class of its system. A single voxel does not reveal its class: brightness differs
+between objects, noise covers everything, and only the shape around a voxel determines it.
 
-A voxel is drawn by following it backwards through the maps of its system until it leaves the hull
-of the attractor, or the copies are as small as voxels: it needs no other voxel, and a rank draws
-its own box only. Larger volumes show finer copies of the same shapes.
+A voxel is computed by following it backwards through the maps of its system until it leaves the
+hull of the attractor, or the copies are as small as voxels. It depends on no other voxel, so a rank
+computes only its box. Larger volumes show finer copies of the same shapes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from spatialdl.data.synthetic import Pixels, SyntheticDataset, mix, noise
 
 Floats = npt.NDArray[np.float64]
 
-_RADII = 1 / 4, 5 / 16  # of objects, in shorter sides of the volume
-_THINNEST = 1.0  # voxels from the middle of the smallest copies to their faces
+_RADII = 1 / 4, 5 / 16  # of objects, relative to the shortest side of the volume
+_THINNEST = 1.0  # voxels from the centre of the smallest copies to their faces
 _AIR, _DARKEST, _BRIGHTEST = 64.0, 120.0, 216.0
-_DRAWS = 9  # random numbers of an object
+_DRAWS = 9  # random numbers per object
 
 
 class System(NamedTuple):
     """Maps x -> ratio * x + shift of the unit ball into itself.
 
     Attributes:
-        shifts: (maps, 3). The images of the hull lie where their own shift is the nearest one.
-        faces: (faces, 3), outward normals of the hull: x is inside where no product is above 1.
+        shifts: (maps, 3). Each image of the hull lies where its shift is the nearest one.
+        faces: (faces, 3), outward normals of the hull: x is inside if no product is above 1.
     """
 
     name: str
@@ -45,7 +45,7 @@ class System(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """Where an object lies, in voxels, its rows of axes, brightness, and class, 0 for a ball."""
+    """Position in voxels, rows of axes, brightness, and class (0 for a ball) of an object."""
 
     centre: tuple[float, ...]
     radius: float
@@ -71,14 +71,14 @@ def _systems() -> tuple[System, ...]:
 
 
 SYSTEMS = _systems()
-"""Of the classes from 1 on."""
+"""Systems of the classes from 1 on."""
 
 
 class SyntheticFractals(SyntheticDataset):
-    """Deterministic volumes with masks; arguments as of `SyntheticDataset`.
+    """Deterministic volumes with masks; arguments as for `SyntheticDataset`.
 
     Raises:
-        ValueError: if there are not 3 spatial dims, or more classes than air and `SYSTEMS`.
+        ValueError: not 3 spatial dims, or more classes than background and `SYSTEMS`.
     """
 
     has_masks = True
@@ -94,7 +94,7 @@ class SyntheticFractals(SyntheticDataset):
         super().__init__(samples, image_size, num_classes, channels, seed)
         if len(image_size) != 3:
             raise ValueError(
-                f"fractals are drawn in volumes: data.image_size={list(image_size)} must be "
+                f"synthetic fractals are volumes: data.image_size={list(image_size)} must be "
                 "[slices,rows,columns]"
             )
         if not 2 <= num_classes <= len(SYSTEMS) + 1:
@@ -139,7 +139,7 @@ class SyntheticFractals(SyntheticDataset):
 
 
 def _rotation(draws: Floats) -> Floats:
-    """Any rotation is as likely as any other (Shoemake, Graphics Gems III, 1992)."""
+    """A uniformly distributed rotation (Shoemake, Graphics Gems III, 1992)."""
     first, second = sqrt(1 - draws[0]), sqrt(draws[0])
     x, y = first * np.sin(2 * pi * draws[1]), first * np.cos(2 * pi * draws[1])
     z, w = second * np.sin(2 * pi * draws[2]), second * np.cos(2 * pi * draws[2])
@@ -153,7 +153,7 @@ def _rotation(draws: Floats) -> Floats:
 
 
 def _drawn(box: tuple[int, ...], one: _Object) -> tuple[tuple[slice, ...], npt.NDArray[np.bool_]]:
-    """The window of a box that an object may touch, and which of its voxels it fills."""
+    """The window of a box that an object may overlap, and a mask of the voxels that it fills."""
     window, places = [], []
     for (first, end), middle in zip(pairs(box), one.centre, strict=True):
         start = min(max(first, floor(middle - one.radius)), end)
@@ -170,10 +170,10 @@ def _drawn(box: tuple[int, ...], one: _Object) -> tuple[tuple[slice, ...], npt.N
 
 
 def filled_places(system: System, places: list[Floats], radius: float) -> npt.NDArray[np.bool_]:
-    """Which places (three coordinates in the unit ball) the copies of a hull fill.
+    """Mask of the places (three coordinates in the unit ball) that the copies of a hull fill.
 
-    Products are spelled out: a matrix product would round by the number of places, and a voxel
-    would depend on the box it is read in.
+    Products are written out: a matrix product would round depending on the number of places, and a
+    voxel would depend on the box in which it is read.
     """
     thickness = radius / sqrt(float(system.faces[0] @ system.faces[0]))
     depth = max(1, floor(log(thickness / _THINNEST) / log(1 / system.ratio)))

@@ -1,7 +1,7 @@
-"""Synthetic images with a class for every pixel, made box by box like those with labels.
+"""Synthetic images with a class for every pixel, generated box by box.
 
-Discs of random classes, in volumes balls, lie on a background of class 0, later ones on top. Every
-class has its own colour, under noise so strong that a pixel alone does not tell its class.
+Discs of random classes, in volumes balls, lie on a background of class 0, later ones on top. Each
+class has its own colour, under noise so strong that a single pixel does not reveal its class.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from spatialdl.data.image_source import extents, pairs
 from spatialdl.data.synthetic import Pixels, SyntheticDataset, mix, noise
 
 DISCS = 12
-"""Discs in an image, of a radius from 1/16 to 1/4 of its shorter side."""
+"""Discs per image, with radii from 1/16 to 1/4 of its shortest side."""
 
 
 class Disc(NamedTuple):
-    """Where a disc lies, in pixels, and its class."""
+    """Position of a disc, in pixels, and its class."""
 
     centre: tuple[int, ...]
     radius: int
@@ -28,7 +28,7 @@ class Disc(NamedTuple):
 
 
 class SyntheticMasks(SyntheticDataset):
-    """Deterministic images with masks; arguments as of `SyntheticDataset`."""
+    """Deterministic images with masks; arguments as for `SyntheticDataset`."""
 
     has_masks = True
 
@@ -83,7 +83,7 @@ def _draw(mask: Pixels, box: tuple[int, ...], disc: Disc) -> None:
 
 @lru_cache(maxsize=16)
 def _colours(classes: int, channels: int) -> npt.NDArray[np.int16]:
-    """(classes, channels) around 128: in the first channel evenly spread, then at random."""
+    """(classes, channels) around 128: evenly spread in the first channel, random in the rest."""
     values = mix(np.arange(classes * channels, dtype=np.uint64)).reshape(classes, channels)
     colours = 80 + (values % np.uint64(97)).astype(np.int16)
     colours[:, 0] = 80 + 96 * np.arange(classes) // max(classes - 1, 1)

@@ -1,6 +1,6 @@
-"""Synthetic images with several numbers each: the strengths of stripes of several directions.
+"""Synthetic images with several values each: the strengths of stripes of several directions.
 
-Where there are labels of several classes, a strength is 0 or 1; else it lies between them.
+For multi-label tasks a strength is 0 or 1; otherwise it lies in between.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _STRENGTHS = np.uint64(1) << np.uint64(42)
 
 
 class SyntheticTargets(SyntheticDataset):
-    """Deterministic images with targets; arguments as of `SyntheticDataset`.
+    """Deterministic images with targets; arguments as for `SyntheticDataset`.
 
     Args:
-        num_classes: targets of an image, float64 (samples, num_classes).
+        num_classes: targets per image, float64 (samples, num_classes).
         present: whether targets are 0 or 1, for multi-label tasks.
     """
 

@@ -1,4 +1,4 @@
-"""Targets of a data set from a CSV beside it: several classes or numbers an image.
+"""Targets of a data set from a CSV beside it: several classes or values per image.
 
 ::
 
@@ -6,8 +6,8 @@
     a.svs,1,0                             0,63.5
     b.svs,1,                              1,71
 
-A row tells of all samples of a slide, or of one sample, numbered as in the manifest from 0. Empty
-cells are targets that nobody knows.
+A row applies to all samples of a slide, or to one sample, numbered as in the manifest from 0. Empty
+cells are unknown targets.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ Targets = npt.NDArray[np.float64]
 
 _KEYS = ("sample", "slide")
 UNKNOWN_TARGETS = ("", "nan", "na", "none")
-"""Cells of targets that nobody knows, in lower case."""
+"""Cells of unknown targets, in lower case."""
 
 
 def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str, list[float]]]:
-    """What a CSV says.
+    """Read a CSV of targets.
 
     Args:
-        binary: whether every target is 0 or 1, and -1 is another word for unknown.
+        binary: whether every target is 0 or 1, and -1 means unknown.
 
     Returns:
         "sample" or "slide", the names of the targets, and the targets by sample or slide, NaN where
-        they are unknown.
+        unknown.
 
     Raises:
-        ValueError: if the file is missing or malformed, with the line.
+        ValueError: the file is missing or malformed, with the line.
     """
     try:
         with file.open(newline="", encoding="utf-8-sig") as lines:
             rows = list(csv.reader(lines))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"data.targets={file} cannot be read: {error}") from error
+        raise ValueError(f"cannot read data.targets={file}: {error}") from error
     head = [name.strip() for name in rows[0]] if rows else []
     if len(head) < 2 or head[0] not in _KEYS:
         raise ValueError(
-            f"{file} begins with {','.join(head) or 'nothing'}: its first line must be "
+            f"{file} starts with {','.join(head) or 'an empty line'}: its header must be "
             "sample,TARGET,... or slide,TARGET,..."
         )
     names = head[1:]
     if len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"{file} line 1: every target needs a name of its own, got {names}")
+        raise ValueError(f"{file} line 1: every target needs a unique name, got {names}")
     found: dict[str, list[float]] = {}
     for number, row in enumerate(rows[1:], start=2):
         if not any(cell.strip() for cell in row):
             continue
         where = f"{file} line {number}"
         if len(row) != len(head):
-            raise ValueError(f"{where} has {len(row)} cells, but the first line {len(head)}")
+            raise ValueError(f"{where} has {len(row)} cells, but the header has {len(head)}")
         key = row[0].strip()
         if key in found:
-            raise ValueError(f"{where}: {head[0]} {key} was named before; keep one line")
+            raise ValueError(f"{where}: duplicate {head[0]} {key}; keep one line")
         found[key] = [
             target_of(cell.strip(), f"{where}, {name}", binary)
             for cell, name in zip(row[1:], names, strict=True)
@@ -74,21 +74,23 @@ def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str,
 
 
 def target_of(cell: str, where: str, binary: bool) -> float:
-    """The target that a cell names, NaN where it is unknown.
+    """Parse the target in a cell, NaN if unknown.
 
     Raises:
-        ValueError: it is no number, or of a binary target none of 0, 1 and -1; begins with `where`.
+        ValueError: not a number, or a binary target not 0, 1 or -1; begins with `where`.
     """
     if cell.lower() in UNKNOWN_TARGETS:
         return math.nan
     try:
         value = float(cell)
     except ValueError:
-        raise ValueError(f"{where}: {cell!r} is no number; leave unknown targets empty") from None
+        raise ValueError(
+            f"{where}: {cell!r} is not a number; leave unknown targets empty"
+        ) from None
     if binary and value == -1:
         return math.nan
     if binary and value not in (0, 1):
-        raise ValueError(f"{where}: {cell} must be 1 or 0 (is the class there?), or empty")
+        raise ValueError(f"{where}: {cell} must be 1 (present), 0 (absent), or empty")
     if not math.isfinite(value):
         raise ValueError(f"{where}: {cell} is not finite; leave unknown targets empty")
     return value
@@ -97,14 +99,14 @@ def target_of(cell: str, where: str, binary: bool) -> float:
 def match_targets(
     file: Path, key: str, found: dict[str, list[float]], samples: Sequence[str], what: str
 ) -> Targets:
-    """float64 (N, targets) of samples.
+    """Targets of samples, float64 (N, targets).
 
     Args:
-        samples: the number or slide of each, as the CSV calls them.
-        what: they are, for messages.
+        samples: the number or slide of each, as in the CSV.
+        what: description of the samples in messages.
 
     Raises:
-        ValueError: if some are not in the file, or nothing is known of any.
+        ValueError: samples are missing in the file, or all targets are unknown.
     """
     without = [name for name in dict.fromkeys(samples) if name not in found]
     if without:
@@ -114,22 +116,22 @@ def match_targets(
         )
     targets = np.array([found[name] for name in samples], np.float64)
     if np.isnan(targets).all():
-        raise ValueError(f"{file} leaves all targets of {what} empty: nothing to learn")
+        raise ValueError(f"{file} has only empty targets for {what}: nothing to learn")
     return targets
 
 
 def set_targets(file: Path, sources: Sequence[ShardDataset], path: Path, binary: bool) -> list[str]:
-    """Put the targets of a CSV in place of the labels of the splits of a data set.
+    """Replace the labels of the splits of a data set by the targets of a CSV.
 
     Args:
         sources: splits of the data set in the folder `path`.
-        binary: as of `read_targets`.
+        binary: as for `read_targets`.
 
     Returns:
         The names of the targets.
 
     Raises:
-        ValueError: if the CSV does not fit the data set.
+        ValueError: the CSV does not match the data set.
     """
     key, names, found = read_targets(file, binary=binary)
     if key == "sample":
@@ -147,9 +149,9 @@ def set_targets(file: Path, sources: Sequence[ShardDataset], path: Path, binary:
 def _check_numbers(file: Path, found: Iterable[str], samples: int) -> None:
     for name in found:
         if not (name.isdecimal() and int(name) < samples and name == str(int(name))):
-            raise ValueError(f"{file}: there is no sample {name}, they are 0 to {samples - 1}")
+            raise ValueError(f"{file}: no sample {name}, expected 0 to {samples - 1}")
 
 
 def sample_numbers(source: ShardDataset) -> list[int]:
-    """The numbers in the whole data set of the samples of one split of it."""
+    """Indices of a split's samples in the whole data set."""
     return source.numbers.tolist()  # type: ignore[no-any-return]

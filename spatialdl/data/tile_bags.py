@@ -1,6 +1,6 @@
-"""Slides as bags of the pixels of their tiles, out of a data set folder of tiles.
+"""Slides as bags of tile pixels, from a data set folder of tiles.
 
-A tile of C channels, h rows and w columns is a row of C * h * w numbers, in this order.
+A tile of C channels, h rows and w columns is a row of C * h * w values, in this order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TileBag:
     """All tiles of one slide; see `data.bags.Bag`.
 
     Args:
-        slide: its name.
-        dataset: that has the tiles.
-        samples: which of it are of the slide, in their order.
+        slide: name of the slide.
+        dataset: data set of the tiles.
+        samples: indices of the slide's samples, in order.
 
     Attributes:
         tile: (C, h, w) of a tile.
@@ -43,22 +43,22 @@ class TileBag:
 
     @property
     def tiles(self) -> int:
-        """How many there are."""
+        """Number of tiles."""
         return len(self.samples)
 
     @property
     def width(self) -> int:
-        """Numbers of a tile."""
+        """Values per tile."""
         return prod(self.tile)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the pixels."""
+        """Type of the pixels."""
         return self._dataset.dtype
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Of `FeatureFile`, which says how large tiles are; here their distances do."""
+        """Empty: unlike for `FeatureFile`, the tile size follows from the coordinates."""
         return {}
 
     def coords(self) -> npt.NDArray[np.int64]:
@@ -67,7 +67,7 @@ class TileBag:
         return np.array([(one.x, one.y) for one in found], np.int64)
 
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
-        """Tiles start to stop, (tiles, width).
+        """Tiles [start, stop), (tiles, width).
 
         Raises:
             ShardError: a shard is missing or damaged.
@@ -82,25 +82,25 @@ class TileBag:
 def open_tile_bags(
     path: Path, io: Io = "auto", key: str = "data.tiles"
 ) -> tuple[list[TileBag], ShardDataset]:
-    """The slides of a data set of tiles, in the order of their names, and the data set.
+    """Open a data set of tiles; returns its slides, sorted by name, and the data set.
 
     Args:
         path: its folder.
         io: see `ShardDataset`.
-        key: that names it, for messages.
+        key: configuration key of the path, for messages.
 
     Raises:
-        ValueError: it has no tiles, or they have no slide or no whole numbers as pixels.
+        ValueError: it has no tiles, or they have no slide or non-integer pixels.
         ShardError: it is missing or damaged.
     """
     dataset = ShardDataset(path, io=io)
     if dataset.kind != "tiles":
         raise ValueError(
             f"{key}={path} is a data set of {dataset.kind}, not of tiles of one size: write "
-            "one by spatialdl-tile without --whole"
+            "one with spatialdl-tile without --whole"
         )
     if dataset.dtype.kind != "u":
-        raise ValueError(f"{key}={path} has {dataset.dtype} pixels: take uint8 or uint16")
+        raise ValueError(f"{key}={path} has {dataset.dtype} pixels: use uint8 or uint16")
     of: dict[str, list[int]] = {}
     for number in range(len(dataset)):
         of.setdefault(dataset.sample(number).slide, []).append(number)
@@ -108,17 +108,17 @@ def open_tile_bags(
         raise ValueError(f"{key}={path} has no tiles: nothing to train on")
     if "" in of:
         raise ValueError(
-            f"{len(of[''])} of {len(dataset)} tiles of {key}={path} do not say of which slide "
-            "they are: write them by spatialdl-tile, or ShardWriter.add(..., slide=NAME)"
+            f"{len(of[''])} of {len(dataset)} tiles of {key}={path} have no slide name: write "
+            "them with spatialdl-tile, or ShardWriter.add(..., slide=NAME)"
         )
     return [TileBag(slide, dataset, of[slide]) for slide in sorted(of)], dataset
 
 
 def labels_of_tiles(bags: Sequence[TileBag], dataset: ShardDataset) -> BagLabels:
-    """The labels and splits that all tiles of a slide have, as a table of slides.
+    """The common label and split of each slide's tiles, as a table of slides.
 
     Raises:
-        ValueError: tiles of one slide have several.
+        ValueError: tiles of one slide have different ones.
     """
     rows = {}
     for bag in bags:
@@ -127,8 +127,8 @@ def labels_of_tiles(bags: Sequence[TileBag], dataset: ShardDataset) -> BagLabels
         if len(labels) > 1 or len(splits) > 1:
             what = "labels" if len(labels) > 1 else "splits"
             raise ValueError(
-                f"tiles of the slide {bag.slide} in {bag.path} have several {what}, so that they "
-                "are not the slide's: give a table by data.labels=FILE.csv"
+                f"tiles of the slide {bag.slide} in {bag.path} have different {what}: give a table "
+                "of slides with data.labels=FILE.csv"
             )
         label = labels.pop()
         cell = "" if label == NO_LABEL else dataset.classes[label]

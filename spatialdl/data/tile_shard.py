@@ -1,4 +1,4 @@
-"""Shards of tiles: images of one size, stacked in one dataset a shard."""
+"""Writer of tile shards: images of one size, stacked in one dataset per shard."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spatialdl.data.shard_file import Settling, ShardFile
 
 
 class TileShards:
-    """Writes tiles, one shard after the other.
+    """Writer of tiles, one shard after the other.
 
     Args:
-        folder: where the shards go.
-        shard_size: bytes of pixels after which a shard is full, as many as they are decoded.
-        coding: of the images.
-        chunk: rows and columns of a chunk of an image; that of the first tile if it comes
-            encoded, else 512 x 512 or the whole tile.
+        folder: folder of the shards.
+        shard_size: maximum bytes of decoded pixels per shard.
+        coding: coding of the images.
+        chunk: (rows, columns) of an image chunk; None is that of the first tile if it is encoded,
+            else 512 x 512 or the whole tile.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TileShards:
         self._settling = Settling()
         self._started = 0
         self._file: ShardFile | None = None
-        self._stacks: dict[str, Chunks] = {}  # of that file
+        self._stacks: dict[str, Chunks] = {}  # datasets of that file
         self._shape: tuple[int, int, int] | None = None
         self._in_shard: list[TileSample] = []
         self.dtype = np.dtype(np.uint8)
@@ -51,12 +51,12 @@ class TileShards:
 
     @property
     def tile_size(self) -> tuple[int, int]:
-        """Rows and columns of every tile; known once one was added."""
+        """(Rows, columns) of every tile, known after the first was added."""
         return self._known_shape[:2]
 
     @property
     def channels(self) -> int:
-        """Channels of every tile; known once one was added."""
+        """Channels of every tile, known after the first was added."""
         return self._known_shape[2]
 
     def add(
@@ -78,18 +78,18 @@ class TileShards:
     def add_encoded(
         self, image: EncodedImage, mask: npt.NDArray[Any] | None, known: dict[str, Any]
     ) -> None:
-        """Append one tile whose chunks are JPEG streams already; they are stored as they are.
+        """Append one tile with chunks that are JPEG streams; they are stored unchanged.
 
         Raises:
-            ValueError: a stream is damaged, or of another shape than a chunk; nothing was added.
+            ValueError: a stream is damaged, or its shape is not the chunk's; nothing is added.
         """
         if self._coding.codec != "jpeg":
             codec = self._coding.codec
-            raise ValueError(f"image is encoded, and codec is {codec!r}; use codec='jpeg'")
+            raise ValueError(f"image is encoded but codec is {codec!r}; use codec='jpeg'")
         (high, wide), (down, across) = image.chunk, grid_of(image)
         rows, cols, channels = image.shape
         classes = None if mask is None else as_mask(mask, (rows, cols))
-        # all of them are seen before any is stored
+        # All streams are checked before any is stored.
         streams = {
             (row * high, col * wide): checked_stream(image, row, col)
             for row in range(down)
@@ -105,13 +105,13 @@ class TileShards:
         self._end_sample(file, classes, known)
 
     def finish(self) -> list[ShardInfo]:
-        """End the last shard; returns all of them."""
+        """Finish the last shard and return all of them."""
         if self._file is not None:
             self._end(self._file)
         return self._settling.finish()
 
     def abort(self) -> None:
-        """Close the shard that is open, and let those before it be."""
+        """Close the open shard and keep the finished ones."""
         if self._file is not None:
             self._file.abort()
         self._settling.abort()
@@ -119,7 +119,7 @@ class TileShards:
     @property
     def _known_shape(self) -> tuple[int, int, int]:
         if self._shape is None:
-            raise ValueError("no tile was added yet, so their size is not known")
+            raise ValueError("no tile was added yet, so the tile size is unknown")
         return self._shape
 
     @property
@@ -136,8 +136,8 @@ class TileShards:
     ) -> None:
         if None not in (chunk, self._chunk) and chunk != self._chunk:
             raise ValueError(
-                f"encoded tile has chunks of {chunk}, the data set of {self._chunk}; "
-                "give all tiles the same, or add this one as pixels"
+                f"encoded tile has chunks of {chunk}, the data set has {self._chunk}; "
+                "use the same for all tiles, or add this one as pixels"
             )
         if self._shape is None:
             self._coding.check(shape[2], dtype)
@@ -145,16 +145,16 @@ class TileShards:
             self._chunk = self._chunk or chunk or chunk_size(*shape[:2])
         if shape != self._shape:
             raise ValueError(
-                f"tile has shape {shape}, those before it {self._shape}; tiles are all of one "
+                f"tile has shape {shape}, earlier ones have {self._shape}; tiles are all of one "
                 "size (images of any size are kind='regions')"
             )
         if dtype != self.dtype:
             raise ValueError(
-                f"tile has type {dtype}, those before it {self.dtype}; all tiles of a data set "
-                "have the same"
+                f"tile has type {dtype}, earlier ones have {self.dtype}; all tiles of a data set "
+                "have the same type"
             )
         if masked != self.masks:
-            raise ValueError("some tiles have masks and some have none; give all of them one")
+            raise ValueError("some tiles have masks and others do not; give all of them masks")
 
     def _start(self) -> ShardFile:
         file = self._file = ShardFile(self._folder, self._started)
@@ -181,7 +181,7 @@ class TileShards:
     def _end_sample(
         self, file: ShardFile, classes: npt.NDArray[np.uint8] | None, known: dict[str, Any]
     ) -> None:
-        """Write the mask of a tile, note that it is there, and end the shard if it is full."""
+        """Write the mask of a tile, record the tile, and end the shard if it is full."""
         if classes is not None:
             masks = self._stacks["masks"]
             masks.write(classes, number=masks.grow())

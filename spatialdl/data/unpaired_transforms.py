@@ -1,7 +1,7 @@
-"""Transforms of images that move pixels, which a mask would not follow.
+"""Check for image transforms that move pixels without moving the mask.
 
-Array transforms of MONAI and those of torchvision before v2 are given the image alone. With masks,
-those that flip, turn, crop or warp would train on labels of other pixels, and nothing would fail.
+Array transforms of MONAI and those of torchvision before v2 are called with the image only. With
+masks, those that flip, rotate, crop or warp would train on labels of other pixels without an error.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ _TORCHVISION = {
 }
 _MONAI = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 _MOST = 256
-"""Transforms inside of each other that are looked into."""
+"""Number of nested transforms that are searched."""
 
 
 def check_follows(transforms: Sequence[Any]) -> None:
-    """Refuse transforms of images alone that move pixels.
+    """Reject transforms of images alone that move pixels.
 
     Args:
-        transforms: that are called with images of samples that have masks.
+        transforms: transforms of images whose samples have masks.
 
     Raises:
-        ValueError: naming the transform and what to take instead.
+        ValueError: with the transform and its replacement.
     """
     for number, transform in enumerate(transforms):
-        for one in _inside(transform):
-            remedy = _remedy(one)
+        for part in _inside(transform):
+            remedy = _remedy(part)
             if remedy is not None:
                 raise ValueError(
-                    f"data.transforms: {type(one).__name__} of transform {number} moves pixels of "
-                    f"the image, and the mask would not follow: {remedy}"
+                    f"data.transforms: {type(part).__name__} of transform {number} moves pixels of "
+                    f"the image, but not of the mask: {remedy}"
                 )
 
 
-def _remedy(one: Any) -> str | None:
-    name, module = type(one).__name__, type(one).__module__
+def _remedy(part: Any) -> str | None:
+    name, module = type(part).__name__, type(part).__module__
     if module.startswith("torchvision.transforms") and ".v2" not in module:
-        return f"take torchvision.transforms.v2.{name}" if name in _TORCHVISION else None
-    if module.startswith(_MONAI) and not hasattr(one, "keys"):
-        return f"take monai.transforms.{name}d with keys: [image, label]"
+        return f"use torchvision.transforms.v2.{name}" if name in _TORCHVISION else None
+    if module.startswith(_MONAI) and not hasattr(part, "keys"):
+        return f"use monai.transforms.{name}d with keys: [image, label]"
     if module.startswith("kornia."):
-        return "let data.transforms name the transforms of kornia themselves"
+        return "list the transforms of kornia in data.transforms themselves"
     return None
 
 
 def _inside(transform: Any) -> Iterator[Any]:
-    """A transform, and those that it calls."""
+    """A transform and its nested transforms."""
     waiting, seen = [transform], 0
     while waiting and seen < _MOST:
-        one, seen = waiting.pop(0), seen + 1
-        yield one
-        inner = getattr(one, "transforms", None)
+        part, seen = waiting.pop(0), seen + 1
+        yield part
+        inner = getattr(part, "transforms", None)
         waiting += inner if isinstance(inner, list | tuple) else []
-        single = getattr(one, "transform", None)
+        single = getattr(part, "transform", None)
         waiting += [single] if callable(single) and not isinstance(single, type) else []
-        waiting += one.children() if isinstance(one, nn.Module) else []
+        waiting += part.children() if isinstance(part, nn.Module) else []

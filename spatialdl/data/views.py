@@ -1,4 +1,4 @@
-"""Images as the network sees them: cropped to one size, padded, and augmented while training."""
+"""Images as the network sees them: cropped, padded, and augmented for training."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, check_bo
 
 @dataclass(frozen=True)
 class Views:
-    """One view of `size` of every image, another one each epoch if augmented; read box by box.
+    """One view of `size` per image, another one each epoch if augmented; read box by box.
 
-    A box of a view is that box of the whole view, bit for bit, and only what lies under it is read
-    (a blur needs some pixels around it).
+    A box of a view equals that box of the whole view bit for bit, and only the pixels under it are
+    read (a blur needs a margin).
 
     Attributes:
         source: the stored images.
-        size: (H, W) of the views, (D, H, W) of volumes, (L,) of signals. Smaller images lie in the
-            middle of the background.
-        background: what lies beyond an image, in its own units; None is white, of volumes and
-            signals 0.
-        augmentation: None takes the centre and changes nothing.
-        seed: of what is drawn.
+        size: (H, W) of the views, (D, H, W) of volumes, (L,) of signals. Smaller images are
+            centred on the background.
+        background: value beyond an image, in its own units; None is white, or 0 for volumes and
+            signals.
+        augmentation: None takes the centre without changes.
+        seed: seed of the augmentation.
         white: the largest pixel value, `data.scale`; None is that of an integer type, 1 for floats.
     """
 
@@ -54,17 +54,17 @@ class Views:
 
     @property
     def labels(self) -> npt.NDArray[Any]:
-        """Of all samples, int64 (N,) or float64 (N, targets)."""
+        """Labels of all samples, int64 (N,) or float64 (N, targets)."""
         return self.source.labels
 
     @property
     def no_labels(self) -> npt.NDArray[Any]:
-        """Labels of no samples, of their type and shape."""
+        """An empty array with the type and shape of labels."""
         known = getattr(self.source, "no_labels", None)  # of a `DatasetSource`
         return self.source.labels[:0] if known is None else np.asarray(known)
 
     def label(self, epoch: int, sample: int) -> npt.NDArray[Any]:
-        """The class, int64 (), or numbers, float64 (targets,), of a sample."""
+        """Label of a sample: class, int64 (), or values, float64 (targets,)."""
         if isinstance(self.source, DatasetSource):
             return self.source.target(epoch, sample)
         return np.asarray(self.source.labels[sample])
@@ -80,7 +80,7 @@ class Views:
 
     @property
     def moves(self) -> bool:
-        """Whether a box of a view lies elsewhere in the stored image another epoch."""
+        """Whether a box of a view moves within the stored image between epochs."""
         return self.augmentation is not None and self.augmentation.moves
 
     def read(self, epoch: int, sample: int, box: Box) -> Pixels:
@@ -99,7 +99,7 @@ class Views:
         return blur(changed, box, self.size, drawn.sigma, self.white)
 
     def read_mask(self, epoch: int, sample: int, box: Box) -> Pixels:
-        """The same box of the mask, without channels; beyond the image no pixel has a class.
+        """The same box of the mask, without channels; 255 (no class) beyond the image.
 
         Raises:
             ValueError: the box is not inside.
@@ -109,7 +109,7 @@ class Views:
         return self._place(drawn, epoch, sample, box, masks=True)
 
     def stored_box(self, epoch: int, sample: int, box: Box) -> Box:
-        """The part of the stored image that lies under a box of a view; may be empty."""
+        """The part of the stored image under a box of a view; may be empty."""
         drawn, stored = self._draw(epoch, sample), self.source.image_size(sample)
         wanted = with_margin(box, self.size, drawn.sigma) if self._is_image else box
         return clipped(window_of(drawn, stored, self.size).source_box(wanted), stored)
@@ -145,7 +145,7 @@ class Views:
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Of the pixels of the source."""
+        """Type of the source's pixels."""
         known = getattr(self.source, "dtype", None)  # of a `ShardDataset`
         return (
             self.source.read(0, (0, 1) * len(self.size)).dtype if known is None else np.dtype(known)
@@ -156,10 +156,10 @@ class Views:
         return self.check_background()
 
     def check_background(self) -> float:
-        """What lies beyond the images.
+        """The value beyond the images.
 
         Raises:
-            ValueError: it is no value of such images.
+            ValueError: `background` is not a value of such images.
         """
         white = value_range(self.dtype) if self.white is None else self.white
         usual = white if self._is_image else 0
@@ -169,7 +169,7 @@ class Views:
         whole = float(fill).is_integer() or not np.issubdtype(self.dtype, np.integer)
         if not (least <= fill <= white and whole):
             raise ValueError(
-                f"data.background={fill} is no value of {self.dtype} images: take {least:g} to "
+                f"data.background={fill} is not a value of {self.dtype} images: use {least:g} to "
                 f"{white:g}, or null for {usual:g}"
             )
         return fill

@@ -1,4 +1,4 @@
-"""How the voxels of volumes lie in the patient: orientations, and turns from one to another."""
+"""Orientation of volumes in the patient, and conversion between orientations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from spatialdl.data.image_source import Box, pairs
 
 T = TypeVar("T", int, float)
 
-_ENDS = ("LR", "PA", "IS")  # of the axes of RAS+: to the left or right, back or front, feet or head
+_ENDS = ("LR", "PA", "IS")  # of the axes of RAS+: left/right, posterior/anterior, inferior/superior
 _NEAR = 1.1
-"""Spacings that differ by no more than this factor are alike."""
+"""Spacings that differ by at most this factor are considered equal."""
 
 
 def orientation_of(affine: npt.ArrayLike) -> str:
-    """Where slices, rows and columns lead to, of an oblique volume nearest: "SAR", say.
+    """Directions of slices, rows and columns, the nearest ones if oblique, e.g. "SAR".
 
-    nibabel names the dims of files, which are columns, rows and slices: it has "RAS" for this.
+    nibabel lists the dims of files (columns, rows, slices): it returns "RAS" for the same volume.
 
     Args:
-        affine: (3, 4), which takes (slice, row, column, 1) to millimetres in RAS+.
+        affine: (3, 4), which maps (slice, row, column, 1) to millimetres in RAS+.
     """
     steps = np.asarray(affine, np.float64)[:, :3]
     steps = steps / np.maximum(np.linalg.norm(steps, axis=0), np.finfo(np.float64).tiny)
@@ -37,11 +37,11 @@ def orientation_of(affine: npt.ArrayLike) -> str:
 
 @dataclass(frozen=True)
 class VolumeTurn:
-    """Takes stored volumes to how a network sees them, by exchanging and reversing dims.
+    """Converts stored volumes to the network's orientation by transposing and flipping dims.
 
     Attributes:
-        dims: of the stored volume, for each dim that is seen.
-        reversed: dims that are seen from their end.
+        dims: the stored dim of each network dim.
+        reversed: network dims that are flipped.
     """
 
     dims: tuple[int, ...] = (0, 1, 2)
@@ -49,40 +49,40 @@ class VolumeTurn:
 
     @classmethod
     def between(cls, stored: str, seen: str) -> Self:
-        """From one orientation to another; see `orientation_of`."""
+        """The turn from one orientation to another; see `orientation_of`."""
         ends = [next(pair for pair in _ENDS if letter in pair) for letter in seen]
         dims = [next(k for k, one in enumerate(stored) if one in pair) for pair in ends]
         wrong = (k for k, dim in enumerate(dims) if stored[dim] != seen[k])
         return cls(tuple(dims), tuple(wrong))
 
     def seen_size(self, stored: Sequence[T]) -> tuple[T, ...]:
-        """The size, or spacing, that is seen of a stored one."""
+        """Size, or spacing, in network orientation."""
         return tuple(stored[dim] for dim in self.dims)
 
     def stored_box(self, box: Box, seen: Iterable[int]) -> Box:
-        """Where a box of what is seen, of a size, is stored."""
+        """The stored box of a box in network orientation, whose whole size is `seen`."""
         found = [(0, 0)] * 3
         for k, ((start, stop), n) in enumerate(zip(pairs(box), seen, strict=True)):
             found[self.dims[k]] = (n - stop, n - start) if k in self.reversed else (start, stop)
         return tuple(number for span in found for number in span)
 
     def seen(self, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Stored voxels (slices, rows, columns, ...) as they are seen."""
+        """Stored voxels (slices, rows, columns, ...) in network orientation."""
         rest = range(3, stored.ndim)
         return np.flip(stored.transpose(*self.dims, *rest), self.reversed)
 
     def stored(self, seen: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """What is seen, (slices, rows, columns), as it is stored."""
+        """Voxels in network orientation, (slices, rows, columns), in stored orientation."""
         return np.flip(seen, self.reversed).transpose(np.argsort(self.dims))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the volumes of a training set have in common.
+    """Common geometry of the volumes of a training set.
 
     Attributes:
-        orientation: of all of them; None if they differ, or it is not known of one.
-        spacing: least and largest along each dim, in millimetres; None likewise.
+        orientation: of all volumes; None if they differ or one is unknown.
+        spacing: (smallest, largest) along each dim, in millimetres; None if one is unknown.
     """
 
     orientation: str | None = None
@@ -90,7 +90,7 @@ class Geometry:
 
     @classmethod
     def of(cls, samples: Iterable[VolumeSample]) -> Self:
-        """Of samples of a data set."""
+        """Geometry of the samples of a data set."""
         known = [(sample.affine, sample.spacing) for sample in samples]
         codes = {None if affine is None else orientation_of(affine) for affine, _ in known}
         spacings = [spacing for _, spacing in known if spacing is not None]
@@ -104,10 +104,10 @@ class Geometry:
 
     @classmethod
     def parsed(cls, row: Mapping[str, Any]) -> Self:
-        """Of what a checkpoint says.
+        """Geometry from a checkpoint.
 
         Raises:
-            KeyError, ValueError: something is missing, or cannot be.
+            KeyError, ValueError: a value is missing or invalid.
         """
         code, spacing = row["orientation"], row["spacing"]
         if code is not None and not _is_orientation(fields.text(row, "orientation")):
@@ -115,22 +115,22 @@ class Geometry:
         if spacing is None:
             return cls(code)
         if not isinstance(spacing, list) or len(spacing) != 2:
-            raise ValueError(f"spacing is {fields.shown(spacing)}, expected least and largest")
+            raise ValueError(f"spacing is {fields.shown(spacing)}, expected smallest and largest")
         return cls(code, (spacing_of(spacing[0]), spacing_of(spacing[1])))
 
     def described(self) -> dict[str, Any]:
-        """As checkpoints record it."""
+        """Values to record in checkpoints."""
         spacing = None if self.spacing is None else [list(one) for one in self.spacing]
         return {"orientation": self.orientation, "spacing": spacing}
 
     def turn(self, affine: npt.ArrayLike | None) -> VolumeTurn:
-        """From a volume with this affine to the orientation of the training set."""
+        """The turn from a volume with this affine to the orientation of the training set."""
         if affine is None or self.orientation is None:
             return VolumeTurn()
         return VolumeTurn.between(orientation_of(affine), self.orientation)
 
     def remark(self, spacing: tuple[float, ...] | None) -> str:
-        """What is to be said of a volume whose voxels have this spacing as they are seen."""
+        """Warning about a volume whose spacing in network orientation differs; else empty."""
         if self.spacing is None:
             return ""
         least, most = self.spacing
@@ -138,18 +138,18 @@ class Geometry:
         if any(high > _NEAR * low for low, high in zip(least, most, strict=True)):
             trained += f" to {shown_spacing(most)}"
         if spacing is None:
-            return f"its spacing is not known, the training set's is {trained} mm"
+            return f"its spacing is unknown, the training set has {trained} mm"
         within = zip(least, spacing, most, strict=True)
         if all(low / _NEAR <= here <= high * _NEAR for low, here, high in within):
             return ""
         return (
-            f"its voxels are {shown_spacing(spacing)} mm (slices x rows x columns), those of the "
-            f"training set {trained} mm: resample it, or do not trust the prediction"
+            f"its voxels are {shown_spacing(spacing)} mm (slices x rows x columns), the training "
+            f"set has {trained} mm: resample it, or the prediction is unreliable"
         )
 
 
 def shown_spacing(spacing: Iterable[float]) -> str:
-    """Millimetres as text."""
+    """Spacing in millimetres as text."""
     return " x ".join(f"{length:.3g}" for length in spacing)
 
 

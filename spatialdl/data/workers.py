@@ -1,9 +1,9 @@
-"""Processes that read batches ahead of the training.
+"""Worker processes that prefetch batches.
 
-They come from a fork server, an interpreter of its own: to fork a process in which MPI or CUDA has
-started is not safe. Batches travel in shared memory, one block each. It is passed on as an open
-file (PyTorch's `file_descriptor`, the default on Linux) and has no name that could outlive a
-process that is killed; one block keeps those files few.
+They are children of a fork server, a separate interpreter: forking a process in which MPI or CUDA
+is initialised is not safe. Batches are passed in shared memory, one block each, as an open file
+(PyTorch's `file_descriptor`, the default on Linux). It has no name that could outlive a killed
+process; one block per batch keeps the number of files low.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ PRELOADED = (
     "spatialdl.data.workers",
     "hydra",
 )
-"""The last is for the commands: each process imports the main module of its program again."""
+"""`hydra` is for the commands: each worker imports the main module of its program again."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-_ALIGNED = 64  # bytes at which a tensor begins
+_ALIGNED = 64  # alignment of tensors in a block, bytes
 
 
 class Workers:
-    """Processes that live until `close`, and read what `batches` is asked for.
+    """Worker processes that live until `close` and read the batches that `batches` requests.
 
     Args:
-        reader: is pickled and sent to each of them.
-        workers: how many.
-        prefetch: batches that each of them has read, or is reading, ahead.
+        reader: is pickled and sent to each process.
+        workers: number of processes.
+        prefetch: batches that each process reads ahead.
     """
 
     def __init__(self, reader: BatchReader, workers: int, prefetch: int) -> None:
         self._wanted: list[Batch] = []
         self._reader, self._workers, self._prefetch = reader, workers, prefetch
         self._loader: DataLoader[Any] | None = None
-        _start_server()  # it imports what it needs while this process goes on
+        _start_server()  # its imports run while this process continues
 
     def batches(self, wanted: Sequence[Batch]) -> Iterator[list[Slice]]:
         """This rank's slices of each batch, in order; one iterator at a time.
 
         Raises:
-            ChildProcessError: one of the processes ended.
-            OSError: there is too little shared memory.
-            Exception: what the source raised.
+            ChildProcessError: a worker process exited.
+            OSError: not enough shared memory.
+            Exception: any error of the source.
         """
         self._wanted[:] = wanted
         found = self._start()
@@ -75,7 +75,7 @@ class Workers:
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
                     raise
-                raise ChildProcessError(self._who_ended(error, number)) from None
+                raise ChildProcessError(self._death_message(error, number)) from None
             if isinstance(packed, BaseException):
                 raise packed
             yield unpack(*packed)
@@ -86,11 +86,11 @@ class Workers:
         loader, self._loader = self._loader, None
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:
-            iterator._shutdown_workers()  # its destructor would, but when, after an error?
+            iterator._shutdown_workers()  # after an error its destructor may run late
 
     def _start(self) -> Iterator[Any]:
         if self._loader is None:
-            atexit.register(self.close)  # they take no SIGTERM, with which Python would end them
+            atexit.register(self.close)  # workers ignore SIGTERM from multiprocessing at exit
             self._loader = DataLoader(
                 _Batches(self._reader),
                 batch_size=None,
@@ -99,33 +99,33 @@ class Workers:
                 prefetch_factor=self._prefetch,
                 persistent_workers=True,
                 multiprocessing_context="forkserver",
-                worker_init_fn=_begin,
-                collate_fn=_as_it_is,
-                generator=torch.Generator(),  # or it draws from the one of the training
+                worker_init_fn=_init_worker,
+                collate_fn=_identity,
+                generator=torch.Generator(),  # else it draws from the training's generator
             )
         try:
             return iter(self._loader)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the data set cannot be sent to processes that read it ({error}): open files "
-                "when they are first read and leave them out of its pickle, or take data.workers=0"
+                f"the data set cannot be pickled for worker processes ({error}): open files on "
+                "first read and leave them out of its pickle, or set data.workers=0"
             ) from error
 
-    def _who_ended(self, error: Exception, number: int) -> str:
+    def _death_message(self, error: Exception, number: int) -> str:
         ahead = self._wanted[number : number + self._workers * self._prefetch]
         samples = [sample for batch in ahead for sample in batch.samples.tolist()]
         shown = ", ".join(map(str, samples[:8])) + (" ..." if len(samples) > 8 else "")
         return (
-            f"a process that reads data ended ({error}) while samples {shown} of epoch "
-            f"{ahead[0].epoch} were being read: it was killed, perhaps for want of memory (take "
-            "fewer data.workers or a smaller data.prefetch), or a file was cut while it was read "
-            "(data.io=pread tells which), or could not start (see above); data.workers=0 reads "
-            "without processes"
+            f"a worker process exited ({error}) while reading samples {shown} of epoch "
+            f"{ahead[0].epoch}: it was killed, perhaps by the out-of-memory killer (reduce "
+            "data.workers or data.prefetch), or a file was truncated during a read "
+            "(data.io=pread reports which), or it could not start (see above); data.workers=0 "
+            "reads without worker processes"
         )
 
 
 class _Batches(Dataset[Any]):
-    """What a worker process holds; its items are batches."""
+    """The data set of a worker process; its items are batches."""
 
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
@@ -134,11 +134,11 @@ class _Batches(Dataset[Any]):
         try:
             return pack(self.reader.read(batch))
         except Exception as error:
-            return _travelling(error)
+            return _sendable(error)
 
 
-def _travelling(error: Exception) -> Any:
-    """An error that survives being sent; its traceback comes along as its cause."""
+def _sendable(error: Exception) -> Any:
+    """An error that can be pickled, with its traceback as its cause."""
     wrapped = ExceptionWithTraceback(error, error.__traceback__)
     try:
         pickle.loads(pickle.dumps(wrapped))
@@ -150,31 +150,31 @@ def _travelling(error: Exception) -> Any:
 
 
 Packed = tuple[Tensor, list[Slice]]
-"""All pixels of a batch as bytes; its slices, with tensors on the device "meta" in their place."""
+"""All tensors of a batch as bytes; its slices, with placeholders on the device "meta"."""
 
 
 def pack(batch: list[Slice]) -> Packed:
     """Move the tensors of a batch into one block of shared memory.
 
     Raises:
-        OSError: there is no room.
+        OSError: not enough shared memory.
     """
-    tensors = [x for one in batch for x in one.tensors()]
-    size = sum(map(_padded, tensors)) or _ALIGNED  # a file of no bytes cannot be mapped
+    tensors = [x for part in batch for x in part.tensors()]
+    size = sum(map(_padded, tensors)) or _ALIGNED  # an empty file cannot be mapped
     try:
         block: Tensor = torch.empty(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise OSError(_no_room(size, error)) from error
+        raise OSError(_shared_memory_message(size, error)) from error
     for part, x in zip(_cut(block, tensors), tensors, strict=True):
         part.copy_(x)
-    return block, [one.map(lambda x: torch.empty_like(x, device="meta")) for one in batch]
+    return block, [part.map(lambda x: torch.empty_like(x, device="meta")) for part in batch]
 
 
 def unpack(block: Tensor, batch: list[Slice]) -> list[Slice]:
-    """The batch, in the block; nothing is copied."""
-    tensors = [x for one in batch for x in one.tensors()]
+    """The batch as views of the block, without a copy."""
+    tensors = [x for part in batch for x in part.tensors()]
     parts = {id(x): part for x, part in zip(tensors, _cut(block, tensors), strict=True)}
-    return [one.map(lambda x: parts[id(x)]) for one in batch]
+    return [part.map(lambda x: parts[id(x)]) for part in batch]
 
 
 def _cut(block: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -189,20 +189,20 @@ def _padded(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _no_room(size: int, error: RuntimeError) -> str:
+def _shared_memory_message(size: int, error: RuntimeError) -> str:
     free = ""
     if os.path.isdir(SHARED):
         status = os.statvfs(SHARED)
         free = f", {status.f_bavail * status.f_frsize / 2**20:.1f} MB are free in {SHARED}"
     return (
-        f"no room for a batch of {size / 2**20:.1f} MB in shared memory{free}: take fewer "
-        "data.workers, a smaller data.prefetch, or data.workers=0, which needs none; a container "
-        f"has more with --shm-size or --ipc=host ({error})"
+        f"cannot allocate {size / 2**20:.1f} MB of shared memory for a batch{free}: reduce "
+        "data.workers or data.prefetch, or set data.workers=0, which needs none; enlarge that of "
+        f"a container with --shm-size or --ipc=host ({error})"
     )
 
 
 def _start_server() -> None:
-    """With what processes need already imported, and one thread each."""
+    """Start the fork server with the imports of workers and one thread per library."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with _environment(_ONE_THREAD):
@@ -223,22 +223,22 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _begin(_worker: int) -> None:
-    """Take no notice of what launchers and terminals send to everybody; end with the run.
+def _init_worker(_worker: int) -> None:
+    """Ignore signals of launchers and terminals; exit with the parent.
 
-    The fork server has seen to SIGUSR1, and has blocked SIGTERM, which waits here for its reader.
-    PyTorch looks whether the fork server has gone, which waits for this process itself.
+    The fork server ignores SIGUSR1 and blocks SIGTERM, which waits here for `end_for_parent`.
+    PyTorch watches the fork server, which waits for this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    assert parent is not None  # or this would be no worker
+    assert parent is not None  # workers always have one
 
     def end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
     def end_for_parent() -> None:
-        """Which ends its processes by SIGTERM, when it ends itself."""
+        """Exit on SIGTERM from the parent, which it sends when it exits."""
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
             pass
         os._exit(0)
@@ -247,5 +247,5 @@ def _begin(_worker: int) -> None:
         threading.Thread(target=end, daemon=True, name=end.__name__).start()
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

@@ -1,4 +1,4 @@
-"""Writing a data set folder: tiles or regions in, shards of bounded size and a manifest out."""
+"""Data set writer: tiles or regions in, shards of bounded size and a manifest out."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ DEFAULT_SHARD_SIZE = 512 * 2**20
 
 
 class ShardWriter:
-    """Write a data set folder; it appears under its name when all of it is written.
+    """Write a data set folder, which appears under its name once it is complete.
 
     ::
 
         with ShardWriter("set", classes=["benign", "tumour"]) as writer:
             writer.add(image, label="tumour", split="train", slide="a1", xy=(0, 512))
 
-    Leaving the block by an exception (or never leaving it) leaves no folder, and leaves an old
-    folder of that name as it was.
+    An exception inside the block removes the new folder and keeps an existing folder of that name
+    unchanged.
 
     Args:
-        path: the folder to be made.
+        path: the folder to create.
         classes: names of the classes; a label is one of them or its index.
         kind: "tiles" (all of one size), "regions" (any size, written by row bands), or "volumes"
-            (regions with a leading dim more, written by bands of slices).
+            (regions with an additional leading dim, written by bands of slices).
         mpp: micrometres per pixel of the tiles, if known.
-        shard_size: about how many bytes of pixels a shard may have, as many as they are decoded
-            (at least one sample is in each).
-        stripes: regions and volumes only: over how many shards the bands of one are spread.
-        part: write this part of the data set only; `join_parts` makes one of all. Any number of
-            processes may write parts at a time.
-        comm: an mpi4py communicator, whose ranks all make a writer with the same settings, and
-            close it: each writes a part, and rank 0 joins them in the order of the ranks. Where one
-            fails (leaves the block by an exception, too) all raise, and there is no folder.
-        codec: "raw"; "jpeg" for chunks of JPEG (uint8 of 1 or 3 channels; masks stay raw); "zstd"
-            or "lz4", smaller than raw without loss.
-        quality: of the JPEGs, 1 to 100. Images that come encoded keep theirs.
-        level: of zstd, 1 (fast) to 22 (small).
-        chunk: tiles as JPEG only: rows and columns of a chunk, where the tiles to come encoded
-            have others than the first one added.
-        stripe_count: on Lustre, over how many storage targets a shard is spread (`lfs setstripe`),
-            -1 for all.
-        stripe_size: on Lustre, bytes of the pieces in which it is spread.
-        overwrite: replace a data set of that name.
-        made_with: settings worth keeping, written to the manifest as they are.
+        shard_size: approximate bytes of decoded pixels per shard (each shard has at least one
+            sample).
+        stripes: regions and volumes only: number of shards over which the bands of one sample are
+            distributed.
+        part: write this part of the data set only; `join_parts` joins the parts. Any number of
+            processes may write parts concurrently.
+        comm: an mpi4py communicator. All its ranks create a writer with the same settings and
+            close it: each rank writes a part, and rank 0 joins the parts in rank order. If one
+            rank fails (an exception inside the block included), all raise and no folder is left.
+        codec: "raw"; "jpeg" for JPEG chunks (uint8 with 1 or 3 channels; masks stay raw); "zstd"
+            or "lz4", lossless compression.
+        quality: JPEG quality, 1 to 100. Images added encoded keep theirs.
+        level: zstd level, 1 (fast) to 22 (small).
+        chunk: JPEG tiles only: (rows, columns) of a chunk, if tiles added encoded have chunks of
+            another size than the first tile.
+        stripe_count: on Lustre, number of storage targets per shard (`lfs setstripe`), -1 for all.
+        stripe_size: on Lustre, bytes per stripe.
+        overwrite: replace an existing data set of that name.
+        made_with: settings to record in the manifest unchanged.
 
     Raises:
-        ShardError: the folder exists and `overwrite` is false, or it is not a data set; or
-            another rank failed.
-        ValueError: classes that repeat, sizes below one, no such codec, quality or level.
+        ShardError: the folder exists and `overwrite` is false or it is not a data set; or another
+            rank failed.
+        ValueError: duplicate classes, sizes below one, unknown codec, quality or level.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class ShardWriter:
             striping = Striping(stripe_count, stripe_size)
             if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
                 raise ValueError(
-                    f"chunk is {chunk}; it is for kind 'tiles' with codec 'jpeg', and at least "
+                    f"chunk is {chunk}; it requires kind 'tiles' and codec 'jpeg', and at least "
                     "1 x 1"
                 )
             if part is not None and comm is not None:
-                raise ValueError("part and comm do not go together: a rank has its own part")
+                raise ValueError("part and comm are mutually exclusive: each rank writes its part")
         self._target, self._overwrite = Path(path).resolve(), overwrite
         self._comm, self._part = comm, part
-        self._folder = self._begun()
-        self._lay_out(striping)
+        self._folder = self._open_folder()
+        self._apply_striping(striping)
         self._shards: TileShards | RegionShards
         if kind == "tiles":
             self._shards = TileShards(self._folder.path, shard_size, coding, chunk)
@@ -124,12 +124,12 @@ class ShardWriter:
 
     @property
     def path(self) -> Path:
-        """Where the folder will be."""
+        """The folder to be created."""
         return self._target
 
     @property
     def workdir(self) -> Path:
-        """Where it is being built; other files may be put here, and move with it."""
+        """The temporary folder; files put here become part of the data set folder."""
         return self._folder.path
 
     def __len__(self) -> int:
@@ -153,27 +153,27 @@ class ShardWriter:
 
         Args:
             image: (rows, cols, channels) or (rows, cols) of uint8, uint16, int16, float16, float32
-                or float64, the same for all; of a volume with slices before them. Regions and
-                volumes may be anything that has `shape` and `dtype` and gives rows (slices) as
-                `image[row0:row1]`; it is read some at a time.
-                With codec "jpeg" an `EncodedImage`, whose streams are stored as they are.
+                or float64, the same for all samples; volumes with a leading dim of slices. Regions
+                and volumes may be any object with `shape` and `dtype` that returns rows (slices)
+                for `image[row0:row1]`; it is read in bands.
+                With codec "jpeg" an `EncodedImage`, whose streams are stored unchanged.
             label: name or index of a class, or None.
             split: "train", "val", "test" or any other name, or None.
-            slide: what the image was cut from.
-            xy: level-0 column and row of its top-left pixel there.
-            mask: class of every pixel, integers 0 to 254, or 255 where it is not known,
-                (rows, cols), of a volume (slices, rows, cols); all samples or none.
-            mpp: micrometres per pixel of a region; tiles share that of the writer.
-            spacing: of a volume: millimetres from one slice, row and column to the next.
-            affine: of a volume: the first three rows, or all four, of the matrix that takes
+            slide: name of the slide that the image was cut from.
+            xy: level-0 (column, row) of its top-left pixel in the slide.
+            mask: class of every pixel, integers 0 to 254, or 255 if unknown, (rows, cols), of a
+                volume (slices, rows, cols); either all samples have masks or none.
+            mpp: micrometres per pixel of a region; tiles use that of the writer.
+            spacing: volumes only: millimetres between neighbouring slices, rows and columns.
+            affine: volumes only: the first three rows, or all four, of the matrix that maps
                 (slice, row, column, 1) to millimetres in RAS+.
 
         Raises:
-            ValueError: a shape, type, label or split that does not fit, or a stream that is
-                damaged; nothing was added.
+            ValueError: invalid shape, type, label or split, or a damaged stream; the sample is
+                not added.
         """
         if not self._open:
-            raise ValueError(f"the data set {self.path} is closed; nothing can be added to it")
+            raise ValueError(f"data set {self.path} is closed; cannot add a sample")
         if split is not None and not split:
             raise ValueError("split is empty; give a name such as 'train', or None")
         for what, name in (("split", split or ""), ("slide", slide)):
@@ -188,7 +188,7 @@ class ShardWriter:
         }
         if isinstance(self._shards, TileShards):
             if mpp is not None:
-                raise ValueError("mpp of a tile is that of the whole set; give it to ShardWriter")
+                raise ValueError("mpp is set for one tile; tiles share the mpp of the ShardWriter")
             classes = None if mask is None else np.asarray(mask)
             if isinstance(image, EncodedImage):
                 self._shards.add_encoded(image, classes, known)
@@ -198,17 +198,17 @@ class ShardWriter:
             self._shards.add(_rows(image), None if mask is None else _rows(mask), mpp, known)
 
     def close(self) -> None:
-        """Finish the last shard, write the manifest and give the folder its name.
+        """Finish the last shard, write the manifest and rename the folder.
 
         Raises:
-            ShardError: nothing was added, so no folder is made; or another rank failed.
+            ShardError: the data set is empty, so no folder is created; or another rank failed.
         """
         if self._open:
             self._open = False
             self._end(None)
 
     def abort(self) -> None:
-        """Drop all that was written; of a writer with `comm` all that was written by all ranks."""
+        """Discard all that was written; with `comm`, on all ranks."""
         if self._open:
             self._open = False
             with suppress(_AbortedError):
@@ -224,21 +224,21 @@ class ShardWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close, or abort where the block raised."""
+        """Close, or abort if the block raised."""
         if error is None:
             self.close()
         elif self._open:
             self._open = False
             self._end(error)
 
-    def _begun(self) -> FolderInProgress:
-        """The folder that this process writes, once all ranks can write theirs."""
+    def _open_folder(self) -> FolderInProgress:
+        """The folder that this process writes, created once all ranks can create theirs."""
         if self._comm is None:
             if self._part is None:
                 return FolderInProgress(self._target, overwrite=self._overwrite)
             folder = part_folder(self._target, self._part)
             check_target(self._target, overwrite=self._overwrite)
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, or it would be joined
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier run, would be joined
             return FolderInProgress(folder)
         comm, self._part = self._comm, f"{self._comm.rank:05d}"
         with _agreed(comm):
@@ -248,7 +248,7 @@ class ShardWriter:
         with _agreed(comm):
             return FolderInProgress(part_folder(self._target, self._part))
 
-    def _lay_out(self, striping: Striping) -> None:
+    def _apply_striping(self, striping: Striping) -> None:
         try:
             with _agreed(self._comm):
                 undone = striping.apply(self._folder.path)
@@ -259,7 +259,7 @@ class ShardWriter:
             warnings.warn(undone, stacklevel=3)
 
     def _end(self, error: BaseException | None) -> None:
-        """Finish, or drop all where there was an error, here or on another rank; raises it."""
+        """Publish the folder, or discard it and raise if this or another rank failed."""
         try:
             if error is not None:
                 raise error
@@ -315,13 +315,13 @@ class ShardWriter:
     def _geometry(
         self, mpp: float | None, spacing: Sequence[float] | None, affine: npt.ArrayLike | None
     ) -> dict[str, Any]:
-        """Spacing and affine of a volume; other samples have neither."""
+        """Spacing and affine of a volume; empty for other kinds."""
         if self._kind != "volumes":
             if spacing is not None or affine is not None:
-                raise ValueError(f"spacing and affine are of volumes, and kind is {self._kind!r}")
+                raise ValueError(f"spacing and affine require kind 'volumes', not {self._kind!r}")
             return {}
         if mpp is not None:
-            raise ValueError("mpp is not of volumes: give their spacing, in millimetres")
+            raise ValueError("mpp does not apply to volumes; set spacing, in millimetres")
         rows = None if affine is None else np.asarray(affine, np.float64).tolist()
         if rows is not None and len(rows) == 4 and rows[3] == [0, 0, 0, 1]:
             rows = rows[:3]
@@ -335,21 +335,21 @@ class ShardWriter:
             return None
         if isinstance(label, str):
             if label not in self._classes:
-                raise ValueError(f"label {label!r} is none of the classes {self._classes}")
+                raise ValueError(f"label {label!r} is not one of the classes {self._classes}")
             return self._classes.index(label)
         index = int(label)
         if index != label or not 0 <= index < len(self._classes):
-            raise ValueError(f"label {label} is no index into the {len(self._classes)} classes")
+            raise ValueError(f"label {label} is not an index into the {len(self._classes)} classes")
         return index
 
 
 class _AbortedError(Exception):
-    """What other ranks are told."""
+    """The error that other ranks receive after `abort`."""
 
 
 @contextmanager
 def _agreed(comm: Comm | None) -> Iterator[None]:
-    """At the end of the block all ranks raise if one did."""
+    """Raise on all ranks at the end of the block if one rank raised."""
     if comm is None:
         yield
         return
@@ -371,13 +371,13 @@ def _check_sizes(shard_size: int, kind: str, stripes: int) -> None:
 
 
 def _check_text(what: str, name: str) -> None:
-    """Refuse what HDF5 or JSON cannot hold."""
+    """Reject names that HDF5 or JSON cannot store."""
     if "\0" in name:
-        raise ValueError(f"{what} name {name!r} has a zero character in it")
+        raise ValueError(f"{what} name {name!r} contains a null character")
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} name {name!r} is no Unicode text") from error
+        raise ValueError(f"{what} name {name!r} is not valid Unicode") from error
 
 
 def _checked_classes(classes: Sequence[str]) -> list[str]:
@@ -387,7 +387,7 @@ def _checked_classes(classes: Sequence[str]) -> list[str]:
     for name in names:
         _check_text("class", name)
     if len(set(names)) != len(names):
-        raise ValueError(f"classes repeat a name: {names}")
+        raise ValueError(f"classes contain a duplicate name: {names}")
     return names
 
 

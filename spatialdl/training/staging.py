@@ -17,9 +17,9 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shard_usage import (
     ShardUsage,
+    combined_usage,
     one_after_another,
-    that_fit,
-    together,
+    select_fitting,
     training_usage,
     validation_usage,
 )
@@ -107,7 +107,7 @@ class Staging:
         of_ranks = node.gather(needs())
         told = folder = None
         if of_ranks is not None:
-            told = self._start(where, together(of_ranks))
+            told = self._start(where, combined_usage(of_ranks))
             folder = self._copier.folder if self._copier is not None else None
         folder = node.bcast(folder)
         for dataset in datasets:
@@ -203,7 +203,7 @@ class Staging:
                 shard: need for shard, need in needs.items() if shards[shard].file in copier.there
             }
             missing = {shard: need for shard, need in needs.items() if shard not in there}
-            fit = {*there, *that_fit(missing, shards, room)}
+            fit = {*there, *select_fitting(missing, shards, room)}
             chosen = sorted(fit, key=lambda shard: (needs[shard].first, shard))
             copier.start([shards[shard] for shard in chosen])
         except BaseException:

@@ -1,4 +1,4 @@
-"""Images whose pixels say which sample, row and column they are; labels are the samples."""
+"""Images whose pixels encode sample, row and column; labels are the sample indices."""
 
 from __future__ import annotations
 

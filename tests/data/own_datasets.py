@@ -72,7 +72,7 @@ class OwnGenerator(Noise):
 
 
 class Unrepeatable(Noise):
-    """It draws from what nobody can seed."""
+    """A data set that draws from a source that cannot be seeded."""
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         image, label = super().__getitem__(number)
@@ -80,7 +80,7 @@ class Unrepeatable(Noise):
 
 
 class Pictures(Dataset[Any]):
-    """PIL images with a class, as torchvision's data sets give them."""
+    """PIL images with a class, as torchvision's data sets return them."""
 
     def __init__(self, modes: tuple[str, ...] = ("RGB",), train: bool = True) -> None:
         self.modes, self.train = list(modes), train

@@ -59,7 +59,7 @@ def test_an_error_keeps_its_type_and_names_the_sample():
 
 @pytest.mark.parametrize("in_parts", [("images",), ("masks",), ("images", "masks")])
 def test_what_is_read_in_parts_is_left_to_later(in_parts):
-    """A slice says which samples these are; all else is read as ever."""
+    """A slice lists its samples; everything else is read as usual."""
     cut = replace(batching(4, 2, 2, 1, mask_box=WHOLE), in_parts=in_parts)
     reader = BatchReader(views(7), cut)
     first, second = reader.read(Batch(3, np.array([6, 2, 5, 1])))

@@ -91,6 +91,8 @@ def test_what_a_codec_does_not_hold_is_refused(h5: h5py.File) -> None:
     jpeg = Coding("jpeg")
     with pytest.raises(ValueError, match="2 channels"):
         Chunks(h5, "image", (8, 8, 2), (8, 8), coding=jpeg)
-    with pytest.raises(ValueError, match="type uint16, and codec 'jpeg' holds uint8; use codec="):
+    with pytest.raises(
+        ValueError, match="type uint16, but codec 'jpeg' supports only uint8; use codec="
+    ):
         Chunks(h5, "image", (8, 8, 3), (8, 8), np.uint16, coding=jpeg)
     assert "image" not in h5

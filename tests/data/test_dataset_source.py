@@ -63,11 +63,11 @@ def test_labels_are_read_or_given():
 @pytest.mark.parametrize(
     ("dataset", "sentence"),
     [
-        (own.Stream(), "set is an iterable data set, without samples by number"),
+        (own.Stream(), "set is an iterable data set, without samples by index"),
         (iter([1]), "set is an iterable data set"),
-        (3, "set is a int, without samples by number"),
+        (3, "set is a int, without samples by index"),
         (own.Given(), r"set has no samples \(its length is 0\)"),
-        ({"train": 1, "test": 2}, "set is a dict of train, test: name one split"),
+        ({"train": 1, "test": 2}, "set is a dict with keys train, test; select one split"),
         (own.Given(torch.zeros(3, 4)), r"sample 0 of set: it is a Tensor of shape"),
     ],
 )
@@ -83,12 +83,15 @@ def image(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("second", "sentence"),
     [
-        ((image(1, 5, 6), 0), "sample 1 of set: the image has 1 channels, that of the first sam"),
-        ((image(3, 5, 6, dtype=torch.uint8), 0), "the image has type uint8, that of the first"),
-        ((image(3, 5, 7), 0), r"the image is 5 x 7, others are 5 x 6.*data.image_size=\[rows,col"),
+        ((image(1, 5, 6), 0), "sample 1 of set: the image has 1 channels, the first sam"),
+        ((image(3, 5, 6, dtype=torch.uint8), 0), "the image has type uint8, the first"),
+        ((image(3, 5, 7), 0), r"the image is 5 x 7, expected 5 x 6.*data.image_size=\[rows,col"),
         ((image(3, 5, 6, 7), 0), "expected channels and 2 spatial dims"),
-        ((image(3, 5, 6), 2), r"the class is 2, there are 2 \(0 to 1\): set data.num_classes"),
-        ((image(3, 5, 6), -1), "the class is -1, there are 2"),
+        (
+            (image(3, 5, 6), 2),
+            r"the class is 2, expected 0 to 1 \(2 classes\); set data.num_classes",
+        ),
+        ((image(3, 5, 6), -1), "the class is -1, expected 0 to 1"),
     ],
 )
 def test_samples_unlike_the_first_are_refused(second, sentence):
@@ -103,14 +106,14 @@ def test_masks_of_classes_that_there_are_not_are_refused():
     sample = image(1, 2, 3), torch.tensor([[0, 1, 255], [0, 0, 2]])
     source = DatasetSource(own.Given(sample), SampleForm("segmentation"), name="set")
     source.expect(3, None)
-    with pytest.raises(ValueError, match=r"sample 0 of set: the mask has a pixel of class 2, ther"):
+    with pytest.raises(ValueError, match=r"sample 0 of set: the mask has a pixel of class 2, expe"):
         source.expect(2, None)
 
 
 def test_numbers_of_another_count_are_refused():
     samples = (image(1, 2, 3), [1.0, 2.0]), (image(1, 2, 3), [1.0])
     source = DatasetSource(own.Given(*samples), SampleForm("regression"), name="set")
-    with pytest.raises(ValueError, match="the target has 1 numbers, that of the first sample 2"):
+    with pytest.raises(ValueError, match="the target has 1 values, the first sample has 2"):
         source.target(0, 1)
 
 

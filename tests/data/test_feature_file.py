@@ -35,7 +35,7 @@ def test_features_with_a_leading_dim_of_one_are_read(tmp_path: Path):
     file = FeatureFile.open(tmp_path / "a.h5")
     assert (file.tiles, file.width, file.has_coords) == (3, 5, False)
     np.testing.assert_array_equal(file.read(1), features[1:])
-    with pytest.raises(ValueError, match="positions of its tiles are unknown"):
+    with pytest.raises(ValueError, match="tile coordinates are unknown"):
         file.coords()
 
 
@@ -66,7 +66,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path):
     with h5py.File(tmp_path / "apart.h5", "w") as h5:
         h5["features"], h5["coords"] = np.zeros((3, 2)), np.zeros((2, 2), int)
     for name in ("text", "coords", "apart", "missing"):
-        with pytest.raises(ValueError, match=f"{name}.h5 has no features"):
+        with pytest.raises(ValueError, match=f"{name}.h5 has no readable features"):
             FeatureFile.open(tmp_path / f"{name}.h5")
 
 
@@ -76,10 +76,10 @@ def test_folders_are_listed_by_slide(tmp_path: Path):
     write_features(tmp_path / "c.h5", features_of(2), None)
     found = list_features([tmp_path / "c.h5", tmp_path / "out"])
     assert [one.slide for one in found] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="are of one slide"):
+    with pytest.raises(ValueError, match="have the same slide name"):
         list_features([tmp_path / "out", tmp_path / "out" / "h5" / "a.h5"])
     write_features(tmp_path / "d.h5", features_of(2, width=6), None)
-    with pytest.raises(ValueError, match="features of one encoder"):
+    with pytest.raises(ValueError, match="must come from one encoder"):
         list_features([tmp_path / "out", tmp_path / "d.h5"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no feature files"):

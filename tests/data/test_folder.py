@@ -67,7 +67,7 @@ def test_what_is_no_data_set_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
     for overwrite in (False, True):
-        with pytest.raises(ShardError, match="is no data set"):
+        with pytest.raises(ShardError, match="is not a data set"):
             check_target(tmp_path / "home", overwrite=overwrite)
     (tmp_path / "file").touch()
     with pytest.raises(ShardError, match="is a file"):
@@ -192,7 +192,7 @@ def test_a_data_set_of_the_same_settings_is_added_to(tmp_path: Path) -> None:
 def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "lock").write_text("of a door")
-    with pytest.raises(ShardError, match="is no data set"):
+    with pytest.raises(ShardError, match="is not a data set"):
         ResumableFolder(tmp_path / "home", overwrite=True)
     assert (tmp_path / "home" / "lock").read_text() == "of a door"
     assert inside(tmp_path) == ["home"]
@@ -280,17 +280,17 @@ def test_what_somebody_else_has_put_under_its_names_is_not_used(tmp_path: Path) 
     elsewhere, hidden = tmp_path / "elsewhere", tmp_path / ".set.partial"
     elsewhere.mkdir()
     hidden.symlink_to(elsewhere)
-    with pytest.raises(ShardError, match="not a folder of yours"):
+    with pytest.raises(ShardError, match="not a folder owned by this user"):
         ResumableFolder(tmp_path / "set")
     hidden.unlink()
     hidden.mkdir()
     os.chown(hidden, 12345, -1)
-    with pytest.raises(ShardError, match="not a folder of yours"):
+    with pytest.raises(ShardError, match="not a folder owned by this user"):
         ResumableFolder(tmp_path / "set")
     hidden.rmdir()
     old = data_set(tmp_path / ".set.old")
     os.chown(old, 12345, -1)
-    with pytest.raises(ShardError, match="not a folder of yours"):
+    with pytest.raises(ShardError, match="not a folder owned by this user"):
         ResumableFolder(tmp_path / "set")
     assert list(elsewhere.iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [".set.old", "elsewhere"]

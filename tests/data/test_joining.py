@@ -88,7 +88,7 @@ def test_parts_that_differ_are_refused(tmp_path: Path, more: dict, says: str) ->
 
 def test_parts_that_are_not_there_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "set", "one", [0])
-    with pytest.raises(ShardError, match="part 'two' is missing or was not finished"):
+    with pytest.raises(ShardError, match="part 'two' is missing or unfinished"):
         join_parts(tmp_path / "set", ["one", "two"])
     with pytest.raises(ValueError, match="expected a list of distinct names"):
         join_parts(tmp_path / "set", ["one", "one"])
@@ -108,9 +108,9 @@ def test_a_data_set_that_is_there_is_not_replaced_unasked(tmp_path: Path) -> Non
     write(tmp_path / "set", "one", [0])
     with ShardWriter(tmp_path / "set") as writer:
         writer.add(IMAGES[5])
-    with pytest.raises(ShardError, match="holds a data set already"):
+    with pytest.raises(ShardError, match="already contains a data set"):
         join_parts(tmp_path / "set", ["one"])
-    with pytest.raises(ShardError, match="holds a data set already"):
+    with pytest.raises(ShardError, match="already contains a data set"):
         ShardWriter(tmp_path / "set", part="two")
     join_parts(tmp_path / "set", ["one"], overwrite=True)
     assert (opened(tmp_path / "set").read(0) == IMAGES[0]).all()
@@ -137,7 +137,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path, part: 
     beside = part_folder(folder, part).parent if part else tmp_path
     (left,) = [path for path in beside.iterdir() if ".partial-" in path.name]
     if part:
-        with pytest.raises(ShardError, match="part 'one' is missing or was not finished"):
+        with pytest.raises(ShardError, match="part 'one' is missing or unfinished"):
             join_parts(folder, [part])
     with ShardWriter(folder, part=part) as writer:
         assert not left.exists()

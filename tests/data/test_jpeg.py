@@ -49,7 +49,7 @@ def test_a_part_of_a_larger_array_is_encoded(both: str) -> None:
 
 
 def test_other_channels_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 channels, and codec 'jpeg' holds 1 or 3"):
+    with pytest.raises(ValueError, match="4 channels, but codec 'jpeg' supports 1 or 3"):
         encode(np.zeros((8, 8, 4), np.uint8))
 
 

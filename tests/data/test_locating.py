@@ -11,7 +11,7 @@ from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data import format as data_format
 from spatialdl.data.codec import CODECS, Codec
 from spatialdl.data.format import Manifest
-from spatialdl.data.locating import damaged_samples, say_damaged
+from spatialdl.data.locating import damaged_samples, describe_damage
 from spatialdl.errors import ShardError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 60, 50, 3), np.uint8)
@@ -52,7 +52,7 @@ def test_a_flipped_bit_names_the_sample(
             place = file[f"regions/000004/{what}/00001"].id.get_chunk_info(0)
     flip(path, place.byte_offset + place.size // 2)
     assert damaged_samples(tmp_path / "set", manifest, shard) == [sample]
-    assert say_damaged(tmp_path / "set", manifest, shard) == "damaged: sample 4 (slide s4)"
+    assert describe_damage(tmp_path / "set", manifest, shard) == "damaged: sample 4 (slide s4)"
     says = r"in shard-00001\.h5 \(damaged: sample 4 \(slide s4\)\); copy or write"
     with pytest.raises(ShardError, match=says):
         ShardDataset(tmp_path / "set").verify()
@@ -66,7 +66,7 @@ def test_every_byte_of_a_shard_is_watched(tmp_path: Path) -> None:
         flip(path, at)
         with pytest.raises(ShardError, match=r"shard-00000\.h5 \("):
             data.verify()
-        assert say_damaged(tmp_path / "set", manifest, 0)
+        assert describe_damage(tmp_path / "set", manifest, 0)
         flip(path, at)
     data.verify()
 
@@ -76,7 +76,7 @@ def test_what_is_no_hdf5_any_more_may_be_damaged_altogether(tmp_path: Path) -> N
     path = tmp_path / "set" / "shard-00000.h5"
     size = path.stat().st_size
     os.truncate(path, size // 2)
-    said = say_damaged(tmp_path / "set", manifest, 0)
+    said = describe_damage(tmp_path / "set", manifest, 0)
     assert said == (
         "all of its 3 samples may be damaged: sample 0 (slide s0), sample 1 (slide s1), "
         "sample 2 (slide s2)"
@@ -89,7 +89,7 @@ def test_shards_without_sums_are_told_as_a_whole(tmp_path: Path) -> None:
         del file["images_crc32"]
     with pytest.raises(KeyError):
         damaged_samples(tmp_path / "set", manifest, 1)
-    assert say_damaged(tmp_path / "set", manifest, 1).startswith("all of its 3 samples may be")
+    assert describe_damage(tmp_path / "set", manifest, 1).startswith("all of its 3 samples may be")
 
 
 def test_few_of_many_are_named(tmp_path: Path) -> None:
@@ -97,5 +97,5 @@ def test_few_of_many_are_named(tmp_path: Path) -> None:
         for _ in range(9):
             writer.add(IMAGES[0])
     (tmp_path / "set" / "shard-00000.h5").write_bytes(b"")
-    said = say_damaged(tmp_path / "set", Manifest.load(tmp_path / "set"), 0)
+    said = describe_damage(tmp_path / "set", Manifest.load(tmp_path / "set"), 0)
     assert said.endswith("sample 4 and 4 more")

@@ -42,21 +42,21 @@ def test_any_flipped_bit_is_told(codec: str) -> None:
     for at in {0, len(whole) - 1, *rng.integers(0, len(whole), 60).tolist()}:
         damaged = whole.copy()
         damaged[at] ^= 1 << int(rng.integers(8))
-        with pytest.raises(ValueError, match="its checksum is not that"):
+        with pytest.raises(ValueError, match="checksum mismatch"):
             lossless.decode(codec, damaged, IMAGE.shape, IMAGE.dtype)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("length", [0, 3, 4, 20])
 def test_a_cut_stream_is_told(codec: str, length: int) -> None:
-    with pytest.raises(ValueError, match=f"not that of its {length} bytes"):
+    with pytest.raises(ValueError, match=f"checksum mismatch in its {length} bytes"):
         lossless.decode(codec, stored(codec)[:length], IMAGE.shape, IMAGE.dtype)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_chunk_of_another_size_is_refused(codec: str) -> None:
     bomb = stored(codec, np.zeros((5000, 5000), np.uint8))
-    with pytest.raises(ValueError, match="it cannot be decompressed"):
+    with pytest.raises(ValueError, match="cannot decompress"):
         lossless.decode(codec, bomb, (8, 8, 1), np.dtype(np.uint8))
     with pytest.raises(ValueError, match=r"it has 42000 bytes, expected 48000|cannot be"):
         lossless.decode(codec, stored(codec), (80, 100, 3), IMAGE.dtype)

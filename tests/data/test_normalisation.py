@@ -62,7 +62,7 @@ def test_those_of_the_images_are_for_shards():
         ValueError, match=r"data\.mean=dataset with data\.std=0\.1: set data\.std=d"
     ):
         of(name="shards", mean="dataset", std=0.1)
-    with pytest.raises(ValueError, match="is computed for data=shards, not for data=synthetic"):
+    with pytest.raises(ValueError, match="requires data=shards, not data=synthetic"):
         of(name="synthetic", mean="dataset", std="dataset")
 
 
@@ -83,8 +83,8 @@ def test_there_is_a_number_for_every_channel():
 @pytest.mark.parametrize(
     ("dtype", "given", "sentence"),
     [
-        ("uint8", {"scale": 4095}, r"data\.scale=4095 is no value of uint8 images: .* 1 to 255"),
-        ("uint16", {"scale": 0.5}, r"data\.scale=0\.5 is no value of uint16 images"),
+        ("uint8", {"scale": 4095}, r"data\.scale=4095 is not a value of uint8 images: .* 1 to 255"),
+        ("uint16", {"scale": 0.5}, r"data\.scale=0\.5 is not a value of uint16 images"),
         ("uint8", {"mean": [123.7, 116.3, 103.5]}, r"data\.mean=\[123\.7,.* \(255\), so divide"),
         ("uint8", {"std": 58.4}, r"data\.std=58\.4 must lie between 0 and 1 for uint8 images"),
         ("uint16", {"mean": -0.1}, r"data\.mean=-0\.1 must lie between 0 and 1 for uint16"),

@@ -97,7 +97,7 @@ def test_a_file_that_is_replaced_before_hdf5_opens_it_is_refused(shards, infos, 
     folder = tmp_path / "set"
     opened = shards.get(infos[0])
     (folder / infos[1].file).replace(folder / infos[0].file)
-    with pytest.raises(OSError, match="it was replaced or changed while it was being opened"):
+    with pytest.raises(OSError, match="it was replaced or changed while it was opened"):
         opened.h5  # noqa: B018
 
 
@@ -106,7 +106,9 @@ def test_a_file_that_was_cut_is_refused(shards, infos, tmp_path) -> None:
     path = tmp_path / "set" / infos[0].file
     os.truncate(path, 100)
     for _ in range(2):
-        with pytest.raises(ShardError, match=r"shard-00000\.h5 has 100 bytes, the manifest says"):
+        with pytest.raises(
+            ShardError, match=r"shard-00000\.h5 has 100 bytes, the manifest records"
+        ):
             shards.get(infos[0])
 
 
@@ -207,7 +209,7 @@ def test_a_copy_that_is_no_good_is_not_read(shards, infos, staged, caplog, fault
         assert not shards.get(infos[0]).is_local
         assert (box_of(shards, infos[0]) == TILES[0, 3:20, :7]).all()
     [told] = caplog.messages
-    assert f"the copy of {infos[0].file} in {staged} is no good any more" in told
+    assert f"the copy of {infos[0].file} in {staged} is unusable" in told
     # others of the node find out for themselves, and do not say it again
     other = OpenShards(shards._folder, "auto", staged)
     assert other.get(infos[0]).is_local == (fault == "written to")

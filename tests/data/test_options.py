@@ -24,7 +24,7 @@ def test_sizes_and_stripes_are_read():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--quality", "101"], "'101' is not the quality of a JPEG, 1 to 100"),
+        (["--quality", "101"], "'101' is not a JPEG quality from 1 to 100"),
         (["--stripe-count", "0"], "'0' is not 1 to 2000, or -1 for all"),
         (["--stripe-size", "65K"], "'65K' is not a multiple of 64K"),
         (["--codec", "png"], "invalid choice"),

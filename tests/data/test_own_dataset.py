@@ -43,7 +43,7 @@ def test_what_lies_in_other_files_is_refused(tmp_path: Path, secret: Path) -> No
         h5.create_dataset("outside", (192,), "u1", external=[(str(secret), 0, 192)])
         h5.create_virtual_dataset("virtual", virtual)
         for name in ("linked", "folder/images", "soft", "outside", "virtual"):
-            with pytest.raises(ValueError, match="which shards have not"):
+            with pytest.raises(ValueError, match="which is not allowed in shards"):
                 own_dataset(h5, name)
 
 
@@ -61,7 +61,7 @@ def test_a_shard_cannot_show_another_file_as_its_pixels(tmp_path: Path, secret: 
     manifest["shards"][0]["bytes"] = shard.stat().st_size
     (folder / "manifest.json").write_text(json.dumps(manifest))
     data = ShardDataset(folder, io=io)
-    with pytest.raises(ShardError, match="has its values in other files"):
+    with pytest.raises(ShardError, match="has values in other files"):
         data.read(0)
     with pytest.raises(ShardError, match=r"sample 0|samples may be damaged"):
         data.verify()

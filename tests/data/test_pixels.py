@@ -24,7 +24,7 @@ def test_values_of_floats_are_kept() -> None:
 @pytest.mark.parametrize(
     ("dtype", "says"),
     [
-        ("bool", "type bool, expected one of uint8, .*where it is a mask give it as one"),
+        ("bool", "type bool, expected one of uint8, .*use it as a mask if it is one"),
         ("int32", "type int32, expected .*convert it to int16 or uint16 if its values fit"),
         ("uint32", "convert it to uint16"),
         ("complex64", "channels of float32"),

@@ -75,7 +75,7 @@ def test_a_read_that_is_interrupted_goes_on(shard, opened, monkeypatch) -> None:
 def test_a_file_that_ends_is_an_error(shard, opened) -> None:
     os.truncate(shard[0], 10_000)
     out = np.empty(IMAGE.shape, np.uint8)
-    with pytest.raises(OSError, match=r"the file ends at byte 10000, \d+ more were wanted"):
+    with pytest.raises(OSError, match=r"end of file at byte 10000, expected \d+ more bytes"):
         PreadFile(opened).read(shard[1], out, (slice(0, 70), slice(0, 100)))
 
 

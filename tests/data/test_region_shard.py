@@ -27,7 +27,7 @@ def smooth(rows: int, cols: int) -> np.ndarray:
 
 
 class Rows:
-    """An image that gives rows only, and remembers the most it was asked for."""
+    """An image that returns rows only, and records the largest request."""
 
     def __init__(self, image: np.ndarray) -> None:
         self.image, self.shape, self.most = image, image.shape, 0
@@ -115,7 +115,7 @@ def test_a_region_that_does_not_fit_leaves_the_others(tmp_path: Path) -> None:
         writer.add(good)
         with pytest.raises(ValueError, match="1 channels"):
             writer.add(good[..., 0])
-        with pytest.raises(ValueError, match="some have none"):
+        with pytest.raises(ValueError, match="others do not"):
             writer.add(good, mask=good[..., 0])
     data = ShardDataset(tmp_path / "set")
     assert len(data) == 1
@@ -207,7 +207,7 @@ def test_codecs_of_regions_are_checked(tmp_path: Path) -> None:
             writer.add(Encoded(smooth(50, 50)))
         writer.add(smooth(50, 50))
     with ShardWriter(tmp_path / "jpeg", kind="regions", codec="jpeg") as writer:
-        with pytest.raises(ValueError, match="4 channels, and codec 'jpeg' holds 1 or 3"):
+        with pytest.raises(ValueError, match="4 channels, but codec 'jpeg' supports 1 or 3"):
             writer.add(np.zeros((8, 8, 4), np.uint8))
         writer.add(smooth(50, 50)[..., :1])
     assert ShardDataset(tmp_path / "jpeg").channels == 1
@@ -263,12 +263,14 @@ def test_rows_of_another_type_are_refused(tmp_path: Path) -> None:
     image = np.arange(600 * 8, dtype=np.float32).reshape(600, 8, 1)
     with ShardWriter(tmp_path / "other", kind="regions") as writer:
         writer.add(Rows(picture(5, 5)))
-        with pytest.raises(ValueError, match="rows of float32 where uint8 was expected; give it a"):
+        with pytest.raises(ValueError, match="rows of float32, expected uint8; give it a"):
             writer.add(Rows(np.zeros((5, 5, 3), np.float32)))
     with ShardWriter(tmp_path / "set", kind="regions") as writer:
         rows = Rows(image)
         rows.dtype = image.dtype  # type: ignore[attr-defined]
         writer.add(rows)
-        with pytest.raises(ValueError, match="1 channels of uint16, those before it 1 of float32"):
+        with pytest.raises(
+            ValueError, match="1 channels of uint16, earlier ones have 1 of float32"
+        ):
             writer.add(image.astype(np.uint16))
     assert (ShardDataset(tmp_path / "set").read(0) == image).all()

@@ -1,4 +1,4 @@
-"""Whatever is written in whatever way, any box of it is that of the array."""
+"""Any box that is read equals that of the array, for all ways of writing it."""
 
 from __future__ import annotations
 

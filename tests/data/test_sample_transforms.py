@@ -86,7 +86,7 @@ def test_transforms_of_torchvision_move_masks_along():
 
 
 class Striped(Dataset):
-    """Images whose pixels say where they come from, with the same in their masks."""
+    """Images and masks whose pixels encode their position."""
 
     classes = ("a", "b", "c", "d")
 
@@ -154,7 +154,7 @@ def test_transforms_of_kornia_move_masks_along_with_or_without_keepdim():
     rotation = SampleTransforms([kornia.RandomRotation(30.0, p=1.0)], SEGMENTATION)
     _, mask = SEGMENTATION.decoded(rotation(Striped("tensor")[0]))
     assert set(np.unique(mask)) <= {0, 1, 2, 3}, "classes are not mixed"
-    with pytest.raises(ValueError, match=r"takes tensors of floats .* is a ndarray of"):
+    with pytest.raises(ValueError, match=r"takes float tensors .* is a ndarray of"):
         SampleTransforms([kornia.RandomVerticalFlip()], SEGMENTATION)(Striped("array")[0])
 
 
@@ -171,7 +171,7 @@ def alone(image: Any, mask: Any) -> Any:
     ("transform", "sentence"),
     [
         (Batched(), r"shape \(1, 2, 3, 4\) for one of \(2, 3, 4\): samples have no batch dim"),
-        (alone, "called with image and target, and gave a Tensor"),
+        (alone, "called with image and target, and returned a Tensor"),
         (Albumentation(), "albumentations takes arrays"),
     ],
 )
@@ -182,7 +182,7 @@ def test_what_a_transform_cannot_be_is_refused_and_named(transform, sentence):
 
 
 class Noisy:
-    """It has a generator of its own, and draws from a common one."""
+    """A transform that draws from its own generator and from a global one."""
 
     def __init__(self) -> None:
         self.draws = np.random.default_rng()

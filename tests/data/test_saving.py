@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.saving import link, load_json, replacing, show, unfinished
+from spatialdl.data.saving import apply_umask, link, load_json, replacing, unfinished
 
 
 def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
 
 @pytest.fixture
 def usual(tmp_path: Path) -> Iterator[int]:
-    """The mode of files of a user who hides nothing."""
+    """The mode of new files with a umask of 0."""
     before = os.umask(0)
     other = tmp_path / "other"
     other.touch()
@@ -57,7 +57,7 @@ def test_a_folder_is_shown_as_any_other(tmp_path: Path, usual: int) -> None:
     folder, other = tmp_path / "mine", tmp_path / "yours"
     folder.mkdir(mode=0o700)
     other.mkdir()
-    show(folder)
+    apply_umask(folder)
     assert folder.stat().st_mode == other.stat().st_mode
     assert sorted(one.name for one in tmp_path.iterdir()) == ["mine", "other", "yours"]
 
@@ -66,7 +66,7 @@ def test_a_shown_folder_still_belongs_to_its_group(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     folder.chmod(0o2700)
-    show(folder)
+    apply_umask(folder)
     assert folder.stat().st_mode & 0o7700 == 0o2700
 
 
@@ -82,7 +82,7 @@ def test_what_is_shown_leaves_nothing_beside_it_and_no_umask_changed(
                 monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name: python")
             path = tmp_path / tells
             path.touch(mode=0o600)
-            show(path)
+            apply_umask(path)
             assert path.stat().st_mode & 0o777 == 0o666 & ~umask
             assert os.umask(umask) == umask
     finally:

@@ -12,9 +12,9 @@ from spatialdl.data.format import ShardInfo
 from spatialdl.data.loader import sample_order
 from spatialdl.data.shard_usage import (
     ShardUse,
+    combined_usage,
     one_after_another,
-    that_fit,
-    together,
+    select_fitting,
     training_usage,
     validation_usage,
 )
@@ -136,8 +136,8 @@ def test_what_is_left_of_an_epoch(regions):
 
 def test_ranks_together_need_what_any_needs():
     one, two = {0: ShardUse(5, 1), 1: ShardUse(0, 2)}, {0: ShardUse(2, 3), 2: ShardUse(1, 1)}
-    assert together([one, two]) == {0: ShardUse(2, 4), 1: ShardUse(0, 2), 2: ShardUse(1, 1)}
-    assert together([]) == {}
+    assert combined_usage([one, two]) == {0: ShardUse(2, 4), 1: ShardUse(0, 2), 2: ShardUse(1, 1)}
+    assert combined_usage([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_is_used_most_is_taken_first(room, chosen):
     needs = {0: ShardUse(1, 4), 1: ShardUse(2, 1), 2: ShardUse(0, 4), 3: ShardUse(3, 1)}
     sizes = {0: 20, 1: 10, 2: 10, 3: 20}
     shards = [ShardInfo(f"shard-{n:05d}.h5", sizes[n], "", 1) for n in range(4)]
-    assert that_fit(needs, shards, room) == chosen
+    assert select_fitting(needs, shards, room) == chosen
 
 
 def test_boxes_of_volumes_need_the_shards_of_their_slices(tmp_path: Path) -> None:

@@ -26,13 +26,13 @@ def test_columns_and_rows_come_back(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "first line is empty"),
+        ("", "header is empty"),
         ("name,label\n", "no column slide or slide_id"),
         ("slide,a,a\nx,1,2\n", "two columns 'a'"),
         ("slide,a\n", "no rows"),
         ("slide,a\nx\n", "line 2 has 1 cells"),
         ("slide,a\n,1\n", "line 2: slide is empty"),
-        ("slide,a\nx,1\nx,2\n", "line 3: slide 'x' was named in line 2"),
+        ("slide,a\nx,1\nx,2\n", "line 3: slide 'x' is already in line 2"),
     ],
 )
 def test_malformed_tables_are_refused(tmp_path: Path, text, message):

@@ -25,7 +25,7 @@ def lustre(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name that notes what it was asked, and what was in the folder then."""
+    """A program of that name that records its arguments and the contents of the folder."""
     program = tmp_path / "bin" / "lfs"
     program.parent.mkdir()
     said = tmp_path / "asked"
@@ -57,7 +57,7 @@ def test_what_cannot_be_done_is_said(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     said = Striping(4).apply(tmp_path / "set", lustre)
-    assert said == f"stripes were not set: {tmp_path} is on Lustre, and there is no lfs here"
+    assert said == f"stripes were not set: {tmp_path} is on Lustre, but lfs was not found"
     lustre.write_text("1 0 8:1 / / rw - ext4 /dev/sda rw\n")
     said = Striping(4).apply(tmp_path / "set", lustre)
     assert said == f"stripes were not set: {tmp_path} is on ext4, not on Lustre"

@@ -61,7 +61,7 @@ def spectrum(image: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 96)])
 def test_the_class_is_the_direction_of_the_stripes(size):
-    """The nearest mean spectrum of other images of the class tells the class of nearly all."""
+    """The nearest class-mean spectrum classifies nearly all images."""
     classes, each = 4, 8
     images = SyntheticDataset(classes * each, size, num_classes=classes, seed=2)
     spectra = np.stack([spectrum(images.read(n)) for n in range(len(images))])

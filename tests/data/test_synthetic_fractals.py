@@ -83,7 +83,7 @@ def test_finer_copies_in_larger_volumes():
 @pytest.mark.parametrize(
     ("size", "classes", "said"),
     [
-        ((40, 40), 4, r"fractals are drawn in volumes: data.image_size=\[40, 40\] must be"),
+        ((40, 40), 4, r"synthetic fractals are volumes: data.image_size=\[40, 40\] must be"),
         (SIZE, 7, "data.num_classes=7 of fractals must be 2 to 6: the background, Sierpinski"),
         (SIZE, 1, "must be 2 to 6"),
     ],

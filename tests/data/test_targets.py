@@ -44,18 +44,18 @@ def test_targets_of_samples_are_numbered_over_all_splits(folder):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "begins with nothing: its first line must be sample,TARGET"),
-        ("name,er\na,1\n", "begins with name,er"),
-        ("slide\na\n", "begins with slide: its first line"),
-        ("slide,er,er\na,1,1\n", "every target needs a name of its own"),
-        ("slide,er\na,1,1\n", "line 2 has 3 cells, but the first line 2"),
-        ("slide,er\na,1\n\na,0\n", "line 4: slide a was named before"),
-        ("slide,er\na,yes\n", "line 2, er: 'yes' is no number"),
-        ("slide,er\na,2\n", "line 2, er: 2 must be 1 or 0"),
+        ("", "starts with an empty line: its header must be sample,TARGET"),
+        ("name,er\na,1\n", "starts with name,er"),
+        ("slide\na\n", "starts with slide: its header"),
+        ("slide,er,er\na,1,1\n", "every target needs a unique name"),
+        ("slide,er\na,1,1\n", "line 2 has 3 cells, but the header has 2"),
+        ("slide,er\na,1\n\na,0\n", "line 4: duplicate slide a"),
+        ("slide,er\na,yes\n", "line 2, er: 'yes' is not a number"),
+        ("slide,er\na,2\n", "line 2, er: 2 must be 1 .*0"),
         ("slide,er\na,1\n", "no line for 1 of the slides of .*, such as slide 'b'; it has 1"),
-        ("slide,er\na,\nb,nan\n", "leaves all targets of .* empty"),
-        ("sample,er\n0,1\n6,1\n", "there is no sample 6, they are 0 to 5"),
-        ("sample,er\n00,1\n", "there is no sample 00"),
+        ("slide,er\na,\nb,nan\n", "has only empty targets for "),
+        ("sample,er\n0,1\n6,1\n", "no sample 6, expected 0 to 5"),
+        ("sample,er\n00,1\n", "no sample 00"),
         ("sample,er\n1,1\n", "no line for 2 of the samples of .*, such as sample '3'"),
     ],
 )
@@ -66,7 +66,7 @@ def test_files_that_do_not_fit_are_refused(folder, text, sentence):
 
 def test_numbers_must_be_finite_and_files_there(tmp_path):
     file = tmp_path / "a.csv"
-    with pytest.raises(ValueError, match=r"a.csv cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*a.csv"):
         read_targets(file, binary=False)
     file.write_text("slide,age\na,inf\n")
     with pytest.raises(ValueError, match="line 2, age: inf is not finite"):

@@ -120,13 +120,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_added(tmp_path: Path) -> No
             (replace(image, chunk=(64, 48)), r"has 4 streams"),
             (replace(image, chunk=(48, 48)), "the JPEG is 32 x 48 .*, expected 48 x 48"),
             (replace(image, shape=(64, 96, 1)), "with 3 channels, expected .* 1 channel"),
-            (picture(64, 96, 2), "2 channels, and codec 'jpeg' holds 1 or 3"),
+            (picture(64, 96, 2), "2 channels, but codec 'jpeg' supports 1 or 3"),
         ]:
             with pytest.raises(ValueError, match=says):
                 writer.add(wrong)
         writer.add(image)
         other = Streams((64, 96, 3), (64, 96), [encode(picture(64, 96))])
-        with pytest.raises(ValueError, match=r"chunks of \(64, 96\), the data set of \(32, 48\)"):
+        with pytest.raises(ValueError, match=r"chunks of \(64, 96\), the data set has \(32, 48\)"):
             writer.add(other)
         writer.add(image)
     data = ShardDataset(tmp_path / "set")

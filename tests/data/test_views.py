@@ -118,7 +118,9 @@ def test_a_background_of_ones_own():
     images = Images([(2, 2)])
     assert (whole(Views(images, (4, 4), 7))[0] == 7).all()
     for wrong in (256, -1, 0.5):
-        with pytest.raises(ValueError, match=r"data.background=.* is no value of uint8.*0 to 255"):
+        with pytest.raises(
+            ValueError, match=r"data.background=.* is not a value of uint8.*0 to 255"
+        ):
             whole(Views(images, (4, 4), wrong))
     assert (whole(Views(Images([(2, 2)], "float32"), (4, 4), 0.5))[0] == 0.5).all()
 
@@ -131,7 +133,7 @@ def test_the_scale_of_pixels_is_white(dtype, white):
     )
     padded = whole(Views(dark, (7, 6), white=white))
     assert (padded[:2] == white).all()
-    with pytest.raises(ValueError, match=f"no value of {dtype} images: take 0 to {white:g}, or"):
+    with pytest.raises(ValueError, match=f"not a value of {dtype} images: use 0 to {white:g}, or"):
         whole(Views(dark, (7, 6), white + 1, white=white))
     # colours change as they do in images whose white is that of their type
     how = Augmentation(brightness=0.5, contrast=0.5, saturation=0.5, stain=0.1, blur=1.0)
@@ -158,7 +160,7 @@ def test_only_what_lies_under_a_box_is_read():
 
 
 def test_masks_move_with_their_images():
-    """Where the image tells the mask, it does so after all changes of geometry."""
+    """Image and mask still match after all changes of geometry."""
     images = Images([(21, 34)])
     images.images[0][..., 0] = 100 + 50 * images.masks[0]
     views = Views(images, (30, 25), augmentation=Augmentation("random", 0.5, True))
@@ -188,7 +190,7 @@ def test_boxes_beyond_the_view_are_refused():
 
 
 def test_colours_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match=r"data.augment.hue need images of 3 channels"):
+    with pytest.raises(ValueError, match=r"data.augment.hue require images of 3 channels"):
         Views(Images([(5, 5)], channels=1), (5, 5), augmentation=Augmentation(hue=0.1))
 
 
@@ -258,7 +260,7 @@ def test_signals_are_cropped_padded_and_flipped():
     flipped = Views(Signals(), (7,), augmentation=Augmentation(flip=1.0))
     assert flipped.read(0, 0, (0, 7)).ravel().tolist() == [7, 6, 5, 4, 3, 2, 1]
     assert flipped.stored_box(0, 0, (0, 2)) == (5, 7)
-    with pytest.raises(ValueError, match=r"augment\.rotate turns images, these are signals"):
+    with pytest.raises(ValueError, match=r"augment\.rotate requires images, these are signals"):
         Views(Signals(), (7,), augmentation=Augmentation(rotate=True))
 
 
@@ -274,5 +276,5 @@ def test_volumes_are_padded_with_zeros_and_integers_with_negative_ones_too():
     source = Volumes([(1, 1, 1)], dtype="int16", channels=1)
     assert Views(source, (3, 3, 3)).read(0, 0, (0, 1, 0, 1, 0, 1)).item() == 0
     assert Views(source, (3, 3, 3), -1024).read(0, 0, (0, 1, 0, 1, 0, 1)).item() == -1024
-    with pytest.raises(ValueError, match=r"data\.background=-40000 .* take -32768 to 32767"):
+    with pytest.raises(ValueError, match=r"data\.background=-40000 .* use -32768 to 32767"):
         Views(source, (3, 3, 3), -40000).check_background()

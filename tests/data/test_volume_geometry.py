@@ -93,8 +93,8 @@ def test_other_spacings_are_remarked():
     assert trained.remark((2.1, 1.0, 0.95)) == Geometry().remark(None) == ""
     said = trained.remark((5.0, 1.0, 1.0))
     assert "5 x 1 x 1 mm" in said
-    assert "training set 2 x 1 x 1 mm" in said
-    assert "not known" in trained.remark(None)
+    assert "training set has 2 x 1 x 1 mm" in said
+    assert "is unknown" in trained.remark(None)
     wide = Geometry(None, ((2.0, 1.0, 1.0), (4.0, 1.0, 1.0)))
     assert wide.remark((3.0, 1.0, 1.0)) == ""
     assert "2 x 1 x 1 to 4 x 1 x 1 mm" in wide.remark((9.0, 1.0, 1.0))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Snoop(Numbers):
-    """Tells what its process is like."""
+    """Reports the state of its process."""
 
     def read(self, sample, box=None):
         from mpi4py import rc
@@ -98,14 +98,18 @@ def test_an_error_that_cannot_travel_is_told_in_words():
 
 def test_a_worker_that_is_killed_ends_the_run_and_its_samples_are_named():
     loader = Loader(views(6, deadly=4), batching(2), workers=1, prefetch=1)
-    with pytest.raises(ChildProcessError, match=r"while samples .*4, 5 of epoch 0 .*data.workers"):
+    with pytest.raises(
+        ChildProcessError, match=r"while reading samples .*4, 5 of epoch 0: .*data.workers"
+    ):
         list(loader.batches())
     loader.close()
 
 
 def test_a_data_set_that_cannot_be_sent_is_refused():
     loader = Loader(Views(Unpicklable(2), SIZE), batching(2), workers=1)
-    with pytest.raises(ValueError, match=r"cannot be sent .*cannot pickle an open file.*workers=0"):
+    with pytest.raises(
+        ValueError, match=r"cannot be pickled .*cannot pickle an open file.*workers=0"
+    ):
         list(loader.batches())
     loader.close()
 
@@ -181,7 +185,7 @@ def test_no_process_stays_behind(tmp_path, endings):
 
 
 class Slow(Numbers):
-    """Its process cannot begin before somebody writes to a pipe."""
+    """Blocks the start of its process until a pipe is written to."""
 
     gate = ""
 
@@ -244,5 +248,5 @@ def test_shared_memory_that_is_full_is_told():
         text=True,
         check=False,
     )
-    assert "no room for a batch of 4.0 MB in shared memory, 1.0 MB are free" in done.stdout
+    assert "cannot allocate 4.0 MB of shared memory for a batch, 1.0 MB are free" in done.stdout
     assert "--shm-size" in done.stdout

@@ -78,14 +78,14 @@ def test_shards_are_of_bounded_size(tmp_path: Path) -> None:
         (np.zeros((0, 4, 3), np.uint8), {}, "has shape"),
         (TILE[:3], {}, "all of one size"),
         (TILE[..., :1], {}, "all of one size"),
-        (TILE, {"label": "c"}, "none of the classes"),
-        (TILE, {"label": 2}, "no index"),
-        (TILE, {"label": -1}, "no index"),
+        (TILE, {"label": "c"}, "not one of the classes"),
+        (TILE, {"label": 2}, "not an index"),
+        (TILE, {"label": -1}, "not an index"),
         (TILE, {"split": ""}, "split is empty"),
-        (TILE, {"slide": "a\0b"}, "zero character"),
-        (TILE, {"slide": "a\udc80"}, "slide name .* is no Unicode text"),  # of a file in Latin-1
-        (TILE, {"split": "a\udc80"}, "split name .* is no Unicode text"),
-        (TILE, {"mask": np.zeros((4, 5), np.uint8)}, "some have none"),
+        (TILE, {"slide": "a\0b"}, "null character"),
+        (TILE, {"slide": "a\udc80"}, "slide name .* is not valid Unicode"),  # of a file in Latin-1
+        (TILE, {"split": "a\udc80"}, "split name .* is not valid Unicode"),
+        (TILE, {"mask": np.zeros((4, 5), np.uint8)}, "others do not"),
         (TILE, {"mpp": 1.0}, "ShardWriter"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_closed_writer_takes_no_more(tmp_path: Path) -> None:
 def test_wrong_settings_are_refused_before_anything_is_made(
     tmp_path: Path, arguments: dict[str, object]
 ) -> None:
-    with pytest.raises(ValueError, match=r"is|repeat"):
+    with pytest.raises(ValueError, match=r"is|duplicate"):
         ShardWriter(tmp_path / "set", **arguments)
     assert list(tmp_path.iterdir()) == []
 
@@ -245,7 +245,7 @@ def test_geometry_of_volumes_is_kept(tmp_path: Path) -> None:
         ({"spacing": (1.0, 2.0)}, "spacing is .*, expected three"),
         ({"affine": np.full((3, 4), np.nan)}, "affine is .*, expected three rows of four"),
         ({"affine": np.ones((4, 4))}, "affine is .*, expected three rows of four"),
-        ({"mpp": 0.5}, "mpp is not of volumes"),
+        ({"mpp": 0.5}, "mpp does not apply to volumes"),
     ],
 )
 def test_what_does_not_fit_a_volume_is_refused(tmp_path: Path, given: dict, said: str) -> None:
@@ -259,12 +259,12 @@ def test_what_does_not_fit_a_volume_is_refused(tmp_path: Path, given: dict, said
 def test_jpeg_of_volumes_and_geometry_of_images_are_refused(tmp_path: Path) -> None:
     image = np.zeros((8, 8, 3), np.uint8)
     with (
-        pytest.raises(ValueError, match="codec 'jpeg' holds images, no volumes; use codec='zstd'"),
+        pytest.raises(ValueError, match="codec 'jpeg' does not support volumes; use codec='zstd'"),
         ShardWriter(tmp_path / "set", kind="volumes", codec="jpeg") as writer,
     ):
         writer.add(image[None])
     with (
-        pytest.raises(ValueError, match="spacing and affine are of volumes, and kind is 'regions'"),
+        pytest.raises(ValueError, match="spacing and affine require kind 'volumes', not 'regions'"),
         ShardWriter(tmp_path / "set", kind="regions") as writer,
     ):
         writer.add(image, spacing=(1, 1, 1))

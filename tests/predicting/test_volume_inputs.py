@@ -131,9 +131,9 @@ def test_another_spacing_is_remarked(tmp_path):
     thick = AFFINE @ np.diag([1, 1, 2, 1])
     given = volume_input(save(tmp_path / "a.nii", voxels((6, 7, 5)), thick), "a", known())
     assert "5 x 0.805 x 0.704 mm" in given.remark
-    assert "training set 2.5 x 0.8 x 0.7 mm" in given.remark
+    assert "training set has 2.5 x 0.8 x 0.7 mm" in given.remark
     tifffile.imwrite(tmp_path / "b.tif", voxels((5, 7, 6)), photometric="minisblack")
-    assert "not known" in volume_input(tmp_path / "b.tif", "b", known()).remark
+    assert "is unknown" in volume_input(tmp_path / "b.tif", "b", known()).remark
 
 
 def test_samples_of_a_data_set_are_taken_likewise(tmp_path):

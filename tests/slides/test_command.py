@@ -422,6 +422,6 @@ def test_tiles_at_the_edges_are_in_the_data_set(
     assert places[-1] == {"pad": (256, 256), "shift": (182, 172)}[edge]
     # other edges are other tiles: not into the same folder
     assert run(*given, "--out", out) == 2
-    assert "holds a data set already" in capsys.readouterr().err
+    assert "already contains a data set" in capsys.readouterr().err
     assert run(*given, "--edge", edge, "--out", out) == 0
     assert "nothing to do" in capsys.readouterr().out

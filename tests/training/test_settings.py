@@ -59,7 +59,7 @@ def test_the_normalisation_fits_the_images(tmp_path):
     ):
         open_sources(data, 0)
     data.mean, data.scale = 0.5, 4095
-    with pytest.raises(ValueError, match=r"data\.scale=4095 is no value of uint8 images"):
+    with pytest.raises(ValueError, match=r"data\.scale=4095 is not a value of uint8 images"):
         open_sources(data, 0)
 
 
@@ -122,7 +122,7 @@ def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
     [
         ("data.image_size=16", r"data.image_size is \[rows,columns\], .*, got 16"),
         ("data.image_size=[16,0]", r"data.image_size is \[rows,columns\], .*, got \[16, 0\]"),
-        ("data.background=256", "data.background=256 is no value of uint8 images: take 0 to 255"),
+        ("data.background=256", "data.background=256 is not a value of uint8 images: use 0 to 255"),
         ("data.background=white", "data.background=white must be a number, or null for white"),
         ("data.workers=-1", "data.workers=-1 must be a whole number of at least 0"),
         ("data.workers=1.5", "data.workers=1.5 must be a whole number of at least 0"),
@@ -148,7 +148,9 @@ def test_training_is_augmented_and_validation_is_not():
     box = (0, 12, 0, 9)
     assert (sources.train_views.read(0, 0, box) != sources.train.read(0)).any()
     assert (sources.validation_views.read(3, 0, box) == sources.validation.read(0)).all()
-    with pytest.raises(ValueError, match=r"data.augment.saturation, .*stain need images of 3 ch"):
+    with pytest.raises(
+        ValueError, match=r"data.augment.saturation, .*stain require images of 3 ch"
+    ):
         open_sources(config(*preset, "data.channels=1").data, 5)
 
 

@@ -1,1 +1,1 @@
-"""Random changes of the training images, drawn once a sample and epoch, applied box by box."""
+"""Random augmentation of training images, drawn per sample and epoch, applied box by box."""

@@ -1,6 +1,6 @@
-"""Gaussian blur of a box, which needs the pixels around it.
+"""Gaussian blur of a box, which needs a margin of pixels.
 
-At the edge of the changed image its outermost pixels go on, whatever lies there in the stored one.
+Beyond the edge of the augmented image its edge pixels are repeated, regardless of the stored image.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import numpy as np
 from spatialdl.data.augmentation.color import to_type, working_type
 from spatialdl.data.image_source import Box, Pixels, Size
 
-_SIGMAS = 3  # to either side; 0.3 % lies beyond
+_SIGMAS = 3  # radius in standard deviations; 0.3 % of the weight lies beyond
 _ROWS_BYTES = 2**22  # of floats at a time
 
 
 def radius_of(sigma: float) -> int:
-    """Pixels to either side that a blur looks at."""
+    """Radius of the blur kernel in pixels."""
     return math.ceil(_SIGMAS * sigma)
 
 
 def with_margin(box: Box, size: Size, sigma: float) -> Box:
-    """What must be read to blur a box of an image of `size`."""
+    """The box to read for blurring a box of an image of `size`."""
     radius = radius_of(sigma)
     row0, row1, col0, col1 = box
     return (
@@ -38,24 +38,24 @@ def blur(pixels: Pixels, box: Box, size: Size, sigma: float, white: float | None
 
     Args:
         pixels: (rows, cols, channels) of `with_margin(box, size, sigma)`.
-        box: of the image, half-open.
+        box: half-open box of the image.
         size: (H, W) of the image.
         sigma: standard deviation in pixels; 0 changes nothing.
-        white: the largest value of a pixel; None is that of the type.
+        white: the largest pixel value; None is that of the type.
 
     Returns:
-        (rows, cols, channels) of `box`, of the same type. A pixel is the same for every box.
+        (rows, cols, channels) of `box`, of the same type. A pixel has the same value in every box.
     """
     radius = radius_of(sigma)
     if radius == 0 or pixels.size == 0:
         return pixels
     there = with_margin(box, size, sigma)
-    # pixels that the margin lacks at the edges of the image
+    # Pixels missing in the margin at the edges of the image.
     lacking = [
         (radius - (box[0] - there[0]), radius - (there[1] - box[1])),
         (radius - (box[2] - there[2]), radius - (there[3] - box[3])),
     ]
-    with np.errstate(over="ignore"):  # of a tiny sigma: all but the middle is 0
+    with np.errstate(over="ignore"):  # for a tiny sigma all weights but the central one are 0
         weights = np.exp(-0.5 * (np.arange(-radius, radius + 1) / sigma) ** 2)
     weights = (weights / weights.sum()).astype(working_type(pixels.dtype))
     rows, cols = box[1] - box[0], box[3] - box[2]
@@ -71,7 +71,7 @@ def blur(pixels: Pixels, box: Box, size: Size, sigma: float, white: float | None
 
 
 def _along(values: Pixels, weights: Pixels) -> Pixels:
-    """The weighted sums of consecutive rows, added up in one order."""
+    """Weighted sums of consecutive rows, added in a fixed order."""
     rows = len(values) - len(weights) + 1
     total = weights[0] * values[:rows]
     for number in range(1, len(weights)):

@@ -1,7 +1,7 @@
 """Colour and stain jitter, pixel by pixel.
 
-A rank sees its box only, so nothing here looks at the image: contrast changes about a fixed grey.
-Sums are written out, in one order, so that a pixel comes out the same in every box.
+A rank has only its box, so nothing here depends on the whole image: contrast changes about a fixed
+grey. Sums are written out in a fixed order, so a pixel has the same value in every box.
 
 Stain jitter: D. Tellez et al., "Whole-slide mitosis detection in H&E breast histology using PHH3
 as a reference to train distilled stain-invariant convolutional networks", IEEE Transactions on
@@ -22,27 +22,27 @@ from spatialdl.data.augmentation.drawing import Draw
 from spatialdl.data.image_source import Pixels
 
 GREY = 0.5
-"""Contrast changes about this."""
+"""Centre of contrast changes."""
 
 DARKEST = 1 / 255
-"""Light below this, of 1, counts as this where densities are wanted: 0 has none."""
+"""Lower limit of light (white is 1) for densities, because 0 has none."""
 
 Matrix = npt.NDArray[np.float64]
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 _YIQ = np.array([_LUMA, [0.596, -0.274, -0.322], [0.211, -0.523, 0.312]])
-# optical densities of hematoxylin, eosin and DAB in red, green and blue
+# Optical densities of hematoxylin, eosin and DAB in red, green and blue.
 _STAINS = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
 _STAINS /= np.linalg.norm(_STAINS, axis=1, keepdims=True)
 _ROWS_BYTES = 2**22  # of floats at a time
 
 
 def recolour(pixels: Pixels, draw: Draw, white: float | None = None) -> Pixels:
-    """Stain, then hue, saturation, contrast and brightness as drawn; what leaves the range is cut.
+    """Change stain, then hue, saturation, contrast and brightness as drawn; clip to the range.
 
     Args:
         pixels: (rows, cols, channels), from 0 to `white`.
-        white: None takes the largest of an integer type, 1 for floats.
+        white: None is the largest value of an integer type, 1 for floats.
 
     Returns:
         A new array of the same type, or `pixels` if nothing was drawn.
@@ -65,23 +65,23 @@ def recolour(pixels: Pixels, draw: Draw, white: float | None = None) -> Pixels:
 
 
 def value_range(dtype: np.dtype[Any]) -> int:
-    """The value of white: the most of an integer type, 1 of floats."""
+    """The value of white: the maximum of an integer type, 1 for floats."""
     return int(np.iinfo(dtype).max) if np.issubdtype(dtype, np.integer) else 1
 
 
 def working_type(dtype: np.dtype[Any]) -> type[np.floating]:
-    """The floats to compute in."""
+    """The float type for computation."""
     return np.float64 if dtype.itemsize > 4 else np.float32
 
 
 def to_type(values: Pixels, dtype: np.dtype[Any], white: float | None = None) -> Pixels:
-    """Floats as pixels of a type: cut to 0 ... white (that of the type), integers rounded."""
+    """Convert floats to a pixel type: clipped to [0, white (default: of the type)], rounded."""
     values = np.clip(values, 0, value_range(dtype) if white is None else white)
     return (np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype)
 
 
 def _colour_change(draw: Draw, channels: int) -> tuple[Matrix, Matrix] | None:
-    """One matrix (channels, channels) and one offset (channels,) for all that is linear."""
+    """A matrix (channels, channels) and an offset (channels,) that combine all linear changes."""
     if (draw.hue, draw.saturation, draw.contrast, draw.brightness) == (0, 1, 1, 1):
         return None
     gain = draw.contrast * draw.brightness
@@ -98,7 +98,7 @@ def _colour_change(draw: Draw, channels: int) -> tuple[Matrix, Matrix] | None:
 
 
 def _stain_change(draw: Draw) -> tuple[Matrix, Matrix] | None:
-    """What happens to optical densities of red, green and blue."""
+    """The affine change of the optical densities of red, green and blue."""
     if draw.stain is None:
         return None
     factors, added = (np.array(values) for values in draw.stain)

@@ -1,4 +1,4 @@
-"""What is drawn for a sample in an epoch, the same in every layout, rank and process."""
+"""Random draws per sample and epoch, the same in every layout, rank and process."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 from spatialdl.data.augmentation.settings import Augmentation
 
 _STREAM = 0x5EED_0A06
-"""Keeps these numbers apart from those of the order of samples."""
+"""Separates these random numbers from those of the sample order."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One sample's changes in one epoch; as it comes, none, and the centre is cropped.
+    """Augmentation of one sample in one epoch; by default none, with a centre crop.
 
     Attributes:
-        crop: where the crop begins, as parts of what is left over in slices (of volumes), rows and
-            columns, in [0, 1); None for the centre.
+        crop: start of the crop in slices (of volumes), rows and columns, as fractions in [0, 1) of
+            the pixels outside it; None for the centre.
         flip_rows, flip_cols: mirrored top to bottom, left to right.
-        turns: by 90 degrees counterclockwise after that.
+        turns: quarter turns counterclockwise after that.
         brightness, contrast, saturation: factors.
-        hue: part of the colour circle, in [-0.5, 0.5].
+        hue: fraction of the colour circle, in [-0.5, 0.5].
         stain: factors of, and densities added to, hematoxylin, eosin and DAB; None for no change.
         sigma: of the blur, in pixels.
-        flip_slices: a volume is mirrored first slice to last.
+        flip_slices: whether a volume is mirrored first slice to last.
     """
 
     crop: tuple[float, ...] | None = None
@@ -42,10 +42,10 @@ class Draw:
 
 
 def draw(settings: Augmentation, seed: int, epoch: int, sample: int) -> Draw:
-    """Draw for a sample.
+    """Draw the augmentation of a sample.
 
-    All numbers are drawn whatever is switched on, so that a change of one setting leaves the
-    others' as they were.
+    All random numbers are always drawn, so changing one setting does not affect the draws of
+    another.
     """
     random = np.random.default_rng([seed, _STREAM, epoch, sample])
     row, col, flip_rows, flip_cols, turns = random.random(5).tolist()

@@ -1,7 +1,7 @@
-"""Crops, flips and turns: which box of the stored image a box of the changed one is.
+"""Crops, flips and quarter turns: the stored box of a box of the augmented image.
 
-A changed image is a window on the stored one, which may reach beyond its edges, mirrored and
-turned. So a box of it is a box of the stored image, and the rest is the order of its pixels.
+An augmented image is a window on the stored one, mirrored and rotated, which may reach beyond its
+edges. So a box of it is a box of the stored image, with its pixels in another order.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from spatialdl.data.image_source import Box, Pixels, extents, pairs
 
 @dataclass(frozen=True)
 class CropWindow:
-    """Where a changed image lies in the stored one.
+    """Position of an augmented image in the stored one.
 
     Its pixel (r, c) is the stored one at `corner` + (r', c'), where (r', c') is (r, c), mirrored
-    within `size` as drawn, and then with rows and columns swapped if transposed. Of a volume slices
-    come first, which are never swapped.
+    within `size` as drawn, and then with rows and columns swapped if transposed. For volumes slices
+    come first and are never swapped.
 
     Attributes:
-        size: ([D,] H, W) of the changed image.
+        size: ([D,] H, W) of the augmented image.
         corner: its first pixel in the stored image; may be negative.
-        transposed: rows and columns are swapped.
-        mirrored: along each dim.
+        transposed: whether rows and columns are swapped.
+        mirrored: whether each dim is mirrored.
     """
 
     size: tuple[int, ...]
@@ -36,7 +36,7 @@ class CropWindow:
     mirrored: tuple[bool, ...]
 
     def source_box(self, box: Box) -> Box:
-        """The box of the stored image under a box of the changed one; may reach beyond it."""
+        """The box of the stored image under a box of this one; may reach beyond its edges."""
         spans = [
             (n - stop, n - start) if mirrored else (start, stop)
             for (start, stop), n, mirrored in zip(pairs(box), self.size, self.mirrored, strict=True)
@@ -47,7 +47,7 @@ class CropWindow:
         return tuple(at + first for span, first in moved for at in span)
 
     def arrange(self, pixels: Pixels) -> Pixels:
-        """Stored pixels ([slices,] rows, cols, ...) of a `source_box` in the changed order."""
+        """Reorder stored pixels ([slices,] rows, cols, ...) of a `source_box`."""
         dims = len(self.size)
         if self.transposed:
             pixels = pixels.swapaxes(dims - 2, dims - 1)
@@ -55,11 +55,11 @@ class CropWindow:
 
 
 def window_of(draw: Draw, stored: Sequence[int], size: Sequence[int]) -> CropWindow:
-    """Where the image of `size` that was drawn lies in one of size `stored`.
+    """Position of the drawn image of `size` in one of size `stored`.
 
-    An image smaller than that lies in the middle.
+    If the stored image is smaller, it is centred.
     """
-    # a quarter turn counterclockwise is: swap rows and columns, then mirror top to bottom
+    # A quarter turn counterclockwise: swap rows and columns, then mirror top to bottom.
     transposed = draw.turns % 2 == 1
     rows, cols = draw.flip_rows, draw.flip_cols
     if transposed:
@@ -73,19 +73,19 @@ def window_of(draw: Draw, stored: Sequence[int], size: Sequence[int]) -> CropWin
 
 
 def _begin(part: float | None, left: int) -> int:
-    """Where a crop begins that leaves so many pixels over; below 0, the image is smaller."""
+    """First pixel of a crop, with `left` pixels outside it; below 0 if the image is smaller."""
     return left // 2 if part is None or left <= 0 else int(part * (left + 1))
 
 
 def read_padded(
     read: Callable[[Box], Pixels], stored: Sequence[int], box: Box, empty: Callable[[], Pixels]
 ) -> Pixels:
-    """A box that may reach beyond a stored image.
+    """Read a box that may reach beyond a stored image.
 
     Args:
-        read: reads a box that lies inside and is not empty.
+        read: reads a non-empty box inside the image.
         stored: ([d,] h, w) of the image.
-        empty: makes the box as it is where there is no image.
+        empty: creates the box filled with background.
     """
     inside = clipped(box, stored)
     filled = min(extents(inside)) > 0
@@ -100,6 +100,6 @@ def read_padded(
 
 
 def clipped(box: Box, stored: Sequence[int]) -> Box:
-    """The part of a box inside an image; where it is empty, an end may precede a start."""
+    """The part of a box inside an image; if it is empty, a stop may precede its start."""
     spans = zip(pairs(box), stored, strict=True)
     return tuple(at for (start, stop), n in spans for at in (max(start, 0), min(stop, n)))

@@ -1,1 +1,1 @@
-"""Images and patches of other programs as data sets."""
+"""Import of images, patches and volumes of other programs as data sets."""

@@ -1,6 +1,6 @@
-"""Patches of slides as CLAM stores them, an HDF5 file a slide, as a data set of tiles.
+"""Import of CLAM patch files, one HDF5 file per slide, as a data set of tiles.
 
-Such a file has `imgs` (N, rows, cols, channels) and `coords` (N, 2), level-0 x and y
+A file has `imgs` (N, rows, cols, channels) and `coords` (N, 2), level-0 x and y
 (https://github.com/mahmoodlab/CLAM).
 """
 
@@ -21,13 +21,13 @@ from spatialdl.data.pixels import image_dtype
 from spatialdl.data.writer import ShardWriter
 
 IMAGES, COORDS = "imgs", "coords"
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # of damaged HDF5
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # raised for damaged HDF5
 _AT_ONCE = 16 * 2**20  # bytes of patches in memory
 
 
 @dataclass(frozen=True)
 class PatchFile:
-    """A file of patches: its slide, how many, (rows, cols, channels) and type of each."""
+    """A patch file: slide name, number of patches, (rows, cols, channels) and type of each."""
 
     path: Path
     slide: str
@@ -38,7 +38,7 @@ class PatchFile:
 
 @dataclass(frozen=True)
 class ClamLabel:
-    """What a table says of a slide."""
+    """Label and split of a slide in a table."""
 
     label: str
     split: str | None
@@ -53,34 +53,34 @@ def import_clam(
     progress: bool = True,
     **settings: Any,
 ) -> list[str]:
-    """Write a data set of files of patches; they are read some patches at a time.
+    """Write a data set from patch files, reading some patches at a time.
 
     Args:
-        paths: files, or folders of files `*.h5`.
-        out: the data set to be made.
-        labels: a table of columns slide_id, label and, if wanted, split.
-        skip_broken: leave out files that are none of patches, or that have none.
-        progress: show a bar, where somebody looks at it.
-        settings: of `ShardWriter`.
+        paths: files, or folders of `*.h5` files.
+        out: the data set to create.
+        labels: a table with columns slide_id, label and, optionally, split.
+        skip_broken: skip files without readable patches.
+        progress: show a progress bar on a terminal.
+        settings: arguments of `ShardWriter`.
 
     Returns:
-        What was wrong with the files that were left out.
+        Errors of the skipped files.
 
     Raises:
-        ValueError: there are no files, some are broken and `skip_broken` is false, patches or
-            labels do not go together, or a file is damaged; nothing was written.
+        ValueError: no files, some are broken and `skip_broken` is false, inconsistent patches or
+            labels, or a file is damaged; nothing was written.
     """
     files, broken = _opened(_listed(paths))
     if broken and (not skip_broken or not files):
         shown = "\n  ".join(broken)
         raise ValueError(
-            f"{len(broken)} files have no patches that could be read, and nothing was written; "
-            f"--skip-broken leaves them out:\n  {shown}"
+            f"{len(broken)} files have no readable patches, and nothing was written; "
+            f"--skip-broken skips them:\n  {shown}"
         )
     _check_alike(files)
     known = read_labels(labels) if labels is not None else {}
-    given = {file.slide: label_of(file.slide, known, labels) for file in files}
-    classes = sorted({label.label for label in given.values() if label is not None})
+    label_by_slide = {file.slide: label_of(file.slide, known, labels) for file in files}
+    classes = sorted({label.label for label in label_by_slide.values() if label is not None})
     off = None if progress else True
     total = sum(file.patches for file in files)
     with (
@@ -89,20 +89,20 @@ def import_clam(
     ):
         for file in files:
             bar.set_description(file.slide)
-            for count in _copy(file, given[file.slide], writer):
+            for count in _copy(file, label_by_slide[file.slide], writer):
                 bar.update(count)
     return broken
 
 
 def read_labels(path: Path, *, empty: bool = False) -> dict[str, ClamLabel]:
-    """The labels of slides, by slide_id.
+    """Read the labels of slides, by slide_id.
 
     Args:
-        path: of the table.
-        empty: take slides whose label is empty, for their splits.
+        path: path of the table.
+        empty: accept slides with an empty label, for their splits.
 
     Raises:
-        ValueError: a column is missing, a cell empty, or a slide there twice with other labels.
+        ValueError: a column is missing, a cell is empty, or a slide has two different labels.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -122,7 +122,10 @@ def _labels_in(path: Path, table: csv.DictReader[str], empty: bool) -> dict[str,
             raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
         made = ClamLabel(label, str(row.get("split") or "").strip() or None)
         if labels.setdefault(slide, made) != made:
-            raise ValueError(f"{path}, line {table.line_num}: {slide} has another label before")
+            raise ValueError(
+                f"{path}, line {table.line_num}: {slide} has another label or split in an "
+                "earlier line"
+            )
     return labels
 
 
@@ -130,10 +133,10 @@ def _listed(paths: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path}: there is no such file or folder")
+            raise ValueError(f"{path}: no such file or directory")
         found += sorted(path.glob("*.h5")) if path.is_dir() else [path]
     if not found:
-        raise ValueError("there are no files *.h5 in the folders given")
+        raise ValueError("no files *.h5 in the given folders")
     names: dict[str, Path] = {}
     for path in found:
         if names.setdefault(path.stem, path) != path:
@@ -177,23 +180,25 @@ def _check_alike(files: Sequence[PatchFile]) -> None:
         if (file.shape, file.dtype) != (first.shape, first.dtype):
             raise ValueError(
                 f"{file.path} has patches of {file.shape} {file.dtype}, {first.path} of "
-                f"{first.shape} {first.dtype}; import them into data sets of their own"
+                f"{first.shape} {first.dtype}; import them into separate data sets"
             )
 
 
 def label_of(slide: str, known: Mapping[str, ClamLabel], table: Path | None) -> ClamLabel | None:
-    """What a table says of a slide; None where there is no table.
+    """Look up the label of a slide in a table; None without a table.
 
     Raises:
-        ValueError: it has no line of it.
+        ValueError: the table has no label of the slide.
     """
     if table is None:
         return None
     found = known.get(slide)
-    if found is None:  # tables may have names of files
+    if found is None:  # tables may contain file names
         named = [label for name, label in known.items() if Path(name).stem == slide]
         if len(set(named)) != 1:
-            raise ValueError(f"{table} has no label of slide {slide}; add a line, or take it away")
+            raise ValueError(
+                f"{table} has no label of slide {slide}; add a line, or remove the slide"
+            )
         found = named[0]
     return found
 

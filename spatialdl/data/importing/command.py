@@ -1,4 +1,4 @@
-"""The command that turns what others have written into data sets: `spatialdl-import`."""
+"""The import command for data of other programs: `spatialdl-import`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SETTINGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a data set of images or patches.
+    """Write a data set from images, patches or volumes.
 
     Args:
         argv: arguments of the command; those of the process if None.
 
     Returns:
-        0, or 1 where nothing was written.
+        0, or 1 if nothing was written.
     """
     options = _parser().parse_args(argv)
     given = {name: getattr(options, name, None) for name in _SETTINGS}
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for remark in remarks:
         print(f"remark: {remark.message}", file=sys.stderr)
     for line in skipped:
-        print(f"left out: {line}", file=sys.stderr)
+        print(f"skipped: {line}", file=sys.stderr)
     made = Manifest.load(options.out)
     of = f" of {len(made.classes)} classes" if made.classes else ""
     masked = " with masks" if made.masks else ""
@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="spatialdl-import", description="Turn images or patches into a data set."
+        prog="spatialdl-import", description="Convert images, patches or volumes to a data set."
     )
     kinds = made.add_subparsers(dest="kind", required=True, metavar="images|clam|volumes")
-    images = kinds.add_parser("images", help="a folder of images in folders of classes")
+    images = kinds.add_parser("images", help="a folder of images in class folders")
     images.add_argument(
         "folder",
         type=Path,
@@ -79,23 +79,23 @@ def _parser() -> argparse.ArgumentParser:
         help="with CLASS/image.png, or train|val|test/CLASS/image.png",
     )
     images.add_argument(
-        "--rgb", action="store_true", help="turn all images into three channels of uint8"
+        "--rgb", action="store_true", help="convert all images to three channels of uint8"
     )
     images.add_argument(
-        "--jobs", type=positive_int, default=1, metavar="N", help="threads that decode (default 1)"
+        "--jobs", type=positive_int, default=1, metavar="N", help="decoding threads (default 1)"
     )
     images.add_argument(
         "--stripes",
         type=positive_int,
         metavar="N",
-        help="write regions, in bands of rows that lie in N shards",
+        help="write regions, in bands of rows over N shards",
     )
-    clam = kinds.add_parser("clam", help="files of patches as CLAM stores them")
+    clam = kinds.add_parser("clam", help="CLAM patch files")
     clam.add_argument(
-        "files", nargs="+", type=Path, metavar="FILES", help="one a slide, or folders of them"
+        "files", nargs="+", type=Path, metavar="FILES", help="one per slide, or folders of them"
     )
     clam.add_argument(
-        "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and split if wanted"
+        "--labels", type=Path, metavar="CSV", help="columns slide_id,label, and optionally split"
     )
     volumes = kinds.add_parser(
         "volumes", help="a folder of NIfTI, NRRD, TIFF, OME-TIFF, OME-Zarr or DICOM"
@@ -106,15 +106,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="with NAME.nii.gz, .nrrd, .tif, .ome.zarr, or folders NAME of DICOM series",
     )
-    volumes.add_argument("--masks", type=Path, metavar="DIR", help="a mask of each, of its name")
+    volumes.add_argument(
+        "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each"
+    )
     volumes.add_argument(
         "--labels",
         type=Path,
         metavar="CSV",
-        help="columns slide_id (NAME), label (may be empty beside masks), split",
+        help="columns slide_id (NAME), label (may be empty with masks), split",
     )
     volumes.add_argument(
-        "--stripes", type=positive_int, metavar="N", help="bands of slices that lie in N shards"
+        "--stripes", type=positive_int, metavar="N", help="bands of slices over N shards"
     )
     for parser in (images, clam):
         parser.add_argument(
@@ -127,17 +129,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--out", required=True, type=Path, metavar="DIR", help="data set folder to make")
-    add_shard_options(parser, CODECS, "pixels as they are, as JPEG, or compressed without loss")
+    add("--out", required=True, type=Path, metavar="DIR", help="data set folder to create")
+    add_shard_options(parser, CODECS, "pixels raw, as JPEG, or losslessly compressed")
     add(
         "--level",
         type=positive_int,
         default=LEVEL,
         metavar="N",
-        help=f"of --codec zstd, 1 (fast) to 22 (small) (default {LEVEL})",
+        help=f"level for --codec zstd, 1 (fast) to 22 (small) (default {LEVEL})",
     )
-    add("--skip-broken", action="store_true", help="leave out what cannot be read")
-    add("--overwrite", action="store_true", help="replace a data set that is there")
+    add("--skip-broken", action="store_true", help="skip inputs that cannot be read")
+    add("--overwrite", action="store_true", help="replace an existing data set")
 
 
 if __name__ == "__main__":

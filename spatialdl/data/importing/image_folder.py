@@ -1,4 +1,4 @@
-"""A folder of images as a data set: tiles where all are of one size, else regions."""
+"""Import of a folder of images as a data set: tiles if all have one size, else regions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class BrokenImagesError(ValueError):
     """Some images cannot be read, and nothing was written.
 
     Attributes:
-        broken: why, for each.
+        broken: an error for each.
     """
 
     def __init__(self, broken: Sequence[str], images: int, noun: str = "images") -> None:
         self.broken = list(broken)
         super().__init__(
-            f"{len(broken)} of {images} {noun} cannot be read, and nothing was written; mend or "
-            "remove them, or leave them out with --skip-broken"
+            f"{len(broken)} of {images} {noun} cannot be read, and nothing was written; repair or "
+            "remove them, or skip them with --skip-broken"
         )
 
 
@@ -50,23 +50,23 @@ def import_images(
     progress: bool = True,
     **settings: Any,
 ) -> list[str]:
-    """Write a data set of a folder of images.
+    """Write a data set from a folder of images.
 
     Args:
-        folder: with a folder of images for each class, or such folders for each split.
-        out: the data set to be made.
-        rgb: turn all images into three channels of uint8.
-        skip_broken: leave out those that cannot be read.
-        jobs: threads that decode.
-        progress: show a bar, where somebody looks at it.
-        settings: of `ShardWriter`.
+        folder: contains a folder of images per class, or such folders per split.
+        out: the data set to create.
+        rgb: convert all images to three channels of uint8.
+        skip_broken: skip images that cannot be read.
+        jobs: decoding threads.
+        progress: show a progress bar on a terminal.
+        settings: arguments of `ShardWriter`.
 
     Returns:
-        What was wrong with the images that were left out.
+        Errors of the skipped images.
 
     Raises:
         BrokenImagesError: some cannot be read, and `skip_broken` is false.
-        ValueError: there are no images, or they do not go together; nothing was written.
+        ValueError: no images, or inconsistent ones; nothing was written.
     """
     images = find_images(folder)
     broken: dict[str, str] = {}
@@ -86,18 +86,18 @@ def import_images(
             bar.update()
             if isinstance(loaded, BrokenImageError):
                 broken[image.name] = str(loaded)
-            elif skip_broken or not broken:  # else only to know which are broken
+            elif skip_broken or not broken:  # else only list all broken ones
                 _add(writer, image, loaded, own)
-        said = [broken[image.name] for image in images if image.name in broken]
-        if said and (not skip_broken or len(said) == len(images)):
-            raise BrokenImagesError(said, len(images))
-    return said
+        reasons = [broken[image.name] for image in images if image.name in broken]
+        if reasons and (not skip_broken or len(reasons) == len(images)):
+            raise BrokenImagesError(reasons, len(images))
+    return reasons
 
 
 def _sizes(
     images: Sequence[FoundImage], broken: dict[str, str], progress: bool
 ) -> dict[str, tuple[int, int]]:
-    """Rows and columns by name; notes in `broken` what is wrong with those that have none."""
+    """(Rows, columns) by name; adds errors of unreadable images to `broken`."""
     sizes = {}
     for image in tqdm(images, "sizes", disable=None if progress else True, leave=False):
         try:
@@ -114,14 +114,14 @@ def _add(
         writer.add(pixels, image.label, image.split, slide=image.name, **own)
     except ValueError as error:
         raise ValueError(
-            f"{image.path}: {error}; --rgb turns all into three channels of uint8"
+            f"{image.path}: {error}; --rgb converts all to three channels of uint8"
         ) from error
 
 
 def _loaded(
     images: Sequence[FoundImage], rgb: bool, jobs: int
 ) -> Iterator[tuple[FoundImage, Loaded]]:
-    """The images in their order, some decoded ahead."""
+    """The images in order, decoded ahead."""
 
     def load(image: FoundImage) -> Loaded:
         try:

@@ -1,7 +1,7 @@
-"""Images of other programs, found in folders of classes and read as they are.
+"""Images of other programs, found in class folders.
 
-The layout is that of torchvision's `ImageFolder`: `CLASS/image.png`, or `SPLIT/CLASS/image.png`
-where every folder has the name of a split.
+The layout is that of torchvision's `ImageFolder`: `CLASS/image.png`, or `SPLIT/CLASS/image.png` if
+all folders are named after splits.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from PIL import Image, ImageOps
 from spatialdl.data.pixels import as_image
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""Names of folders above the classes, and the splits that they are."""
+"""Split of each folder name above the classes."""
 
-_STUBS = {"BUFR", "GRIB", "HDF5", "WMF"}  # Pillow knows their names, and no more
+_STUBS = {"BUFR", "GRIB", "HDF5", "WMF"}  # Pillow recognises but cannot decode these
 _TIFF = {".tif", ".tiff"}
-_SAMPLES = {tifffile.PHOTOMETRIC.MINISBLACK, tifffile.PHOTOMETRIC.RGB}  # no colours to be made
+_SAMPLES = {tifffile.PHOTOMETRIC.MINISBLACK, tifffile.PHOTOMETRIC.RGB}  # need no conversion
 _MODES = {"1": "L", "P": "RGB", "PA": "RGBA", "La": "LA", "RGBa": "RGBA", "RGBX": "RGB"}
 _MODES |= dict.fromkeys(("CMYK", "YCbCr", "LAB", "HSV"), "RGB")
-_PNG_DEPTH = 24  # byte of a PNG that says how many bits a sample has
+_PNG_DEPTH = 24  # offset of a PNG's bit depth
 
 
 class BrokenImageError(ValueError):
-    """An image that cannot be read; says which and why."""
+    """An image that cannot be read; with its path and the reason."""
 
 
 @dataclass(frozen=True)
 class FoundImage:
-    """An image of the folder.
+    """An image in the folder.
 
     Attributes:
         path: the file.
-        name: of it, from the folder on.
-        label: name of its class, None where images lie in no folder of a class.
-        split: None where there are no splits.
+        name: path relative to the folder.
+        label: class name, None without class folders.
+        split: None without splits.
     """
 
     path: Path
@@ -53,13 +53,13 @@ class FoundImage:
 
 
 def find_images(folder: Path) -> list[FoundImage]:
-    """All images of a folder, by split, class and name; other files are left out.
+    """Find all images of a folder, sorted by split, class and name; other files are ignored.
 
     Raises:
-        ValueError: there is no such folder, no image in it, or one that lies beside folders.
+        ValueError: the folder does not exist, has no images, or an image lies beside folders.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give one with a folder of images for each class")
+        raise ValueError(f"{folder} is not a folder; give one with a folder of images per class")
     inside = _folders(folder)
     splits = bool(inside) and all(path.name.lower() in SPLITS for path in inside)
     found = []
@@ -76,20 +76,20 @@ def find_images(folder: Path) -> list[FoundImage]:
     if splits:
         _check_loose(folder)
     if not found:
-        raise ValueError(f"{folder} has no images in it of a kind that Pillow reads")
+        raise ValueError(f"{folder} contains no images in a format that Pillow reads")
     return found
 
 
 def class_names(images: Sequence[FoundImage]) -> list[str]:
-    """The classes, in torchvision's order: by name."""
+    """Class names, in torchvision's order: alphabetical."""
     return sorted({image.label for image in images if image.label is not None})
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Rows and columns of an image, as its header says.
+    """(Rows, columns) in the header of an image.
 
     Raises:
-        BrokenImageError: it has none.
+        BrokenImageError: the header cannot be read.
     """
     try:
         if path.suffix.lower() in _TIFF:
@@ -98,24 +98,24 @@ def image_size(path: Path) -> tuple[int, int]:
                 return int(page.imagelength), int(page.imagewidth)
         with Image.open(path) as image:
             cols, rows = image.size
-            on_its_side = image.getexif().get(274, 1) >= 5  # the tag of orientation
+            on_its_side = image.getexif().get(274, 1) >= 5  # EXIF orientation tag
             return (cols, rows) if on_its_side else (rows, cols)
-    except Exception as error:  # what decoders raise of damaged files is anything
+    except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise _broken(path, error) from error
 
 
 def load_image(path: Path, *, rgb: bool = False) -> npt.NDArray[Any]:
-    """An image as (rows, cols, channels) of uint8, uint16 or floats, turned as its camera says.
+    """Load an image as (rows, cols, channels) of uint8, uint16 or floats, with EXIF orientation.
 
-    Grey is one channel, transparency one more, palettes are RGB; samples of 16 bits stay so, and
-    floats in TIFF.
+    Grey is one channel, transparency an additional one, palettes become RGB; 16-bit samples and
+    floats in TIFF are kept.
 
     Args:
         path: the file.
-        rgb: turn it into three channels of uint8, whatever it is.
+        rgb: convert any image to three channels of uint8.
 
     Raises:
-        BrokenImageError: it is damaged, has several pages, or samples of a type that there is not.
+        BrokenImageError: it is damaged, has several pages, or an unsupported sample type.
     """
     try:
         return _as_rgb(path) if rgb else as_image(_samples(path))
@@ -124,8 +124,8 @@ def load_image(path: Path, *, rgb: bool = False) -> npt.NDArray[Any]:
 
 
 def _broken(path: Path, error: Exception) -> BrokenImageError:
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return BrokenImageError(f"{path}: {said}")
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return BrokenImageError(f"{path}: {reason}")
 
 
 def _samples(path: Path) -> npt.NDArray[Any]:
@@ -141,7 +141,7 @@ def _samples(path: Path) -> npt.NDArray[Any]:
     if suffix == ".png":
         with path.open("rb") as file:
             head = file.read(_PNG_DEPTH + 1)
-        if head[_PNG_DEPTH:] == b"\x10":  # Pillow would make bytes of its words
+        if head[_PNG_DEPTH:] == b"\x10":  # Pillow would reduce 16 bits to 8
             return np.asarray(imagecodecs.png_decode(path.read_bytes()))
     with Image.open(path) as image:
         turned = ImageOps.exif_transpose(image)
@@ -157,7 +157,7 @@ def _as_rgb(path: Path) -> npt.NDArray[np.uint8]:
     if array.dtype == np.uint16:
         array = (array >> 8).astype(np.uint8)
     if array.dtype != np.uint8 or array.shape[2] > 4:
-        raise ValueError(f"it has {array.shape[2]} channels of {array.dtype}, which are no colours")
+        raise ValueError(f"it has {array.shape[2]} channels of {array.dtype}, expected colours")
     if array.shape[2] < 3:
         return np.repeat(array[..., :1], 3, axis=2)
     return array[..., :3]
@@ -170,7 +170,7 @@ def _folders(folder: Path) -> list[Path]:
 def _check_loose(folder: Path) -> None:
     loose = [path for path in sorted(folder.iterdir()) if _is_image(path)]
     if loose and _folders(folder):
-        raise ValueError(f"{loose[0]} lies beside folders; move it into one of them, or away")
+        raise ValueError(f"{loose[0]} lies beside folders; move it into one of them, or remove it")
 
 
 def _is_image(path: Path) -> bool:
@@ -179,7 +179,7 @@ def _is_image(path: Path) -> bool:
 
 @cache
 def _suffixes() -> frozenset[str]:
-    known = Image.registered_extensions()  # finds out which there are
+    known = Image.registered_extensions()  # loads all plugins
     return frozenset(
         suffix for suffix, kind in known.items() if kind in Image.OPEN and kind not in _STUBS
     )

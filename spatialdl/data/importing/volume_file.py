@@ -1,4 +1,4 @@
-"""Volumes by their paths: which reader opens a file or folder."""
+"""Choice of the volume reader by path."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _READERS: dict[str, Callable[[Path], StoredVolume]] = {
     **dict.fromkeys((".zarr", ".ome.zarr"), open_ome_zarr),
 }
 SUFFIXES = tuple(_READERS)
-"""Of files, and of folders that are OME-Zarr stores; DICOM goes by what is inside."""
+"""Suffixes of files, and of OME-Zarr folders; DICOM is recognised by content."""
 
 
 UNREAD = (".mgz", ".mgh", ".mha", ".mhd", ".mnc", ".hdr", ".head", ".par", ".brik.gz", ".brik")
-"""Of volumes in formats that are not read."""
+"""Suffixes of volumes in unsupported formats."""
 
 
 def open_volume(path: Path) -> StoredVolume:
-    """NIfTI, NRRD, a TIFF stack, OME-TIFF, OME-Zarr, or a folder or file of one DICOM series.
+    """Open NIfTI, NRRD, a TIFF stack, OME-TIFF, OME-Zarr, or one DICOM series (folder or file).
 
     Raises:
-        ValueError: a package is missing, or it is no volume; others if it is damaged.
+        ValueError: a package is missing, or it is not a volume; other errors if it is damaged.
     """
     if path.is_file() and path.stat().st_size == 0:
-        raise ValueError("it is empty, a file of 0 bytes: copy it again")
+        raise ValueError("it is an empty file (0 bytes): copy it again")
     if suffix := _suffix(path):
         return _READERS[suffix](path)
     found = list(find_series(path if path.is_dir() else path.parent, [path]).series.values())
@@ -61,17 +61,17 @@ def is_volume(path: Path) -> bool:
 
 
 def volumes_in(folder: Path) -> tuple[list[Path], DicomFolder]:
-    """The files and stores of a folder, and the DICOM series in it and the folders below."""
+    """The files and stores of a folder, and the DICOM series at any depth."""
     inside = [path for path in sorted(folder.iterdir()) if path.name[0] != "."]
     others = [path for path in inside if not is_volume(path)]
     return list(filter(is_volume, inside)), find_series(folder, others)
 
 
 def volume_name(path: Path) -> str:
-    """The name of a file without its suffix, `.nii.gz` as a whole."""
+    """File name without its suffix; `.nii.gz` counts as one."""
     return path.name[: len(path.name) - len(_suffix(path))]
 
 
 def _suffix(path: Path) -> str:
-    """The longest that is known, in small letters."""
+    """The longest known suffix, in lower case."""
     return max((end for end in SUFFIXES if path.name.lower().endswith(end)), key=len, default="")

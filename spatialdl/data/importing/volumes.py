@@ -1,6 +1,6 @@
-"""A folder of volumes of other programs as a data set.
+"""Import of a folder of volumes of other programs as a data set.
 
-Voxels are kept as they are stored; the affine says where they lie in the patient.
+Voxels are stored unchanged; the affine gives their position in the patient.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from spatialdl.text import counted
 
 _AS_STORED = VolumeTurn()
 _APART = 0.1
-"""Of the smallest spacing: how far the corners of a mask may lie from those of its volume."""
+"""Largest distance of a mask's corners from its volume's, relative to the smallest spacing."""
 
 
 @dataclass(frozen=True)
 class FoundVolume:
-    """A volume of a folder: where it lies, and what opens it."""
+    """A volume in a folder: its path, and a function that opens it."""
 
     path: Path
     open: Callable[[], StoredVolume]
@@ -57,48 +57,48 @@ def import_volumes(
     progress: bool = True,
     **settings: Any,
 ) -> list[str]:
-    """Write a data set of a folder of volumes, some slices at a time.
+    """Write a data set from a folder of volumes, some slices at a time.
 
-    Warns of those whose spacing is not known, and of DICOM objects that are no images.
+    Warns about volumes of unknown spacing, and about DICOM objects that are not images.
 
     Args:
-        folder: of the volumes, see `find_volumes`; their names are those of the samples.
-        out: the data set to be made.
-        masks: folder of a mask for each, of the same name, with classes 0 to 255. One that says
-            where it lies is turned onto its volume.
-        labels: a table of columns slide_id (the name), label and, if wanted, split. With masks
+        folder: folder of the volumes, see `find_volumes`; their names become sample names.
+        out: the data set to create.
+        masks: folder with a mask of the same name for each volume, with classes 0 to 255. A mask
+            with an affine is reoriented to its volume.
+        labels: a table with columns slide_id (the name), label and, optionally, split. With masks
             the label may be empty.
-        skip_broken: leave out what cannot be read or does not fit the volumes before it.
-        progress: show a bar, where somebody looks at it.
-        settings: of `ShardWriter`.
+        skip_broken: skip volumes that cannot be read or do not match earlier ones.
+        progress: show a progress bar on a terminal.
+        settings: arguments of `ShardWriter`.
 
     Returns:
-        What was wrong with the volumes that were left out.
+        Errors of the skipped volumes.
 
     Raises:
-        BrokenImagesError: some cannot be read, and `skip_broken` is false; or all of them.
-        ValueError: there are no volumes, two of one name, one that has no label, or most are of
-            another type than the first that can be read.
+        BrokenImagesError: some cannot be read and `skip_broken` is false, or none can be read.
+        ValueError: no volumes, duplicate names, a missing label, or most are of another type than
+            the first readable one.
     """
     found = find_volumes(folder)
     of_masks = None if masks is None else find_volumes(masks, masks=True)
     known = {} if labels is None else read_labels(labels, empty=masks is not None)
-    given = {name: label_of(name, known, labels) for name in found}
-    classes = sorted({label.label for label in given.values() if label and label.label})
+    by_name = {name: label_of(name, known, labels) for name in found}
+    classes = sorted({label.label for label in by_name.values() if label and label.label})
     if masks is not None and classes:
         warnings.warn(
-            f"the labels ({', '.join(classes[:5])}{', ...' * (len(classes) > 5)}) name the classes "
-            "of the masks too; leave the column label empty where they do not",
+            f"the labels ({', '.join(classes[:5])}{', ...' * (len(classes) > 5)}) also name the "
+            "classes of the masks; leave the column label empty if they do not",
             stacklevel=2,
         )
     broken: list[str] = []
     without_spacing = []
     written: list[FoundVolume] = []
-    others = 0  # of another type
+    others = 0  # volumes of another type
     off = None if progress else True
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
         for name, one in tqdm(found.items(), "volumes", disable=off, leave=False):
-            label = given[name]
+            label = by_name[name]
             try:
                 volume = _narrowed(one.open())
                 mask = None if of_masks is None else _mask(name, of_masks, volume)
@@ -113,13 +113,13 @@ def import_volumes(
                 )
                 without_spacing += [name] if volume.spacing is None else []
                 written.append(one)
-            except Exception as error:  # what decoders raise of damaged files is anything
+            except Exception as error:  # decoders raise arbitrary errors for damaged files
                 others += isinstance(error, OtherTypeError)
                 broken.append(f"{one.path}: {' '.join(str(error).split()) or type(error).__name__}")
         if others > len(written):
             raise ValueError(
                 f"{others} of {len(found)} volumes have another type or number of channels than "
-                f"{written[0].path}, the first, and nothing was written; convert that one to the "
+                f"the first, {written[0].path}, and nothing was written; convert that one to the "
                 "type of the others, or remove it"
             )
         if broken and (not skip_broken or not written):
@@ -127,41 +127,41 @@ def import_volumes(
     if without_spacing:
         shown = ", ".join(without_spacing[:5]) + ", ..." * (len(without_spacing) > 5)
         of = counted(len(without_spacing), "volume")
-        warnings.warn(f"the spacing of {of} is not known: {shown}", stacklevel=2)
+        warnings.warn(f"the spacing of {of} is unknown: {shown}", stacklevel=2)
     return broken
 
 
 def find_volumes(folder: Path, *, masks: bool = False) -> dict[str, FoundVolume]:
-    """The volumes of a folder by name: of the file without suffix.
+    """Find the volumes of a folder, by name: the file name without suffix.
 
-    Files and OME-Zarr stores lie in the folder itself, DICOM series at any depth. A series of
-    several files has the name of the folder of them, with those above it (A_B), and with its
-    SeriesInstanceUID behind it if there are several.
+    Files and OME-Zarr stores must be in the folder itself, DICOM series at any depth. A series of
+    several files is named after their folder and its parents (A_B), with the SeriesInstanceUID
+    appended if the folder has several series.
 
     Args:
-        folder: to be searched.
-        masks: they are masks: segmentation objects of DICOM are refused, not passed over.
+        folder: folder to search.
+        masks: whether these are masks: DICOM segmentation objects raise instead of being skipped.
 
     Raises:
-        ValueError: there is no such folder, none in it, or two of one name.
+        ValueError: the folder does not exist or has no volumes, or duplicate names.
     """
     kinds = f"{', '.join(SUFFIXES)} or DICOM"
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give one of volumes: {kinds}")
+        raise ValueError(f"{folder} is not a folder; give a folder of volumes: {kinds}")
     files, dicom = volumes_in(folder)
     unread = [path.name for path in sorted(folder.iterdir()) if path.name.lower().endswith(UNREAD)]
     if unread:
         warnings.warn(
-            f"{folder}: left out {counted(len(unread), 'file')} of formats that are not read "
-            f"({', '.join(unread[:5])}{', ...' * (len(unread) > 5)}); convert them to NIfTI, with "
-            "nibabel or SimpleITK, say",
+            f"{folder}: skipped {counted(len(unread), 'file')} of unsupported formats "
+            f"({', '.join(unread[:5])}{', ...' * (len(unread) > 5)}); convert them to NIfTI, e.g. "
+            "with nibabel or SimpleITK",
             stacklevel=3,
         )
     if masks and dicom.segmentation is not None:
         raise ValueError(
-            f"{dicom.segmentation} is a DICOM segmentation object (SEG), which is not read as a "
-            "mask; convert it to NIfTI or NRRD with the name of its volume, by dcmqi's "
-            "segimage2itkimage, say"
+            f"{dicom.segmentation} is a DICOM segmentation object (SEG), which is not supported as "
+            "a mask; convert it to NIfTI or NRRD with the name of its volume, e.g. with dcmqi's "
+            "segimage2itkimage"
         )
     found: dict[str, FoundVolume] = {}
     for path in files:
@@ -169,10 +169,10 @@ def find_volumes(folder: Path, *, masks: bool = False) -> dict[str, FoundVolume]
     for name, series in dicom.series.items():
         _add(found, name, FoundVolume(series.path, series.open))
     if dicom.others:
-        said = ", ".join(f"{count} x {kind}" for kind, count in sorted(dicom.others.items()))
-        warnings.warn(f"{folder}: left out DICOM objects that are no images: {said}", stacklevel=3)
+        shown = ", ".join(f"{count} x {kind}" for kind, count in sorted(dicom.others.items()))
+        warnings.warn(f"{folder}: skipped DICOM objects that are not images: {shown}", stacklevel=3)
     if not found:
-        raise ValueError(f"{folder} has no volumes in it: {kinds}")
+        raise ValueError(f"{folder} contains no volumes: {kinds}")
     return dict(sorted(found.items()))
 
 
@@ -183,7 +183,7 @@ def _add(found: dict[str, FoundVolume], name: str, one: FoundVolume) -> None:
 
 
 class _Rows:
-    """A volume, or the mask of one, as `ShardWriter` reads it: some slices at a time."""
+    """Adapter of a volume, or mask, that `ShardWriter` reads some slices at a time."""
 
     def __init__(self, volume: StoredVolume, turn: VolumeTurn = _AS_STORED) -> None:
         self._volume, self._turn = volume, turn
@@ -199,7 +199,7 @@ class _Rows:
 
 
 class _Classes(_Rows):
-    """A mask, whose classes some programs save as floats."""
+    """A mask; some programs save its classes as floats."""
 
     def __init__(self, path: Path, mask: StoredVolume, turn: VolumeTurn) -> None:
         super().__init__(mask, turn)
@@ -210,12 +210,12 @@ class _Classes(_Rows):
         if pixels.dtype.kind != "f":
             return pixels
         if not (np.isfinite(pixels) & (pixels == np.rint(pixels))).all():
-            raise ValueError(f"mask {self._path} has values that are no whole numbers")
+            raise ValueError(f"mask {self._path} has non-integer values")
         return pixels.astype(np.int64)
 
 
 def _narrowed(volume: StoredVolume) -> StoredVolume:
-    """Integers of types that are not stored become int16 or uint16, where all values fit."""
+    """Convert integer types that shards do not support to int16 or uint16, if all values fit."""
     if volume.dtype.kind not in "iu" or volume.dtype.name in DTYPES:
         return volume
     at_once, low, high = volume_chunk(volume.size)[0], [], []
@@ -231,7 +231,7 @@ def _narrowed(volume: StoredVolume) -> StoredVolume:
 
 def _mask(name: str, masks: dict[str, FoundVolume], volume: StoredVolume) -> _Classes:
     if name not in masks:
-        raise ValueError(f"there is no mask of the name {name}")
+        raise ValueError(f"no mask named {name}")
     path = masks[name].path
     mask = masks[name].open()
     if mask.channels > 1:
@@ -240,10 +240,10 @@ def _mask(name: str, masks: dict[str, FoundVolume], volume: StoredVolume) -> _Cl
 
 
 def _turn_onto(mask: StoredVolume, volume: StoredVolume, path: Path) -> VolumeTurn:
-    """What brings a mask onto the voxels of its volume, where both say where they lie.
+    """The turn that aligns a mask with its volume, if both have an affine.
 
     Raises:
-        ValueError: no exchange and reversal of dims does.
+        ValueError: no exchange and reversal of dims aligns them.
     """
     if mask.affine is None or volume.affine is None or sorted(mask.size) != sorted(volume.size):
         return _AS_STORED
@@ -267,7 +267,7 @@ def _corners_apart(
     turn: VolumeTurn,
     size: tuple[int, ...],
 ) -> float:
-    """The largest distance of a corner voxel of the turned mask from the volume's, in mm."""
+    """The largest distance between corner voxels of the turned mask and the volume, in mm."""
     apart = 0.0
     for corner in np.ndindex(2, 2, 2):
         seen = tuple((n - 1) * end for n, end in zip(size, corner, strict=True))

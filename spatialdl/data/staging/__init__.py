@@ -1,6 +1,6 @@
-"""Staging: copies of shards on a disk of the node, for as long as a job runs.
+"""Staging: copies of shards on a disk of the node for the duration of a job.
 
-One process a node copies them (`copier`), while the ranks read from the source what has not arrived
-(`spatialdl.data.open_shards`). The copies lie in a folder of the user's, under their checksums, so
+One process per node copies them (`copier`), while the ranks read missing shards from the source
+(`spatialdl.data.open_shards`). The copies are in a folder of the user, named by their checksums, so
 that jobs share them (`cache`).
 """

@@ -1,18 +1,18 @@
-"""The user's folder on a disk of the node: shards under their checksums, and who uses them.
+"""The user's cache on a disk of the node: shards by checksum, shared by jobs.
 
 ::
 
     DISK/.spatialdl-UID/
-        lock                  held for moments, while names are given or removed
-        shards/SHA256.h5      whole and verified
-        shards/SHA256.part    on its way; its writer has it locked
+        lock                  held briefly, while names are added or removed
+        shards/SHA256.h5      complete and verified
+        shards/SHA256.part    in progress, locked by its writer
         jobs/NAME/lock        held as long as the job or its copier lives
-        jobs/NAME/reading     held while somebody reads from the source
-        jobs/NAME/SHA256.h5   hard links: what has arrived for that job
-        kept/SHA256.h5        hard links: what is to stay when no job is left
+        jobs/NAME/reading     held during reads from the source
+        jobs/NAME/SHA256.h5   hard links: shards available to that job
+        kept/SHA256.h5        hard links: shards to keep when no job is left
 
-A shard with one name only belongs to nobody and is removed; so no job takes away what another one
-uses, and what a killed job leaves is known by its lock, which ended with it.
+A shard with a single link is unused and is removed, so no job removes shards that another one uses.
+The remains of a killed job are recognised by its lock, which was released with the process.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ _UNCHECKED = ".unchecked"
 
 
 def local_name(info: ShardInfo) -> str:
-    """The name of a shard's copy.
+    """The file name of a shard's copy.
 
     Raises:
-        ShardError: the manifest has no SHA-256 of it.
+        ShardError: the manifest has no valid SHA-256 for it.
     """
     if not re.fullmatch(r"[0-9a-f]{64}", info.sha256):
         raise ShardError(
-            f"the manifest is damaged: {info.sha256!r} is no SHA-256 of {info.file}; "
+            f"the manifest is damaged: {info.sha256!r} is not a SHA-256 of {info.file}; "
             "copy or write the data set again"
         )
     return f"{info.sha256}.h5"
 
 
 class NodeCache:
-    """The folder; it is there while somebody uses it.
+    """The cache folder, which exists while it is used.
 
     Args:
-        disk: where it lies.
+        disk: its parent folder.
     """
 
     def __init__(self, disk: Path) -> None:
         self.path = disk / f".spatialdl-{os.getuid()}"
 
     def partial(self, info: ShardInfo) -> Path:
-        """Where a shard lies until it is whole."""
+        """Path of a shard in progress."""
         return self.path / "shards" / f"{info.sha256}.part"
 
     def join(self, wanted: Collection[ShardInfo]) -> StagedJob:
-        """Begin a job, after a look for what dead ones have left.
+        """Start a job, after removing the remains of dead ones.
 
         Args:
             wanted: shards that it may reuse, or resume.
 
         Raises:
-            OSError: the disk cannot be written to, or knows no locks or links.
-            ShardError: somebody else has a folder of that name.
+            OSError: the disk is not writable, or does not support locks or links.
+            ShardError: the folder belongs to another user.
         """
         with self._locked():
             folder = self.path / "jobs" / f"{os.getpid()}-{uuid4().hex[:8]}"
@@ -93,11 +93,11 @@ class NodeCache:
             return job
 
     def clean(self) -> int:
-        """Remove what no living job uses, also what was to be kept; returns the bytes.
+        """Remove shards that no living job uses, kept ones included; return the freed bytes.
 
         Raises:
-            OSError: it cannot be removed.
-            ShardError: somebody else has a folder of that name.
+            OSError: they cannot be removed.
+            ShardError: the folder belongs to another user.
         """
         if not self.path.is_dir():
             return 0
@@ -111,11 +111,11 @@ class NodeCache:
             return freed
 
     def leave(self, job: Path, *, keep: bool) -> None:
-        """End a job; a second time does nothing.
+        """End a job; idempotent.
 
         Args:
             job: its folder.
-            keep: whether its shards, and parts of shards, stay for later ones.
+            keep: whether its shards, and partial ones, are kept for later jobs.
         """
         with self._locked():
             if keep and job.is_dir():
@@ -128,7 +128,7 @@ class NodeCache:
             self._remove_if_unused()
 
     def publish(self, info: ShardInfo, job: Path) -> None:
-        """Give a part, which is whole now, its name; the job has it from the first moment."""
+        """Rename a verified part to its final name, after linking it to the job."""
         part = self.partial(info)
         part.chmod(0o400)
         with suppress(FileExistsError):
@@ -137,7 +137,7 @@ class NodeCache:
         fsync_folder(part.parent)
 
     def take_over(self, info: ShardInfo, job: Path) -> bool:
-        """Let a job use the shard of another one, which has just copied it."""
+        """Link a shard of another job, which has just copied it, to a job."""
         with suppress(FileExistsError):
             try:
                 os.link(self._shard(info), job / local_name(info))
@@ -146,7 +146,7 @@ class NodeCache:
         return True
 
     def reject(self, info: ShardInfo) -> None:
-        """Take a copy that is damaged away from everybody."""
+        """Remove a damaged copy from all jobs."""
         with self._locked():
             for folder in (self.path / "shards", self.path / "kept", *self._jobs()):
                 (folder / local_name(info)).unlink(missing_ok=True)
@@ -160,12 +160,12 @@ class NodeCache:
     def _bytes(self) -> int:
         size = 0
         for path in (self.path / "shards").iterdir():
-            with suppress(FileNotFoundError):  # a part has just got its name
+            with suppress(FileNotFoundError):  # a part was just renamed
                 size += path.stat().st_size
         return size
 
     def _sweep(self, wanted: Collection[str]) -> None:
-        """Remove dead jobs, shards of nobody, and parts that nobody writes."""
+        """Remove dead jobs, unused shards, and parts without a writer."""
         for job in self._jobs():
             if not _is_held(job / _LOCK):
                 shutil.rmtree(job, ignore_errors=True)
@@ -178,13 +178,13 @@ class NodeCache:
                 path.unlink(missing_ok=True)
 
     def _remove_if_unused(self) -> None:
-        """The folder itself; `_locked` of another process sees that it is gone."""
+        """Remove the cache folder if it is empty; `_locked` of other processes detects this."""
         if any(any((self.path / name).iterdir()) for name in _FOLDERS):
             return
         for name in _FOLDERS:
             (self.path / name).rmdir()
         (self.path / _LOCK).unlink()
-        with suppress(OSError):  # something that is not ours lies in it
+        with suppress(OSError):  # it contains foreign files
             self.path.rmdir()
 
     @contextmanager
@@ -197,7 +197,7 @@ class NodeCache:
                 if check_own(self.path) & 0o077:
                     self.path.chmod(0o700)
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:  # the last of its users has just removed it
+            except FileNotFoundError:  # its last user has just removed it
                 continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -212,43 +212,43 @@ class NodeCache:
 
 
 class StagedJob:
-    """One job's part of the folder: which shards have arrived for it.
+    """A job's folder in the cache, with the shards available to it.
 
     Attributes:
-        path: the folder in which its copies lie, see `local_name`.
-        lock: descriptor, -1 if not held; as long as it is open somewhere, the job lives.
+        path: the folder of its copies, see `local_name`.
+        lock: descriptor, -1 if not held; the job lives as long as any process has it open.
     """
 
     def __init__(self, cache: NodeCache, path: Path) -> None:
         self.cache, self.path, self.lock = cache, path, -1
 
     def hold(self) -> None:
-        """Take the lock, for as long as this process lives or until `close`."""
+        """Take the lock, until this process exits or calls `close`."""
         self.lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def unchecked(self, info: ShardInfo) -> Path:
-        """A shard of an earlier job, which is hashed before it is used."""
+        """Path of an earlier job's shard, which must be verified before use."""
         return (self.path / local_name(info)).with_suffix(_UNCHECKED)
 
     def accept(self, info: ShardInfo) -> None:
-        """Use a shard of an earlier job."""
+        """Use a verified shard of an earlier job."""
         self.unchecked(info).rename(self.path / local_name(info))
 
     def reject(self, info: ShardInfo) -> None:
-        """Remove a shard of an earlier job, which is damaged."""
+        """Remove a damaged shard of an earlier job."""
         self.unchecked(info).unlink()
         self.cache.reject(info)
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a living process has a file locked."""
+    """Whether a living process holds a lock on a file."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The command that copies a data set elsewhere: `spatialdl-stage`, `tools/stage_shards.py`."""
+"""The command that copies a data set: `spatialdl-stage`, `tools/stage_shards.py`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ _OK, _FAILED, _MISUSED, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """The process was asked to end."""
+    """The process received SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Copy a data set folder, or remove what training jobs have left on a disk.
+    """Copy a data set folder, or remove copies of finished training jobs from a disk.
 
     Args:
         argv: arguments of the command; those of the process if None.
 
     Returns:
-        The exit code: 0 when all of it is there, 1 when something cannot be read or written or
-        is damaged, 2 for a mistake in the arguments, 130 or 143 when it was interrupted or
-        terminated.
+        The exit code: 0 if the copy is complete, 1 if a file cannot be read or written or is
+        damaged, 2 for invalid arguments, 130 or 143 if interrupted or terminated.
     """
     options = _parser().parse_args(argv)
     if (options.source is None) != options.clean:
-        _parser().error("name either a data set folder to copy, or --clean")
+        _parser().error("give either a data set folder to copy, or --clean")
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         if options.clean:
             freed = NodeCache(options.to.absolute()).clean()
-            print(f"{readable_bytes(freed)} of former jobs removed from {options.to}")
+            print(f"removed {readable_bytes(freed)} of finished jobs from {options.to}")
             return _OK
         done = copy_folder(
             options.source.absolute(),
@@ -52,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {text}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt as error:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         return _TERMINATED if isinstance(error, _TerminatedError) else _INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, before)
-    there = f", of which {readable_bytes(done.there)} were there" if done.there else ""
+    there = f", of which {readable_bytes(done.there)} already existed" if done.there else ""
     print(
         f"{counted(done.shards, 'shard')} ({readable_bytes(done.bytes)}) verified in "
         f"{options.to}{there}"
@@ -67,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="spatialdl-stage",
-        description="Copy a data set (manifest and shards) to another disk: several files at once, "
-        "every checksum verified; what was interrupted goes on when run again.",
+        description="Copy a data set (manifest and shards) to another disk: several files in "
+        "parallel, with verified checksums; an interrupted copy resumes when run again.",
     )
     add = made.add_argument
     add("source", type=Path, nargs="?", metavar="DIR", help="the data set folder")
@@ -79,19 +78,19 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="copy only samples of these splits, and the shards that they lie in",
+        help="copy only samples of these splits, and their shards",
     )
-    add("--jobs", type=positive_int, default=4, metavar="N", help="files at once (default 4)")
+    add("--jobs", type=positive_int, default=4, metavar="N", help="parallel copies (default 4)")
     add(
         "--keep-free",
         type=size_in_bytes,
         metavar="SIZE",
-        help="what stays free, such as 10G (default 1G, or 5 %% of a small disk)",
+        help="space to keep free, such as 10G (default 1G, or 5 %% of a small disk)",
     )
     add(
         "--clean",
         action="store_true",
-        help="remove copies that training (data.stage) has left in --to and no job uses",
+        help="remove copies that training (data.stage) left in --to and no job uses",
     )
     return made
 

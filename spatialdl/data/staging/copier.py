@@ -1,8 +1,8 @@
 """The process that copies shards to the disk of a node, one for all ranks there.
 
-It gets an `Order` as a line of JSON on its standard input, tells what happens by lines of JSON on
-its standard output, and ends, after cleaning up, when its input ends: however the job ended. So it
-takes no notice of the signals that a launcher or a terminal sends to everybody.
+It reads an `Order` as a line of JSON from standard input and reports events as lines of JSON on
+standard output. It cleans up and exits when its input is closed, however the job ended, so it
+ignores the signals that launchers and terminals send to all processes.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from spatialdl.data.staging.read_priority import ReadPriority
 from spatialdl.errors import ShardError
 
 AT_ONCE = 4  # files
-NO_ROOM = "there is no room for it"
+NO_ROOM = "no space left for it"
 _LOOK_AGAIN_S = 0.2
-_TELL_EVERY_S = 0.5
+_REPORT_EVERY_S = 0.5
 
 What = Literal["copied", "reused", "left", "unreadable", "damaged", "moved", "done"]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be done.
+    """The task of a copier.
 
     Attributes:
         source: the data set folder.
-        disk: where the cache is, see `NodeCache`.
-        job: folder of the job in it.
-        shards: file, bytes and SHA-256 of each, in the order in which they are wanted.
+        disk: folder of the cache, see `NodeCache`.
+        job: folder of the job in the cache.
+        shards: file, bytes and SHA-256 of each, in the order in which they are read.
         keep: whether copies stay when the job ends.
     """
 
@@ -71,9 +71,9 @@ class Order:
 
 @dataclass(frozen=True)
 class ShardEvent:
-    """What became of a shard; `why` it is left where it was, or what is wrong with it.
+    """Outcome of a shard; `why` is the reason if it is not staged, or its damage.
 
-    "moved" are bytes of shards that are on their way.
+    "moved" counts bytes of shards in progress.
     """
 
     what: What
@@ -86,35 +86,35 @@ class Copier:
     """Copies the shards of an order, several at once.
 
     Args:
-        tell: hears what happens.
+        report: called with each event.
         stopped: set when the job has ended.
     """
 
     def __init__(
-        self, order: Order, tell: Callable[[ShardEvent], object], stopped: threading.Event
+        self, order: Order, report: Callable[[ShardEvent], object], stopped: threading.Event
     ) -> None:
         self._source, self._cache = Path(order.source), NodeCache(Path(order.disk))
         self._job = StagedJob(self._cache, Path(order.job))
         self._room = DiskSpace(self._job.path)
         self._todo = deque(ShardInfo(*shard, samples=0) for shard in order.shards)
-        self._tell, self._stopped = tell, stopped
+        self._report, self._stopped = report, stopped
         self._broken = ""
-        self._moved, self._told_at = 0, time.monotonic()
-        self._of_others: dict[str, int] = {}
+        self._moved, self._reported_at = 0, time.monotonic()
+        self._foreign_sizes: dict[str, int] = {}
         self._counting = threading.Lock()
-        self._giving_way = ReadPriority(self._job.path, stopped)
+        self._priority = ReadPriority(self._job.path, stopped)
 
     def run(self) -> None:
-        """Return when all is copied that can be, or when told to stop."""
+        """Return when all possible copies are complete, or `stopped` is set."""
         try:
             with ThreadPoolExecutor(AT_ONCE) as threads:
                 for thread in [threads.submit(self._work) for _ in range(AT_ONCE)]:
                     thread.result()
         finally:
-            self._giving_way.close()
+            self._priority.close()
         if not self._stopped.is_set():
-            self._tell_moved()
-            self._tell(ShardEvent("done"))
+            self._report_moved()
+            self._report(ShardEvent("done"))
 
     def _work(self) -> None:
         while not self._stopped.is_set():
@@ -123,20 +123,20 @@ class Copier:
             except IndexError:
                 return
             try:
-                self._tell(self._stage(info))
-            except BusyError:  # another job's copier is at it: see later what became of that
-                self._look_at_others(info)
+                self._report(self._stage(info))
+            except BusyError:  # another job's copier writes it: check the result later
+                self._count_foreign(info)
                 self._todo.append(info)
                 self._stopped.wait(_LOOK_AGAIN_S)
             except StoppedError:
                 return
 
     def _stage(self, info: ShardInfo) -> ShardEvent:
-        what, why = self._become(info)
+        what, why = self._outcome(info)
         return ShardEvent(what, info.file, info.bytes, why)
 
-    def _become(self, info: ShardInfo) -> tuple[What, str]:
-        """Stage a shard; what became of it, and why."""
+    def _outcome(self, info: ShardInfo) -> tuple[What, str]:
+        """Stage a shard; return the outcome and its reason."""
         try:
             with writing():
                 if self._has_old(info) or self._cache.take_over(info, self._job.path):
@@ -146,7 +146,7 @@ class Copier:
             return self._copy(info)
         except WriteError as error:
             if not error.is_full:
-                self._broken = f"{self._job.path} cannot be written to: {error.strerror}"
+                self._broken = f"cannot write to {self._job.path}: {error.strerror}"
             return "left", self._broken or NO_ROOM
         except ShardError as error:
             return "damaged", str(error)
@@ -154,12 +154,12 @@ class Copier:
             return "unreadable", str(error)
 
     def _copy(self, info: ShardInfo) -> tuple[What, str]:
-        """Copy a shard if there is room for it, and no other job has just done so."""
+        """Copy a shard if there is room and no other job has just copied it."""
         partial = self._cache.partial(info)
         with writing():
             there = partial.stat().st_size if partial.exists() else 0
             done, left = 0, max(0, info.bytes - there)
-            if not self._room.promise(left):
+            if not self._room.reserve(left):
                 return "left", NO_ROOM
 
         def progress(count: int) -> None:
@@ -178,7 +178,7 @@ class Copier:
                 lambda: self._cache.publish(info, self._job.path),
                 stopped=self._stopped.is_set,
                 progress=progress,
-                turn=self._giving_way.turn,
+                turn=self._priority.turn,
                 arrived=lambda: self._cache.take_over(info, self._job.path),
             )
         finally:
@@ -186,26 +186,26 @@ class Copier:
         return ("copied", "") if copied else ("reused", "")
 
     def _count(self, count: int) -> None:
-        """Tell of bytes now and then, so that a copier that gets no further is noticed."""
+        """Report copied bytes at intervals, so that a stalled copier is detected."""
         with self._counting:
             self._moved += max(count, 0)
-            if time.monotonic() - self._told_at >= _TELL_EVERY_S:
-                self._tell_moved()
+            if time.monotonic() - self._reported_at >= _REPORT_EVERY_S:
+                self._report_moved()
 
-    def _tell_moved(self) -> None:
-        self._tell(ShardEvent("moved", bytes=self._moved))
-        self._moved, self._told_at = 0, time.monotonic()
+    def _report_moved(self) -> None:
+        self._report(ShardEvent("moved", bytes=self._moved))
+        self._moved, self._reported_at = 0, time.monotonic()
 
-    def _look_at_others(self, info: ShardInfo) -> None:
-        """Count what another copier does for this job, too."""
+    def _count_foreign(self, info: ShardInfo) -> None:
+        """Count progress of another job's copier as well."""
         with suppress(FileNotFoundError):
             size = self._cache.partial(info).stat().st_size
-            before = self._of_others.setdefault(info.file, size)
-            self._of_others[info.file] = size
+            before = self._foreign_sizes.setdefault(info.file, size)
+            self._foreign_sizes[info.file] = size
             self._count(size - before)
 
     def _has_old(self, info: ShardInfo) -> bool:
-        """Whether an earlier job has left the shard, and as it was."""
+        """Whether an earlier job has left an intact copy of the shard."""
         try:
             if is_whole(self._job.unchecked(info), info, self._stopped.is_set, self._count):
                 self._job.accept(info)
@@ -219,24 +219,24 @@ class Copier:
 
 
 def main() -> None:
-    """Copy what the order on the standard input says; clean up when the input ends."""
+    """Execute the order on standard input; clean up when the input is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     order = Order.from_line(sys.stdin.readline())
     stopped, writing = threading.Event(), threading.Lock()
 
-    def tell(event: ShardEvent) -> None:
+    def report(event: ShardEvent) -> None:
         with writing, suppress(BrokenPipeError):
             print(json.dumps(asdict(event)), flush=True)
 
-    def wait_for_the_end() -> None:
+    def wait_for_end_of_input() -> None:
         sys.stdin.read()
         stopped.set()
 
-    waiting = threading.Thread(target=wait_for_the_end, daemon=True)
+    waiting = threading.Thread(target=wait_for_end_of_input, daemon=True)
     waiting.start()
     try:
-        Copier(order, tell, stopped).run()
+        Copier(order, report, stopped).run()
         waiting.join()
     finally:
         NodeCache(Path(order.disk)).leave(Path(order.job), keep=order.keep)

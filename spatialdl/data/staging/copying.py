@@ -1,4 +1,4 @@
-"""Copying one shard: resumed where it was left, hashed on the way, whole before it has a name."""
+"""Copy of one shard: resumable, hashed during the copy, and published only when verified."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from spatialdl.data.format import ShardInfo
 from spatialdl.errors import ShardError
 
-_AT_A_TIME = 8 * 2**20  # bytes: parallel file systems like large requests
+_AT_A_TIME = 8 * 2**20  # bytes; parallel file systems favour large requests
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ADVICE = "copy or write the data set again"
 
 
 class WriteError(OSError):
-    """The disk that is written to does not take it."""
+    """A write to the target disk failed."""
 
     @property
     def is_full(self) -> bool:
@@ -27,18 +27,18 @@ class WriteError(OSError):
 
 
 class BusyError(Exception):
-    """Another process writes this file."""
+    """Another process is writing this file."""
 
 
 class StoppedError(Exception):
-    """It was told to stop; what is there can be resumed."""
+    """The copy was stopped; it can be resumed."""
 
 
 def _never() -> bool:
     return False
 
 
-def _unheard(count: int) -> None:
+def _ignore(count: int) -> None:
     return None
 
 
@@ -49,35 +49,36 @@ def fetch(
     publish: Callable[[], None],
     *,
     stopped: Callable[[], bool] = _never,
-    progress: Callable[[int], object] = _unheard,
+    progress: Callable[[int], object] = _ignore,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     arrived: Callable[[], bool] = _never,
 ) -> bool:
-    """Copy a shard to a temporary name, and publish it once every byte is what was written.
+    """Copy a shard to a temporary name, and publish it once its SHA-256 is verified.
 
-    What lies under the temporary name is hashed and resumed. Where the sum is wrong in the end,
-    all is read again once: a crash may have left a hole, or somebody was still writing the source.
+    A partial file under the temporary name is hashed and resumed. If the checksum is wrong at the
+    end, the shard is copied once more: a crash may have left a hole, or the source was still being
+    written.
 
     Args:
         source: the shard.
-        partial: the temporary name; one process at a time writes to it. It stays where this is
-            stopped, or the source cannot be read; it is removed where the copy is no good.
-        info: what the manifest says of the shard.
-        publish: gives the file its name, away from `partial`.
-        stopped: is asked for every few MB.
-        progress: hears of bytes, also of those that were there; of fewer than none when it begins
-            anew.
-        turn: each piece is read in such a context.
-        arrived: is asked once nobody else can write to the temporary name.
+        partial: the temporary name; one process at a time writes to it. It is kept if the copy is
+            stopped or the source cannot be read, and removed if the copy is damaged.
+        info: manifest entry of the shard.
+        publish: renames `partial` to the final name.
+        stopped: called every few MB; true stops the copy.
+        progress: called with byte counts, including resumed bytes; negative on a restart.
+        turn: context in which each piece is read.
+        arrived: called once no other process can write to the temporary name; whether the shard
+            was copied in the meantime.
 
     Returns:
-        Whether it was copied; it was not where it had arrived in the meantime.
+        Whether it was copied; false if `arrived` was true.
 
     Raises:
-        ShardError: the source has other bytes than the manifest says.
-        WriteError: the disk is full, or cannot be written to.
+        ShardError: the bytes of the source differ from the manifest.
+        WriteError: the disk is full, or not writable.
         BusyError: another process is copying it.
-        StoppedError: `stopped` said so.
+        StoppedError: `stopped` returned true.
         OSError: the source cannot be read.
     """
     with _partial_file(partial) as copy:
@@ -94,9 +95,8 @@ def fetch(
                 digest = _copied(source, copy, info, stopped, progress, turn)
             if digest != info.sha256:
                 raise ShardError(
-                    f"{source} does not have the SHA-256 that the manifest says, "
-                    f"{info.sha256[:12]}..., but {digest[:12]}...; it was damaged or changed, "
-                    f"{_ADVICE}"
+                    f"{source} has SHA-256 {digest[:12]}..., the manifest records "
+                    f"{info.sha256[:12]}...; it was damaged or changed, {_ADVICE}"
                 )
             with writing():
                 os.fsync(copy)
@@ -115,12 +115,12 @@ def is_whole(
     path: Path,
     info: ShardInfo,
     stopped: Callable[[], bool] = _never,
-    progress: Callable[[int], object] = _unheard,
+    progress: Callable[[int], object] = _ignore,
 ) -> bool:
-    """Whether a file has the bytes that the manifest says.
+    """Whether a file has the length and SHA-256 in the manifest.
 
     Raises:
-        StoppedError: `stopped` said so.
+        StoppedError: `stopped` returned true.
         OSError: it cannot be read.
     """
     with path.open("rb", buffering=0) as file:
@@ -139,7 +139,9 @@ def _partial_file(path: Path) -> Iterator[int]:
             copy = os.open(path, flags, 0o600)
         try:
             if os.fstat(copy).st_uid != os.getuid():
-                raise ShardError(f"{path} is somebody else's: remove it, or name another folder")
+                raise ShardError(
+                    f"{path} belongs to another user: remove it, or choose another folder"
+                )
             try:
                 fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -152,7 +154,7 @@ def _partial_file(path: Path) -> Iterator[int]:
 
 
 def is_still(path: Path, file: int) -> bool:
-    """Whether an open file has the name by which it was opened."""
+    """Whether an open file still has the name by which it was opened."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file))
     except FileNotFoundError:
@@ -167,7 +169,7 @@ def _copied(
     progress: Callable[[int], object],
     turn: Callable[[], AbstractContextManager[None]],
 ) -> str:
-    """Append what is missing to a copy; the SHA-256 of all of it."""
+    """Append the missing bytes to a copy; return the SHA-256 of all of it."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_A_TIME))
     with source.open("rb", buffering=0) as file:
         _check_size(source, os.fstat(file.fileno()).st_size, info)
@@ -204,7 +206,7 @@ def _hash(
             raise StoppedError
         count = os.preadv(file, [buffer[: size - done]], done)
         if not count:
-            raise OSError(errno.EIO, f"the file ends at byte {done} of {size}")
+            raise OSError(errno.EIO, f"unexpected end of file at byte {done} of {size}")
         digest.update(buffer[:count])
         done += count
         progress(count)
@@ -218,10 +220,10 @@ def _write(file: int, view: memoryview, offset: int) -> None:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """What fails in this block is the disk that is written to.
+    """Attribute errors in this block to the target disk.
 
     Raises:
-        WriteError: in place of another OSError.
+        WriteError: in place of any OSError.
     """
     try:
         yield
@@ -232,6 +234,6 @@ def writing() -> Iterator[None]:
 def _check_size(source: Path, size: int, info: ShardInfo) -> None:
     if size != info.bytes:
         raise ShardError(
-            f"{source} has {size} bytes, the manifest says {info.bytes}; it was cut or replaced, "
-            f"{_ADVICE}"
+            f"{source} has {size} bytes, the manifest records {info.bytes}; it was truncated or "
+            f"replaced, {_ADVICE}"
         )

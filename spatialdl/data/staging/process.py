@@ -1,4 +1,4 @@
-"""The copier of a node as the rank that started it sees it."""
+"""Handle of a node's copier in the rank that started it."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from spatialdl.text import readable_bytes
 
 log = logging.getLogger("spatialdl.data")
 
-_PATIENCE_S = 10.0  # for the copier to end; a file system that hangs does not hold up the job
+_PATIENCE_S = 10.0  # limits the wait for the copier's exit, e.g. on a hanging file system
 
-_SLOW = 1_000_000  # bytes a second, fewer than a disk or file server gives that is up to its work
-_SLOW_AFTER_S = 60.0  # the copier itself waits up to half of it for ranks that read
+_SLOW = 1_000_000  # bytes per second; a working disk or file server is faster
+_SLOW_AFTER_S = 60.0  # the copier itself waits up to half of it for reading ranks
 
 
 class CopierProcess:
-    """A copier at work, and what it has told so far.
+    """A running copier and the events that it has reported.
 
     Args:
         source: the data set folder.
         disk: folder on a disk of the node.
-        wanted: shards that may be used, of which some may be there from an earlier job.
-        keep: whether copies stay when it is closed.
+        wanted: shards that may be used; an earlier job may have left some of them.
+        keep: whether copies stay after `close`.
 
     Attributes:
-        there: files that an earlier job has left, to be checked.
-        shards: of what the copier told, how many there were; `bytes` likewise.
-        damaged: files whose bytes in the source are not what was written, and what is wrong.
+        there: files that an earlier job has left, still to be verified.
+        shards: number of shards by outcome; `bytes` likewise.
+        damaged: files whose bytes in the source differ from the manifest, and the damage.
 
     Raises:
-        OSError: the disk cannot be written to.
-        ShardError: somebody else has our folder there.
+        OSError: the disk is not writable.
+        ShardError: the folder there belongs to another user.
     """
 
     def __init__(self, source: Path, disk: Path, wanted: Sequence[ShardInfo], keep: bool) -> None:
@@ -58,19 +58,19 @@ class CopierProcess:
         self.bytes: Counter[str] = Counter()
         self.damaged: dict[str, str] = {}
         self._process: subprocess.Popen[str] | None = None
-        self._told: list[str] = []
-        self._listening: threading.Thread | None = None
-        self._said: set[str] = set()
+        self._lines: list[str] = []
+        self._reader: threading.Thread | None = None
+        self._warned: set[str] = set()
         self._since = time.monotonic(), 0
-        self._last_words = ""
+        self._last_output = ""
 
     @property
     def folder(self) -> Path:
-        """Where copies are when they have arrived."""
+        """Folder of the verified copies."""
         return self._job.path
 
     def start(self, shards: Sequence[ShardInfo]) -> None:
-        """Begin to copy these, in this order.
+        """Start copying these shards, in this order.
 
         Raises:
             OSError: no process can be started.
@@ -85,11 +85,11 @@ class CopierProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            pass_fds=[self._job.lock],  # the job lives as long as one of us does
-            start_new_session=True,  # a signal to our group is not for it: it has to clean up
+            pass_fds=[self._job.lock],  # keeps the job alive as long as either process
+            start_new_session=True,  # protects it from signals to our group: it must clean up
         )
-        self._listening = threading.Thread(target=self._listen, name="copier", daemon=True)
-        self._listening.start()
+        self._reader = threading.Thread(target=self._read_lines, name="copier", daemon=True)
+        self._reader.start()
         order = Order(
             str(self._source),
             str(self._disk),
@@ -98,31 +98,33 @@ class CopierProcess:
             self._keep,
         )
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: `look` says so
+        with suppress(BrokenPipeError):  # it has exited, which `look` reports
             self._process.stdin.write(order.to_line())
             self._process.stdin.flush()
 
     def look(self) -> None:
-        """Take note of what the copier has told; log what is wrong, each kind once."""
+        """Process the copier's reports; log problems, each kind once."""
         if self._process is None:
             return
         ended = self._process.poll()
-        if ended is not None and self._listening is not None:
-            self._listening.join(_PATIENCE_S)
-        while self._told:
-            line = self._told.pop(0)
+        if ended is not None and self._reader is not None:
+            self._reader.join(_PATIENCE_S)
+        while self._lines:
+            line = self._lines.pop(0)
             try:
                 self._note(ShardEvent(**json.loads(line)))
             except (ValueError, TypeError):
-                self._last_words = line.strip()
+                self._last_output = line.strip()
         if ended is not None:
-            how = f"was killed ({signal.Signals(-ended).name})" if ended < 0 else f"ended ({ended})"
-            self._say("ended", f"the copier {how}", self._last_words)
+            how = (
+                f"was killed ({signal.Signals(-ended).name})" if ended < 0 else f"exited ({ended})"
+            )
+            self._warn("ended", f"the copier {how}", self._last_output)
         elif not self.shards["done"]:
-            self._look_at_speed()
+            self._check_speed()
 
     def close(self) -> None:
-        """End the copier, and with it the job; a second time does nothing."""
+        """End the copier and the job; idempotent."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -131,7 +133,7 @@ class CopierProcess:
                 process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                log.warning("%s: the copier did not end and was killed", socket.gethostname())
+                log.warning("%s: the copier did not exit and was killed", socket.gethostname())
         if self._job.lock < 0:
             return
         try:
@@ -140,13 +142,13 @@ class CopierProcess:
             log.warning("%s: cannot clean up %s: %s", socket.gethostname(), self._job.path, error)
         self._job.close()
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._told.append(line)
+            self._lines.append(line)
 
-    def _look_at_speed(self) -> None:
+    def _check_speed(self) -> None:
         (before, there), now = self._since, time.monotonic()
         if now - before < _SLOW_AFTER_S:
             return
@@ -154,7 +156,7 @@ class CopierProcess:
         moved = self.bytes["moved"] - there
         if moved < _SLOW * (now - before):
             why = f"{readable_bytes(moved)} in the last {now - before:.0f} s"
-            self._say("slow", "copying is slow, or stands still", why)
+            self._warn("slow", "copying is slow or has stalled", why)
 
     def _note(self, event: ShardEvent) -> None:
         self.bytes[event.what] += event.bytes
@@ -164,13 +166,13 @@ class CopierProcess:
         if event.what == "damaged":
             self.damaged[event.file] = event.why
         elif event.what in ("left", "unreadable"):
-            self._say(event.what + event.why * (event.what == "left"), event.file, event.why)
+            self._warn(event.what + event.why * (event.what == "left"), event.file, event.why)
 
-    def _say(self, kind: str, what: str, why: str) -> None:
-        if kind in self._said:
+    def _warn(self, kind: str, what: str, why: str) -> None:
+        if kind in self._warned:
             return
-        self._said.add(kind)
+        self._warned.add(kind)
         log.warning(
-            "%s: %s; what is not in %s is read from %s",
+            "%s: %s; shards missing in %s are read from %s",
             *(socket.gethostname(), f"{what}: {why}" if why else what, self._disk, self._source),
         )

@@ -1,8 +1,8 @@
-"""Who reads from the source to train comes before who copies from it.
+"""I/O priority: training reads from the source take priority over staging.
 
-Every process that reads a box from the source, of a job that is staged, holds a shared lock
-meanwhile; the copier of the node looks for it between two pieces. A lock ends with its process,
-however that ended.
+Every process of a staged job that reads a box from the source holds a shared lock during the read;
+the copier of the node checks it between two pieces. The lock is released when its process exits,
+for any reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _NAME = "reading"
-_QUIET_S = 0.02  # that nobody reads is no pause between two boxes
+_QUIET_S = 0.02  # a shorter pause may lie between two boxes of one reader
 _LOOK_EVERY_S = 0.005
 _PATIENCE_S = 30.0
 _UNCONTESTED_S = 1.0
@@ -24,15 +24,15 @@ _UNCONTESTED_S = 1.0
 
 @contextmanager
 def reading_source(job: Path) -> Iterator[None]:
-    """While a box is read from the source.
+    """Hold the lock while a box is read from the source.
 
     Args:
         job: folder of the job on the disk of the node, see `cache.Job`.
     """
     file = -1
     try:
-        with suppress(OSError):  # no copier looks at it, or the disk knows no locks
-            # opened each time: threads, and processes that were forked, would share one lock
+        with suppress(OSError):  # no copier checks it, or the disk has no locks
+            # Opened each time: threads and forked processes would share one lock.
             file = os.open(job / _NAME, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(file, fcntl.LOCK_SH)
         yield
@@ -42,31 +42,30 @@ def reading_source(job: Path) -> Iterator[None]:
 
 
 class ReadPriority:
-    """When the threads of a copier may read from the source.
+    """Decides when the threads of a copier may read from the source.
 
-    They wait for a moment in which nobody else of this node does, and read one after the other,
-    until there is more than such moments. Where there is none for half a minute the training is
-    slower than the source lets it be, copies or not: they wait no longer, because the sooner all is
-    copied the sooner it is quick.
+    They wait until no other process of this node reads, and read one at a time unless the source
+    has been idle for a while. If it is not idle for half a minute, training is limited by the
+    source in any case, and they stop waiting: training speeds up once all is copied.
 
     Args:
         job: folder of the job.
-        stopped: nobody waits when it is set.
-        patience: seconds without such a moment.
+        stopped: no thread waits once it is set.
+        patience: seconds to wait for an idle source.
     """
 
     def __init__(self, job: Path, stopped: threading.Event, patience: float = _PATIENCE_S) -> None:
         self._stopped, self._patience = stopped, patience
         self._turns = threading.Lock()
         self._file = -1
-        with suppress(OSError):  # the copier finds out what is wrong with the disk
+        with suppress(OSError):  # the copier reports errors of the disk
             self._file = os.open(job / _NAME, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._quiet = time.monotonic()  # when it was so last
+        self._quiet = time.monotonic()  # when the source was last idle
         self._busy = self._quiet
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """While a piece is read."""
+        """Context for reading one piece."""
         with self._turns:
             self._wait()
             if time.monotonic() - self._busy < _UNCONTESTED_S:
@@ -75,7 +74,7 @@ class ReadPriority:
         yield
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the lock file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

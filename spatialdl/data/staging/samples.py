@@ -1,4 +1,4 @@
-"""Which samples lie in which shards."""
+"""Samples of a shard, and manifests of selected splits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from spatialdl.data.format import Manifest, RegionSample, Sample
 
-_LISTED = 3  # samples and slides that are named
+_LISTED = 3  # samples and slides listed by name
 
 
 def samples_in(manifest: Manifest, shard: int) -> str:
-    """Which samples lie in a shard: "samples 3, 4, 5 and 20 more (slide a1)"."""
+    """List the samples in a shard: "samples 3, 4, 5 and 20 more (of a1)"."""
     found = [
         number for number, sample in enumerate(manifest.samples) if shard in _shards_of(sample)
     ]
@@ -25,10 +25,10 @@ def samples_in(manifest: Manifest, shard: int) -> str:
 
 
 def of_splits(manifest: Manifest, splits: Sequence[str]) -> Manifest:
-    """The manifest of some splits, and of the shards that they lie in.
+    """The manifest restricted to some splits and their shards.
 
     Raises:
-        ValueError: there is no such split.
+        ValueError: a split does not exist.
     """
     for split in splits:
         if split not in manifest.splits:

@@ -1,4 +1,4 @@
-"""Copying a data set folder: every shard verified, and the manifest last."""
+"""Copy of a data set folder: every shard is verified, and the manifest is written last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.data.format import MANIFEST, Manifest, shard_status
-from spatialdl.data.saving import fsync_folder, replacing, show
+from spatialdl.data.saving import apply_umask, fsync_folder, replacing
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
 from spatialdl.data.staging.local_disk import DiskSpace
@@ -20,12 +20,12 @@ from spatialdl.data.staging.samples import of_splits, samples_in
 from spatialdl.errors import ShardError
 from spatialdl.text import counted, readable_bytes
 
-_NAMED = 3  # faults that are told in full
+_NAMED = 3  # faults reported in full
 
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What a copy of a folder took: shards and bytes in it, and of these what was there."""
+    """Shards and bytes of a copied folder, and bytes of these that already existed."""
 
     shards: int
     bytes: int
@@ -40,21 +40,21 @@ def copy_folder(
     at_once: int = 4,
     keep_free: int | None = None,
 ) -> CopyResult:
-    """Copy a data set folder; `target` is one as soon as all of it is there.
+    """Copy a data set folder; `target` is a data set once the copy is complete.
 
-    Shards that are there already are verified; what an interrupted copy has left is resumed.
+    Existing shards are verified; an interrupted copy is resumed.
 
     Args:
         source: the data set folder.
-        target: the folder to be made.
-        splits: leave out shards and samples of others; none keeps all.
-        at_once: files.
+        target: the folder to create.
+        splits: splits to copy; none copies all.
+        at_once: files copied in parallel.
         keep_free: bytes of the disk that stay free, see `DiskSpace`.
 
     Raises:
-        ShardError: a shard is missing or damaged, `target` holds something else, there is no
-            room, or somebody else is at it; what is whole stays.
-        ValueError: there is no such split.
+        ShardError: a shard is missing or damaged, `target` has other contents, the disk has too
+            little space, or another process writes it; verified shards stay.
+        ValueError: a split does not exist.
         OSError: a file cannot be read or written.
     """
     manifest = Manifest.load(source)
@@ -63,17 +63,17 @@ def copy_folder(
         manifest = of_splits(manifest, splits)
     for info in manifest.shards:
         local_name(info)
-        with suppress(OSError):  # said when it is copied
+        with suppress(OSError):  # reported when it is copied
             shard_status(source, info)
     if target.exists() and not target.is_dir():
-        raise ShardError(f"{target} is a file; name a folder")
+        raise ShardError(f"{target} is a file; choose a folder")
     if target.exists() and target.samefile(source):
-        raise ShardError(f"{target} is the data set itself; name another folder")
+        raise ShardError(f"{target} is the data set itself; choose another folder")
     may_replace = (target / MANIFEST).exists()
     if may_replace and Manifest.load(target) != manifest:
         raise ShardError(
-            f"{target} holds another data set, or an older state of this one; name another folder "
-            f"or remove it"
+            f"{target} contains another data set, or another state of this one; choose another "
+            f"folder or remove it"
         )
     _check_room(manifest, target, keep_free)
     target.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def copy_folder(
 
 
 class _Copying:
-    """Copies of the shards under way."""
+    """Parallel copies of the shards."""
 
     def __init__(self, source: Path, target: Path, manifest: Manifest, may_replace: bool) -> None:
         self._source, self._target, self._manifest = source, target, manifest
@@ -106,19 +106,19 @@ class _Copying:
         self._bar.close()
 
     def run(self, at_once: int) -> int:
-        """Bring all shards to the target; returns the bytes that were there."""
+        """Copy all shards to the target; return the bytes that already existed."""
         with ThreadPoolExecutor(at_once) as threads:
             shards = range(len(self._manifest.shards))
             tasks = [threads.submit(self._bring, shard) for shard in shards]
             try:
                 there = sum(task.result() for task in tasks)
             except BaseException:
-                self._stopped.set()  # also on Ctrl-C: the threads end in a moment
+                self._stopped.set()  # also on Ctrl-C: the threads end soon
                 raise
         if self._faults:
             more = len(self._faults) - _NAMED
-            told = " ".join(self._faults[:_NAMED]) + (f" And {more} more." if more > 0 else "")
-            raise ShardError(f"{counted(len(self._faults), 'shard')} cannot be copied: {told}")
+            text = " ".join(self._faults[:_NAMED]) + (f" And {more} more." if more > 0 else "")
+            raise ShardError(f"{counted(len(self._faults), 'shard')} cannot be copied: {text}")
         fsync_folder(self._target)
         return there
 
@@ -131,8 +131,8 @@ class _Copying:
                     return info.bytes
                 if not self._may_replace:
                     raise FileExistsError(
-                        f"{path} is another file than {self._source / info.file}; remove it, or "
-                        "name another folder"
+                        f"{path} differs from {self._source / info.file}; remove it, or choose "
+                        "another folder"
                     )
             partial = path.with_name(f".{info.file}.part")
             fetch(
@@ -146,13 +146,13 @@ class _Copying:
         except StoppedError:
             pass
         except BusyError as error:
-            raise ShardError(f"{error}; wait for it, or name another folder") from None
+            raise ShardError(f"{error}; wait for it, or choose another folder") from None
         except WriteError as error:
             raise WriteError(
                 error.errno, f"cannot write to {self._target}: {error.strerror}"
             ) from error
         except (ShardError, OSError) as error:
-            self._faults.append(f"{error}. It holds {samples_in(self._manifest, shard)}.")
+            self._faults.append(f"{error}. It contains {samples_in(self._manifest, shard)}.")
         return 0
 
 
@@ -165,12 +165,12 @@ def _check_room(manifest: Manifest, target: Path, keep_free: int | None) -> None
     room = DiskSpace(disk, keep_free).bytes
     if needed > room:
         raise ShardError(
-            f"{target} has room for {readable_bytes(max(room, 0))} besides what stays free, "
-            f"{readable_bytes(needed)} are needed; make room, name another folder, or choose "
-            "splits by --split"
+            f"not enough space on the disk of {target}: {readable_bytes(needed)} required, "
+            f"{readable_bytes(max(room, 0))} available besides what is kept free; free some, "
+            "choose another folder, or copy fewer splits (--split)"
         )
 
 
 def _rename(partial: Path, path: Path) -> None:
-    show(partial)
+    apply_umask(partial)
     partial.replace(path)

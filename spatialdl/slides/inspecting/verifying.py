@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from spatialdl.data.folder import COORDS
 from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of, shard_status
-from spatialdl.data.locating import say_damaged
+from spatialdl.data.locating import describe_damage
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.record import SlideRecord
 from spatialdl.slides.batch.resume import names_in
@@ -78,7 +78,7 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
             bar.set_description(shard.file)
             problem = _problem(path, shard, bar.update)
             if problem and manifest is not None and os.path.isfile(path / shard.file):
-                problem += f"; {say_damaged(path, manifest, number)}"
+                problem += f"; {describe_damage(path, manifest, number)}"
             if problem:
                 problems.append(f"{shard.file}: {problem}")
     return Verified(path, len(shards), total, tuple(problems))

@@ -18,7 +18,7 @@ from spatialdl.data import jpeg
 
 Bytes = npt.NDArray[np.uint8]
 
-DETECTS_DAMAGE = jpeg.tells_of_damage()
+DETECTS_DAMAGE = jpeg.detects_damage()
 """Whether the JPEG decoder detects damage, so that openslide need not check tiles."""
 
 JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
@@ -84,7 +84,7 @@ def _jpeg(photometric: int, tables: bytes | None) -> Decoder:
         return head + data[2:]
 
     channels = 1 if photometric == GREY else 3
-    silent = not jpeg.tells_of_damage()
+    silent = not jpeg.detects_damage()
     return Decoder(
         lambda data: jpeg.decode_colours(whole(data), 3), silent, WholeJpeg(whole, channels)
     )

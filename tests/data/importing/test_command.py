@@ -33,7 +33,7 @@ def test_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
     assert told.err.startswith("remark: stripes were not set")
     assert (ShardDataset(out).codec, ShardDataset(out).sample(0).mpp) == ("zstd", 0.5)
     assert run("images", images, "--out", out) == 1
-    assert "holds a data set already" in capsys.readouterr().err
+    assert "already contains a data set" in capsys.readouterr().err
     assert run("images", images, "--out", out, "--overwrite", "--codec", "jpeg", "--jobs", 2) == 0
     assert ShardDataset(out).kind == "tiles"
 
@@ -46,7 +46,7 @@ def test_broken_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixtu
     assert told[0].startswith("error: 1 of 3 images cannot be read, and nothing was written")
     assert told[1].startswith(f"  {images}/b/2.png: ")
     assert run("images", images, "--out", out, "--skip-broken") == 0
-    assert capsys.readouterr().err.startswith(f"left out: {images}/b/2.png: ")
+    assert capsys.readouterr().err.startswith(f"skipped: {images}/b/2.png: ")
 
 
 def test_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,14 +64,14 @@ def test_volumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*call) == 0
     told = capsys.readouterr()
     assert told.out == f"wrote 2 volumes with masks to {tmp_path / 'set'}\n"
-    assert "left out 2 files of formats that are not read (c.mgz, d.MHA); convert" in told.err
+    assert "skipped 2 files of unsupported formats (c.mgz, d.MHA); convert" in told.err
     assert "name the classes of the masks" not in told.err
     data = ShardDataset(tmp_path / "set", split="val")
     assert (data.classes, data.splits, data.labels.tolist()) == ([], ["train", "val"], [-1])
     table.write_text("slide_id,label,split\na,ill,train\nb,well,val\n")
     assert run(*call) == 0
     told = capsys.readouterr()
-    assert "the labels (ill, well) name the classes of the masks too; leave" in told.err
+    assert "the labels (ill, well) also name the classes of the masks; leave" in told.err
     assert told.out.startswith("wrote 2 volumes of 2 classes with masks")
     table.write_text("slide_id,label,split\na,,train\nb,,val\n")
     assert run("volumes", tmp_path / "in", "--labels", table, "--out", tmp_path / "other") == 1

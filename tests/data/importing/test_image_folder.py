@@ -80,7 +80,9 @@ def test_nothing_but_broken_images_is_an_error(tmp_path: Path) -> None:
 
 def test_images_that_do_not_go_together_are_named(tmp_path: Path, folder: Path) -> None:
     Image.fromarray(np.zeros((20, 30), np.uint8)).save(folder / "train" / "b" / "9.png")
-    with pytest.raises(ValueError, match=r"9\.png: tile has shape \(20, 30, 1\), .*; --rgb turns"):
+    with pytest.raises(
+        ValueError, match=r"9\.png: tile has shape \(20, 30, 1\), .*; --rgb converts"
+    ):
         import_images(folder, tmp_path / "set")
     assert not (tmp_path / "set").exists()
     import_images(folder, tmp_path / "set", rgb=True)

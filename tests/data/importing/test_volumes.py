@@ -75,14 +75,14 @@ def test_broken_files_have_a_sentence_each_and_the_others_are_written(folders, c
     assert not (path / "set").exists()
     capsys.readouterr()
     assert main([*call, "--skip-broken"]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped")]
     names = ["cut.nii.gz", "empty.nii", "float.nii", "size.nii", "text.tif", "time.nii"]
     assert [line.split(": ")[1].rsplit("/")[-1] for line in said] == [*names, "without.nii"]
     for number, part in (
-        (0, "it is damaged, or no NIfTI file"),
+        (0, "it is damaged, or not a NIfTI file"),
         (2, "float32"),
         (3, "mask has shape"),
-        (5, "3 channels of int16, those before it 1"),
+        (5, "3 channels of int16, earlier ones have 1"),
         (6, "no mask"),
     ):
         assert part in said[number]
@@ -98,7 +98,7 @@ def test_one_volume_of_another_type_does_not_leave_out_all_others(folders, capsy
         assert not (path / "set").exists()
         said = capsys.readouterr().err
         assert f"error: {len(volumes)} of {len(volumes) + 1} volumes have another type" in said
-        assert f"than {path / 'in' / '0.nii'}, the first" in said
+        assert f"than the first, {path / 'in' / '0.nii'}" in said
 
 
 def test_volumes_of_every_kind_in_one_folder(tmp_path, capsys):
@@ -113,8 +113,8 @@ def test_volumes_of_every_kind_in_one_folder(tmp_path, capsys):
     test_ome_zarr.save(tmp_path / "in" / "z.ome.zarr", {"0": pixels.T}, multiscales)
     assert main(["volumes", str(tmp_path / "in"), "--out", str(tmp_path / "set")]) == 0
     said = capsys.readouterr().err
-    assert "left out DICOM objects that are no images: 1 x Segmentation Storage" in said
-    assert "the spacing of 2 volumes is not known: n, o" in said
+    assert "skipped DICOM objects that are not images: 1 x Segmentation Storage" in said
+    assert "the spacing of 2 volumes is unknown: n, o" in said
     data = ShardDataset(tmp_path / "set")
     assert [data.sample(k).slide for k in range(5)] == ["ct", "n", "o", "x", "z"]
     for k in range(1, 5):

@@ -25,7 +25,7 @@ def dataset(folder: Path) -> ShardDataset:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a disk of so many kB."""
+    """Mounts a disk of a given size in kB."""
     made = []
 
     def make(size: int, options: str = "rw") -> Path:

@@ -122,18 +122,18 @@ def test_a_folder_of_somebody_else_is_refused(cache, tmp_path):
     cache.path.parent.mkdir()
     (tmp_path / "theirs").mkdir()
     cache.path.symlink_to(tmp_path / "theirs")
-    with pytest.raises(ShardError, match="is not a folder of yours"):
+    with pytest.raises(ShardError, match="is not a folder owned by this user"):
         cache.join([])
     cache.path.unlink()
     cache.path.write_text("")
-    with pytest.raises(ShardError, match="is not a folder of yours"):
+    with pytest.raises(ShardError, match="is not a folder owned by this user"):
         cache.join([])
     cache.path.unlink()
     if os.getuid() != 0:
         return
     cache.path.mkdir()
     os.chown(cache.path, 12345, -1)
-    with pytest.raises(ShardError, match="is not a folder of yours"):
+    with pytest.raises(ShardError, match="is not a folder owned by this user"):
         cache.join([])
 
 
@@ -153,5 +153,5 @@ def test_a_full_disk_leaves_no_job(cache, small_disk):
 
 @pytest.mark.parametrize("sha256", ["", "../../../etc/passwd", "A" * 64, "0" * 63])
 def test_a_name_is_a_checksum(sha256):
-    with pytest.raises(ShardError, match=r"the manifest is damaged: .* is no SHA-256"):
+    with pytest.raises(ShardError, match=r"the manifest is damaged: .* is not a SHA-256"):
         local_name(ShardInfo("shard-00000.h5", 1, sha256, 1))

@@ -41,10 +41,10 @@ def test_the_script_copies(folder, tmp_path):
         (["{}/nowhere", "--to", "{}/copy"], 1, "there is no such folder"),
         (["{}/set", "--to", "{}/set"], 1, "is the data set itself"),
         (["{}/set", "--to", "{}/copy", "--split", "test"], 1, "no split 'test'"),
-        (["{}/set", "--to", "{}/copy", "--keep-free", "9999T"], 1, "has room for 0 bytes"),
+        (["{}/set", "--to", "{}/copy", "--keep-free", "9999T"], 1, ", 0 bytes available"),
         (["{}/set"], 2, "required: --to"),
-        (["--to", "{}/copy"], 2, "name either a data set folder to copy, or --clean"),
-        (["{}/set", "--clean", "--to", "{}/copy"], 2, "name either"),
+        (["--to", "{}/copy"], 2, "give either a data set folder to copy, or --clean"),
+        (["{}/set", "--clean", "--to", "{}/copy"], 2, "give either"),
         (["{}/set", "--to", "{}/copy", "--jobs", "0"], 2, "'0' is not a whole number"),
         (["{}/set", "--to", "{}/copy", "--keep-free", "much"], 2, "'much' is not a size"),
     ],
@@ -64,7 +64,7 @@ def test_damage_is_told(folder, tmp_path, capsys):
     assert main([str(folder), "--to", str(tmp_path / "copy")]) == 1
     told = capsys.readouterr().err
     assert "error: 1 shard cannot be copied: " in told
-    assert "It holds samples 2, 3 (of slide-0)" in told
+    assert "It contains samples 2, 3 (of slide-0)" in told
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (None, 143)])
@@ -74,7 +74,7 @@ def test_an_interrupt_says_how_to_go_on(folder, tmp_path, capsys, monkeypatch, e
 
     monkeypatch.setattr(command, "copy_folder", interrupted)
     assert main([str(folder), "--to", str(tmp_path / "copy")]) == code
-    assert capsys.readouterr().err == "interrupted; the same command goes on from here\n"
+    assert capsys.readouterr().err == "interrupted; run the same command again to resume\n"
 
 
 def test_what_jobs_left_is_removed(tmp_path, dataset, capsys):
@@ -88,5 +88,5 @@ def test_what_jobs_left_is_removed(tmp_path, dataset, capsys):
     job.close()
     capsys.readouterr()
     assert main(["--clean", "--to", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"49.1 kB of former jobs removed from {tmp_path}\n"
+    assert capsys.readouterr().out == f"removed 49.1 kB of finished jobs from {tmp_path}\n"
     assert not cache.path.exists()

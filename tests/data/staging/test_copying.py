@@ -86,14 +86,14 @@ def test_a_part_that_is_not_of_the_shard_is_not_believed(bring, folder, tmp_path
 
 def test_a_flipped_bit_is_told(bring, folder, tmp_path, info):
     flip_a_bit(folder / info.file)
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 does not have the SHA-256 .* damaged"):
+    with pytest.raises(ShardError, match=r"shard-00001\.h5 has SHA-256 .* damaged"):
         bring()
     assert not list(tmp_path.glob("[pc]*"))
     assert not is_whole(folder / info.file, info)
 
 
 def test_a_source_that_is_right_the_second_time_is_taken(bring, folder, tmp_path, info):
-    """Somebody was still copying it there."""
+    """The source was still being written."""
     whole = (folder / info.file).read_bytes()
     flip_a_bit(folder / info.file)
     heard: list[int] = []
@@ -111,7 +111,7 @@ def test_a_source_that_is_right_the_second_time_is_taken(bring, folder, tmp_path
 @pytest.mark.parametrize("size", [0, 100, 40_000])
 def test_a_cut_shard_is_told(bring, folder, tmp_path, info, size):
     os.truncate(folder / info.file, size)
-    with pytest.raises(ShardError, match=f"has {size} bytes, the manifest says {info.bytes}"):
+    with pytest.raises(ShardError, match=f"has {size} bytes, the manifest records {info.bytes}"):
         bring()
     assert not list(tmp_path.glob("[pc]*"))
     assert not is_whole(folder / info.file, info)
@@ -124,7 +124,7 @@ def test_a_shard_that_is_cut_while_it_is_copied_is_told(bring, folder, info, mon
         os.truncate(folder / info.file, 10_000)
         return False
 
-    with pytest.raises(ShardError, match=r"has 10000 bytes, the manifest says"):
+    with pytest.raises(ShardError, match=r"has 10000 bytes, the manifest records"):
         bring(stopped=cut)
 
 
@@ -157,7 +157,9 @@ def test_a_part_is_nobody_elses(bring, folder, tmp_path, info):
 def test_a_part_of_somebody_else_is_not_gone_on_with(bring, tmp_path):
     (tmp_path / "part").touch(0o666)
     os.chown(tmp_path / "part", 65534, 65534)
-    with pytest.raises(ShardError, match="part is somebody else's: remove it, or name another f"):
+    with pytest.raises(
+        ShardError, match="part belongs to another user: remove it, or choose another f"
+    ):
         bring()
     assert (tmp_path / "part").read_bytes() == b""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.staging.local_disk import DiskSpace, find_disk, why_not
+from spatialdl.data.staging.local_disk import DiskSpace, find_disk, unsuitable
 
 
 def test_room_is_what_is_free_but_for_a_reserve(small_disk):
@@ -18,12 +18,12 @@ def test_room_is_what_is_free_but_for_a_reserve(small_disk):
 
 def test_room_is_promised_once(small_disk):
     room = DiskSpace(small_disk(1000), keep_free=0)
-    assert room.promise(600 * 1024)
-    assert not room.promise(401 * 1024)
-    assert room.promise(400 * 1024)
+    assert room.reserve(600 * 1024)
+    assert not room.reserve(401 * 1024)
+    assert room.reserve(400 * 1024)
     assert room.bytes == 0
     room.release(600 * 1024)
-    assert room.promise(600 * 1024)
+    assert room.reserve(600 * 1024)
 
 
 def test_of_a_large_disk_a_gibibyte_stays_free():
@@ -40,7 +40,7 @@ def test_the_first_place_that_will_do_is_taken(tmp_path, small_disk):
     both = {"SLURM_TMPDIR": str(tmp_path / "job"), "TMPDIR": str(tmp_path / "tmp")}
     assert find_disk(both) == (tmp_path / "job", "")
     (tmp_path / "job").rmdir()
-    assert find_disk(both) == (tmp_path / "tmp", f"{tmp_path}/job is no folder")
+    assert find_disk(both) == (tmp_path / "tmp", f"{tmp_path}/job is not a folder")
     memory = small_disk(100)
     disk, why = find_disk({"TMPDIR": str(memory)})
     assert disk in (Path("/local/scratch"), Path("/tmp"), None)
@@ -48,10 +48,10 @@ def test_the_first_place_that_will_do_is_taken(tmp_path, small_disk):
 
 
 def test_what_speaks_against_a_place(tmp_path, small_disk):
-    assert why_not(tmp_path) is None
-    assert why_not(tmp_path / "nothing") == "is no folder"
-    assert why_not(Path("/proc")) == "cannot be written to" or os.getuid() == 0
-    assert why_not(small_disk(100)) == "is memory (tmpfs)"
-    assert why_not(small_disk(100, "ro")) == "cannot be written to"
+    assert unsuitable(tmp_path) is None
+    assert unsuitable(tmp_path / "nothing") == "is not a folder"
+    assert unsuitable(Path("/proc")) == "is not writable" or os.getuid() == 0
+    assert unsuitable(small_disk(100)) == "is memory (tmpfs)"
+    assert unsuitable(small_disk(100, "ro")) == "is not writable"
     if Path("/dev/mqueue").is_dir():  # a file system that nobody knows to be local
-        assert why_not(Path("/dev/mqueue")) == "is on a network file system (mqueue)"
+        assert unsuitable(Path("/dev/mqueue")) == "is on a network file system (mqueue)"

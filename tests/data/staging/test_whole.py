@@ -79,7 +79,7 @@ def test_all_that_is_damaged_is_named(folder, target):
     with pytest.raises(ShardError, match="3 shards cannot be copied") as told:
         copy_folder(folder, target)
     for text in (
-        "shard-00001.h5 does not have the SHA-256",
+        "shard-00001.h5 has SHA-256",
         "samples 2, 3 (of slide-0)",
         "shard-00003.h5 has 100 bytes",
         "No such file or directory",
@@ -102,7 +102,7 @@ def test_a_copy_that_was_damaged_is_made_anew(folder, target):
 def test_files_of_others_are_not_replaced(folder, target, tmp_path):
     target.mkdir(parents=True)
     (target / "shard-00001.h5").write_text("mine")
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 is another file than .* remove it"):
+    with pytest.raises(ShardError, match=r"shard-00001\.h5 differs from .* remove it"):
         copy_folder(folder, target)
     assert (target / "shard-00001.h5").read_text() == "mine"
     assert not (target / MANIFEST).exists()
@@ -110,12 +110,12 @@ def test_files_of_others_are_not_replaced(folder, target, tmp_path):
     with ShardWriter(other) as writer:
         writer.add(np.zeros((4, 4, 3), np.uint8))
     before = contents(other)
-    with pytest.raises(ShardError, match="holds another data set"):
+    with pytest.raises(ShardError, match="contains another data set"):
         copy_folder(folder, other)
     assert contents(other) == before
     with pytest.raises(ShardError, match="is the data set itself"):
         copy_folder(folder, folder)
-    with pytest.raises(ShardError, match="is a file; name a folder"):
+    with pytest.raises(ShardError, match="is a file; choose a folder"):
         copy_folder(folder, target / "shard-00001.h5")
 
 
@@ -131,11 +131,11 @@ def test_two_copies_to_one_folder_do_not_clash(folder, target):
 
 def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_disk):
     disk = small_disk(200)
-    with pytest.raises(ShardError, match=r"has room for .* kB besides what stays free, .* needed"):
+    with pytest.raises(ShardError, match=r"kB required, .* kB available besides what is kept free"):
         copy_folder(folder, disk / "copy")
     assert not list(disk.iterdir())
     disk = small_disk(1000)
-    with pytest.raises(ShardError, match=r"has room for 24\.0 kB"):
+    with pytest.raises(ShardError, match=r", 24\.0 kB available"):
         copy_folder(folder, disk, keep_free=1000 * 1024 - 24_000)
     copy_folder(folder, disk, keep_free=1000)
 

@@ -40,7 +40,7 @@ def test_ranks_write_one_data_set(folder: Path) -> None:
     data.verify()
     WORLD.barrier()
     assert [path.name for path in folder.parent.iterdir()] == ["set"]
-    with pytest.raises(ShardError, match="holds a data set already"):
+    with pytest.raises(ShardError, match="already contains a data set"):
         ShardWriter(folder, comm=WORLD)
 
 

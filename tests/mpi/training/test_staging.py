@@ -197,7 +197,7 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
     assert staged == plain
     told = warnings(caplog)
     assert len(told) == (two_nodes.own.rank == 0)
-    assert all("there is no room for it; what is not in" in one for one in told)
+    assert all("no space left for it; shards missing in" in one for one in told)
     assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
 
 
@@ -229,7 +229,7 @@ def test_copies_that_vanish_are_read_from_the_source(
     )
     assert staged == plain
     assert vanished
-    told = {one for one in warnings(caplog) if "is no good" in one or "are gone" in one}
+    told = {one for one in warnings(caplog) if "is unusable" in one or "are gone" in one}
     [line] = told  # of all shards; the other ranks of a node say the same words
     assert line.startswith(f"{socket.gethostname()}: the copies in ")
     assert line.endswith(f" are gone; reading from {data / 'set'}")
@@ -260,6 +260,8 @@ def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
 
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):
     layout = f"parallel=sp parallel.grid=[{RANKS},1]"
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 does not .* It holds samples 0, 1, 2"):
+    with pytest.raises(
+        ShardError, match=r"shard-00001\.h5 has SHA-256 .* It holds samples 0, 1, 2"
+    ):
         train(tmp_path / "run", data / "damaged", world, layout, world.bcast(tmp_path / "disk"))
     world.barrier()  # nobody is left in the middle of something

@@ -197,7 +197,7 @@ def test_tiles_outside_of_annotations_are_background(
     assert main(again) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert main([*again, "--unannotated", "background"]) == 2
-    assert "holds a data set already" in capsys.readouterr().err
+    assert "already contains a data set" in capsys.readouterr().err
 
 
 def test_a_slide_without_regions_may_be_background(

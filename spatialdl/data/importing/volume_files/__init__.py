@@ -1,1 +1,1 @@
-"""Volumes of other programs: a reader for each format, which opens files as `StoredVolume`."""
+"""Readers of volume formats, which open files as `StoredVolume`."""

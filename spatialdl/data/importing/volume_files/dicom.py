@@ -1,7 +1,7 @@
-"""One DICOM series as a volume: files of one slice each, or an enhanced file of many frames.
+"""One DICOM series as a volume: single-slice files, or an enhanced multi-frame file.
 
-Slices are ordered by where they lie along their normal; millimetres of DICOM, which lead to the
-left and the back, become those of RAS+.
+Slices are sorted by their position along the normal; DICOM coordinates, which point to the left and
+the back, are converted to RAS+.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spatialdl.data.importing.volume_files.volume import Read, Reader, StoredVol
 
 _TO_RAS = np.array([-1.0, -1.0, 1.0])
 _UNEVEN = 0.1
-"""Of a step: how far a slice may lie from its place in an even stack."""
+"""Largest deviation of a slice from an even stack, relative to the slice distance."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class _Frame:
 
     Attributes:
         path: its file.
-        number: of the frame in it, None where it has one.
-        size: rows and columns.
-        position: of its first voxel, in DICOM's millimetres.
-        directions: (2, 3), to the next column and to the next row, of length 1.
-        spacing: of rows and of columns; None if not known.
-        slope, intercept: make stored values those of the modality.
+        number: frame index in the file, None for a single frame.
+        size: (rows, columns).
+        position: of its first voxel, in DICOM millimetres.
+        directions: (2, 3), unit vectors to the next column and to the next row.
+        spacing: of rows and of columns; None if unknown.
+        slope, intercept: rescale stored values to modality values.
     """
 
     path: Path
@@ -49,22 +49,22 @@ class _Frame:
 
 
 def open_series(files: Sequence[tuple[Path, Dataset]]) -> StoredVolume:
-    """A series as a volume.
+    """Open a series as a volume.
 
     Args:
-        files: all of the series, and what they say but for the pixels.
+        files: all files of the series, with their headers.
 
     Raises:
-        ValueError: slices are missing, unevenly spaced, or differ in size or orientation; or it has
-            colours, or frames that say nothing of where they lie.
+        ValueError: slices are missing, unevenly spaced, or differ in size or orientation; or it
+            has colours, or frames without a position.
     """
-    for file, said in files:
-        _check_kind(file, said)
-    frames = _ordered([frame for file, said in files for frame in _frames(file, said)])
+    for file, header in files:
+        _check_kind(file, header)
+    frames = _ordered([frame for file, header in files for frame in _frames(file, header)])
     first, last = frames[0], frames[-1]
     step = (last.position - first.position) / (len(frames) - 1)
     size = (len(frames), *first.size)
-    dtype = _dtype(frames, [said for _, said in files])
+    dtype = _dtype(frames, [header for _, header in files])
     reader = Reader(partial(_start, frames, dtype))
     if first.spacing is None:
         return StoredVolume(size, 1, dtype, None, None, reader)
@@ -74,40 +74,40 @@ def open_series(files: Sequence[tuple[Path, Dataset]]) -> StoredVolume:
     return StoredVolume(size, 1, dtype, *geometry, reader)
 
 
-def _check_kind(file: Path, said: Dataset) -> None:
-    samples, colours = said.get("SamplesPerPixel", 1), said.get("PhotometricInterpretation", "")
+def _check_kind(file: Path, header: Dataset) -> None:
+    samples, colours = header.get("SamplesPerPixel", 1), header.get("PhotometricInterpretation", "")
     if samples != 1 or colours not in ("MONOCHROME1", "MONOCHROME2"):
         raise ValueError(f"{file.name} has {samples} samples of {colours}, expected grey")
-    if "ModalityLUTSequence" in said:
-        raise ValueError(f"{file.name} has a modality LUT, which is not applied; convert it first")
+    if "ModalityLUTSequence" in header:
+        raise ValueError(f"{file.name} has a modality LUT, which is unsupported; convert it first")
 
 
-def _frames(file: Path, said: Dataset) -> Iterator[_Frame]:
-    number = int(said.get("NumberOfFrames", None) or 1)
-    each = said.get("PerFrameFunctionalGroupsSequence", None)
+def _frames(file: Path, header: Dataset) -> Iterator[_Frame]:
+    number = int(header.get("NumberOfFrames", None) or 1)
+    each = header.get("PerFrameFunctionalGroupsSequence", None)
     if each is None:
         if number > 1:
-            kind = said.SOPClassUID.name
-            raise ValueError(f"{file.name} has {number} frames of {kind} without positions of each")
-        yield _frame(file, None, said, [said])
+            kind = header.SOPClassUID.name
+            raise ValueError(f"{file.name} has {number} frames of {kind} without frame positions")
+        yield _frame(file, None, header, [header])
         return
     if len(each) != number:
-        raise ValueError(f"{file.name} has {number} frames, and says where {len(each)} lie")
-    shared = list(said.get("SharedFunctionalGroupsSequence", None) or [])
+        raise ValueError(f"{file.name} has {number} frames, but positions of {len(each)}")
+    shared = list(header.get("SharedFunctionalGroupsSequence", None) or [])
     for index, own in enumerate(each):
         groups = [item[0] for one in (own, *shared) for item in _sequences(one)]
-        yield _frame(file, index if number > 1 else None, said, groups)
+        yield _frame(file, index if number > 1 else None, header, groups)
 
 
 def _sequences(group: Dataset) -> Iterator[Any]:
-    """The macros of a functional group that say where a frame lies, and what its values are."""
+    """Macros of a functional group with the position, geometry and value scale of a frame."""
     for name in ("PlanePosition", "PlaneOrientation", "PixelMeasures", "PixelValueTransformation"):
         found = group.get(f"{name}Sequence")
         if found:
             yield found
 
 
-def _frame(file: Path, number: int | None, said: Dataset, groups: Sequence[Dataset]) -> _Frame:
+def _frame(file: Path, number: int | None, header: Dataset, groups: Sequence[Dataset]) -> _Frame:
     def value(name: str) -> Any:
         found = (one.get(name) for one in groups)
         return next((one for one in found if one is not None and one != ""), None)
@@ -115,12 +115,12 @@ def _frame(file: Path, number: int | None, said: Dataset, groups: Sequence[Datas
     position, directions = value("ImagePositionPatient"), value("ImageOrientationPatient")
     for name, found, count in (("Position", position, 3), ("Orientation", directions, 6)):
         if found is None or len(found) != count:
-            raise ValueError(f"{file.name} has no Image {name} (Patient): where it lies is unknown")
+            raise ValueError(f"{file.name} has no Image {name} (Patient): its position is unknown")
     spacing = value("PixelSpacing")
     return _Frame(
         file,
         number,
-        (int(said.Rows), int(said.Columns)),
+        (int(header.Rows), int(header.Columns)),
         np.array(position, np.float64),
         np.array(directions, np.float64).reshape(2, 3),
         None if spacing is None else (float(spacing[0]), float(spacing[1])),
@@ -130,7 +130,7 @@ def _frame(file: Path, number: int | None, said: Dataset, groups: Sequence[Datas
 
 
 def _ordered(frames: list[_Frame]) -> list[_Frame]:
-    """Along the normal; refuses what is no even stack of equal slices."""
+    """Sort slices along the normal and check that they form an even stack."""
     first = frames[0]
     if len(frames) < 2:
         raise ValueError("it has one slice, expected two or more")
@@ -169,19 +169,19 @@ def _check_even(frames: Sequence[_Frame], along: Sequence[float]) -> None:
         worst = np.flatnonzero(abs(gaps - usual) > _UNEVEN * usual)[:8]
         where = ", ".join(f"{along[k]:.6g} to {along[k + 1]:.6g}" for k in worst)
         raise ValueError(
-            f"its slices are not evenly spaced, or some are missing: usually {usual:.6g} mm along "
+            f"its slices are not evenly spaced, or some are missing: mostly {usual:.6g} mm along "
             f"their normal, but not from {where or 'one to the next beside it'} mm"
         )
 
 
-def _dtype(frames: Sequence[_Frame], said: Sequence[Dataset]) -> np.dtype[Any]:
-    """The stored type; with a slope and intercept one that holds whole numbers, else float32."""
+def _dtype(frames: Sequence[_Frame], header: Sequence[Dataset]) -> np.dtype[Any]:
+    """The stored type; with rescaling an integer type that fits, else float32."""
     scales = {(frame.slope, frame.intercept) for frame in frames}
     if any(not one.is_integer() for scale in scales for one in scale):
         return np.dtype(np.float32)
     plain = scales == {(1.0, 0.0)}
     ends = []
-    for one in said:
+    for one in header:
         bits, signed = (
             int(one.BitsAllocated if plain else one.BitsStored),
             bool(one.PixelRepresentation),
@@ -192,7 +192,7 @@ def _dtype(frames: Sequence[_Frame], said: Sequence[Dataset]) -> np.dtype[Any]:
         limits = np.iinfo(np.dtype(name))
         if limits.min <= min(ends) and max(ends) <= limits.max:
             return limits.dtype
-    raise ValueError(f"it has values from {min(ends):g} to {max(ends):g}, more than int64 holds")
+    raise ValueError(f"it has values from {min(ends):g} to {max(ends):g}, which exceed int64")
 
 
 def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
@@ -205,7 +205,7 @@ def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
 def _values(frame: _Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
         stored = pixel_array(frame.path, index=frame.number, raw=True)
-    except Exception as error:  # what decoders raise of damaged files is anything
+    except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise ValueError(f"{frame.path.name}: {error}") from error
     if stored.shape != frame.size:
         raise ValueError(f"{frame.path.name} has pixels {stored.shape}, expected {frame.size}")
@@ -213,4 +213,4 @@ def _values(frame: _Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return (stored * frame.slope + frame.intercept).astype(dtype)
     if (frame.slope, frame.intercept) != (1.0, 0.0):
         stored = stored.astype(np.int64) * int(frame.slope) + int(frame.intercept)
-    return np.asarray(stored, dtype)  # pydicom drops the bits that are not stored
+    return np.asarray(stored, dtype)  # pydicom masks unused bits

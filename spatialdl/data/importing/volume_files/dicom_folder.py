@@ -1,4 +1,4 @@
-"""Which DICOM series lie in folders."""
+"""DICOM series in folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spatialdl.data.importing.volume_files.volume import StoredVolume
 from spatialdl.text import counted
 
 _SUFFIXES = (".dcm", ".dicom", ".ima")
-_NO_VOLUMES = {  # which have rows and columns, too
+_NO_VOLUMES = {  # objects that also have rows and columns
     "1.2.840.10008.5.1.4.1.1.66.4": "Segmentation Storage",
     "1.2.840.10008.5.1.4.1.1.481.2": "RT Dose Storage",
 }
@@ -35,8 +35,8 @@ class DicomSeries:
 
     Attributes:
         uid: its SeriesInstanceUID.
-        files: of it, by path, and what they say but for the pixels.
-        unreadable: damaged files that lie beside them and may be of the series, and why.
+        files: paths of its files, with their headers.
+        unreadable: damaged files beside them that may belong to the series, and their errors.
     """
 
     uid: str
@@ -45,32 +45,32 @@ class DicomSeries:
 
     @property
     def path(self) -> Path:
-        """The file, or the deepest folder that has all of them."""
+        """The file, or the deepest folder that contains all files."""
         paths = [path for path, _ in self.files or self.unreadable]
         if len(paths) == 1:
             return paths[0]
         return Path(os.path.commonpath([path.parent for path in paths]))
 
     def open(self) -> StoredVolume:
-        """As a volume.
+        """Open the series as a volume.
 
         Raises:
-            ValueError: it is none, or a file beside it cannot be read, which may be one of it.
+            ValueError: not a volume, or a file that may belong to it cannot be read.
         """
         if self.unreadable:
             path, why = self.unreadable[0]
             files = counted(len(self.unreadable), "file")
-            raise ValueError(f"{files} beside it, or of it, cannot be read: {path.name}: {why}")
+            raise ValueError(f"{files} in or beside it cannot be read: {path.name}: {why}")
         return open_series(self.files)
 
 
 @dataclass(frozen=True)
 class DicomFolder:
-    """What folders have of DICOM.
+    """DICOM objects in folders.
 
     Attributes:
-        series: by name: of the file, or folder, with the UID behind where a folder has several.
-        others: how many objects there are that are no images, by what they are.
+        series: by name of the file, or folder, with the UID appended if a folder has several.
+        others: number of objects that are not images, by kind.
         segmentation: a segmentation object, if there is one.
     """
 
@@ -80,20 +80,20 @@ class DicomFolder:
 
 
 def find_series(folder: Path, paths: Iterable[Path]) -> DicomFolder:
-    """The series of files and folders inside a folder; other files than DICOM are passed over."""
+    """Find the series of files and folders inside a folder; files other than DICOM are ignored."""
     found: dict[str, DicomSeries] = {}
     bad: list[tuple[Path, str]] = []
     others: Counter[str] = Counter()
     segmentation = None
     for path in sorted(file for one in paths for file in _files(one) if _is_dicom(file)):
         try:
-            kind = _no_image(said := _header(path))
-        except Exception as error:  # what pydicom raises of damaged files is anything
+            kind = _no_image(header := _header(path))
+        except Exception as error:  # pydicom raises arbitrary errors for damaged files
             bad.append((path, " ".join(str(error).split()) or type(error).__name__))
             continue
         if kind is None:
-            uid = str(said.SeriesInstanceUID)
-            found.setdefault(uid, DicomSeries(uid)).files.append((path, said))
+            uid = str(header.SeriesInstanceUID)
+            found.setdefault(uid, DicomSeries(uid)).files.append((path, header))
         else:
             others[kind] += 1
             segmentation = path if kind == SEGMENTATION else segmentation
@@ -124,23 +124,23 @@ def _is_dicom(path: Path) -> bool:
 
 
 def _header(path: Path) -> Dataset:
-    """All but the pixels; of files, too, that lack the first 132 bytes, as old ones do."""
+    """The header without pixels; also of old files that lack the 128-byte preamble."""
     with path.open("rb") as file:
         return dcmread(file, stop_before_pixels=True, force=True, specific_tags=list(_TAGS))
 
 
-def _no_image(said: Dataset) -> str | None:
-    """What an object is that is no image of a series.
+def _no_image(header: Dataset) -> str | None:
+    """The kind of an object that is not an image of a series; None if it is one.
 
     Raises:
         ValueError: it is damaged.
     """
-    uid = said.get("SOPClassUID", None) or said.file_meta.get("MediaStorageSOPClassUID", None)
+    uid = header.get("SOPClassUID", None) or header.file_meta.get("MediaStorageSOPClassUID", None)
     if uid is None:
-        raise ValueError("it has no SOP Class UID, as DICOM files have")
+        raise ValueError("it has no SOP Class UID, which DICOM files require")
     if uid in _NO_VOLUMES:
         return _NO_VOLUMES[uid]
-    lacking = [name for name in ("Rows", "Columns", "SeriesInstanceUID") if not said.get(name)]
+    lacking = [name for name in ("Rows", "Columns", "SeriesInstanceUID") if not header.get(name)]
     kind = str(uid.name)
     if lacking and "Image Storage" in kind:
         raise ValueError(f"it is {kind} without {', '.join(lacking)}")

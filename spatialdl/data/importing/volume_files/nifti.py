@@ -1,4 +1,4 @@
-"""NIfTI files, through nibabel.
+"""NIfTI files, read with nibabel.
 
 Their last dim, which is usually from feet to head, comes first: (k, j, i) are slices, rows and
 columns.
@@ -23,14 +23,14 @@ from spatialdl.data.importing.volume_files.volume import (
 )
 
 _MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
-"""Of unknown units, metres, millimetres and micrometres, as the lowest bits of xyzt_units."""
+"""Of unknown units, metres, millimetres and micrometres, by the lowest bits of xyzt_units."""
 
 
 def open_nifti(path: Path) -> StoredVolume:
-    """A file of three dims; a fourth, or a fifth behind one of 1, are channels.
+    """Open a file of three dims; a fourth, or a fifth after one of size 1, is channels.
 
     Raises:
-        ValueError: nibabel is missing, or it is no volume; others if it is damaged.
+        ValueError: nibabel is missing, or it is not a volume; other errors if it is damaged.
     """
     image = load_nifti(path)
     size, channels = image.shape[2::-1], image.shape[3:]
@@ -39,26 +39,26 @@ def open_nifti(path: Path) -> StoredVolume:
             f"it has shape {image.shape}, expected a volume of three dims, or channels"
         )
     if 0 in image.shape:
-        raise ValueError(f"it has shape {image.shape}, and no voxels")
+        raise ValueError(f"it has shape {image.shape}, which is no voxels")
     many, reader = int(np.prod(channels)), Reader(partial(_start, path))
     return StoredVolume(size, many, _dtype(image), *_geometry(image), reader)
 
 
 def load_nifti(path: Path) -> Any:
-    """The image of nibabel, of which the voxels are read later.
+    """Open an image with nibabel, which reads the voxels later.
 
     Raises:
-        ValueError: nibabel is missing, or it has no header of NIfTI; others if it is damaged.
+        ValueError: nibabel is missing, or the header is not NIfTI; other errors if it is damaged.
     """
     nibabel = needed("nibabel")
     try:
         return nibabel.load(path, keep_file_open=True)
     except nibabel.filebasedimages.ImageFileError as error:
-        raise ValueError("it is damaged, or no NIfTI file: copy or convert it again") from error
+        raise ValueError("it is damaged, or not a NIfTI file: copy or convert it again") from error
 
 
 def _dtype(image: Any) -> np.dtype[Any]:
-    """The stored type; float32 of integers with a slope."""
+    """The stored type; float32 for integers with a slope."""
     stored = numbers_of(image.get_data_dtype())
     plain = (image.dataobj.slope, image.dataobj.inter) == (1, 0)
     return stored if plain or stored == np.float64 else np.dtype(np.float32)
@@ -68,7 +68,7 @@ def _geometry(image: Any) -> tuple[tuple[float, ...], npt.NDArray[np.float64] | 
     units = int(image.header["xyzt_units"])
     scale = _MILLIMETRES.get(units % 8)
     if scale is None:
-        raise ValueError(f"it has xyzt_units {units}, whose spatial unit is none of NIfTI")
+        raise ValueError(f"it has xyzt_units {units}, whose spatial unit is not defined by NIfTI")
     if not (image.header["qform_code"] or image.header["sform_code"]):
         return tuple(float(x) * scale for x in image.header.get_zooms()[2::-1]), None
     *steps, origin = image.affine[:3, [2, 1, 0, 3]].T * scale

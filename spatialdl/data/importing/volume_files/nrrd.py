@@ -1,4 +1,4 @@
-"""NRRD files, with attached or detached headers, whose headers pynrrd reads.
+"""NRRD files with attached or detached headers, which pynrrd parses.
 
 Their last spatial axis comes first, as with NIfTI.
 """
@@ -27,7 +27,7 @@ from spatialdl.data.importing.volume_files.volume import (
     numbers_of,
 )
 
-_KINDS = {"domain", "space", "none", "???"}  # of axes that may be spatial
+_KINDS = {"domain", "space", "none", "???"}  # kinds of axes that may be spatial
 _TYPES = {
     **{"char": "i1", "uchar": "u1", "short": "i2", "ushort": "u2", "int": "i4", "uint": "u4"},
     **{"longlong": "i8", "ulonglong": "u8", "float": "f4", "double": "f8"},
@@ -41,15 +41,15 @@ _TO_RAS = {
 
 @dataclass(frozen=True)
 class _Data:
-    """Where the voxels lie, and as what.
+    """Location and layout of the voxels.
 
     Attributes:
-        path: the file that has them.
-        start: its first byte of them, or of the compressed stream.
+        path: the file with the voxels.
+        start: offset of their first byte, or of the compressed stream.
         skip: bytes of the decompressed stream before them.
         encoding: "raw", "gzip" or "bzip2".
-        shape: of all axes, the first varies fastest.
-        dtype: as stored.
+        shape: sizes of all axes; the first varies fastest.
+        dtype: stored type.
         order: axes of slices, rows, columns and perhaps channels.
     """
 
@@ -63,10 +63,10 @@ class _Data:
 
 
 def open_nrrd(path: Path) -> StoredVolume:
-    """Three spatial axes, and an axis of channels anywhere, by `kinds` and `space directions`.
+    """Open a file with three spatial axes, and optionally one channel axis at any position.
 
     Raises:
-        ValueError: pynrrd or nibabel is missing, or it is no volume; others if it is damaged.
+        ValueError: pynrrd or nibabel is missing, or it is not a volume; other errors if damaged.
     """
     nrrd = needed("nrrd")
     with path.open("rb") as file:
@@ -84,19 +84,21 @@ def _data(path: Path, header: dict[str, Any], end: int) -> _Data:
     if encoding not in ("raw", "gzip", "bzip2"):
         raise ValueError(f"it has encoding {encoding}, expected raw, gzip or bzip2")
     if not shape or min(shape) < 1:
-        raise ValueError(f"it has sizes {shape}, and no voxels")
+        raise ValueError(f"it has sizes {shape}, which is no voxels")
     detached = header.get("datafile")
     start = end
     if detached is not None:
         if not isinstance(detached, str) or detached.startswith("LIST") or "%" in detached:
-            raise ValueError(f"its data are several files ({detached}); save it as one")
+            raise ValueError(f"its data are in several files ({detached}); save it as one")
         path, start = path.parent / detached, 0
     start = _behind_lines(path, start, int(header.get("lineskip", 0)))
     dtype, skip = _dtype(header), int(header.get("byteskip", 0))
     if skip < 0 and encoding == "raw":
         start, skip = path.stat().st_size - prod(shape) * dtype.itemsize, 0
     if skip < 0 or start < 0:
-        raise ValueError(f"it has byte skip {skip}, and its data file {path.stat().st_size} bytes")
+        raise ValueError(
+            f"it has byte skip {skip}, but its data file has {path.stat().st_size} bytes"
+        )
     return _Data(path, start, skip, encoding, shape, dtype, _order(header, shape))
 
 
@@ -109,7 +111,7 @@ def _behind_lines(path: Path, start: int, lines: int) -> int:
 
 
 def _dtype(header: dict[str, Any]) -> np.dtype[Any]:
-    """C's names and those of stdint.h."""
+    """Type from C or stdint.h names."""
     name = str(header["type"]).removeprefix("signed ").replace("unsigned ", "u")
     name = name.removesuffix(" int").removesuffix("_t").replace(" ", "")
     try:
@@ -117,12 +119,12 @@ def _dtype(header: dict[str, Any]) -> np.dtype[Any]:
     except TypeError:
         raise ValueError(f"it has voxels of {header['type']}, expected numbers") from None
     if dtype.itemsize > 1 and "endian" not in header:
-        raise ValueError("its header lacks endian, the order of bytes")
+        raise ValueError("its header lacks endian, the byte order")
     return dtype.newbyteorder(">" if header.get("endian") == "big" else "<")
 
 
 def _order(header: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Which axes are slices, rows and columns, and which is of channels."""
+    """Axes of slices, rows and columns, and perhaps channels."""
     kinds = header.get("kinds", ["domain"] * len(shape))
     spatial = [axis for axis, kind in enumerate(kinds) if str(kind).lower() in _KINDS]
     directions = header.get("spacedirections")
@@ -146,7 +148,7 @@ def _known(direction: Any) -> bool:
 def _geometry(
     header: dict[str, Any], order: tuple[int, ...]
 ) -> tuple[tuple[float, ...] | None, npt.NDArray[np.float64] | None]:
-    """Spacing; and the affine, in a space that lies in the patient."""
+    """Spacing; and the affine, if the space is anatomical."""
     directions, units = header.get("spacedirections"), header.get("spaceunits", ["mm"])
     if directions is None:
         spacings = header.get("spacings")
@@ -184,7 +186,7 @@ def _start(data: _Data) -> Read:
 
 
 class _Behind(io.FileIO):
-    """A file from a byte on: readers of compressed streams rewind to the beginning."""
+    """A file from an offset on: decompressors rewind to the start."""
 
     def __init__(self, path: Path, start: int) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""OME-Zarr stores of versions 0.4 and 0.5: the image of full resolution, read chunk by chunk."""
+"""OME-Zarr stores of versions 0.4 and 0.5: full-resolution image, read chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from spatialdl.data.importing.volume_files.volume import (
 
 
 def open_ome_zarr(path: Path) -> StoredVolume:
-    """The multiscale image of a store, whose axes are x, y, z and perhaps one of channels.
+    """Open the multiscale image of a store, with axes x, y, z and optionally channels.
 
     Raises:
-        ValueError: zarr is missing, or it is no volume; others if it is damaged.
+        ValueError: zarr is missing, or it is not a volume; other errors if it is damaged.
     """
     group, inside = _group(path), ""
-    said = _attributes(group)
-    if "bioformats2raw.layout" in said and "0" in group and "1" not in group:
-        said, inside = _attributes(group["0"]), "0/"
-    images = said.get("multiscales")
+    attributes = _attributes(group)
+    if "bioformats2raw.layout" in attributes and "0" in group and "1" not in group:
+        attributes, inside = _attributes(group["0"]), "0/"
+    images = attributes.get("multiscales")
     if not isinstance(images, list) or len(images) != 1:
-        names = ", ".join(said) or "none"
+        names = ", ".join(attributes) or "none"
         raise ValueError(
-            f"it has no multiscale image, or several (attributes: {names}); give stores of one"
+            f"it has no multiscale image, or several (attributes: {names}); expected one"
         )
     axes = images[0].get("axes")
     if not isinstance(axes, list) or not all(isinstance(one, dict) for one in axes):
@@ -55,13 +55,13 @@ def _group(path: Path) -> Any:
 
 
 def _attributes(group: Any) -> dict[str, Any]:
-    """What OME-Zarr says of a group: version 0.5 has a namespace for it."""
+    """OME-Zarr attributes of a group; version 0.5 has a namespace for them."""
     found = dict(group.attrs)
     return dict(found.get("ome", found))
 
 
 def _order(axes: list[dict[str, Any]], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Which dims are slices, rows and columns, and which is of channels."""
+    """Dims of slices, rows and columns, and perhaps channels."""
     names = [str(one["name"]).lower() for one in axes]
     others = [
         k
@@ -88,10 +88,10 @@ def _transforms(described: dict[str, Any]) -> list[dict[str, Any]]:
 def _spacing(
     axes: list[dict[str, Any]], transforms: list[dict[str, Any]], order: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """The product of all scales, in millimetres; None if a unit or a scale is not known."""
+    """The product of all scales, in millimetres; None if a unit or a scale is unknown."""
     scale = np.ones(len(axes))
     scales = [one for one in transforms if one.get("type") == "scale"]
-    if not scales or any("scale" not in one for one in scales):  # it may lie in a file
+    if not scales or any("scale" not in one for one in scales):  # it may be in a file
         return None
     for one in scales:
         scale = scale * np.asarray(one["scale"], np.float64)
@@ -109,7 +109,7 @@ def _start(path: Path, name: str, order: tuple[int, ...]) -> Read:
             at[k] = slice(None)
         for k, span in zip(order, box, strict=False):
             at[k] = span
-        left = sorted(order)  # dims that are not dropped
+        left = sorted(order)  # dims that remain after indexing
         return np.asarray(array[tuple(at)]).transpose([left.index(k) for k in order])
 
     return read

@@ -1,4 +1,4 @@
-"""TIFF stacks and OME-TIFF, page by page; OME-XML says what their spacing is."""
+"""TIFF stacks and OME-TIFF, read page by page; spacing from OME-XML."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from spatialdl.data.importing.volume_files.volume import (
     numbers_of,
 )
 
-_UNNAMED = "QI"  # what tifffile calls pages of which nothing is said
+_UNNAMED = "QI"  # tifffile's names of unlabelled page axes
 
 
 def open_tiff(path: Path) -> StoredVolume:
-    """Pages of grey or of channels; only OME-TIFF says what the spacing is.
+    """Open pages of grey or of channels; only OME-TIFF has a spacing.
 
     Raises:
-        ValueError: it is no volume; others if it is damaged.
+        ValueError: it is not a volume; other errors if it is damaged.
     """
     with _damage_raises(), tifffile.TiffFile(path) as tiff:
         series, order = _stack(tiff)
@@ -43,7 +43,7 @@ def open_tiff(path: Path) -> StoredVolume:
 
 @contextmanager
 def _damage_raises() -> Iterator[None]:
-    """tifffile logs errors where it cannot read pages or tags, and makes do with the others."""
+    """Raise errors that tifffile only logs when it skips unreadable pages or tags."""
     errors: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
@@ -72,9 +72,9 @@ def _stack(tiff: tifffile.TiffFile) -> tuple[Any, str]:
 
 
 def _spacing(text: str) -> tuple[float, ...] | None:
-    """Millimetres from one slice, row and column to the next, if all three are lengths."""
+    """Millimetres between neighbouring slices, rows and columns, if all three are lengths."""
     pixels = ElementTree.fromstring(text).find(".//{*}Pixels")
-    if pixels is None:  # it lies in another file
+    if pixels is None:  # it is in another file
         return None
     found = []
     for axis in "ZYX":
@@ -115,7 +115,7 @@ def _start(path: Path) -> Read:
 
 
 def _start_whole(path: Path, tiff: tifffile.TiffFile) -> Read:
-    """Where one page stands for all, as ImageJ writes them."""
+    """Read files in which one page describes all, as ImageJ writes them."""
     series, order = _stack(tiff)
     voxels = series.asarray() if series.dataoffset is None else tifffile.memmap(path, mode="r")
     voxels = voxels.transpose([series.axes.index(axis) for axis in order])

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from spatialdl.data.image_source import Box, extents, pairs, whole_box
 
 Read = Callable[[tuple[slice, ...]], npt.NDArray[Any]]
-"""Takes spans of slices, rows and columns to (slices, rows, columns[, channels])."""
+"""Maps slices of (slices, rows, columns) to an array (slices, rows, columns[, channels])."""
 
-_UNITS: dict[float, str] = {  # symbols of OME-XML, names of OME-Zarr
+_UNITS: dict[float, str] = {  # symbols in OME-XML, names in OME-Zarr
     1e6: "km kilometer",
     1e3: "m meter metre",
     25.4: "in inch",
@@ -32,15 +32,15 @@ _MILLIMETRES = {unit: length for length, units in _UNITS.items() for unit in uni
 
 @dataclass(frozen=True, eq=False)
 class StoredVolume:
-    """A volume in a file, or in shards, with dims as they are stored there.
+    """A volume in a file, or in shards, with dims in stored order.
 
     Attributes:
         size: (slices, rows, columns).
-        channels: 1, or contrasts or stains.
-        dtype: of the voxels as they are read.
+        channels: 1, or the number of contrasts or stains.
+        dtype: type of the voxels when read.
         spacing: millimetres along these dims, if known.
-        affine: (3, 4), which takes (slice, row, column, 1) to millimetres in RAS+, if known.
-        voxels: reads a box that is not empty.
+        affine: (3, 4), which maps (slice, row, column, 1) to millimetres in RAS+, if known.
+        voxels: reads a non-empty box.
     """
 
     size: tuple[int, ...]
@@ -51,18 +51,18 @@ class StoredVolume:
     voxels: Callable[[Box], npt.NDArray[Any]]
 
     def read(self, box: Box | None = None) -> npt.NDArray[Any]:
-        """A box (slices, rows, columns, channels); others of the file take no memory.
+        """Read a box (slices, rows, columns, channels), without loading the rest of the file.
 
-        Of a compressed NIfTI or NRRD file what lies before the box is decompressed and passed over.
+        In a compressed NIfTI or NRRD file the data before the box is decompressed and skipped.
 
         Args:
             box: half-open (slice0, slice1, row0, row1, col0, col1); None is the whole volume.
 
         Raises:
-            Exception: whatever the decoder raises of a damaged file.
+            Exception: any error of the decoder for a damaged file.
         """
         box = whole_box(self.size) if box is None else box
-        if not all(extents(box)):  # nibabel fails to
+        if not all(extents(box)):  # nibabel fails for empty boxes
             return np.empty((*extents(box), self.channels), self.dtype)
         try:
             found = np.asarray(self.voxels(box), self.dtype)
@@ -76,7 +76,7 @@ class Reader:
     """Reads boxes of a file.
 
     Attributes:
-        start: opens it, in each process that reads.
+        start: opens the file, in each process that reads.
     """
 
     start: Callable[[], Read]
@@ -93,7 +93,7 @@ class Reader:
 
 
 def needed(package: str) -> Any:
-    """A package that only one format needs.
+    """Import a package that only one format needs.
 
     Raises:
         ValueError: it is not installed.
@@ -101,19 +101,19 @@ def needed(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError:
-        raise ValueError(f"it needs {package}: pip install 'spatialdl[volumes]'") from None
+        raise ValueError(f"it requires {package}: pip install 'spatialdl[volumes]'") from None
 
 
 def millimetres(unit: str) -> float | None:
-    """The length of a unit by its name or symbol; None of what is no length."""
+    """Millimetres of a unit, by its name or symbol; None if it is not a length."""
     return _MILLIMETRES.get(unit)
 
 
 def numbers_of(stored: npt.DTypeLike) -> np.dtype[Any]:
-    """The type of stored voxels in the byte order of this machine; uint8 of true and false.
+    """Type of stored voxels in native byte order; uint8 for booleans.
 
     Raises:
-        ValueError: they are no integers or floats.
+        ValueError: neither integers nor floats.
     """
     dtype = np.dtype(stored).newbyteorder("=")
     if dtype.kind == "b":
@@ -126,11 +126,11 @@ def numbers_of(stored: npt.DTypeLike) -> np.dtype[Any]:
 def affine_from(
     steps: Sequence[npt.ArrayLike], origin: npt.ArrayLike
 ) -> tuple[tuple[float, ...], npt.NDArray[np.float64]]:
-    """Spacing and affine.
+    """Compute spacing and affine.
 
     Args:
-        steps: millimetres in RAS+ from one slice, row and column to the next.
-        origin: where the first voxel lies.
+        steps: millimetres in RAS+ between neighbouring slices, rows and columns.
+        origin: position of the first voxel.
 
     Raises:
         ValueError: the steps do not span a volume.

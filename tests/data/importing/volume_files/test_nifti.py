@@ -107,5 +107,5 @@ def test_a_file_that_was_copied_in_part_is_told_from_others(tmp_path):
     with pytest.raises(EOFError, match=r"it is damaged or incomplete \(.*\): copy it again"):
         open_volume(path).read()
     path.write_bytes(whole[:20])
-    with pytest.raises(ValueError, match="it is damaged, or no NIfTI file"):
+    with pytest.raises(ValueError, match="it is damaged, or not a NIfTI file"):
         open_volume(path)

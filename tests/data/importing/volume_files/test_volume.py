@@ -15,7 +15,9 @@ from spatialdl.data.importing.volume_files.volume import affine_from, millimetre
 def test_without_a_package_its_extra_is_named(package, name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_text("?")
-    with pytest.raises(ValueError, match=rf"it needs {package}: pip install 'spatialdl\[volumes"):
+    with pytest.raises(
+        ValueError, match=rf"it requires {package}: pip install 'spatialdl\[volumes"
+    ):
         open_volume(tmp_path / name)
 
 

@@ -113,7 +113,7 @@ def enhanced(pixels: np.ndarray, affine: np.ndarray, slope: float = 1.0) -> File
 
 
 def check(found, pixels: np.ndarray, affine: np.ndarray | None = None) -> None:
-    """A `VolumeFile` has the voxels, in whatever order, and the marker where nibabel has it."""
+    """A `VolumeFile` has the voxels, in any order, and the marker at nibabel's position."""
     whole = found.read()
     assert whole.shape == (*found.size, found.channels)
     assert whole.dtype == found.dtype
