@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from spatialdl.training.console.progress import StepProgress
-from spatialdl.training.console.validation_table import metrics_of, validation_table
+from spatialdl.training.console.validation_table import scalar_metrics, validation_table
 from spatialdl.training.loggers.choosing import Loggers
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.report.page import save_report
@@ -106,7 +106,7 @@ class Reporter:
         before = earlier[-1] if earlier else None
         log.info("%s", validation_table(found, step, self._names, before))
         self.record.log_validation(step=step, **found)
-        known = metrics_of(found)
+        known = scalar_metrics(found)
         self.loggers.log_validation(step, {k: v for k, v in known.items() if v is not None})
 
     def show(self, step: int, examples: Sequence[Example]) -> None:

@@ -66,7 +66,7 @@ class StepSync:
         found = sums[: len(numbers)]
         busy, failed, damaged, untold, ended, *seen = sums[len(numbers) :]
         if untold:
-            run_log.tell_warnings(self._world)
+            run_log.log_warnings(self._world)
         if damaged:
             self._staging.refuse()
         if ended and self._course.ended is None:

@@ -23,8 +23,8 @@ from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training import signals
 from spatialdl.training.callbacks import Callbacks, RunState, callback_plugins
 from spatialdl.training.checkpoints.checkpoints import Checkpoints, Resumed
-from spatialdl.training.console.rank_table import tell_ranks
-from spatialdl.training.console.run_log import tell_warnings
+from spatialdl.training.console.rank_table import log_ranks
+from spatialdl.training.console.run_log import log_warnings
 from spatialdl.training.console.start_table import start_table
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.loggers.choosing import wants_images
@@ -103,7 +103,7 @@ class Trainer:
         images = sources.normalisation.text(sources.train_views.dtype)
         table = start_table(parts.pipeline, self.world, self.config, parts.batch_size, images)
         if self.config.comm.map:
-            tell_ranks(parts.pipeline, self.world)
+            log_ranks(parts.pipeline, self.world)
         with ExitStack() as stack:
             resumed = self._open_checkpoints(stack, run_dir)
             reporter = None
@@ -135,7 +135,7 @@ class Trainer:
             self._call("on_fit_end")
             waiting.at(f"end of the run, after step {self.progress.step}")
             writer.wait()
-            tell_warnings(self.world)
+            log_warnings(self.world)
             if self.progress.stopped is not None:
                 self._leave(reporter, run_dir, self.progress.stopped)
                 return
@@ -237,7 +237,7 @@ class Trainer:
     def _give_up(self, reporter: Reporter | None, error: NotFinite) -> None:
         """Complete the checkpoint under way, and tell what is left of the run."""
         self.checkpoints.writer.wait()
-        tell_warnings(self.world)
+        log_warnings(self.world)
         saved = self.checkpoints.writer.last
         left = "there is no checkpoint" if saved is None else f"ckpt_path=latest is of step {saved}"
         error.add_note(f"({left}; lower optimizer.lr, or set trainer.clip_norm?)")

@@ -85,6 +85,6 @@ def test_a_signal_that_one_rank_has_seen_stops_all_and_stays(number, monkeypatch
 def test_warnings_that_one_rank_has_kept_are_told_by_all_together(kept, monkeypatch):
     told = []
     monkeypatch.setattr(run_log, "kept_warnings", lambda: kept * int(IS_LAST))
-    monkeypatch.setattr(run_log, "tell_warnings", told.append)
+    monkeypatch.setattr(run_log, "log_warnings", told.append)
     Place().meeting.after_step(1.0)
     assert told == [WORLD] * kept

@@ -31,7 +31,7 @@ def test_all_ranks_warn_once_together(world, capsys):
         log.warning("all but the first are cold")
         assert run_log.kept_warnings() >= 2
     for _ in range(2):
-        run_log.tell_warnings(world)
+        run_log.log_warnings(world)
     assert run_log.kept_warnings() == 0
     said = capsys.readouterr().out
     if world.rank > 0 or world.size == 1:
