@@ -195,12 +195,12 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
         (
             ["data=shards", "data.path=nowhere"],
-            "error: data.path=nowhere is no folder: write one of slides by spatialdl-tile, of "
-            "images, volumes or patches by spatialdl-import",
+            "error: data.path=nowhere is not a folder: write a data set with spatialdl-tile "
+            "(slides) or spatialdl-import (images, volumes, patches)",
         ),
         (
             ["trainer.checkpoint.best=acuracy"],
-            "error: trainer.checkpoint.best=acuracy is no metric here: take one of loss, accuracy",
+            "error: trainer.checkpoint.best=acuracy is not a metric of this task: use one of",
         ),
         (["seed=abc"], "error: seed=abc must be a whole number of at least 0"),
         (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
@@ -211,7 +211,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
         (
             ["trainer.cudnn_benchmark=true", "trainer.deterministic=true"],
-            "trainer.cudnn_benchmark=true may take other algorithms in the next run",
+            "trainer.cudnn_benchmark=true may select other algorithms in the next run",
         ),
         (["device=cuda:1"], "error: device=cuda:1 is not supported: take one of auto, cpu, cuda"),
         (["trainer.tf32=high"], "error: trainer.tf32=high must be true or false"),

@@ -111,7 +111,7 @@ def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
     assert summary["loss"][0] > 0
     for word, message in {
         "data.batch_size=1": "compares the slides of a step",
-        "data.num_classes=3": "task.loss=cox has a risk alone",
+        "data.num_classes=3": "task.loss=cox predicts a single risk",
         "task.loss=efron": "take null.*or cox",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -166,7 +166,7 @@ def test_labels_of_which_nothing_is_learned_are_refused(folder, rows, message) -
         ("parallel=dp", "data.batch_size=1 leaves some of parallel.data=2 replicas"),
         ("trainer.compile=true", "trainer.compile=true takes"),
         ("task.mixup=0.2", "task.mixup=0.2 takes"),
-        ("data.labels=none.csv", "data.labels=none.csv is no file"),
+        ("data.labels=none.csv", "data.labels=none.csv is not a file"),
     ],
 )
 def test_layouts_for_images_of_one_size_are_refused(folder, words, message) -> None:

@@ -66,7 +66,7 @@ def test_what_fits(words, ranks):
         ("parallel=sp parallel.grid=[65,1] data.image_size=[64,64]", "64"),
         ("data=shards data.path=nowhere", "data.path=nowhere is no folder"),
         ("data=shards", r"data.path has no value: add data.path=\.\.\."),
-        ("data=shards data.path=. data.targets=none.csv", "data.targets=none.csv is no file"),
+        ("data=shards data.path=. data.targets=none.csv", "data.targets=none.csv is not a file"),
         ("data.std=0", r"data\.std=0 must be above 0"),
         ("data.mean=clip data.std=clip", r"data\.mean=clip is unknown: take imagenet"),
         ("data.mean=[0.1,0.2]", r"data\.mean has 2 numbers, \[0\.1,0\.2\], .* 3 channels"),

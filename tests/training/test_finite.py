@@ -51,7 +51,7 @@ def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, c
     with caplog.at_level(logging.INFO), pytest.raises(NotFinite) as found:
         run.fit(tmp_path)
     assert str(found.value) == f"step 3: {where}, {LAST}"
-    assert "ckpt_path=latest is of step 2" in found.value.__notes__[0]
+    assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
     assert checkpoints(tmp_path) == [1, 2]
     latest = (tmp_path / "checkpoints" / "latest").read_text().strip()
     kept = load_file(tmp_path / "checkpoints" / latest / "stage-00.safetensors")
@@ -86,7 +86,7 @@ def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
     with pytest.raises(NotFinite) as found:
         trainer("+model.kind=from", "ckpt_path=latest").fit(tmp_path)
     assert str(found.value).startswith("step 3: NaN in poison")
-    assert "ckpt_path=latest is of step 2" in found.value.__notes__[0]
+    assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
 
 
 def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):

@@ -187,7 +187,7 @@ def test_validations_that_cannot_be_written_are_written_later(tmp_path, caplog):
     (tmp_path / "run").rename(tmp_path / "away")
     run.log_validation(step=1, loss=0.5)
     run.log_validation(step=2, loss=0.25)
-    assert caplog.text.count("rows are kept, and written when that ends") == 1
+    assert caplog.text.count("rows are buffered and written later") == 1
     (tmp_path / "away").rename(tmp_path / "run")
     run.log_validation(step=3, loss=0.125)
     run.close()

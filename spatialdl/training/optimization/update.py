@@ -61,7 +61,7 @@ class Update:
         decay = config.trainer.ema
         named = dict(pipeline.named_parameters())
         self.average = None if decay is None else WeightAverage(named, decay)
-        self.skipped, self._told_scale = False, 1.0
+        self.skipped, self._logged_scale = False, 1.0
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
 
     @property
@@ -70,11 +70,11 @@ class Update:
         return 1.0 if self.scaler is None else self.scaler.scale / self._pipeline.loss_parts
 
     @property
-    def told(self) -> dict[str, float]:
+    def log_values(self) -> dict[str, float]:
         """What ``metrics.csv`` has of the last step beside the usual."""
         if self.scaler is None:
             return {}
-        return {"loss_scale": self._told_scale, "skipped": int(self.skipped)}
+        return {"loss_scale": self._logged_scale, "skipped": int(self.skipped)}
 
     def averaged(self) -> AbstractContextManager[None]:
         """The network has averaged weights, if they are wanted, until the context ends."""
@@ -88,7 +88,7 @@ class Update:
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.skipped = False
         if self.scaler is not None:
-            self._told_scale = self.scaler.scale
+            self._logged_scale = self.scaler.scale
             self.skipped = not self._pipeline.gradients.unscale(self.scale)
             self.scaler.update(is_finite=not self.skipped)
         if self.skipped:

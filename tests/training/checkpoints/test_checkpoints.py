@@ -233,7 +233,7 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping.metric"])
 def test_a_metric_that_is_not_there_is_told_with_those_that_are(key, tmp_path):
-    with pytest.raises(ValueError, match=rf"trainer\.{key}=dice is no metric.*one of loss, accur"):
+    with pytest.raises(ValueError, match=rf"trainer\.{key}=dice is not a metric.*one of loss"):
         train(tmp_path, f"trainer.{key}=dice")
 
 
@@ -243,7 +243,7 @@ def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
     early += ("trainer.validate_every=1", "trainer.early_stopping.min_delta=1")  # never so much
     assert train(tmp_path, *early).progress.step == 3
     assert len(losses(tmp_path)) == 3
-    why = "Stopped early after step 3 of 8: accuracy has not got better than"
+    why = "Stopped early after step 3 of 8: accuracy has not improved on"
     assert why in caplog.text
     assert why in (tmp_path / "report.html").read_text()
     assert train(tmp_path, *early, "ckpt_path=latest").progress.step == 3

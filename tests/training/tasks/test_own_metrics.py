@@ -200,7 +200,7 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
         ("task.metrics=[{_target_: a.B, name: accuracy}]", "there are two called accuracy"),
         ("task.metrics=[{_target_: a.B, name: slide_x}]", "name=slide_x stands for metrics that"),
         ("task.metrics=[{_target_: a.B, name: a-b}]", "name=a-b must have letters"),
-        ("trainer.checkpoint.best=MulticlassF1Score", "is no metric here"),
+        ("trainer.checkpoint.best=MulticlassF1Score", "is not a metric of this task"),
     ],
 )
 def test_lists_that_name_no_metrics_are_refused_before_ranks_start(words, said):

@@ -48,7 +48,7 @@ def examples(world, *overrides: str):
     loader = parts.validation_loader
     parts.validation.scores(parts.validation.own(map(loader.microbatches, loader.batches())))
     found = parts.validation.examples()
-    parts.close_feeds()
+    parts.close_loaders()
     return found
 
 
