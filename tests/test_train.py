@@ -207,7 +207,10 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["weights=./gone.pth"], "error: weights=./gone.pth: there is no such file"),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),
-        (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be cut into"),
+        (
+            ["trainer.accumulate=2", "data.batch_size=ten"],
+            "data.batch_size=ten cannot be split into",
+        ),
         (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
         (
             ["trainer.cudnn_benchmark=true", "trainer.deterministic=true"],
@@ -224,9 +227,9 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             ["parallel=auto", "parallel.world=2", "trainer.precision=bf16-mixed"],
             "plan with float32",
         ),
-        (["data.batch_size=ten"], "error: data.batch_size=ten cannot be cut into"),
+        (["data.batch_size=ten"], "error: data.batch_size=ten cannot be split into"),
         (["comm.backend=mpi"], "comm.backend=mpi is not supported: take one of null, mpi4py, gloo"),
-        (["parallel.data=0"], "error: parallel.data is a whole number of at least 1, got 0"),
+        (["parallel.data=0"], "error: parallel.data must be a whole number of at least 1, got 0"),
         (
             ["model._target_=networks.Nothing"],
             "error: model._target_=networks.Nothing cannot be imported: module 'networks' has "

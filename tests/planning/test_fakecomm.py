@@ -165,7 +165,7 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
     [
         (
             ["parallel=sp+pp", "data.batch_size=3", "parallel.schedule=foo"],
-            ["the schedule foo is unknown", "data.batch_size=3 cannot be cut into parallel.m"],
+            ["the schedule foo is unknown", "data.batch_size=3 cannot be split into parallel.m"],
         ),
         (["parallel=sp", "parallel.grid=[2,99]"], ["65x48 is smaller than the grid 2x99"]),
         (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
@@ -307,10 +307,10 @@ class Cumulates(torch.nn.Module):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["parallel.tensor=2"], "parallel.tensor=2 does not go with virtual tiles"),
+        (["parallel.tensor=2"], "parallel.tensor=2 does not support virtual tiles"),
         (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not go"),
-        (["trainer.compile=true"], "trainer.compile=true does not go with virtual tiles"),
-        (["parallel.stream=auto"], "takes as few virtual tiles as fit into trainer.memory_limit"),
+        (["trainer.compile=true"], "trainer.compile=true does not support virtual tiles"),
+        (["parallel.stream=auto"], "needs a memory limit: set trainer.memory_limit"),
         (["parallel.stream_to=/scratch"], "is of no use without trainer.memory_limit_gb"),
         (["data.image_size=[1,48]"], "1x48 is smaller than the 2x2 virtual tiles"),
     ],

@@ -59,7 +59,7 @@ def test_what_fits(words, ranks):
         ),
         (
             "parallel=dp parallel.data=4 data.batch_size=3 trainer.accumulate=2",
-            "data.batch_size=3 cannot be cut into .* parallel.data=4: take at least 4 images",
+            "data.batch_size=3 cannot be split into .* parallel.data=4: use at least 4 images",
         ),
         ("parallel=pp parallel.microbatches=8 data.batch_size=4", "batch"),
         ("parallel=sp+lp parallel.local_dp=2 data.batch_size=1", "batch"),

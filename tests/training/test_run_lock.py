@@ -73,7 +73,7 @@ def test_an_earlier_start_of_the_job_ends_when_a_later_one_has_its_directory(tmp
         become("7", 1)
         with held(tmp_path):
             assert earlier.poll() == 1
-            assert f"started again (job 7, process {os.getpid()} on" in earlier.stderr.read()
+            assert f"restarted (job 7, process {os.getpid()} on" in earlier.stderr.read()
             become("8", 0)
             with pytest.raises(ValueError, match="another run is writing"), held(tmp_path):
                 pass
@@ -130,7 +130,7 @@ def test_where_there_are_no_locks_a_run_is_told_so_and_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
     monkeypatch.setattr(run_lock.log, "info", lambda text, *words: told.append(text % words))
     with held(tmp_path):
-        assert "has no locks: no other run may write to it" in told[0]
+        assert "has no locks: start no other run there" in told[0]
 
 
 def test_a_run_that_was_killed_leaves_no_lock(tmp_path):

@@ -91,7 +91,7 @@ def test_training_is_the_same_with_copies(train, tmp_path, monkeypatch):
     again, said = train(f"data.stage.to={tmp_path}/disk")
     assert kept == again == plain
     assert "6 shards" in said[-1]
-    assert said[-1].endswith("of earlier jobs used again")
+    assert said[-1].endswith("reused from earlier jobs")
 
 
 def test_auto_leaves_local_data_where_they_are(train):

@@ -117,7 +117,7 @@ class Writer:
             return 1.0, 0.0
         return 0.0, float(_reason(self._work) is not None)
 
-    def go_on(self, busy: float, failed: float) -> None:
+    def advance(self, busy: float, failed: float) -> None:
         """Take the next step if all ranks are done with the last.
 
         Args:
@@ -169,7 +169,7 @@ class Writer:
             if self._work is not None:
                 self._work.exception()  # waits
             sums = self._world.all_reduce(torch.tensor(self.status(), dtype=torch.float64))
-            self.go_on(*sums.tolist())
+            self.advance(*sums.tolist())
 
     def close(self) -> None:
         """End the thread; `wait` before, or what is under way is lost."""

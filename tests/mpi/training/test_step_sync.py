@@ -29,16 +29,16 @@ class Place:
         self.progress = SimpleNamespace(stopped=None)
         writer = SimpleNamespace(
             status=lambda: (float(RANK), 100.0 * RANK),
-            go_on=lambda *sums: self.went_on.append(sums),
+            advance=lambda *sums: self.went_on.append(sums),
         )
-        staging = SimpleNamespace(damage=lambda: damaged, refuse=self.refuse)
+        staging = SimpleNamespace(damage=lambda: damaged, raise_damage=self.raise_damage)
         split = SimpleNamespace(
             own=lambda: [RANK + 10.0 * part for part in range(COUNTS)],
             note=lambda *told: self.times.append(told),
         )
         self.meeting = StepSync(WORLD, writer, staging, self.progress, split)
 
-    def refuse(self) -> None:
+    def raise_damage(self) -> None:
         raise ShardError("a shard is damaged")
 
 

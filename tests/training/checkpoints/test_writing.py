@@ -75,7 +75,7 @@ def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
     writer.start(tensors(), content(1))
     for _ in range(3):  # steps
         assert writer.status() == (1.0, 0.0)
-        writer.go_on(*writer.status())
+        writer.advance(*writer.status())
         assert not (tmp_path / "checkpoints" / "step-00000001").exists()
     gate.set()
     writer.start(tensors(2.0), content(2))  # waits for the first
