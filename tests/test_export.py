@@ -76,7 +76,7 @@ def test_averaged_weights_have_the_plain_names_too(average, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
+        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere does not exist"),
         (["ckpt_path=latest"], "error: ckpt_path=latest of which run"),
         (["out=x"], "error: ckpt_path has no value"),
         (["ckpt_path=x", "average=maybe"], "error: average=maybe must be true or false"),

@@ -203,7 +203,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             "error: trainer.checkpoint.best=acuracy is not a metric of this task: use one of",
         ),
         (["seed=abc"], "error: seed=abc must be a whole number of at least 0"),
-        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
+        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere does not exist"),
         (["weights=./gone.pth"], "error: weights=./gone.pth: there is no such file"),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),

@@ -173,8 +173,11 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
         (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid is [ro"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
-        (["trainer.freeze=[zz.*]"], ["no parameter is called zz.*"]),
-        (["weights=gone", "ckpt_path=nowhere"], ["weights=gone is no file", "ckpt_path=nowhere"]),
+        (["trainer.freeze=[zz.*]"], ["no parameter matches zz.*"]),
+        (
+            ["weights=gone", "ckpt_path=nowhere"],
+            ["weights=gone is not a file", "ckpt_path=nowhere"],
+        ),
         (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
     ],
 )

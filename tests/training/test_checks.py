@@ -64,7 +64,7 @@ def test_what_fits(words, ranks):
         ("parallel=pp parallel.microbatches=8 data.batch_size=4", "batch"),
         ("parallel=sp+lp parallel.local_dp=2 data.batch_size=1", "batch"),
         ("parallel=sp parallel.grid=[65,1] data.image_size=[64,64]", "64"),
-        ("data=shards data.path=nowhere", "data.path=nowhere is no folder"),
+        ("data=shards data.path=nowhere", "data.path=nowhere is not a folder"),
         ("data=shards", r"data.path has no value: add data.path=\.\.\."),
         ("data=shards data.path=. data.targets=none.csv", "data.targets=none.csv is not a file"),
         ("data.std=0", r"data\.std=0 must be above 0"),

@@ -145,7 +145,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_samples(tmp_path):
     again = losses(tmp_path / "again", f"ckpt_path={tmp_path / 'part'}", steps=6)
     assert again[-2:] == whole[-2:]
     more = f"ckpt_path={tmp_path / 'part'}", "data.dataset.count=9"
-    with pytest.raises(ValueError, match=r"data.samples=8, this run has data.samples=9"):
+    with pytest.raises(ValueError, match=r"data.samples=8, but this run has data.samples=9"):
         losses(tmp_path / "other", *more, steps=6)
 
 

@@ -31,7 +31,7 @@ def test_parts_belong_to_one_run():
         (["data.batch_size=3", "parallel.microbatches=4"], "batch_size=3 cannot be split"),
         (["trainer.max_steps=0"], "max_steps=0 and trainer.max_epochs=None leave no step"),
         (["trainer.max_steps=null"], "leave no step to train"),
-        (["++model._target_=builtins.dict"], "model=builtins.dict gives a dict, no network"),
+        (["++model._target_=builtins.dict"], "model=builtins.dict creates a dict, expected"),
         (
             ["++model._target_=spatialdl.models.nothing"],
             "nothing cannot be imported: .* no attribute",

@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
     run._metrics._file = open("/dev/full", "w", newline="")  # noqa: SIM115
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 2
-    assert "No space left on device; rows are kept" in caplog.text
+    assert "No space left on device; rows are buffered" in caplog.text
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 4
     run.close()

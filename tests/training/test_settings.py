@@ -169,7 +169,7 @@ def test_masks_without_labels_name_the_task_that_learns_from_them(tmp_path):
 def test_a_size_of_other_dims_than_the_images_is_refused(tmp_path):
     data = shards(tmp_path / "set", [(SIZE, 0, "train")])
     data.image_size = [4, 8, 6]
-    match = r"data.image_size=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6: give"
+    match = r"data.image_size=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6: set"
     with pytest.raises(ValueError, match=match):
         open_sources(data, 0)
 
