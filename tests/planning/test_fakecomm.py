@@ -176,7 +176,7 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
         (["trainer.freeze=[zz.*]"], ["no parameter matches zz.*"]),
         (
             ["weights=gone", "ckpt_path=nowhere"],
-            ["weights=gone is not a file", "ckpt_path=nowhere"],
+            ["weights=gone is not", "ckpt_path=nowhere"],
         ),
         (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
     ],

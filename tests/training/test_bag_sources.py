@@ -112,7 +112,7 @@ def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
     for word, message in {
         "data.batch_size=1": "compares the slides of a step",
         "data.num_classes=3": "task.loss=cox predicts a single risk",
-        "task.loss=efron": "take null.*or cox",
+        "task.loss=efron": "use null.*or cox",
     }.items():
         with pytest.raises(ValueError, match=message):
             Trainer(bag_config(folder, *words, "data.batch_size=2", word), SingleProcess())

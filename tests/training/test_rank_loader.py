@@ -73,9 +73,7 @@ def test_masks_of_classes_that_the_data_has_not_are_refused_before_they_travel()
     batch[0].masks[0, 1, 1] = 255  # without a class
     assert loader.microbatches(batch)
     batch[0].masks[0, 1, 1] = 3
-    with pytest.raises(
-        ValueError, match="tells 3 classes apart, but a mask has a pixel of class 3"
-    ):
+    with pytest.raises(ValueError, match="has 3 classes, but a mask has a pixel of class 3"):
         loader.microbatches(batch)
 
 

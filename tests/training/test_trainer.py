@@ -266,9 +266,9 @@ def test_a_u_net_learns_the_discs(tmp_path):
 
 
 def test_a_network_of_the_other_task_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"trains with task=segmentation"):
+    with pytest.raises(ValueError, match=r"use task=segmentation"):
         train(tmp_path, *SEGMENTED, "task=classification")
-    with pytest.raises(ValueError, match=r"trains with task=classification"):
+    with pytest.raises(ValueError, match=r"use task=classification"):
         train(tmp_path, "task=segmentation")
 
 

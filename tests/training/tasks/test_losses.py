@@ -160,7 +160,7 @@ def test_soft_dice_is_that_of_all_pixels_with_a_class():
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
-        (torch.zeros(1, 3), r"gives \(1, 3\) for 1 masks of 4x5.*must give \(1, classes, 4, 5\)"),
+        (torch.zeros(1, 3), r"returns \(1, 3\) for 1 masks of 4x5.*needs \(1, classes, 4, 5\)"),
         (torch.zeros(1, 3, 2, 2), r"gives \(1, 3, 2, 2\)"),
         (torch.zeros(2, 3, 4, 5), r"gives \(2, 3, 4, 5\)"),
         ([1], "gives list for 1 masks"),
@@ -178,12 +178,12 @@ def test_outputs_that_fit_no_masks_are_refused(output, sentence):
     [
         (
             torch.zeros(2, 5, 1, 1),
-            r"gives \(2, 5, 1, 1\) for 2 .* must give \(2, classes\)",
+            r"returns \(2, 5, 1, 1\) for 2 .* needs \(2, classes\)",
         ),
         (torch.zeros(()), r"gives \(\) for 2 images"),
         (torch.zeros(3, 5), r"gives \(3, 5\) for 2 images"),
         ((torch.zeros(2, 5),), "gives tuple for 2 images"),
-        (torch.zeros(2, 3), r"tells 3 classes apart, but there is a label 4"),
+        (torch.zeros(2, 3), r"has 3 classes, but there is a label 4"),
     ],
 )
 def test_outputs_that_fit_no_labels_are_refused(output, sentence):
