@@ -171,7 +171,7 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
         (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
         (["parallel=sp", "task=segmentation"], ["the network gives (6, 10) for 6 masks of 65x48"]),
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
-        (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid is [ro"]),
+        (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid must"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
         (["trainer.freeze=[zz.*]"], ["no parameter matches zz.*"]),
         (
@@ -311,7 +311,7 @@ class Cumulates(torch.nn.Module):
     ("words", "sentence"),
     [
         (["parallel.tensor=2"], "parallel.tensor=2 does not support virtual tiles"),
-        (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not go"),
+        (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not"),
         (["trainer.compile=true"], "trainer.compile=true does not support virtual tiles"),
         (["parallel.stream=auto"], "needs a memory limit: set trainer.memory_limit"),
         (["parallel.stream_to=/scratch"], "is of no use without trainer.memory_limit_gb"),

@@ -146,7 +146,7 @@ def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
 def test_other_ranks_and_runs_without_virtual_tiles_are_not_watched(monkeypatch):
     monkeypatch.setenv(TERMINAL, "1")
     memory = Memory()
-    for watch in (StepWatch(memory, [], shows=False), StepWatch(None, [], is_told=True)):
+    for watch in (StepWatch(memory, [], shows=False), StepWatch(None, [], shows=True)):
         with watch.over(1):
             assert memory.told is None
 

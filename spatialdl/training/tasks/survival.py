@@ -38,7 +38,8 @@ class Risks:
         if shape != (len(target), self.bins):
             raise ValueError(
                 f"the network returns {shape} for {len(target)} slides, but {self.meaning[0]} "
-                f"needs ({len(target)}, {self.bins}), {self.meaning[1]}; leave model.num_classes out"
+                f"needs ({len(target)}, {self.bins}), {self.meaning[1]}; leave model.num_classes "
+                "out"
             )
 
     def weights(self, target: Tensor) -> Tensor | None:
