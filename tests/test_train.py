@@ -190,9 +190,9 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (
             ["trainer.precision=float16"],
-            "error: trainer.precision=float16 is not supported: take one of float32, float64, bf16",
+            "error: trainer.precision=float16 is not supported: use one of float32, float64, bf16",
         ),
-        (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
+        (["device=tpu"], "error: device=tpu is not supported: use one of auto, cpu, cuda"),
         (
             ["data=shards", "data.path=nowhere"],
             "error: data.path=nowhere is not a folder: write a data set with spatialdl-tile "
@@ -216,7 +216,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             ["trainer.cudnn_benchmark=true", "trainer.deterministic=true"],
             "trainer.cudnn_benchmark=true may select other algorithms in the next run",
         ),
-        (["device=cuda:1"], "error: device=cuda:1 is not supported: take one of auto, cpu, cuda"),
+        (["device=cuda:1"], "error: device=cuda:1 is not supported: use one of auto, cpu, cuda"),
         (["trainer.tf32=high"], "error: trainer.tf32=high must be true or false"),
         (["comm.map=ture"], "error: comm.map=ture must be true or false"),
         (
@@ -228,7 +228,7 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             "plan with float32",
         ),
         (["data.batch_size=ten"], "error: data.batch_size=ten cannot be split into"),
-        (["comm.backend=mpi"], "comm.backend=mpi is not supported: take one of null, mpi4py, gloo"),
+        (["comm.backend=mpi"], "comm.backend=mpi is not supported: use one of null, mpi4py, gloo"),
         (["parallel.data=0"], "error: parallel.data must be a whole number of at least 1, got 0"),
         (
             ["model._target_=networks.Nothing"],

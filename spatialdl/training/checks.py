@@ -111,7 +111,7 @@ def check_choices(config: DictConfig, choices: Mapping[str, Sequence[object]]) -
         value = OmegaConf.select(config, key)
         if not any(value is one or (isinstance(value, str) and value == one) for one in known):
             names = ", ".join("null" if one is None else str(one).lower() for one in known)
-            raise ValueError(f"{key}={value} is not supported: take one of {names}")
+            raise ValueError(f"{key}={value} is not supported: use one of {names}")
 
 
 def check_device(name: object) -> None:
@@ -128,7 +128,7 @@ def check_device(name: object) -> None:
         if torch.device(str(name)).index is None:
             return
     raise ValueError(
-        f"device={name} is not supported: take one of auto, cpu, cuda, xpu, or a device type that "
+        f"device={name} is not supported: use one of auto, cpu, cuda, xpu, or a device type that "
         "a package registers with PyTorch"
     )
 

@@ -35,8 +35,8 @@ def test_what_fits(words, ranks):
             (f"seed={seed}", f"seed={said} must be a whole number")
             for seed, said in (("-1", "-1"), ("1.5", "1.5"), ("true", "True"), ("null", "None"))
         ),
-        ("trainer.precision=half", "trainer.precision=half is not supported: take one of float32"),
-        ("device=tpu", "device=tpu is not supported: take one of auto, cpu, cuda"),
+        ("trainer.precision=half", "trainer.precision=half is not supported: use one of float32"),
+        ("device=tpu", "device=tpu is not supported: use one of auto, cpu, cuda"),
         ("task.name=guessing", "task.name=guessing is not supported"),
         ("comm.transport=pigeon", "comm.transport=pigeon is not supported"),
         ("comm.backend=nothing", "take one of null, mpi4py, gloo, nccl"),

@@ -83,14 +83,14 @@ def find_weights(name: str) -> Path:
         )
     if files:
         return files[0]
-    found = _in_hugging_face_cache(name) if name.count("/") == 1 else None
-    if found is None:
+    cached = _in_hugging_face_cache(name) if name.count("/") == 1 else None
+    if cached is None:
         raise ValueError(
             f"weights={name} is not a file, and neither in {hub} nor in the cache of the Hugging "
             "Face hub: download it first, on a machine with network access "
             "(torch.hub.load_state_dict_from_url, or hf download REPOSITORY)"
         )
-    return found
+    return cached
 
 
 def _in_hugging_face_cache(name: str) -> Path | None:
@@ -100,9 +100,9 @@ def _in_hugging_face_cache(name: str) -> Path | None:
         return None
     with suppress(ValueError):  # not a valid repository name
         for file in _HUB_FILES:
-            found = try_to_load_from_cache(name, file)
-            if isinstance(found, str):
-                return Path(found)
+            cached = try_to_load_from_cache(name, file)
+            if isinstance(cached, str):
+                return Path(cached)
     return None
 
 

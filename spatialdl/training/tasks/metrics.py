@@ -48,14 +48,14 @@ def classification_scores(probabilities: Tensor, labels: Tensor) -> Scores:
     else:
         pairs = multiclass_confusion_matrix(probabilities.argmax(1), labels, classes)
     areas = [_auroc(probabilities[:, number], labels == number) for number in range(classes)]
-    found = from_pairs(pairs.double())
+    of_pairs = from_pairs(pairs.double())
     scores = {
-        **{name: found[name] for name in ("accuracy", "balanced_accuracy")},
+        **{name: of_pairs[name] for name in ("accuracy", "balanced_accuracy")},
         "auroc": _mean(areas),
-        "f1": found["mean_dice"],
+        "f1": of_pairs["mean_dice"],
         "auroc_per_class": areas,
-        "recall_per_class": found["recall"],
-        "f1_per_class": found["dice"],
+        "recall_per_class": of_pairs["recall"],
+        "f1_per_class": of_pairs["dice"],
     }
     if classes <= SHOW_UP_TO:
         scores["confusion_matrix"] = pairs.tolist()
