@@ -169,7 +169,10 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
         ),
         (["parallel=sp", "parallel.grid=[2,99]"], ["65x48 is smaller than the grid 2x99"]),
         (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
-        (["parallel=sp", "task=segmentation"], ["the network gives (6, 10) for 6 masks of 65x48"]),
+        (
+            ["parallel=sp", "task=segmentation"],
+            ["the network returns (6, 10) for 6 masks of 65x48"],
+        ),
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
         (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid must"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),

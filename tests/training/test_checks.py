@@ -39,7 +39,7 @@ def test_what_fits(words, ranks):
         ("device=tpu", "device=tpu is not supported: use one of auto, cpu, cuda"),
         ("task.name=guessing", "task.name=guessing is not supported"),
         ("comm.transport=pigeon", "comm.transport=pigeon is not supported"),
-        ("comm.backend=nothing", "take one of null, mpi4py, gloo, nccl"),
+        ("comm.backend=nothing", "use one of null, mpi4py, gloo, nccl"),
         ("parallel=lp parallel.balance=luck", "parallel.balance=luck is not supported"),
         ("comm.timeout=-1", "comm.timeout"),
         ("trainer.compile=true comm.timeout=60", "trainer.compile=true .* comm.timeout=60"),
@@ -86,5 +86,5 @@ def test_what_does_not_fit_is_refused(words, sentence):
 
 
 def test_a_checkpoint_that_is_not_there_is_refused():
-    with pytest.raises(CheckpointError, match="ckpt_path=nowhere is not there"):
+    with pytest.raises(CheckpointError, match="ckpt_path=nowhere does not exist"):
         check_config(composed("train", "ckpt_path=nowhere"))

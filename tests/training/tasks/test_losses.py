@@ -164,7 +164,7 @@ def test_soft_dice_is_that_of_all_pixels_with_a_class():
         (torch.zeros(1, 3, 2, 2), r"gives \(1, 3, 2, 2\)"),
         (torch.zeros(2, 3, 4, 5), r"gives \(2, 3, 4, 5\)"),
         ([1], "gives list for 1 masks"),
-        (torch.zeros(1, 2, 4, 5), r"tells 2 classes apart.*a pixel of class 2.*by 255"),
+        (torch.zeros(1, 2, 4, 5), r"has 2 classes.*a pixel of class 2.*with 255"),
     ],
 )
 def test_outputs_that_fit_no_masks_are_refused(output, sentence):
@@ -196,7 +196,7 @@ def test_other_outputs_that_do_not_fit_are_refused():
     for loss, what in ((multilabel_loss, "classes"), (regression_loss, "targets")):
         with pytest.raises(ValueError, match=rf"gives \(2, 4\) for 2 images with 3 {what} each"):
             loss(torch.zeros(2, 4), target)
-    with pytest.raises(ValueError, match=r"class_weights has 4 weights, .* tells 5 classes apart"):
+    with pytest.raises(ValueError, match=r"class_weights has 4 weights, .* has 5 classes"):
         classification_loss(torch.zeros(2, 5), torch.tensor([0, 1]), WEIGHT)
 
 

@@ -90,11 +90,11 @@ def test_of_nothing_and_of_nan_they_have_no_value():
 
 def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_training():
     words = f"task.metrics=[{{_target_: {TM}.MulticlassF1Score, num_classes: 4}}]"
-    said = r"MulticlassF1Score refuses predictions float64 \(24, 3\) and targets int64 \(24,\)"
+    said = r"MulticlassF1Score rejects predictions float64 \(24, 3\) and targets int64 \(24,\)"
     with pytest.raises(ValueError, match=said):
         RunParts(config(words), SingleProcess())
     maps = ("model=unet", "++model.depth=1", "task=segmentation")
-    said = r"refuses predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
+    said = r"rejects predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
     with pytest.raises(ValueError, match=said):
         RunParts(config(*maps, words), SingleProcess())
 
@@ -108,7 +108,7 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
         ({"_target_": f"{OWN}.Pairs"}, "Pairs returns a tuple, expected a number"),
         (
             {"_target_": f"{TM}.MulticlassConfusionMatrix", "num_classes": 3},
-            r"MulticlassConfusionMatrix gives \(3, 3\): take one",
+            r"MulticlassConfusionMatrix returns \(3, 3\), expected",
         ),
     ],
 )
