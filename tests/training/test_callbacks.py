@@ -1,4 +1,4 @@
-"""Callbacks of the user's own: when they are called, what they keep, and how they end a run."""
+"""User callbacks: order of calls, saved state, and stopping a run."""
 
 from __future__ import annotations
 

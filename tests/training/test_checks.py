@@ -1,4 +1,4 @@
-"""What is refused before there are ranks, and what is not."""
+"""Configuration checks before ranks are started."""
 
 from __future__ import annotations
 

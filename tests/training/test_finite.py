@@ -1,4 +1,4 @@
-"""One process; tests/mpi/training has several ranks."""
+"""``stop_on_nan`` in a single process; several ranks are in tests/mpi/training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made of is built, or refused, before any of it begins."""
+"""Components of a run are built and checked before training."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ STREAM = "parallel.stream=[2,3]"
 
 
 def read_boxes(views, monkeypatch) -> list[tuple]:
-    """What is asked of a data set, from now on."""
+    """Record the reads of a data set."""
     asked: list[tuple] = []
     for name in ("read", "read_mask"):
         plain = getattr(type(views), name)
@@ -165,7 +165,7 @@ def test_masks_of_other_classes_are_refused_where_they_are_read():
 
 @pytest.mark.parametrize("kind", ["Noise", "Masks"])
 def test_samples_of_a_data_set_of_the_users_are_made_once_for_all_virtual_tiles(kind, monkeypatch):
-    """They are made whole, and would be made again for each part."""
+    """Whole samples would be created again for each part."""
     own = ("data=dataset", f"data.dataset._target_={own_datasets.__name__}.{kind}")
     words = [*own, "data.num_classes=2", "++data.dataset.size=[12,9]"]
     if kind == "Masks":

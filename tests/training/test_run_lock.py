@@ -32,7 +32,7 @@ def start_of(job: str, number: int) -> dict[str, str]:
 
 @contextmanager
 def elsewhere(run_dir: Path, *launcher: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has a run directory."""
+    """Another process that holds a run directory."""
     words = [*launcher, sys.executable, "-c", HOLD, str(run_dir)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, env={**os.environ, **environment}, **pipes) as other:
@@ -45,7 +45,7 @@ def elsewhere(run_dir: Path, *launcher: str, **environment: str) -> Iterator[sub
 
 @pytest.fixture
 def become(monkeypatch):
-    """Let this process be a start of a job of Slurm, which looks often."""
+    """Pretend that this process is a start of a Slurm job, with frequent checks."""
     monkeypatch.setattr(run_lock, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(run_lock, "_NOTICED_S", 20.0)
 

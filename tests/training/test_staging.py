@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(folder, tmp_path, caplog):
-    """Trains; returns the losses, and what the data layer said."""
+    """Train; return losses and log messages of the data layer."""
 
     def run(*overrides: str) -> tuple[list[float], list[str]]:
         caplog.clear()
@@ -69,7 +69,7 @@ def on_each_step(monkeypatch, do) -> None:
 
 
 def until_done(staging: Staging) -> None:
-    """So that the copier is as far as it gets before training goes on."""
+    """Let training wait for the copier."""
     if staging._copier is not None and staging._copier._process.stdin is not None:
         while not staging._copier.shards["done"] and staging._copier._process.poll() is None:
             staging._copier.look()

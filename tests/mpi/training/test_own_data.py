@@ -1,4 +1,4 @@
-"""Training on a data set of the user's with random transforms: every layout as one process."""
+"""Training on a user's data set with random transforms equals a single process in every layout."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ IS_LAST = RANK == SIZE - 1
 
 
 class Place:
-    """Where ranks meet, and what this one hears there."""
+    """Step synchronisation with recorded calls on this rank."""
 
     def __init__(self, damaged: int = 0) -> None:
         self.went_on: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Runs that are saved and go on, in one process; other layouts are in tests/mpi/training."""
+"""Saved and resumed runs in a single process; other layouts are in tests/mpi/training."""
 
 from __future__ import annotations
 

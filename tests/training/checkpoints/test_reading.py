@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or of others; ranks look together in tests/mpi/training."""
+"""Damaged and foreign checkpoints; several ranks are in tests/mpi/training."""
 
 from __future__ import annotations
 

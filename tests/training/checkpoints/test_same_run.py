@@ -1,4 +1,4 @@
-"""What must be equal for a run to go on, and what is only told; whole runs: test_checkpoints.py."""
+"""Settings that must match to resume, and logged ones; whole runs: test_checkpoints.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing beside training: what is there at the end, and what is left where it fails."""
+"""Background writing of checkpoints: results, and leftovers of failures."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_local_files_are_moved_and_none_is_left_there(tmp_path):
 
 
 def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypatch):
-    """By itself when it goes on; what others have there is theirs."""
+    """On resuming; folders of other runs are kept."""
     local = tmp_path / "local"
     local.mkdir()
     for run in ("one", "other"):

@@ -23,7 +23,7 @@ DATA = "data.image_size=[16,12] data.num_classes=3 data.samples=6 data.batch_siz
 
 
 class Net(nn.Module):
-    """Any number of outputs; may look at a value, which no network without memory can."""
+    """Any number of outputs; may read a value, which fails on the meta device."""
 
     def __init__(self, outputs: int, maps: bool = False, looks: bool = False) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def names_of_others(blocks: tuple[int, ...], convolutions: int) -> set[str]:
 
 @pytest.fixture
 def trained():
-    """Weights and statistics that are not those of a new network."""
+    """Weights and statistics that differ from a new network."""
     torch.manual_seed(1)
     model = resnet18(5, width=2)
     for value in model.state_dict().values():

@@ -1,4 +1,4 @@
-"""Single metrics, wrappers and collections, as a configuration names them."""
+"""Configured single metrics, wrappers and collections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss of the user's: how it is named, what it must give, and that nothing else is dropped."""
+"""User losses: configuration, required result, and settings that conflict."""
 
 from __future__ import annotations
 

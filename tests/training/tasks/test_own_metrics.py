@@ -1,4 +1,4 @@
-"""Metrics of the user's own: what is refused, before training, and how they are told."""
+"""User metrics: checks before training, and their output."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_they_get_of_each_task():
 
 
 def test_torch_distributed_of_the_program_is_not_asked(monkeypatch):
-    """One rank computes for all: torchmetrics would wait there for the others, for ever."""
+    """One rank computes for all ranks, where torchmetrics would wait for its peers forever."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     error = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
     inner = {"_target_": "torchmetrics.BootStrapper", "base_metric": error}
@@ -134,7 +134,7 @@ def test_what_cannot_be_put_together_from_ranks_is_refused():
 
 
 def test_wrappers_on_maps_have_the_value_of_what_they_wrap():
-    """They count no updates of their own."""
+    """Wrappers do not count updates."""
     inner = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
     kind = "torchmetrics.wrappers.LambdaInputTransformer"
     metrics = own("segmentation", inner, {"_target_": kind, "wrapped_metric": inner, "name": "in"})

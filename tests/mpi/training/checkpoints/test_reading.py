@@ -1,4 +1,4 @@
-"""Ranks share the work of looking for damage, and all hear of all of it."""
+"""Ranks share the verification of files, and all report all damage."""
 
 from __future__ import annotations
 

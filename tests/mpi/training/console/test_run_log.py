@@ -1,4 +1,4 @@
-"""Warnings of ranks that only rank 0 may write."""
+"""Warnings of other ranks are logged by rank 0."""
 
 from __future__ import annotations
 

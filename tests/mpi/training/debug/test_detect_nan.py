@@ -1,4 +1,4 @@
-"""Every layout stops on all ranks at once, and they agree on what came first."""
+"""All ranks stop together in every layout and agree on the first value."""
 
 from __future__ import annotations
 

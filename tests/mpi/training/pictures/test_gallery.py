@@ -1,4 +1,4 @@
-"""Pictures of images that no rank holds are those of one process."""
+"""Pictures of split images equal those of a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of the user's own in every layout as in one process, each sample counted once."""
+"""User metrics equal those of a single process in every layout."""
 
 from __future__ import annotations
 
