@@ -177,7 +177,7 @@ def test_a_size_of_other_dims_than_the_images_is_refused(tmp_path):
 def test_images_of_several_sizes_need_one_for_the_batch(tmp_path):
     samples = [(SIZE, 0, "train"), ((9, 6), 1, "train"), ((4, 9), 1, "val")]
     data = shards(tmp_path / "set", samples, kind="regions")
-    with pytest.raises(ValueError, match=r"3 different sizes, such as .*=.rows,columns. cuts"):
+    with pytest.raises(ValueError, match=r"3 different sizes, such as .*=.rows,columns."):
         open_sources(data, 0)
     data.image_size = [8, 8]
     views = open_sources(data, 0).train_views

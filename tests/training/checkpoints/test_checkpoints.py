@@ -141,7 +141,7 @@ def test_where_all_are_damaged_there_is_an_error(run_dir):
         train(run_dir, "ckpt_path=latest")
     one = run_dir / "checkpoints" / "step-00000006"
     with pytest.raises(
-        CheckpointError, match=r"step-00000006 is damaged: stage-00\.safetensors is"
+        CheckpointError, match=r"step-00000006 is damaged: stage-00\.safetensors was"
     ):
         train(run_dir, f"ckpt_path={one}")
 
@@ -153,7 +153,7 @@ def test_where_all_are_damaged_there_is_an_error(run_dir):
         ("data.batch_size=5", "data.batch_size=4, but this run has data.batch_size=5"),
         ("data.samples=11", "data.samples=10"),
         ("optimizer=adamw", r"optimizer\._target_=torch\.optim\.SGD"),
-        ("++model.hidden=5", r"'0\.weight' is 4x3x3x3, that of model._target_ is 5x3x3x3"),
+        ("++model.hidden=5", r"'0\.weight' is 4x3x3x3, but that of model._target_ is 5x3x3x3"),
         ("++model._target_=spatialdl.models.resnet18", "of another network: it has no"),
     ],
 )

@@ -223,7 +223,7 @@ def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeyp
         during.setattr(Checkpoints, "save", with_a_busy_neighbour)
         train(run, "trainer.checkpoint.every_steps=2", "trainer.checkpoint.best=null")
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    lost = [text.split(":")[0] for text in told if "no checkpoint" in text]
+    lost = [text.split(":")[0] for text in told if "cannot write checkpoint" in text]
     assert lost == ["step 4", "step 6"]
     assert checkpoints(run) == [2, 8]
     train(tmp_path / "whole")

@@ -121,7 +121,7 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
             f"task.loss._target_={HERE}.squared task.class_weights=[1,2,3]",
             "task.class_weights=.* is a setting of the loss of task=classification",
         ),
-        (f"task=segmentation task.loss._target_={HERE}.squared task.dice=1", "task.dice=1 belongs"),
+        (f"task=segmentation task.loss._target_={HERE}.squared task.dice=1", "dice=1 is a setting"),
     ],
 )
 def test_what_cannot_be_is_told(words, sentence):
