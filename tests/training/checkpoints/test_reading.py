@@ -45,7 +45,7 @@ def test_every_rank_has_its_own_random_states(tmp_path):
     ("changes", "sentence"),
     [
         ({"step": 4}, "its step is not that of the folder"),
-        ({"format": FORMAT + 1}, r"has version 3 .*reads 2: .*wrote it .*1\.2\.3"),
+        ({"format": FORMAT + 1}, r"has version 3, .*reads 2: .*wrote it .*1\.2\.3"),
         ({"files": []}, "files"),
         ({"files": {"../stage-00.safetensors": {}}}, "is not a file name of a checkpoint"),
         ({"files__stage-00.safetensors__bytes": -1}, "bytes"),
