@@ -123,7 +123,7 @@ class Command:
         logging.getLogger("tifffile").setLevel(logging.CRITICAL)
         with run_directory(world, composed, config, self.name) as (agreed, run_dir):
             succeeded = self.run(agreed, run_dir, world)
-            run_log.tell_warnings(world)
+            run_log.log_warnings(world)
         if not succeeded:
             if world.rank == 0:  # after the launcher's messages about failed ranks
                 print_last(self.failed.format(run_dir=run_dir))

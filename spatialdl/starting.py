@@ -219,7 +219,7 @@ def run_directory(
         HydraConfig.instance().set_config(composed)
         if world.rank == 0:
             _write_records(composed, config, run_dir / _RECORDS)
-            stack.enter_context(run_log.written_to(run_dir / f"{command}.log"))
+            stack.enter_context(run_log.log_to_file(run_dir / f"{command}.log"))
         agreed = OmegaConf.create(text)
         OmegaConf.set_struct(agreed, True)
         yield agreed, run_dir

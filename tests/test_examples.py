@@ -76,7 +76,7 @@ def test_a_loss_of_ones_own(tmp_path):
 
 def test_a_network_is_fine_tuned(tmp_path):
     out = run(tmp_path, sys.executable, str(EXAMPLES / "finetuning.py"))
-    assert "fc.weight is new, 2x64; the file has 5x64" in out
+    assert "fc.weight is initialised, 2x64; the file has 5x64" in out
     assert float(out.splitlines()[-1].split()[1].rstrip("%")) > 60
     again = ["ckpt_path=finetuning/second", "out=tuned.safetensors"]
     run(tmp_path, sys.executable, "-m", "spatialdl.export", *again)

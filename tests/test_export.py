@@ -76,7 +76,7 @@ def test_averaged_weights_have_the_plain_names_too(average, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
+        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere does not exist"),
         (["ckpt_path=latest"], "error: ckpt_path=latest names no run"),
         (["out=x"], "error: ckpt_path has no value"),
         (["ckpt_path=x", "average=maybe"], "error: average=maybe must be true or false"),
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path):
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     try:
-        with pytest.raises(SystemExit, match=r"is damaged: stage-00\.safetensors is not what"):
+        with pytest.raises(SystemExit, match=r"is damaged: stage-00\.safetensors was changed"):
             export.main([f"ckpt_path={run[0]}", f"out={tmp_path / 'x'}"])
     finally:
         file.write_bytes(content)

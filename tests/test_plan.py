@@ -42,9 +42,9 @@ def test_the_table_and_the_pictures_are_made(tmp_path, capsys):
         (["world=3", "parallel=sp"], "world=3, but parallel=sp needs 2 ranks: leave world out"),
         (
             ["parallel=sp", "parallel.tensor=2", "parallel.stream=[2,1]"],
-            "parallel.tensor=2 does not go with virtual tiles",
+            "parallel.tensor=2 does not support virtual tiles",
         ),
-        (["world=1", "parallel.stream=auto"], "takes as few virtual tiles as fit into trainer.mem"),
+        (["world=1", "parallel.stream=auto"], "needs a memory limit: set trainer.mem"),
         (["world=2", "calibrate=true"], "calibrate=true measures this machine, but cluster=nv"),
     ],
 )

@@ -307,8 +307,8 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
     ("words", "sentence"),
     [
         ("slides=a.tiff", "ckpt_path has no value: add ckpt_path=..."),
-        ("ckpt_path=nowhere slides=a.tiff", "ckpt_path=nowhere is not there"),
-        ("ckpt_path=a.tiff slides=a.tiff", "ckpt_path=a.tiff names no checkpoint"),
+        ("ckpt_path=nowhere slides=a.tiff", "ckpt_path=nowhere does not exist"),
+        ("ckpt_path=a.tiff slides=a.tiff", "ckpt_path=a.tiff does not name an existing checkpoint"),
         (
             "ckpt_path=run",
             "expected exactly one input of slides=..., volumes=..., shards=...",

@@ -190,30 +190,33 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (
             ["trainer.precision=float16"],
-            "error: trainer.precision=float16 is not supported: take one of float32, float64, bf16",
+            "error: trainer.precision=float16 is not supported: use one of float32, float64, bf16",
         ),
-        (["device=tpu"], "error: device=tpu is not supported: take one of auto, cpu, cuda"),
+        (["device=tpu"], "error: device=tpu is not supported: use one of auto, cpu, cuda"),
         (
             ["data=shards", "data.path=nowhere"],
-            "error: data.path=nowhere is no folder: write one of slides by spatialdl-tile, of "
-            "images, volumes or patches by spatialdl-import",
+            "error: data.path=nowhere is not a folder: write a data set with spatialdl-tile "
+            "(slides) or spatialdl-import (images, volumes, patches)",
         ),
         (
             ["trainer.checkpoint.best=acuracy"],
-            "error: trainer.checkpoint.best=acuracy is no metric here: take one of loss, accuracy",
+            "error: trainer.checkpoint.best=acuracy is not a metric of this task: use one of",
         ),
         (["seed=abc"], "error: seed=abc must be a whole number of at least 0"),
-        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere is not there"),
+        (["ckpt_path=nowhere"], "error: ckpt_path=nowhere does not exist"),
         (["weights=./gone.pth"], "error: weights=./gone.pth: there is no such file"),
         (["trainer.validate_every=0"], "error: trainer.validate_every=0 must be at least 1"),
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),
-        (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be cut into"),
+        (
+            ["trainer.accumulate=2", "data.batch_size=ten"],
+            "data.batch_size=ten cannot be split into",
+        ),
         (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
         (
             ["trainer.cudnn_benchmark=true", "trainer.deterministic=true"],
-            "trainer.cudnn_benchmark=true may take other algorithms in the next run",
+            "trainer.cudnn_benchmark=true may select other algorithms in the next run",
         ),
-        (["device=cuda:1"], "error: device=cuda:1 is not supported: take one of auto, cpu, cuda"),
+        (["device=cuda:1"], "error: device=cuda:1 is not supported: use one of auto, cpu, cuda"),
         (["trainer.tf32=high"], "error: trainer.tf32=high must be true or false"),
         (["comm.map=ture"], "error: comm.map=ture must be true or false"),
         (
@@ -224,9 +227,9 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
             ["parallel=auto", "parallel.world=2", "trainer.precision=bf16-mixed"],
             "plan with float32",
         ),
-        (["data.batch_size=ten"], "error: data.batch_size=ten cannot be cut into"),
-        (["comm.backend=mpi"], "comm.backend=mpi is not supported: take one of null, mpi4py, gloo"),
-        (["parallel.data=0"], "error: parallel.data is a whole number of at least 1, got 0"),
+        (["data.batch_size=ten"], "error: data.batch_size=ten cannot be split into"),
+        (["comm.backend=mpi"], "comm.backend=mpi is not supported: use one of null, mpi4py, gloo"),
+        (["parallel.data=0"], "error: parallel.data must be a whole number of at least 1, got 0"),
         (
             ["model._target_=networks.Nothing"],
             "error: model._target_=networks.Nothing cannot be imported: module 'networks' has "

@@ -14,7 +14,7 @@ from spatialdl.data.saving import save_json, save_table
 from spatialdl.evaluating.levels import Level, Levels, group_of
 from spatialdl.evaluating.resampling import Interval, Resampling, intervals, point
 from spatialdl.evaluating.scores import PixelScores
-from spatialdl.training.console.validation_table import SHARES, told_name
+from spatialdl.training.console.validation_table import SHARES, metric_label
 
 ALL = "all"
 """Name of the group of all samples."""
@@ -103,7 +103,7 @@ def _of_level(
 
 def shown_name(metric: str) -> str:
     """The printed name of a metric, such as "mean Dice" for "mean_dice"."""
-    return told_name(metric)
+    return metric_label(metric)
 
 
 def shown_value(one: Measured) -> str:

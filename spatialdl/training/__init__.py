@@ -1,1 +1,1 @@
-"""Training: the loop, and what stands around it."""
+"""Training loop, its configuration, outputs and checkpoints."""

@@ -1,4 +1,4 @@
-"""Bags of tiles as the data of a run: `data=bags`, `tile_bags` and `rare_tiles`."""
+"""Bags of tiles as training data: `data=bags`, `tile_bags` and `rare_tiles`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,32 @@ log = logging.getLogger("spatialdl.data")
 
 _SHOWN = 3  # names in a message
 SURVIVAL = ("time", "event")
-"""Columns of labels of task=survival: time to the event or to the end of watching, and 1 or 0."""
+"""Label columns of task=survival: time to the event or to censoring, and event 1 or 0."""
 
 
 def open_bags(
     data: DictConfig, seed: int, task: str
 ) -> tuple[BagSource, BagSource | None, tuple[str, ...]]:
-    """The bags to train on and to validate on, and the names of classes or targets.
+    """Open training and validation bags.
+
+    Args:
+        data: group ``data`` of the configuration.
+        seed: seed of a drawn split, and of rare tiles.
+        task: name of the task.
+
+    Returns:
+        Training bags, validation bags (if any), names of classes or targets.
 
     Raises:
-        ValueError: features and table do not go together, or nothing is left to train on.
+        ValueError: if features and labels do not match, or no training slides are left.
     """
     if task == "segmentation":
-        raise ValueError("data=bags has labels of slides, and no masks for task=segmentation")
+        raise ValueError("data=bags has slide labels only, but task=segmentation needs masks")
     if data.get("tiles_a_slide") is not None:
         return _drawn(data, seed, task)
     files, table = _opened(data, task)
-    what = "file of features" if data.get("tiles") is None else "tiles"
-    rows = _matched(table, files, bool(data.skip_missing), what)
+    content = "feature file" if data.get("tiles") is None else "tiles"
+    rows = _matched(table, files, bool(data.skip_missing), content)
     rows = _known(rows, task)
     kept = _with_tiles(rows, files)
     labels, names = _labels(kept, table, task)
@@ -59,7 +67,7 @@ def open_bags(
         raise ValueError(f"{table.path} has no slides of data.split={data.split}; it has {known}")
     validation = None if data.validation_split is None else source(data.validation_split)
     if validation is None and data.validation_split is not None:
-        log.info("%s has no split %s: nothing to validate on", table.path, data.validation_split)
+        log.info("%s has no split %s: the run has no validation", table.path, data.validation_split)
     _check_learns(train, names, task)
     return train, validation, tuple(names)
 
@@ -67,9 +75,9 @@ def open_bags(
 def _drawn(
     data: DictConfig, seed: int, task: str
 ) -> tuple[BagSource, BagSource | None, tuple[str, ...]]:
-    """Slides of `data.rare_tiles`, kinds in turns; those to validate on have another seed."""
+    """Generate slides of `data.rare_tiles`, alternating kinds; validation has another seed."""
     if task != "classification":
-        raise ValueError(f"data=rare_tiles is for task=classification, got task={task}")
+        raise ValueError(f"data=rare_tiles requires task=classification, got task={task}")
 
     def source(count: int, name: str, part: int) -> BagSource:
         kinds = np.arange(count, dtype=np.int64) % len(KINDS)
@@ -90,7 +98,7 @@ def _drawn(
 
 
 def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
-    """The bags of all slides by name, and their labels."""
+    """Bags of all slides by name, and their labels."""
     columns = _columns(data, task)
     bags: Sequence[Bag]
     if data.get("tiles") is None:
@@ -100,7 +108,7 @@ def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
         bags, dataset = open_tile_bags(Path(data.tiles).expanduser(), data.io)
         if data.labels is None and task != "classification":
             raise ValueError(
-                f"task={task} needs data.labels=FILE.csv: tiles have classes as their only labels"
+                f"task={task} needs data.labels=FILE.csv: tiles only have class labels"
             )
         labels = labels_of_tiles(bags, dataset) if data.labels is None else None
     return (
@@ -109,48 +117,48 @@ def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
     )
 
 
-def feature_paths(given: Any) -> list[Path]:
-    """Folders and files of a setting: one, or a list.
+def feature_paths(setting: Any) -> list[Path]:
+    """Parse ``data.features``: a folder, a file, or a list of them.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: if it is neither.
     """
-    each = list(given) if isinstance(given, ListConfig | list) else [given]
+    each = list(setting) if isinstance(setting, ListConfig | list) else [setting]
     if not each or not all(isinstance(one, str) and one for one in each):
-        raise ValueError(f"data.features={given} is a folder of *.h5, or a list of such: [a,b]")
+        raise ValueError(f"data.features={setting} must be a folder of *.h5, or a list: [a,b]")
     return [Path(one).expanduser() for one in each]
 
 
 def _columns(data: DictConfig, task: str) -> Sequence[str] | None:
-    given = data.columns
-    if given is None:
+    setting = data.columns
+    if setting is None:
         return {"classification": ["label"], "survival": list(SURVIVAL)}.get(task)
-    columns = list(given) if isinstance(given, ListConfig) else [given]
+    columns = list(setting) if isinstance(setting, ListConfig) else [setting]
     if not columns or not all(isinstance(one, str) for one in columns):
-        raise ValueError(f"data.columns={given} is a column of data.labels, or a list of some")
+        raise ValueError(f"data.columns={setting} must be a column of data.labels, or a list")
     count = {"classification": 1, "survival": 2}.get(task, len(columns))
     if len(columns) != count:
-        what = "one column, of labels" if count == 1 else "two columns, time and event"
-        raise ValueError(f"data.columns={columns}: task={task} takes {what}")
+        expected = "one label column" if count == 1 else "two columns, time and event"
+        raise ValueError(f"data.columns={columns}: task={task} needs {expected}")
     return columns
 
 
 def _matched(
-    table: BagLabels, files: Mapping[str, Bag], skip_missing: bool, what: str
+    table: BagLabels, files: Mapping[str, Bag], skip_missing: bool, content: str
 ) -> dict[str, SlideRow]:
-    """Rows of slides that have features, or what else tiles have."""
+    """Rows of slides that have a feature file, or tiles."""
     rows, missing = table.match(list(files))
     if missing and not (skip_missing and rows):
         raise ValueError(
-            f"{len(missing)} of {len(table.rows)} slides of {table.path} have no {what}, such as "
-            f"{_some(missing)}; there are {len(files)} slides with them, such as "
-            f"{_some(list(files))}: make the others, or leave them out by data.skip_missing=true"
+            f"{len(missing)} of {len(table.rows)} slides of {table.path} have no {content}, such "
+            f"as {_some(missing)}; {len(files)} slides have one, such as {_some(list(files))}: "
+            "create the missing ones, or skip these slides with data.skip_missing=true"
         )
     if missing:
-        log.warning("%s have no %s and are left out", _counted(missing, len(table.rows)), what)
+        log.warning("%s have no %s and are skipped", _counted(missing, len(table.rows)), content)
     extra = [slide for slide in files if slide not in rows]
     if extra:
-        # as information, which only rank 0 prints
+        # not a warning, since every rank would report it
         log.info("%s are not in %s", _counted(extra, len(files)), table.path)
     return {slide: rows[slide] for slide in files if slide in rows}
 
@@ -161,27 +169,27 @@ def _known(rows: Mapping[str, SlideRow], task: str) -> dict[str, SlideRow]:
     check: Callable[[Sequence[str]], bool] = all if needs_all else any
     without = [slide for slide, row in rows.items() if not check(row.cells)]
     if without:
-        log.warning("%s have no label and are left out", _counted(without, len(rows)))
+        log.warning("%s have no label and are skipped", _counted(without, len(rows)))
     return {slide: row for slide, row in rows.items() if slide not in set(without)}
 
 
 def _with_tiles(rows: Mapping[str, SlideRow], files: Mapping[str, Bag]) -> dict[str, SlideRow]:
     empty = [slide for slide in rows if files[slide].tiles == 0]
     if empty:
-        log.warning("%s have no tiles and are left out", _counted(empty, len(rows)))
-    found = {slide: row for slide, row in rows.items() if files[slide].tiles}
-    if not found:
+        log.warning("%s have no tiles and are skipped", _counted(empty, len(rows)))
+    kept = {slide: row for slide, row in rows.items() if files[slide].tiles}
+    if not kept:
         raise ValueError(
-            "no slide has both tiles and a label: nothing to train on (data.features or "
-            "data.tiles, data.labels)"
+            "no slide has both tiles and a label: nothing to train on (check data.features or "
+            "data.tiles, and data.labels)"
         )
-    return found
+    return kept
 
 
 def _labels(
     rows: Mapping[str, SlideRow], table: BagLabels, task: str
 ) -> tuple[npt.NDArray[Any], list[str]]:
-    """Labels of all slides, and the names of classes or targets."""
+    """Labels of all slides, and names of classes or targets."""
     if task == "classification":
         texts = [row.cells[0] for row in rows.values()]
         classes = sorted(set(texts), key=_in_order)
@@ -192,23 +200,23 @@ def _labels(
 
 
 def _in_order(name: str) -> tuple[bool, int, str]:
-    """Numbers as numbers, before other names."""
+    """Sort key: numbers by value, before other names."""
     is_number = name.isascii() and name.isdecimal()
     return not is_number, int(name) if is_number else 0, name
 
 
 def _row(row: SlideRow, columns: Sequence[str], task: str) -> list[float]:
     binary = [task == "multilabel" or (task == "survival" and n == 1) for n in range(len(columns))]
-    found = [
+    values = [
         target_of(cell, f"{row.where}, {name}", is_binary)
         for cell, name, is_binary in zip(row.cells, columns, binary, strict=True)
     ]
-    if task == "survival" and not (found[0] >= 0 and found[1] in (0, 1)):
+    if task == "survival" and not (values[0] >= 0 and values[1] in (0, 1)):
         raise ValueError(
             f"{row.where}: {columns[0]}={row.cells[0]}, {columns[1]}={row.cells[1]}: the time must "
-            "be at least 0, the event 1 (it happened then) or 0 (not seen until then)"
+            "be at least 0, the event 1 (observed) or 0 (censored)"
         )
-    return found
+    return values
 
 
 def _splits(
@@ -218,14 +226,14 @@ def _splits(
     seed: int,
     classes: npt.NDArray[Any] | None,
 ) -> dict[str, str | None]:
-    """The split of each slide; where the table has none, patients are drawn class by class."""
+    """Split of each slide; without a split column, patients are drawn, stratified by class."""
     if table.has_split or data.split is None or data.validation_split is None:
         return {slide: row.split for slide, row in rows.items()}
     fraction = data.validation_fraction
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
         raise ValueError(
-            f"data.validation_fraction={fraction} must be at least 0 and below 1: what is drawn "
-            "from the slides to validate on"
+            f"data.validation_fraction={fraction} must be at least 0 and below 1: the share of "
+            "slides drawn for validation"
         )
     groups: dict[str, list[str]] = {}
     for slide, row in rows.items():
@@ -241,27 +249,27 @@ def _splits(
     for _, patients in sorted(strata.items()):
         count = min(round(fraction * len(patients)), len(patients) - 1)
         held.update(patients[n] for n in rng.permutation(len(patients))[:count])
-    found = {
+    splits = {
         slide: data.validation_split if patient in held else data.split
         for patient, slides in groups.items()
         for slide in slides
     }
     log.info(
-        "%s has no column split: %d of %d patients or slides are drawn to validate on",
+        "%s has no column split: %d of %d patients or slides are drawn for validation",
         *(table.path, len(held), len(groups)),
     )
-    return found
+    return splits
 
 
 def _check_learns(train: BagSource, names: Sequence[str], task: str) -> None:
     if task == "classification" and len(names) == 1:
-        raise ValueError(f"all slides are of one class, {names[0]}: nothing to learn")
+        raise ValueError(f"all slides have the same class, {names[0]}: nothing to learn")
     if task == "classification":
         absent = np.setdiff1d(np.arange(len(names)), train.labels)
         if len(absent):
-            log.warning("no slide to train on is %s", ", ".join(names[n] for n in absent))
+            log.warning("no training slide of class %s", ", ".join(names[n] for n in absent))
     elif np.isnan(train.labels).all():
-        raise ValueError("all labels of the slides to train on are empty: nothing to learn")
+        raise ValueError("all labels of the training slides are empty: nothing to learn")
 
 
 def _some(names: Sequence[str]) -> str:

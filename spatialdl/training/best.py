@@ -1,4 +1,4 @@
-"""The best value of a metric of the validation samples, and how long ago it was."""
+"""Best value of a validation metric, and the validations since then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from spatialdl.data import fields
 
 SMALLER = ("loss", "rmse", "mae")
-"""Metrics with such a word in their name are the better the smaller they are."""
+"""Words in the names of metrics for which smaller is better."""
 
 COUNTS = ("samples", "slides")
 
@@ -20,45 +20,46 @@ METRICS = {
     "segmentation": ("accuracy", "mean_dice", "mean_iou", "balanced_accuracy"),
     "survival": ("c_index",),
 }
-"""Numbers that a validation tells beside the loss, by the task."""
+"""Scalar metrics besides the loss, by task."""
 
 
 def check_metric(
     metric: str | None, key: str, task: str, slides: bool, own: Collection[str] = ()
 ) -> None:
-    """Refuse a metric that no validation of a task tells, before anything is trained.
+    """Check before training that validations of a task have a metric.
 
     Args:
-        key: of the configuration, for messages.
-        task: its name.
+        metric: name to check; None is accepted.
+        key: key of the configuration, for messages.
+        task: name of the task.
         slides: whether samples may be tiles of slides.
-        own: names of metrics of the user's; those that give several values, by names that begin so.
+        own: names of metrics of the user; also prefixes of those with several values.
 
     Raises:
-        ValueError: naming those that there are.
+        ValueError: names the available metrics.
     """
     known = ["loss", *METRICS[task], *own]
-    begins = [f"{name}_" for name in own]
+    prefixes = [f"{name}_" for name in own]
     if slides and task != "segmentation":
         known += [f"slide_{name}" for name in (*METRICS[task], *own)]
-        begins += [f"slide_{name}" for name in begins]
+        prefixes += [f"slide_{name}" for name in prefixes]
         known += ["slide_vote_accuracy"] if task == "classification" else []
-    if metric is not None and metric not in known and not metric.startswith(tuple(begins)):
-        raise ValueError(f"{key}={metric} is no metric here: take one of {', '.join(known)}")
+    if metric is not None and metric not in known and not metric.startswith(tuple(prefixes)):
+        names = ", ".join(known)
+        raise ValueError(f"{key}={metric} is not a metric of this task: use one of {names}")
 
 
 class Best:
-    """The best value of a metric so far.
+    """Best value of a metric so far.
 
     Args:
-        metric: its name in what `Validation.scores` gives; the smallest value is the best of
-            losses and errors (see `SMALLER`), the largest of others. None watches nothing.
-        key: of the configuration, for messages.
-        min_delta: by how much a value must be better to count.
-        smaller: whether the smallest value is the best; None goes by the name.
+        metric: name of a metric in `Validation.scores`; None tracks nothing.
+        key: key of the configuration, for messages.
+        min_delta: minimum improvement that counts.
+        smaller: whether smaller is better; None decides by the name, see `SMALLER`.
 
     Attributes:
-        value: the best one, None before the first.
+        value: best value; None before the first.
         worse: validations since then.
     """
 
@@ -72,19 +73,21 @@ class Best:
         self.value: float | None = None
         self.worse = 0
 
-    def update(self, found: Mapping[str, Any]) -> bool:
-        """Whether the metrics of a validation are the best so far; one that is None never is.
+    def update(self, metrics: Mapping[str, Any]) -> bool:
+        """Record a validation; return whether it is the best so far. None and NaN never are.
 
         Raises:
-            ValueError: if the metric is not among them, or not one number.
+            ValueError: if the metric is missing or not a single number.
         """
         if self.metric is None:
             return False
-        value = found.get(self.metric, [])
+        value = metrics.get(self.metric, [])
         if isinstance(value, list) or self.metric in COUNTS:
-            numbers = (name for name, one in found.items() if not isinstance(one, list))
+            numbers = (name for name, one in metrics.items() if not isinstance(one, list))
             known = ", ".join(name for name in numbers if name not in COUNTS)
-            raise ValueError(f"{self._key}={self.metric} is no metric here: take one of {known}")
+            raise ValueError(
+                f"{self._key}={self.metric} is not a metric of this task: use one of {known}"
+            )
         if value is not None and self._is_better(value):
             self.value, self.worse = value, 0
             return True
@@ -92,18 +95,18 @@ class Best:
         return False
 
     def _is_better(self, value: float) -> bool:
-        """NaN never is."""
+        """Whether a value improves on the best one by more than `min_delta`."""
         if self.value is None:
             return not math.isnan(value)
         gain = self.value - value if self._smaller else value - self.value
         return gain > self._min_delta
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State for a checkpoint."""
         return {"metric": self.metric, "value": self.value, "worse": self.worse}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, if it is the same metric."""
+        """Restore a `state` of the same metric; ignore that of another one."""
         if state.get("metric") == self.metric:
             self.value = None if state["value"] is None else float(state["value"])
             self.worse = fields.whole(state, "worse")

@@ -1,4 +1,4 @@
-"""Callbacks of the user's own, named by ``trainer.callbacks``."""
+"""User callbacks, listed in ``trainer.callbacks``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ log = logging.getLogger("spatialdl.trainer")
 
 @dataclass(frozen=True)
 class RunState:
-    """What a callback gets: how far a run is, read-only, the same on every rank but for `stages`.
+    """Read-only state of a run, the same on every rank except for `stages` and `rank`.
 
     Attributes:
-        step: optimizer steps made.
-        epoch: whole passes over the samples made.
-        steps: of the whole run.
-        loss: of the last step, over the whole batch; None before the first.
-        learning_rate: of the last step.
-        metrics: of the last validation, by the names of ``validation.csv``; empty before the first.
+        step: optimizer steps done.
+        epoch: epochs done.
+        steps: optimizer steps of the whole run.
+        loss: loss of the last step over the whole batch; None before the first.
+        learning_rate: learning rate of the last step.
+        metrics: last validation, by the names of ``validation.csv``; empty before the first.
         run_dir: the run directory, where rank 0 may write files.
-        stages: by number the stages of the network that this rank holds. Their parameters are
-            this rank's shards with ``parallel.shard_state``, its channels with ``parallel.tensor``.
-        rank: of this process.
-        world_size: all ranks.
+        stages: stages of the network on this rank, by number. Parameters are this rank's shards
+            with ``parallel.shard_state``, its channels with ``parallel.tensor``.
+        rank: rank of this process.
+        world_size: number of ranks.
     """
 
     step: int
@@ -51,70 +51,73 @@ class RunState:
     _stop: Callable[[str], None] = field(repr=False)
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step, on all ranks, with its last checkpoint and its report.
+        """End the run after this step on all ranks, with a last checkpoint and the report.
 
-        One rank suffices. Ranks agree on it after the callbacks of a step, or of a validation.
+        A call on one rank suffices. Ranks synchronise after the callbacks of a step or validation.
 
         Args:
-            reason: for the log and the report.
+            reason: text for the log and the report.
         """
         self._stop(reason)
 
 
 class Callback:
-    """What a run calls while it trains: derive from it, and overwrite what you need.
+    """Base class of callbacks; override the methods you need.
 
-    All ranks make their own object, from the same arguments, and call the same methods in the same
-    order, callback by callback as they are listed. So a method may talk to the other ranks if it
-    does so on all of them; what writes files does so where ``run.rank == 0``. An exception
-    ends the run on all ranks.
+    Every rank creates its own object from the same arguments and calls the same methods in the
+    same order, callbacks in the order of the list. A method may therefore communicate if it does
+    so on all ranks. Write files only where ``run.rank == 0``. An exception ends the run on all
+    ranks.
     """
 
     def on_fit_start(self, run: RunState) -> None:
-        """Before the first step; where a run resumes, after `load_state_dict`."""
+        """Called before the first step; in a resumed run, after `load_state_dict`."""
 
     def on_step_end(self, run: RunState) -> None:
-        """After an optimizer step."""
+        """Called after an optimizer step."""
 
     def on_validation_end(self, run: RunState) -> None:
-        """After a validation, whose metrics are there."""
+        """Called after a validation, with its metrics in `run`."""
 
     def on_checkpoint(self, run: RunState) -> None:
-        """Before a checkpoint is written, with what `state_dict` then gives."""
+        """Called before a checkpoint is written, and before `state_dict`."""
 
     def on_fit_end(self, run: RunState) -> None:
-        """After the last step, and the checkpoint that follows it; not after an exception."""
+        """Called after the last step and its checkpoint; not after an exception."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep: numbers, texts, lists and dicts; that of rank 0 counts."""
+        """State for checkpoints, of numbers, strings, lists and dicts; rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume with what `state_dict` gave on rank 0; every rank gets it."""
+        """Restore the `state_dict` of rank 0; called on every rank."""
 
 
 def callback_plugins(trainer: DictConfig) -> list[Plugin]:
-    """What ``trainer.callbacks`` names; nothing is imported.
+    """Parse ``trainer.callbacks`` without importing anything.
 
     Args:
-        trainer: the group of a configuration.
+        trainer: group ``trainer`` of the configuration.
 
     Raises:
-        ValueError: if it is no list of classes, or two have the same name.
+        ValueError: if it is not a list of classes, or names are not unique.
     """
-    found = plugins_of(trainer.get("callbacks"), "trainer.callbacks", "{_target_: package.Class}")
-    check_names(found, set())
-    return found
+    plugins = plugins_of(trainer.get("callbacks"), "trainer.callbacks", "{_target_: package.Class}")
+    check_names(plugins, set())
+    return plugins
 
 
 class Callbacks:
-    """Those of a run, called one after the other.
+    """Callbacks of a run, called in order.
 
     Args:
-        plugins: what ``trainer.callbacks`` names.
+        plugins: parsed ``trainer.callbacks``.
+
+    Attributes:
+        reason: reason of the first `stop` on this rank; None without one.
 
     Raises:
-        ValueError: if one cannot be made, or is none.
+        ValueError: if one cannot be created or is not a `Callback`.
     """
 
     def __init__(self, plugins: list[Plugin]) -> None:
@@ -125,16 +128,16 @@ class Callbacks:
         return bool(self._named)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of the run; kept on this rank until ranks agree."""
+        """Request the end of the run; kept on this rank until ranks synchronise."""
         if self.reason is None:
             self.reason = reason
 
     def call(self, method: str, run: Callable[[], RunState]) -> None:
-        """Call a method of all of them.
+        """Call a method of every callback.
 
         Args:
-            method: its name.
-            run: gives what they get; called only if there is a callback.
+            method: name of the method.
+            run: returns the argument; called only if there are callbacks.
         """
         if not self._named:
             return
@@ -144,48 +147,46 @@ class Callbacks:
                 getattr(callback, method)(current)
 
     def state(self) -> list[dict[str, Any]]:
-        """For a checkpoint.
+        """State for a checkpoint.
 
         Raises:
-            ValueError: if a state is not what JSON can hold.
+            ValueError: if a state cannot be stored as JSON.
         """
-        found = []
+        states = []
         for name, callback in self._named:
             with _naming(name, "state_dict"):
                 state = callback.state_dict()
             _check_plain(name, state)
-            found.append({"name": name, "state": state})
-        return found
+            states.append({"name": name, "state": state})
+        return states
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Hand to each callback what a checkpoint has of one with its name.
+        """Restore each callback from the entry of a checkpoint with its name.
 
         Args:
-            content: of ``checkpoint.json``.
+            content: content of ``checkpoint.json``.
         """
-        kept = list(content.get("callbacks") or ())
+        entries = list(content.get("callbacks") or ())
         for name, callback in self._named:
-            found = next((one for one in kept if one["name"] == name), None)
-            if found is None:
+            entry = next((one for one in entries if one["name"] == name), None)
+            if entry is None:
                 log.info(
-                    "trainer.callbacks: the checkpoint has no state of %s, which begins anew", name
+                    "trainer.callbacks: checkpoint has no state of %s: it is not restored", name
                 )
                 continue
-            kept.remove(found)
+            entries.remove(entry)
             with _naming(name, "load_state_dict"):
-                callback.load_state_dict(found["state"])
-        for one in kept:
-            log.info(
-                "trainer.callbacks: the checkpoint has state of %s, which is left out", one["name"]
-            )
+                callback.load_state_dict(entry["state"])
+        for entry in entries:
+            log.info("trainer.callbacks: state of %s in the checkpoint is ignored", entry["name"])
 
 
 def _made(plugin: Plugin) -> Callback:
     made = plugin.make()
     if not isinstance(made, Callback):
         raise ValueError(
-            f"trainer.callbacks: {plugin.target} gives a {type(made).__name__}: derive it from "
-            "spatialdl.Callback"
+            f"trainer.callbacks: {plugin.target} creates a {type(made).__name__}, expected a "
+            "subclass of spatialdl.Callback"
         )
     return made
 
@@ -207,11 +208,11 @@ def _check_plain(name: str, state: object) -> None:
             text = json.dumps(state, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"trainer.callbacks: state_dict of {name} cannot be kept in a checkpoint: {error}; "
-                "give numbers, texts, lists and dicts, and write tensors to files of their own"
+                f"trainer.callbacks: cannot store state_dict of {name} in a checkpoint: {error}; "
+                "return numbers, strings, lists and dicts, and write tensors to separate files"
             ) from error
     if text is None or json.loads(text) != state:
         raise ValueError(
-            f"trainer.callbacks: state_dict of {name} must be a dict with texts as keys, of "
-            f"numbers, texts, lists and dicts, got {type(state).__name__}"
+            f"trainer.callbacks: state_dict of {name} must be a dict with string keys, of "
+            f"numbers, strings, lists and dicts, got {type(state).__name__}"
         )

@@ -1,4 +1,4 @@
-"""What can be told of a configuration before there are ranks, and without PyTorch."""
+"""Configuration checks before ranks are started, without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def check_config(config: DictConfig) -> Placement:
-    """Which ranks this configuration needs, after a look at what would fail on all of them.
+    """Check a configuration for errors that would occur on all ranks.
+
+    Returns:
+        The ranks that the configuration needs.
 
     Raises:
-        ValueError: if something would.
+        ValueError: if the configuration is invalid.
     """
     from spatialdl.training.layouts import (
         check_batch,
@@ -71,7 +74,7 @@ def check_config(config: DictConfig) -> Placement:
     callback_plugins(config.trainer)
     _check_input(config)
     schedule = schedule_of(config.parallel, placement, accumulate)
-    microbatches = schedule.microbatches // accumulate  # of one batch, as the user counts them
+    microbatches = schedule.microbatches // accumulate  # of one batch, as in the configuration
     if not is_bags:
         check_batch(config.data.batch_size, microbatches, placement)
     check_task(config.task, placement)
@@ -88,10 +91,10 @@ def check_config(config: DictConfig) -> Placement:
 
 
 def check_complete(config: DictConfig) -> None:
-    """Refuse keys that have no value.
+    """Check that all keys have a value.
 
     Raises:
-        ValueError: naming them.
+        ValueError: names the keys without one.
     """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
@@ -99,64 +102,64 @@ def check_complete(config: DictConfig) -> None:
 
 
 def check_choices(config: DictConfig, choices: Mapping[str, Sequence[object]]) -> None:
-    """Refuse values of keys that are none of those there are.
+    """Check that keys have one of their known values.
 
     Raises:
-        ValueError: naming them.
+        ValueError: names the known values.
     """
     for key, known in choices.items():
         value = OmegaConf.select(config, key)
         if not any(value is one or (isinstance(value, str) and value == one) for one in known):
             names = ", ".join("null" if one is None else str(one).lower() for one in known)
-            raise ValueError(f"{key}={value} is not supported: take one of {names}")
+            raise ValueError(f"{key}={value} is not supported: use one of {names}")
 
 
 def check_device(name: object) -> None:
-    """Refuse what is no type of device; of others than the usual ones PyTorch is asked.
+    """Check a device type; unusual ones must be registered with PyTorch.
 
     Raises:
-        ValueError: PyTorch knows none of this name.
+        ValueError: if PyTorch does not know the name.
     """
     if name in ("auto", "cpu", "cuda", "xpu"):
         return
-    import torch  # also loads what makes further devices known
+    import torch  # also loads packages that register further devices
 
     with suppress(RuntimeError):
         if torch.device(str(name)).index is None:
             return
     raise ValueError(
-        f"device={name} is not supported: take one of auto, cpu, cuda, xpu, or the name that a "
-        "package gives to its device in PyTorch"
+        f"device={name} is not supported: use one of auto, cpu, cuda, xpu, or a device type that "
+        "a package registers with PyTorch"
     )
 
 
 def _check_files(config: DictConfig) -> None:
-    """That what is to be read is there."""
+    """Check that input files exist."""
     if config.data.name == "shards" and not Path(config.data.path).expanduser().is_dir():
         raise ValueError(
-            f"data.path={config.data.path} is no folder: write one of slides by spatialdl-tile, of "
-            "images, volumes or patches by spatialdl-import"
+            f"data.path={config.data.path} is not a folder: write a data set with spatialdl-tile "
+            "(slides) or spatialdl-import (images, volumes, patches)"
         )
     labels, tiles = config.data.get("labels"), config.data.get("tiles")
     if labels is not None and not Path(labels).expanduser().is_file():
-        raise ValueError(f"data.labels={labels} is no file")
+        raise ValueError(f"data.labels={labels} is not a file")
     if tiles is not None and not Path(tiles).expanduser().is_dir():
         raise ValueError(
-            f"data.tiles={tiles} is no folder: write a data set of tiles by spatialdl-tile"
+            f"data.tiles={tiles} is not a folder: write a data set of tiles with spatialdl-tile"
         )
     if config.task.name == "survival" and config.data.name != "bags":
-        raise ValueError(f"task=survival is for data=bags, got data={config.data.name}")
+        raise ValueError(f"task=survival requires data=bags, got data={config.data.name}")
     if config.ckpt_path not in (None, LATEST):
         candidates(str(config.ckpt_path), Path())
     if config.weights is not None:
         check_weights_file(str(config.weights))
     targets = config.data.get("targets")
     if targets is not None and not Path(targets).expanduser().is_file():
-        raise ValueError(f"data.targets={targets} is no file")
+        raise ValueError(f"data.targets={targets} is not a file")
 
 
 def _check_metrics(config: DictConfig) -> None:
-    """Of what decides on the best checkpoint, and when a run stops."""
+    """Check the metrics of the best checkpoint and of early stopping."""
     own = [one.name for one in own_metric_plugins(config.task)]
     for key in ("checkpoint.best", "early_stopping.metric"):
         metric = OmegaConf.select(config.trainer, key)
@@ -171,10 +174,10 @@ def _check_input(config: DictConfig) -> None:
 
 
 def check_weights_file(name: str) -> None:
-    """Refuse a path of weights that is not there; names without a folder may be a hub's.
+    """Check that a path of weights exists; names without a folder may be names of a hub.
 
     Raises:
-        ValueError: if nobody can have meant anything else.
+        ValueError: if the name is clearly a path, and the file does not exist.
     """
     path = Path(name).expanduser()
     if "/" in name and path.suffix in WEIGHTS and not path.is_file():
@@ -182,7 +185,7 @@ def check_weights_file(name: str) -> None:
 
 
 def _check_trainer(config: DictConfig) -> int:
-    """Batches that a step accumulates, after a look at the trainer's other settings."""
+    """Check the group ``trainer``; return the batches that a step accumulates."""
     from spatialdl.training.checkpoints.settings import check_settings
 
     settings = config.trainer
@@ -195,8 +198,8 @@ def _check_trainer(config: DictConfig) -> int:
         raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
     if settings.cudnn_benchmark and settings.deterministic:
         raise ValueError(
-            "trainer.cudnn_benchmark=true may take other algorithms in the next run, and "
-            "trainer.deterministic=true wants the same bits: leave one of the two out"
+            "trainer.cudnn_benchmark=true may select other algorithms in the next run, but "
+            "trainer.deterministic=true requires bitwise equal results: set only one of them"
         )
     accumulate = settings.accumulate
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -205,6 +208,6 @@ def _check_trainer(config: DictConfig) -> int:
     if config.parallel.shard_state and optimizer.endswith(OF_WHOLE_WEIGHTS):
         raise ValueError(
             f"optimizer._target_={optimizer} needs the norms of whole weights, but "
-            "parallel.shard_state=true leaves a part of each on a rank: take sgd or adamw"
+            "parallel.shard_state=true leaves only a shard of each on a rank: use sgd or adamw"
         )
     return int(accumulate)

@@ -1,9 +1,9 @@
-"""``trainer.stop_on_nan``: no step changes the weights by a NaN or an infinite number.
+"""``trainer.stop_on_nan``: stop before NaN or infinity reaches the weights.
 
-After each backward the loss and the averaged gradients are looked at, no more: that is one pass
-over as many numbers as the network has weights, and one small sum over the ranks. Where something
-is not finite, the step is made again, from the same weights, samples and random numbers, while a
-`NanWatch` looks at everything, and says where it began.
+After each backward only the loss and the averaged gradients are checked: one pass over as many
+numbers as the network has weights, and one small all-reduce. If a value is not finite, the step is
+repeated from the same weights, samples and random numbers with a `NanWatch`, which reports where
+it began.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from spatialdl.training.debug.detect_nan import NanWatch
 
 
 class Guard:
-    """Looks at what this rank's steps come to; all ranks make it, and call it together.
+    """Checks losses, gradients and weights of this rank; collective on all ranks.
 
     Args:
-        pipeline: of the run.
+        pipeline: the network on its ranks.
         world: all ranks.
-        gradients: whether to look at them; those of losses that are scaled for float16 may
-            overflow, and the update sees to that.
+        gradients: whether to check gradients; not for losses scaled for float16, which may
+            overflow and are handled by the update.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class Guard:
         self._pipeline, self._world, self._gradients = pipeline, world, gradients
 
     def run(self, step: int, work: Callable[[], float]) -> float:
-        """Make the forward and backward of a step; its update is to follow.
+        """Run forward and backward of a step, before its update.
 
         Args:
-            step: its number.
-            work: makes them, and returns this rank's part of the loss; once more if it has to.
+            step: number of the step, for messages.
+            work: runs them and returns this rank's part of the loss; called again after a failure.
 
         Returns:
-            What it returned.
+            The result of `work`.
 
         Raises:
-            NotFinite: on all ranks, if anything is not finite on any of them.
+            NotFinite: on all ranks, if a value is not finite on any rank.
         """
         random = random_states(self._pipeline.device)
         loss = work()
         finite = math.isfinite(loss) and (not self._gradients or are_finite(self._grads()))
-        spoilt = torch.tensor([not finite], dtype=torch.float64)
-        if float(self._world.all_reduce(spoilt)) == 0:
+        failed = torch.tensor([not finite], dtype=torch.float64)
+        if float(self._world.all_reduce(failed)) == 0:
             return loss
         ranks = [rank for rank, one in enumerate(self._world.allgather(finite)) if not one]
         watch = NanWatch(self._pipeline, self._world, gradients=self._gradients)
@@ -64,16 +64,16 @@ class Guard:
         work()
         watch.check(step)
         raise NotFinite(
-            f"step {step}: the loss or a gradient was not finite on rank {ranks[0]}, but all was "
-            "when the step was made again: a fault of that machine, or numbers that the network "
-            "draws for itself"
+            f"step {step}: the loss or a gradient was not finite on rank {ranks[0]}, but was "
+            "finite when the step was repeated: a hardware fault, or the network uses its own "
+            "random numbers"
         )
 
     def check_weights(self, step: int) -> None:
-        """Before a checkpoint; the update itself may overflow.
+        """Check the weights before a checkpoint, since the update itself may overflow.
 
         Raises:
-            NotFinite: on all ranks, if a weight of any of them is not finite.
+            NotFinite: on all ranks, if a weight on any rank is not finite.
         """
         own = None
         if not are_finite(shard_of(one) for one in self._pipeline.parameters()):
@@ -82,12 +82,12 @@ class Guard:
                 for name, one in self._pipeline.named_parameters()
                 if not are_finite([shard_of(one)])
             )
-        found = self._world.allgather((own, socket.gethostname()))
-        for rank, (name, host) in enumerate(found):
+        gathered = self._world.allgather((own, socket.gethostname()))
+        for rank, (name, host) in enumerate(gathered):
             if name is not None:
                 raise NotFinite(
-                    f"step {step}: {name} is no longer finite after the update, rank {rank} on "
-                    f"{host}; no checkpoint of it is written"
+                    f"step {step}: {name} is not finite after the update, rank {rank} on "
+                    f"{host}; no checkpoint is written"
                 )
 
     def _grads(self) -> Iterable[Tensor]:
@@ -96,8 +96,8 @@ class Guard:
 
 @torch.no_grad()
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no number in them is NaN or infinite; waits for the device once."""
-    some = [one.detach() for one in tensors if one.numel()]
-    if math.isfinite(float(get_total_norm(some))):  # much faster, and seldom too large for its type
+    """Whether all values are finite; waits for the device once."""
+    nonempty = [one.detach() for one in tensors if one.numel()]
+    if math.isfinite(float(get_total_norm(nonempty))):  # much faster, and rarely overflows
         return True
-    return all(bool(one.isfinite().all()) for one in some)
+    return all(bool(one.isfinite().all()) for one in nonempty)

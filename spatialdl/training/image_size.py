@@ -1,4 +1,4 @@
-"""The size of the images of a data set, where the configuration leaves it open."""
+"""Image size of a data set if the configuration does not set it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Size = tuple[int, ...]
 
 
 def common_size(path: Path, sizes: Iterable[Size]) -> Size:
-    """The size that all images of a data set have, rows and columns.
+    """Size (rows, columns) shared by all images of a data set.
 
     Raises:
-        ValueError: they have several.
+        ValueError: if the images differ in size.
     """
     different = sorted(set(sizes))
     if len(different) > 1:
         dims = ("slices", "rows", "columns")[-len(different[0]) :]
         raise ValueError(
             f"the images of {path} have {len(different)} different sizes, such as "
-            f"{', '.join(' x '.join(map(str, size)) for size in different[:3])}: one batch needs "
-            f"one size, which data.image_size=[{','.join(dims)}] cuts or pads them to"
+            f"{', '.join(' x '.join(map(str, size)) for size in different[:3])}, but a batch needs "
+            f"one size: crop or pad them with data.image_size=[{','.join(dims)}]"
         )
     return different[0]
 
 
 def check_stored_size(data: DictConfig, placement: Placement) -> None:
-    """Refuse stored images that ranks would refuse, before these are started.
+    """Check the size of stored images before ranks are started.
 
     Args:
-        data: of the configuration.
-        placement: of the ranks to be started.
+        data: group ``data`` of the configuration.
+        placement: layout of the ranks.
 
     Raises:
-        ValueError: images have several sizes, or one that the ranks cannot divide.
+        ValueError: if images differ in size, or are too small for the layout.
     """
     from spatialdl.training.layouts import check_image
 
@@ -55,6 +55,6 @@ def check_stored_size(data: DictConfig, placement: Placement) -> None:
             if isinstance(sample, RegionSample) and (data.split is None or sample.split in splits)
         }
         if not sizes:
-            return  # the loader names the splits that there are
+            return  # the loader raises an error that names the available splits
         size = common_size(path, sizes)
     check_image(size, placement)

@@ -1,6 +1,6 @@
-"""The ranks that a configuration needs, and whether batches and images can be cut for them.
+"""Ranks and schedule of a configuration, and checks of batches and images.
 
-No PyTorch here: the process that only starts the ranks checks all this before it does.
+Does not import PyTorch: the process that starts the ranks runs these checks first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from spatialdl.pipeline.shardable import check_shardable
 RECOMPUTE = ("none", "block", "stage")
 LATE = ("local_dp", "tensor")
 AUTO = "auto"
-"""`parallel.stream`: as many virtual tiles as a limit of memory takes."""
+"""Value of `parallel.stream`: the fewest virtual tiles that fit into a memory limit."""
 
 
 def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
-    """The ranks that a layout needs.
+    """Compute the placement of a layout.
 
     Args:
-        dims: spatial dims of the images, where they are known: 2 for images, 3 for volumes.
+        parallel: group ``parallel`` of the configuration.
+        dims: spatial dims of the images, if known: 2 for images, 3 for volumes.
 
     Raises:
-        ValueError: if its numbers contradict each other.
+        ValueError: if the settings are inconsistent.
     """
     stages, spatial_stages = _count(parallel, "stages"), _count(parallel, "spatial_stages", 0)
     data, interleave = _count(parallel, "data"), _count(parallel, "interleave")
@@ -42,24 +43,23 @@ def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
     spatial = _grids(parallel, spatial_stages, dims)
     if parallel.recompute not in RECOMPUTE:
         raise ValueError(
-            f"parallel.recompute={parallel.recompute} is unknown: take one of "
-            f"{', '.join(RECOMPUTE)}"
+            f"parallel.recompute={parallel.recompute} is unknown: use one of {', '.join(RECOMPUTE)}"
         )
     if interleave > 1 and spatial_stages not in (0, stages):
         raise ValueError(
-            f"parallel.interleave={interleave} gives ranks the first and later stages alike, so "
-            f"all must cut images or none: set parallel.spatial_stages={stages} or 0, not "
+            f"parallel.interleave={interleave} gives a rank both first and later stages, so all "
+            f"stages or none must split images: set parallel.spatial_stages={stages} or 0, not "
             f"{spatial_stages}"
         )
     if stages % interleave:
         raise ValueError(
-            f"parallel.stages={stages} cannot be dealt out parallel.interleave={interleave} to a "
-            f"rank: take {-(-stages // interleave) * interleave} stages"
+            f"parallel.stages={stages} is not divisible by parallel.interleave={interleave}: use "
+            f"{-(-stages // interleave) * interleave} stages"
         )
     if parallel.cut and stages == 1:
         raise ValueError(
-            f"parallel.cut={parallel.cut} says with which modules stages 2, 3 ... begin, but "
-            f"parallel={parallel.name} has one stage: take parallel=lp or pp, or a sum with one of "
+            f"parallel.cut={parallel.cut} sets the first modules of stages 2, 3 ..., but "
+            f"parallel={parallel.name} has one stage: use parallel=lp or pp, or a sum with one of "
             "them, or leave it out"
         )
     whole = (1,) * (dims or (len(spatial[0]) if spatial else 2))
@@ -77,7 +77,7 @@ def _stream(
     parallel: DictConfig, batch: Sequence[int], tensor: Sequence[int], dims: int | None
 ) -> tuple[int, ...]:
     """Virtual tiles of a rank."""
-    if parallel.stream in (None, AUTO):  # which is chosen when the network is there
+    if parallel.stream in (None, AUTO):  # auto is resolved once the network is built
         return ()
     refused = {
         f"parallel.late={parallel.late}": parallel.late is not None,
@@ -87,58 +87,57 @@ def _stream(
         "parallel.shard_state=true": parallel.shard_state,
         f"parallel.schedule={parallel.schedule}": parallel.schedule == "zero_bubble",
     }
-    for what, is_set in refused.items():
+    for setting, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"{what} does not go with virtual tiles, parallel.stream={parallel.stream}: leave "
-                "one of them out"
+                f"{setting} does not support virtual tiles, parallel.stream={parallel.stream}: set "
+                "only one of them"
             )
     return _grid(parallel.stream, dims, "parallel.stream")
 
 
 def _late(parallel: DictConfig, spatial: Sequence[tuple[int, ...]], stages: int) -> dict[str, int]:
-    """What stages after those that cut images divide over as many ranks as the last of those."""
+    """Ranks per stage after the spatial stages, as many as in the last spatial stage."""
     late = parallel.late
     if late is None:
         return {}
     if late not in LATE:
-        raise ValueError(f"parallel.late={late} is unknown: take one of {', '.join(LATE)}, or null")
+        raise ValueError(f"parallel.late={late} is unknown: use one of {', '.join(LATE)}, or null")
     if not 0 < len(spatial) < stages:
         raise ValueError(
-            f"parallel.late={late} is what stages after those that cut images do, but "
-            f"parallel.spatial_stages={len(spatial)} of parallel.stages={stages}: take "
+            f"parallel.late={late} applies to stages after spatial stages, but "
+            f"parallel.spatial_stages={len(spatial)} of parallel.stages={stages}: use "
             "parallel=sp+lp or sp+pp"
         )
     if parallel[late] != 1:
         raise ValueError(
-            f"parallel.late={late} takes as many ranks as the stage before, prod(parallel.grid)="
-            f"{prod(spatial[-1])}, and parallel.{late}={parallel[late]} says another number: leave "
-            "one of them out"
+            f"parallel.late={late} uses as many ranks as the stage before, prod(parallel.grid)="
+            f"{prod(spatial[-1])}, but parallel.{late}={parallel[late]}: set only one of them"
         )
     return {late: prod(spatial[-1])}
 
 
 def _tensor(parallel: DictConfig, stages: int, late: int | None, shares: bool) -> tuple[int, ...]:
-    """The ranks over which each stage divides channels."""
-    given = parallel.tensor
+    """Number of ranks that split the channels of each stage."""
+    setting = parallel.tensor
     if late is not None:
         spatial_stages = int(parallel.spatial_stages)
         return (1,) * spatial_stages + (late,) * (stages - spatial_stages)
-    each = list(given) if isinstance(given, ListConfig) else [given] * stages
+    each = list(setting) if isinstance(setting, ListConfig) else [setting] * stages
     if any(type(one) is not int or one < 1 for one in each):
         raise ValueError(
-            "parallel.tensor is a whole number of at least 1, the ranks that divide channels, or a "
-            f"list with one for each stage, got {given}"
+            "parallel.tensor must be a whole number of at least 1 (ranks that split channels), or "
+            f"a list with one number per stage, got {setting}"
         )
     if len(each) != stages:
         raise ValueError(
-            f"parallel.tensor={given} has {len(each)} numbers, but there are "
-            f"parallel.stages={stages}: give one for each, or one for all"
+            f"parallel.tensor={setting} has {len(each)} numbers, but there are "
+            f"parallel.stages={stages}: set one number per stage, or one for all"
         )
     if shares and len(set(each)) > 1:
         raise ValueError(
-            f"parallel.tensor={given} gives stages that share ranks (parallel.interleave, GEMS) "
-            "different numbers: give one for all"
+            f"parallel.tensor={setting} differs between stages that share ranks "
+            "(parallel.interleave, GEMS): set one number for all"
         )
     return tuple(each) if max(each) > 1 else ()
 
@@ -151,28 +150,27 @@ def _check_tensor_plan(parallel: DictConfig, tensor: Sequence[int]) -> None:
     unknown = [form for form in forms if form not in FORMS]
     if unknown:
         raise ValueError(
-            f"parallel.tensor_plan={plan} names modules, and for each what is divided: one of "
-            f"{', '.join(FORMS)}, got {unknown[0]}"
+            f"parallel.tensor_plan={plan} must map modules to one of {', '.join(FORMS)}, got "
+            f"{unknown[0]}"
         )
     if not tensor:
         raise ValueError(
-            f"parallel.tensor_plan={plan} says how channels are divided, but none are: set "
-            "parallel.tensor"
+            f"parallel.tensor_plan={plan} has no effect without split channels: set parallel.tensor"
         )
 
 
 def _batch(
     parallel: DictConfig, stages: int, spatial_stages: int, late: int | None
 ) -> tuple[int, ...]:
-    """The ranks over which each stage divides samples: those that do not cut images."""
+    """Number of ranks that split the samples of each stage; 1 for spatial stages."""
     parts = late or _count(parallel, "local_dp")
     if parts == 1:
         return ()
     if not 0 < spatial_stages < stages:
         raise ValueError(
-            f"parallel.local_dp={parts} divides the samples in stages after those that cut images, "
-            f"but parallel.spatial_stages={spatial_stages} of parallel.stages={stages}: take "
-            f"parallel=sp+lp or sp+pp, or for whole networks parallel.data={parts}"
+            f"parallel.local_dp={parts} splits samples in stages after spatial stages, but "
+            f"parallel.spatial_stages={spatial_stages} of parallel.stages={stages}: use "
+            f"parallel=sp+lp or sp+pp, or parallel.data={parts} for whole networks"
         )
     return (1,) * spatial_stages + (parts,) * (stages - spatial_stages)
 
@@ -180,22 +178,24 @@ def _batch(
 def schedule_of(
     parallel: DictConfig, placement: Placement, accumulate: int = 1, *, forwards_first: bool = False
 ) -> Schedule:
-    """The order of work that a configuration asks for.
+    """Create the schedule of a configuration.
 
     Args:
-        accumulate: batches of which the gradients are added up in a step.
-        forwards_first: whether no backward of a step comes before its last forward.
+        parallel: group ``parallel`` of the configuration.
+        placement: the layout.
+        accumulate: batches whose gradients a step accumulates.
+        forwards_first: whether all forwards of a step come before its first backward.
 
     Raises:
-        ValueError: if it does not fit the layout or the number of micro-batches, or state cannot
-            be sharded in it.
+        ValueError: if it does not fit the layout or the number of micro-batches, or does not
+            support sharded state.
     """
     microbatches, times = _count(parallel, "microbatches"), _count(parallel.gems, "times")
     variant = _variant(parallel)
     if variant is not None and parallel.schedule != "gpipe":
         raise ValueError(
-            f"parallel.schedule={parallel.schedule} does not go with GEMS, which has an order of "
-            "its own: leave it out, or choose by parallel.gems.variant"
+            f"parallel.schedule={parallel.schedule} does not go with GEMS, which has its own "
+            "schedule: leave it out, or set parallel.gems.variant"
         )
     if forwards_first:
         return make_schedule("gpipe", placement, microbatches * accumulate)
@@ -211,7 +211,7 @@ def _variant(parallel: DictConfig) -> str | None:
     variant = parallel.gems.variant
     if variant not in ("none", *GEMS):
         raise ValueError(
-            f"parallel.gems.variant={variant} is unknown: take one of none, {', '.join(GEMS)}"
+            f"parallel.gems.variant={variant} is unknown: use one of none, {', '.join(GEMS)}"
         )
     return None if variant == "none" else str(variant)
 
@@ -220,73 +220,74 @@ def _count(settings: DictConfig, key: str, least: int = 1) -> int:
     value = settings[key]
     if not isinstance(value, int) or value < least:
         raise ValueError(
-            f"{settings._get_full_key(key)} is a whole number of at least {least}, got {value}"
+            f"{settings._get_full_key(key)} must be a whole number of at least {least}, got {value}"
         )
     return value
 
 
 def _grids(parallel: DictConfig, spatial_stages: int, dims: int | None) -> list[tuple[int, ...]]:
-    """The grid of each spatial stage: one for all of them, or one each."""
-    given = parallel.grid
-    each = isinstance(given, ListConfig) and any(isinstance(one, ListConfig) for one in given)
-    if each and len(given) != spatial_stages:
+    """Grid of each spatial stage: one for all of them, or one per stage."""
+    setting = parallel.grid
+    each = isinstance(setting, ListConfig) and any(isinstance(one, ListConfig) for one in setting)
+    if each and len(setting) != spatial_stages:
         raise ValueError(
-            f"parallel.grid names {len(given)} grids, but there are "
-            f"parallel.spatial_stages={spatial_stages}: name one for each, or one for all"
+            f"parallel.grid has {len(setting)} grids, but there are "
+            f"parallel.spatial_stages={spatial_stages}: set one grid per stage, or one for all"
         )
     grids = (
-        [_grid(one, dims) for one in given]
+        [_grid(one, dims) for one in setting]
         if each
-        else [_grid(given, dims)] * max(1, spatial_stages)
+        else [_grid(setting, dims)] * max(1, spatial_stages)
     )
     if spatial_stages == 0 and max(grids[0]) > 1:
         raise ValueError(
-            f"parallel.grid={list(grids[0])} cuts images, but parallel={parallel.name} has no "
-            "spatial stage: take parallel=sp, sp+lp or sp+pp, or set parallel.spatial_stages"
+            f"parallel.grid={list(grids[0])} splits images, but parallel={parallel.name} has no "
+            "spatial stage: use parallel=sp, sp+lp or sp+pp, or set parallel.spatial_stages"
         )
     return grids[:spatial_stages]
 
 
-def _grid(given: object, dims: int | None, key: str = "parallel.grid") -> tuple[int, ...]:
-    numbers = list(given) if isinstance(given, ListConfig | list) else []
+def _grid(setting: object, dims: int | None, key: str = "parallel.grid") -> tuple[int, ...]:
+    numbers = list(setting) if isinstance(setting, ListConfig | list) else []
     if not 1 <= len(numbers) <= 3 or any(type(number) is not int for number in numbers):
         raise ValueError(
-            f"{key} is [rows,columns], for volumes [slices,rows,columns]"
-            f"{', or a list of these, one for each spatial stage' * (key == 'parallel.grid')}, "
-            f"got {given}"
+            f"{key} must be [rows,columns], or [slices,rows,columns] for volumes"
+            f"{', or a list with one of these per spatial stage' * (key == 'parallel.grid')}, "
+            f"got {setting}"
         )
     if min(numbers) < 1:
-        raise ValueError(f"{key}={given} needs numbers of at least 1")
+        raise ValueError(f"{key}={setting} needs numbers of at least 1")
     if dims is not None and len(numbers) != dims:
-        if max(numbers[1:], default=1) == 1:  # [2, 1] are halves of signals and volumes, too
+        if max(numbers[1:], default=1) == 1:  # [2, 1] also means halves of signals and volumes
             return (numbers[0], *(1,) * (dims - 1))
         names = ",".join(spatial_names(dims))
         raise ValueError(
-            f"{key}={given} has {len(numbers)} numbers, but the images have {dims} spatial dims: "
-            f"give one for each, {key}=[{names}]"
+            f"{key}={setting} has {len(numbers)} numbers, but the images have {dims} spatial dims: "
+            f"set one per dim, {key}=[{names}]"
         )
     return tuple(numbers)
 
 
 def check_batch(batch_size: int, microbatches: int, placement: Placement) -> None:
-    """Refuse a batch that leaves ranks without samples in a micro-batch."""
+    """Check that every rank gets samples in every micro-batch."""
     replicas, local = placement.data, placement.most_batch_parts
     least = microbatches * replicas * local
     if not isinstance(batch_size, int) or batch_size < least:
         divided = f" x parallel.local_dp={local}" if local > 1 else ""
         raise ValueError(
-            f"data.batch_size={batch_size} cannot be cut into parallel.microbatches={microbatches} "
-            f"x parallel.data={replicas}{divided}: take at least {least} images a batch"
+            f"data.batch_size={batch_size} cannot be split into "
+            f"parallel.microbatches={microbatches} x parallel.data={replicas}{divided}: use at "
+            f"least {least} images per batch"
         )
 
 
 def repeats(config: DictConfig, placement: Placement) -> int:
-    """How many times a step runs the schedule: once a batch that is accumulated, of bags each.
+    """Number of times a step runs the schedule: once per accumulated batch, or once per bag.
 
-    Bags differ in length, so that each is a micro-batch of its own on a replica.
+    Bags differ in length, so each is a separate micro-batch on a replica.
 
     Raises:
-        ValueError: the layout is none for bags.
+        ValueError: if the layout does not support bags.
     """
     accumulate = int(config.trainer.accumulate)
     if config.data.name != "bags":
@@ -296,7 +297,7 @@ def repeats(config: DictConfig, placement: Placement) -> int:
 
 
 def _check_bags(config: DictConfig, placement: Placement) -> None:
-    """Refuse what takes images of one size."""
+    """Check for settings that need images of one size."""
     parallel, batch_size, data = config.parallel, config.data.batch_size, placement.data
     refused = {
         "parallel=auto": parallel.name == "auto",
@@ -310,61 +311,61 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
         f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
         f"parallel.stream={parallel.stream}": parallel.stream,
     }
-    for what, is_set in refused.items():
+    for setting, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"{what} takes images of one size, and the bags of data=bags have as many tiles as "
-                "slides have: leave it out, and take parallel=none, dp, sp or dp+sp"
+                f"{setting} needs images of one size, but the bags of data=bags differ in their "
+                "number of tiles: leave it out, and use parallel=none, dp, sp or dp+sp"
             )
     if compares_samples(config.task) and batch_size == 1 and config.trainer.accumulate == 1:
         raise ValueError(
-            "data.batch_size=1 with task.loss=cox: the loss compares the slides of a step, and one "
-            "alone has none to be compared with; take as many as fit, such as data.batch_size=32"
+            "data.batch_size=1 with task.loss=cox: the loss compares the slides of a step, so it "
+            "needs at least 2; use as many as fit, such as data.batch_size=32"
         )
     if type(batch_size) is not int or batch_size < data:
         raise ValueError(
             f"data.batch_size={batch_size} leaves some of parallel.data={data} replicas without a "
-            f"bag: take at least {data}"
+            f"bag: use at least {data}"
         )
 
 
 def compares_samples(task: DictConfig) -> bool:
-    """Whether the loss of a task is of all samples of a step together."""
+    """Whether the loss of a task depends on all samples of a step jointly."""
     return bool(task.name == "survival" and task.loss == "cox")
 
 
 def check_task(task: DictConfig, placement: Placement) -> None:
-    """Refuse a task whose loss ranks that divide the samples cannot put together."""
+    """Check that the loss of a task can be combined from ranks that split the samples."""
     local = placement.most_batch_parts
     if local == 1:
         return
     own = task.get("loss")
     if isinstance(own, DictConfig):
         raise ValueError(
-            f"task.loss={own.get('_target_')} does not go with parallel.local_dp="
-            f"{local}: the weight of a part of a micro-batch's samples in it is unknown; leave "
+            f"task.loss={own.get('_target_')} does not support parallel.local_dp="
+            f"{local}: the weight of part of a micro-batch in the loss is unknown; leave "
             "local_dp out"
         )
     if task.name == "segmentation":
         raise ValueError(
-            f"task=segmentation does not go with parallel.local_dp={local}, as the "
-            "mean over pixels with a class is that of a whole micro-batch: leave local_dp out"
+            f"task=segmentation does not support parallel.local_dp={local}, because the loss is a "
+            "mean over the labelled pixels of a whole micro-batch: leave local_dp out"
         )
     weights = task.get("class_weights")
     if isinstance(weights, ListConfig) and 0 in weights and task.label_smoothing:
         raise ValueError(
             f"task.class_weights={list(weights)} with task.label_smoothing={task.label_smoothing} "
-            f"does not go with parallel.local_dp={local}: a rank whose samples "
-            "weigh 0 still has a share of their smoothed labels: leave one of the three out"
+            f"does not support parallel.local_dp={local}, because smoothed labels of samples with "
+            "weight 0 still contribute to the loss: leave one of the three out"
         )
 
 
 def check_image(size: Sequence[int], placement: Placement) -> None:
-    """Refuse an image with other dims, or fewer pixels in one, than a grid has parts."""
+    """Check that an image has the dims of the grid and at least one pixel per part."""
     if len(size) != placement.dims:
         raise ValueError(
             f"images of {by(size)} have {len(size)} spatial dims, but parallel.grid has "
-            f"{placement.dims} numbers: give one for each"
+            f"{placement.dims} numbers: set one per dim"
         )
     for grid in placement.tile_grids:
         if any(extent < parts for extent, parts in zip(size, grid, strict=True)):

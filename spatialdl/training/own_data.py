@@ -1,4 +1,4 @@
-"""A data set of the user's, named by ``data.dataset._target_``."""
+"""Data sets of the user, set by ``data.dataset._target_``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spatialdl.data.sample_forms import SampleForm, shown
 log = logging.getLogger("spatialdl.data")
 
 _SOURCE = ("read", "image_size", "labels", "channels", "has_masks", "classes", "__len__")
-"""What `ImageSource` asks for."""
+"""Attributes of an `ImageSource`."""
 
 _MOST_WRAPPERS = 8
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """The training and validation samples of a user's data set, and what they are like."""
+    """Training and validation samples of a user's data set, and their properties."""
 
     train: ImageSource
     validation: ImageSource | None
@@ -39,14 +39,16 @@ class OwnData:
 def open_own_data(
     data: DictConfig, seed: int, task: str, image_size: tuple[int, ...] | None
 ) -> OwnData:
-    """Make the data sets that a configuration names, and look at their first samples.
+    """Create the data sets of a configuration and inspect their first samples.
 
     Args:
-        data: the group ``data``.
-        image_size: of the configuration, if it has one.
+        data: group ``data`` of the configuration.
+        seed: seed of the data sets' random numbers.
+        task: name of the task.
+        image_size: size set in the configuration, if any.
 
     Raises:
-        ValueError: if they cannot be made, or have no samples of a form that is known.
+        ValueError: if a data set cannot be created or its samples have an unknown form.
     """
     form = _form(data, task, image_size)
     transforms = _transforms(data, "transforms")
@@ -62,7 +64,8 @@ def open_own_data(
     if len(size) != len(stored):
         raise ValueError(
             f"data.image_size={list(size)} has {len(size)} numbers, but the images of data.dataset "
-            f"have {len(stored)} dims, such as {' x '.join(map(str, stored))}: give one for each"
+            f"have {len(stored)} dims, such as {' x '.join(map(str, stored))}: set one number per "
+            "dim"
         )
     channels = int(train.channels)
     if data.channels is not None and data.channels != channels:
@@ -79,59 +82,62 @@ def open_own_data(
 
 
 def validation_settings(data: DictConfig) -> DictConfig | None:
-    """The data set to validate on: its own, or that to train on with some other arguments."""
-    given = data.validation
-    if given is None:
+    """Settings of the validation data set: its own, or ``data.dataset`` with changed arguments."""
+    settings = data.validation
+    if settings is None:
         return None
-    if not isinstance(given, DictConfig):
+    if not isinstance(settings, DictConfig):
         raise ValueError(
-            f"data.validation={given} is no data set: name one by data.validation._target_, or "
+            f"data.validation={settings} is not a data set: set data.validation._target_, or "
             "arguments that differ from those of data.dataset, such as data.validation.split=val"
         )
-    if given.get("_target_") not in (None, data.dataset["_target_"]):
-        return given
-    plain: list[Any] = [OmegaConf.to_container(one, resolve=True) for one in (data.dataset, given)]
+    if settings.get("_target_") not in (None, data.dataset["_target_"]):
+        return settings
+    both = data.dataset, settings
+    plain: list[Any] = [OmegaConf.to_container(one, resolve=True) for one in both]
     return OmegaConf.create({**plain[0], **plain[1]})
 
 
 def check_same_samples(train: ImageSource, world: Communicator, split: bool) -> None:
-    """Refuse a data set that is another one on other ranks, or gives other samples each time.
+    """Check that a data set returns the same samples on all ranks and each time; collective.
 
     Args:
+        train: the training samples.
+        world: all ranks.
         split: whether several ranks read one image.
 
     Raises:
-        ValueError: on all ranks, if it does.
+        ValueError: on all ranks, if it does not.
     """
     if not isinstance(train, DatasetSource):
         return
-    mine = len(train), train.digest(0, 0), train.digest(0, 0)
-    everybody = world.allgather(mine)
-    others = [rank for rank, one in enumerate(everybody) if one[0] != everybody[0][0]]
+    own = len(train), train.digest(0, 0), train.digest(0, 0)
+    gathered = world.allgather(own)
+    others = [rank for rank, one in enumerate(gathered) if one[0] != gathered[0][0]]
     if others:
         raise ValueError(
-            f"{train.name} has {everybody[others[0]][0]} samples on rank {others[0]}, "
-            f"{everybody[0][0]} on rank 0: bring the copies of the data set to one state"
+            f"{train.name} has {gathered[others[0]][0]} samples on rank {others[0]}, "
+            f"{gathered[0][0]} on rank 0: use identical copies of the data set"
         )
     changes = (
-        f"{train.name} gives another first sample each time it is asked: it draws from a generator "
-        "that cannot be seeded; let it draw from torch, numpy.random or random, or keep its "
-        "generator in an attribute"
+        f"{train.name} returns a different first sample each time: it uses a random generator that "
+        "cannot be seeded; use those of torch, numpy.random or random, or store the generator in "
+        "an attribute"
     )
-    if len({digest for one in everybody for digest in one[1:]}) > 1:
-        if any(one[1] != one[2] for one in everybody):
+    if len({digest for one in gathered for digest in one[1:]}) > 1:
+        if any(one[1] != one[2] for one in gathered):
             if world.size > 1:
                 raise ValueError(changes)
-            log.warning("%s; this run cannot be repeated", changes)
+            log.warning("%s; this run is not reproducible", changes)
             return
         raise ValueError(
-            f"{train.name} gives different ranks different first samples for the same seed, epoch "
-            "and number: bring the copies of the data set to one state"
+            f"{train.name} returns different first samples on different ranks for the same seed, "
+            "epoch and index: use identical copies of the data set"
         )
     if split and world.rank == 0:
         log.info(
-            "%s: each rank of a grid makes whole samples, and keeps its part; spatialdl-import or "
-            "spatialdl.data.ShardWriter write data sets that are read by parts",
+            "%s: each rank of a grid loads whole samples and keeps its part; data sets of "
+            "spatialdl-import or spatialdl.data.ShardWriter are read in parts",
             train.name,
         )
 
@@ -139,13 +145,13 @@ def check_same_samples(train: ImageSource, world: Communicator, split: bool) -> 
 def _form(data: DictConfig, task: str, image_size: tuple[int, ...] | None) -> SampleForm:
     keys, channel_dim = data["keys"], data.channel_dim  # `keys` is a method, too
     if keys is not None:
-        given = list(keys) if isinstance(keys, ListConfig) else []
-        kinds = {type(key) for key in given}
-        if len(given) != 2 or kinds not in ({str}, {int}) or (kinds == {int} and min(given) < 0):
+        pair = list(keys) if isinstance(keys, ListConfig) else []
+        kinds = {type(key) for key in pair}
+        if len(pair) != 2 or kinds not in ({str}, {int}) or (kinds == {int} and min(pair) < 0):
             raise ValueError(
-                f"data.keys={keys} must be two: [image,target], keys of a dict or places in a tuple"
+                f"data.keys={keys} must be [image,target], two keys of a dict or indices of a tuple"
             )
-        keys = given[0], given[1]
+        keys = pair[0], pair[1]
     if channel_dim not in (None, "first", "last"):
         raise ValueError(f"data.channel_dim={channel_dim} must be first, last or null")
     dims = None if image_size is None else len(image_size)
@@ -153,22 +159,22 @@ def _form(data: DictConfig, task: str, image_size: tuple[int, ...] | None) -> Sa
 
 
 def _transforms(data: DictConfig, key: str) -> list[Callable[..., Any]]:
-    given = data[key]
-    if given is None:
+    settings = data[key]
+    if settings is None:
         return []
-    if not isinstance(given, ListConfig):
-        raise ValueError(f"data.{key}={given} must be a list: [{{_target_: package.Transform}}]")
-    found = [_made(one, f"data.{key}[{number}]") for number, one in enumerate(given)]
-    for number, one in enumerate(found):
+    if not isinstance(settings, ListConfig):
+        raise ValueError(f"data.{key}={settings} must be a list: [{{_target_: package.Transform}}]")
+    transforms = [_made(one, f"data.{key}[{number}]") for number, one in enumerate(settings)]
+    for number, one in enumerate(transforms):
         if not callable(one):
-            raise ValueError(f"data.{key}[{number}] gives {shown(one)}, which cannot be called")
-    return found
+            raise ValueError(f"data.{key}[{number}] creates {shown(one)}, which is not callable")
+    return transforms
 
 
 def _made(settings: Any, key: str) -> Any:
     target = settings.get("_target_") if isinstance(settings, DictConfig) else None
     if target is None:
-        raise ValueError(f"{key}={settings} has no _target_: name a class, {{_target_: package.X}}")
+        raise ValueError(f"{key}={settings} has no _target_: set a class, {{_target_: package.X}}")
     try:
         named(target)
     except (ImportError, AttributeError, ValueError) as error:
@@ -176,8 +182,8 @@ def _made(settings: Any, key: str) -> Any:
     try:
         return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{key}._target_={target} cannot be made: {said}") from error
+        text = " ".join(str(error).split())
+        raise ValueError(f"{key}._target_={target} cannot be created: {text}") from error
 
 
 def _source(
@@ -189,17 +195,17 @@ def _source(
 ) -> ImageSource:
     made = _made(settings, key)
     name = f"{key} ({settings['_target_']})"
-    # what reads by boxes cannot have transforms of whole images
+    # a source that reads boxes cannot apply transforms of whole images
     if not transforms and all(hasattr(made, word) for word in _SOURCE):
         if form.task == "segmentation" and not made.has_masks:
-            raise ValueError(f"{name} has no masks, which task=segmentation learns")
+            raise ValueError(f"{name} has no masks, but task=segmentation needs them")
         return made  # type: ignore[no-any-return]
     classes = _class_names(made, form)
     return DatasetSource(made, form, name=name, seed=seed, classes=classes, transforms=transforms)
 
 
 def _class_names(dataset: Any, form: SampleForm) -> list[str]:
-    """As torchvision's and Hugging Face's data sets have them, also inside of wrappers."""
+    """Class names of a torchvision or Hugging Face data set, also within wrappers."""
     for one in _wrapped(dataset):
         names = getattr(one, "classes", None)
         if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
@@ -222,34 +228,32 @@ def _wrapped(dataset: Any) -> Iterator[Any]:
 
 
 def _num_classes(data: DictConfig, train: ImageSource, names: tuple[str, ...], task: str) -> int:
-    given = None if data.num_classes is None else int(data.num_classes)
+    count = None if data.num_classes is None else int(data.num_classes)
     if task in ("multilabel", "regression"):
         labels = train.no_labels if isinstance(train, DatasetSource) else train.labels
         if labels.ndim != 2:
             raise ValueError(f"task={task} needs labels (samples, targets), got {labels.shape}")
-        if given not in (None, labels.shape[1]):
+        if count not in (None, labels.shape[1]):
             raise ValueError(
-                f"data.num_classes={given}, but the targets of data.dataset have {labels.shape[1]} "
+                f"data.num_classes={count}, but the targets of data.dataset have {labels.shape[1]} "
                 "numbers: leave it out"
             )
         return int(labels.shape[1])
-    if given is None and not names:
-        raise ValueError(
-            "data.dataset names no classes (it has no attribute classes): set data.num_classes"
-        )
-    if given is not None and given < max(1, len(names)):
+    if count is None and not names:
+        raise ValueError("data.dataset has no attribute classes: set data.num_classes")
+    if count is not None and count < max(1, len(names)):
         of_names = f", but data.dataset has {len(names)} classes ({', '.join(names[:8])})"
         raise ValueError(
-            f"data.num_classes={given}{of_names if names else ' must be at least 1'}: leave it out"
+            f"data.num_classes={count}{of_names if names else ' must be at least 1'}: leave it out"
         )
-    return len(names) if given is None else given
+    return len(names) if count is None else count
 
 
 def _check_alike(train: ImageSource, validation: ImageSource) -> None:
-    for what in ("channels", "dtype"):
-        here, there = getattr(train, what, None), getattr(validation, what, None)
+    for name in ("channels", "dtype"):
+        here, there = getattr(train, name, None), getattr(validation, name, None)
         if here != there:
             raise ValueError(
-                f"the images of data.validation have {what} {there}, those of data.dataset {here}: "
-                "let both have the same"
+                f"the images of data.validation have {name} {there}, those of data.dataset {here}: "
+                "they must be equal"
             )

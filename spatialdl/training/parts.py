@@ -1,4 +1,4 @@
-"""What a training run is made of on this rank, built from its configuration."""
+"""Components of a training run on this rank, built from the configuration."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_sh
 
 
 class RunParts:
-    """Data, network and optimizer of one rank; every rank of `world` builds them together.
+    """Data, network and optimizer of one rank; collective, all ranks of `world` must create it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world: all ranks.
-        nodes: of the world, if they are known.
+        nodes: nodes of the world, if known.
 
     Attributes:
-        sources: the data sets.
-        placement: which ranks hold what.
-        task: losses and metrics.
-        metrics: of the user's own.
-        microbatches: of a step.
-        batch_size: samples of a step, over all replicas.
-        pipeline: this rank's stages, and how they talk to the others.
-        train_feed: the batches to train on.
-        validation_feed: those to validate on; None if there are none.
-        validation: what validates; None likewise.
-        steps: of the whole run.
-        update: what follows backward.
+        sources: data sets.
+        placement: ranks of the stages and tiles.
+        task: loss and metrics.
+        metrics: metrics of the user.
+        microbatches: micro-batches per step.
+        batch_size: samples per step, over all replicas.
+        pipeline: this rank's stages and their communication.
+        train_loader: loader of training batches.
+        validation_loader: loader of validation batches; None without validation samples.
+        validation: computes the validation metrics; None without validation samples.
+        steps: optimizer steps of the whole run.
+        update: clipping, optimizer, scheduler and averaging after backward.
 
     Raises:
-        ValueError: if the configuration does not fit together.
+        ValueError: if the configuration is inconsistent.
     """
 
     def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
@@ -116,7 +116,7 @@ class RunParts:
         )
 
     def _choose_virtual_tiles(self) -> None:
-        """As few as fit into the limit, if that is asked for."""
+        """Resolve ``parallel.stream=auto``."""
         config, sources = self.config, self.sources
         if config.parallel.stream != AUTO:
             return
@@ -128,7 +128,7 @@ class RunParts:
             config.trainer.memory_limit_gb,
         )
 
-    def close_feeds(self) -> None:
+    def close_loaders(self) -> None:
         for loader in (self.train_loader, self.validation_loader):
             if loader is not None:
                 loader.close()
@@ -138,13 +138,13 @@ class RunParts:
         return bool(self.config.debug.name == "overfit")
 
     def _validation(self) -> tuple[RankLoader, Validation] | tuple[None, None]:
-        """What there is to validate on, and what does it."""
+        """Loader and metrics of validation; None without validation samples or when overfitting."""
         views, early = self.sources.validation_views, self.config.trainer.early_stopping.metric
         if views is None or self._overfits:
             if early is not None:
                 raise ValueError(
-                    f"trainer.early_stopping.metric={early} would never stop the run, as there is "
-                    "nothing to validate on: give data a split to validate on, or leave it out"
+                    f"trainer.early_stopping.metric={early} needs validation samples, but there "
+                    "are none: set a validation split, or leave it out"
                 )
             return None, None
         loader = self._loader(views, None)
@@ -172,18 +172,18 @@ class RunParts:
         )
 
     def _scores_tiles(self, views: Views) -> bool:
-        """Whether maps are validated virtual tile by virtual tile.
+        """Whether maps are validated per virtual tile.
 
-        A loss of the user's sees whole maps, and a data set of the user's makes whole masks.
+        A user's loss needs whole maps, and a user's data set returns whole masks.
         """
         is_whole = isinstance(views.source, DatasetSource)
         return isinstance(self.task, Segmentation) and not (self.task.has_own_loss or is_whole)
 
     def _check_last_batch(self) -> None:
-        """That of an epoch may be smaller."""
+        """Check the last batch of an epoch, which may be smaller, for sharded state."""
         samples, size = len(self.sources.train), self.batch_size
         left = samples % size
-        is_met = self.steps >= len(self.train_loader) and not self._overfits
-        if self.config.parallel.shard_state and left and is_met:
-            what = f"the last batch of an epoch of {samples}"
-            check_samples(left, self.microbatches, self.placement.data, what)
+        is_reached = self.steps >= len(self.train_loader) and not self._overfits
+        if self.config.parallel.shard_state and left and is_reached:
+            batch = f"the last batch of an epoch of {samples}"
+            check_samples(left, self.microbatches, self.placement.data, batch)

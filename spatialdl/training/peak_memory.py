@@ -1,4 +1,4 @@
-"""The memory that a process has taken at most, and that its device says is in use."""
+"""Peak memory of a process and memory in use on its device."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import torch
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory so far: of an accelerator's own, resident on a CPU; in MB (2**20 bytes)."""
+    """Peak memory in MB (2**20 bytes): allocated on an accelerator, resident on a CPU."""
     if device.type != "cpu":
-        most: int = torch.get_device_module(device).max_memory_allocated(device)
-        return most / 2**20
+        peak: int = torch.get_device_module(device).max_memory_allocated(device)
+        return peak / 2**20
     return _resident_kb() / 1024
 
 
 def _resident_kb() -> int:
-    """Linux counts a process's parent in the other figure: what it had when it started this one."""
-    told = Path("/proc/self/status")
-    lines = told.read_text().splitlines() if told.exists() else []
+    """Peak resident memory in kB.
+
+    ``ru_maxrss`` on Linux includes the memory of the parent process at the fork.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
     peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
     return peaks[0] if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def device_memory_mb(device: torch.device) -> float | None:
-    """What an accelerator itself says is in use now, by all its processes, in MB (2**20 bytes).
+    """Memory in use on an accelerator by all processes, in MB (2**20 bytes); None for a CPU.
 
-    Beside tensors that is the context, NCCL, what PyTorch keeps for later and what lies between.
-    None for a CPU.
+    Includes the context, NCCL buffers, PyTorch's cache and fragmentation.
     """
     if device.type == "cpu":
         return None

@@ -1,4 +1,4 @@
-"""How far a run is, and what is due: the same on every rank, and saved in checkpoints."""
+"""Training progress and due actions, the same on every rank and saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from spatialdl.training.best import Best
 
 
 class TrainingProgress:
-    """The way of a run through its samples.
+    """Progress of a run in steps, epochs and batches.
 
     Args:
-        trainer: the configuration's.
-        steps: of the whole run.
-        batches: in an epoch.
-        smaller: whether a metric of the user's, which a key of the configuration names, is the
-            better the smaller it is; None if it is none of those.
+        trainer: group ``trainer`` of the configuration.
+        steps: optimizer steps of the whole run.
+        batches: batches per epoch.
+        smaller: called with a metric and the key that names it; returns whether smaller is better
+            if it is a metric of the user, else None.
 
     Attributes:
         steps: optimizer steps of the whole run.
-        step: optimizer steps made.
-        epoch: whole passes over the samples made.
-        batch: batches of the next one made.
-        stopped: the signal for which the run stops after this step.
-        ended: why a callback ends the run after this step; None if none does.
+        step: optimizer steps done.
+        epoch: epochs done.
+        batch: batches done of the current epoch.
+        stopped: signal that stops the run after this step; None without one.
+        ended: reason of a callback to end the run after this step; None without one.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class TrainingProgress:
             self.epoch, self.batch = self.epoch + 1, 0
 
     def is_over(self) -> bool:
-        asked = self.stopped is not None or self.ended is not None
-        return asked or self.step >= self.steps or self._is_stale()
+        is_stopped = self.stopped is not None or self.ended is not None
+        return is_stopped or self.step >= self.steps or self._is_stale()
 
     def _is_stale(self) -> bool:
         return self._early.worse >= int(self._settings.early_stopping.patience)
 
     def stopped_early(self) -> str:
-        """Why the run ends before its last step: a callback, or a metric that gets no better."""
+        """Reason why a callback or early stopping ends the run; empty if neither does."""
         if self.stopped is not None or self.step >= self.steps:
             return ""
         if self.ended is not None:
@@ -76,7 +76,7 @@ class TrainingProgress:
         best = "none" if self._early.value is None else f"{self._early.value:.4g}"
         return (
             f"Stopped early after step {self.step} of {self.steps}: {self._early.metric} has not "
-            f"got better than {best} in {counted(self._early.worse, 'validation')}."
+            f"improved on {best} in {counted(self._early.worse, 'validation')}."
         )
 
     def validation_is_due(self) -> bool:
@@ -91,30 +91,30 @@ class TrainingProgress:
 
     @property
     def validations_an_epoch(self) -> float:
-        """How many, on average."""
+        """Average number of validations per epoch."""
         if self._settings.validate_every is not None:
             return self._batches / int(self._settings.validate_every)
         return 1 / int(self._settings.validate_every_epochs)
 
-    def validated(self, found: Mapping[str, Any]) -> bool:
-        """Take note of the metrics of a validation; whether they are the best so far.
+    def validated(self, metrics: Mapping[str, Any]) -> bool:
+        """Record the metrics of a validation; return whether they are the best so far.
 
         Raises:
-            ValueError: if those that the configuration names are not among them.
+            ValueError: if a metric that the configuration names is missing.
         """
         self._validated = self.step
-        self._early.update(found)
-        return self._best.update(found)
+        self._early.update(metrics)
+        return self._best.update(metrics)
 
     def checkpoint_is_due(self) -> bool:
-        """At the end of the run too, however it ends."""
+        """Whether a checkpoint is due; always at the end of the run, however it ends."""
         every = self._settings.checkpoint
         by_steps = every.every_steps is not None and self.step % every.every_steps == 0
         ends = self.batch == 0 and every.every_epochs is not None
         return self.is_over() or by_steps or (ends and self.epoch % every.every_epochs == 0)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """State for a checkpoint."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -125,10 +125,10 @@ class TrainingProgress:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Resume from a `state`.
 
         Raises:
-            CheckpointError: it was something else.
+            CheckpointError: if the state is invalid.
         """
         try:
             self.step, self.epoch, self.batch = (
@@ -139,15 +139,15 @@ class TrainingProgress:
             self._early.restore(fields.table(state, "early_stopping"))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint does not say how far its run was: {fields.missing(error)}"
+                f"the checkpoint has no valid training progress: {fields.missing(error)}"
             ) from error
 
 
 def total_steps(trainer: DictConfig, batches: int) -> int:
-    """Optimizer steps of a whole run, with so many batches in an epoch.
+    """Number of optimizer steps of a run with `batches` per epoch.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if it is zero.
     """
     limits = []
     if trainer.max_steps is not None:
@@ -157,6 +157,6 @@ def total_steps(trainer: DictConfig, batches: int) -> int:
     if not limits or min(limits) < 1:
         raise ValueError(
             f"trainer.max_steps={trainer.max_steps} and trainer.max_epochs="
-            f"{trainer.max_epochs} leave no step to make: set one of them to at least 1"
+            f"{trainer.max_epochs} leave no step to train: set one of them to at least 1"
         )
     return min(limits)

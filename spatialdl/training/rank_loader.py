@@ -1,4 +1,4 @@
-"""A data set as this rank's micro-batches."""
+"""Loader of this rank's micro-batches."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ from spatialdl.training.tasks.losses import check_pixels
 class RankLoader:
     """Batches of a data set for this rank's stages.
 
-    Attributes:
-        loader: reads them.
-
     Args:
-        data: settings of a run's data.
+        data: group ``data`` of the configuration.
         views: the images.
-        pipeline: says which boxes this rank needs.
-        batch_size: samples that a step takes, over all ranks.
-        masks: whether masks are the targets.
-        classes: that masks may have; None for any.
-        normalisation: of the images that the network gets.
-        dtype: of these images.
-        channels_last: whether these lie so in memory.
-        seed: of the order; None takes samples as they come.
-        one_batch: whether every epoch is the first batch of the first one.
-        masks_in_parts: where ranks have virtual tiles, whether masks are read for each of them, as
-            images are.
+        pipeline: determines the boxes that this rank needs.
+        batch_size: samples per step, over all ranks.
+        masks: whether the targets are masks.
+        classes: number of classes in masks; None accepts any.
+        normalisation: normalisation of the network's input.
+        dtype: dtype of the network's input.
+        channels_last: whether the input has the channels-last memory format.
+        seed: seed of the order; None keeps the order of the data set.
+        one_batch: whether every epoch is the first batch of the first epoch.
+        masks_in_parts: whether masks are read per virtual tile, as images are.
+
+    Attributes:
+        loader: reads the samples.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class RankLoader:
         )
 
     def _in_parts(self) -> tuple[str, ...]:
-        """What is not in memory as a whole; a data set of a user's makes whole samples anyway."""
+        """What is read per virtual tile; a user's data set returns whole samples anyway."""
         if not self._pipeline.placement.stream:
             return ()
         if isinstance(self._views.source, DatasetSource):
@@ -99,15 +98,15 @@ class RankLoader:
         return ("images", "masks") if self._masks_in_parts else ("images",)
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Batches per epoch."""
         return len(self.loader)
 
     def samples(self, batch: int) -> int:
-        """How many a batch of an epoch holds, over all ranks; the last may be smaller."""
+        """Samples in a batch of an epoch, over all ranks; the last batch may be smaller."""
         return self.loader.samples(batch)
 
     def own(self, batch: int) -> list[range]:
-        """Where in an epoch this replica's samples of a batch lie, for each micro-batch."""
+        """Positions in the epoch of this replica's samples of a batch, per micro-batch."""
         cut = self.loader.batching
         start = batch * cut.size
         return [
@@ -115,11 +114,11 @@ class RankLoader:
         ]
 
     def batches(self, epoch: int = 0, first: int = 0) -> Iterator[list[Slice]]:
-        """What is left of an epoch from batch `first` on."""
+        """Batches of an epoch, from batch `first` on."""
         return waiting.each("the next batch of data", self.loader.batches(epoch, first))
 
     def microbatches(self, batch: list[Slice]) -> list[Microbatch]:
-        """A batch as the pipeline takes it."""
+        """Convert a batch to the micro-batches of the pipeline."""
         microbatches = []
         for number, part in enumerate(batch):
             first, last = self._pipeline.first(number), self._pipeline.last(number)
@@ -137,7 +136,7 @@ class RankLoader:
         return microbatches
 
     def _region(self, part: Slice, mesh: Mesh, masks: bool) -> TileRegion:
-        """This rank's box, read for one virtual tile at a time."""
+        """This rank's box, read one virtual tile at a time."""
         box = mesh.box(self._size)
         extents = tuple(stop - start for start, stop in pairwise(box))[::2]
         samples, views = part.samples, self._views
@@ -152,8 +151,8 @@ class RankLoader:
                 each = zip(box[::2], slices, strict=True)
                 wanted = tuple(n for at, own in each for n in (at + own.start, at + own.stop))
                 read_one = views.read_mask if masks else views.read
-                found = [read_one(part.epoch, sample, wanted) for sample in samples]
-                stored = torch.from_numpy(np.stack(found))
+                arrays = [read_one(part.epoch, sample, wanted) for sample in samples]
+                stored = torch.from_numpy(np.stack(arrays))
             if masks:
                 return self._mask(stored)
             return self._pixels(stored)
@@ -162,7 +161,7 @@ class RankLoader:
         return TileRegion((len(samples), *channels, *extents), dtype, self._size, read)
 
     def close(self) -> None:
-        """End the processes that read."""
+        """Stop the worker processes."""
         self.loader.close()
 
     def _input(self, part: Slice) -> Tensor:
@@ -177,11 +176,11 @@ class RankLoader:
 
     def _mask(self, stored: Tensor) -> Tensor:
         if self._classes is not None:
-            check_pixels(stored, self._classes)  # here, where no device is waited for
+            check_pixels(stored, self._classes)  # on the CPU, to avoid waiting for the device
         return stored.to(self._device, torch.int64)
 
     def _target(self, part: Slice, mesh: Mesh) -> Tensor:
-        """Labels (N,) or (N, targets); or masks (N, H, W), each rank of the grid holds its box."""
+        """Labels (N,) or (N, targets), or this rank's box of masks (N, H, W)."""
         if part.masks is None:
             return part.labels.to(self._device)
         mask = self._mask(part.masks)

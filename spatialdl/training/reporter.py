@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: the console, the files of its directory; on rank 0."""
+"""Reporting of a run on rank 0: console, loggers, files of the run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from spatialdl.training.console.progress import StepProgress
-from spatialdl.training.console.validation_table import metrics_of, validation_table
+from spatialdl.training.console.validation_table import scalar_metrics, validation_table
 from spatialdl.training.loggers.choosing import Loggers
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.report.page import save_report
@@ -23,20 +23,20 @@ from spatialdl.training.tasks.metrics import Scores
 
 log = logging.getLogger("spatialdl.trainer")
 
-_NOT_FINITE = "step %d: the loss is %s: lower optimizer.lr? debug=detect_nan tells where it began"
+_NOT_FINITE = "step %d: the loss is %s: try a lower optimizer.lr, or debug=detect_nan to locate it"
 
 
 class Reporter:
-    """Hands what happens on to all who tell or keep it.
+    """Passes events of a run to the console, the loggers and the run directory.
 
     Args:
-        config: of the run.
-        run_dir: its directory.
-        steps: of the whole run.
-        table: what is told at the start.
-        names: of the classes or targets.
-        columns: of ``metrics.csv`` beside the usual.
-        resumed: the checkpoint from which the run goes on, and its contents.
+        config: configuration of the run.
+        run_dir: run directory.
+        steps: optimizer steps of the whole run.
+        table: start table, printed first.
+        names: class or target names.
+        columns: additional columns of ``metrics.csv``.
+        resumed: path and content of the checkpoint of a resumed run.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Reporter:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """All so far."""
+        """Metrics of all validations so far."""
         return self.record.validations
 
     def step(
@@ -86,7 +86,7 @@ class Reporter:
         memory_mb: float,
         **more: float,
     ) -> None:
-        """A step is done; see `RunDirectory.log_step` and `StepProgress.update`."""
+        """Report a step; see `RunDirectory.log_step` and `StepProgress.update`."""
         shown = {
             "loss": loss,
             "learning_rate": learning_rate,
@@ -100,24 +100,24 @@ class Reporter:
             log.warning(_NOT_FINITE, step, loss)
         self._progress.update(memory_mb=memory_mb, **shown)
 
-    def validated(self, step: int, found: Scores) -> None:
-        """All validation samples were looked at, after so many steps."""
+    def validated(self, step: int, metrics: Scores) -> None:
+        """Report the metrics of a validation after `step` steps."""
         earlier = self.record.validations
         before = earlier[-1] if earlier else None
-        log.info("%s", validation_table(found, step, self._names, before))
-        self.record.log_validation(step=step, **found)
-        known = metrics_of(found)
-        self.loggers.log_validation(step, {k: v for k, v in known.items() if v is not None})
+        log.info("%s", validation_table(metrics, step, self._names, before))
+        self.record.log_validation(step=step, **metrics)
+        scalars = scalar_metrics(metrics)
+        self.loggers.log_validation(step, {k: v for k, v in scalars.items() if v is not None})
 
     def show(self, step: int, examples: Sequence[Example]) -> None:
-        """Samples of the last validation, for loggers that take pictures."""
+        """Log sample pictures of the last validation."""
         for number, example in enumerate(examples):
             self.loggers.log_image(step, f"validation/{number}", labelled(example))
 
     def finish(
         self, summary: Mapping[str, Any], examples: Sequence[Example], early: str = ""
     ) -> None:
-        """The run has come to its end; `early` says why before its last step."""
+        """Report the end of the run; `early` is the reason if it ends before its last step."""
         path = self.record.path
         if early:
             log.info("%s", early)
@@ -132,7 +132,7 @@ class Reporter:
                 self.loggers.log_image(step, f"run/{picture.stem}", pixels)
 
     def stopped(self, summary: Mapping[str, Any], why: str) -> None:
-        """The run ends before; what is known so far is in the report."""
+        """Write the report of a run that was stopped."""
         self._report(summary, (), why)
 
     def _report(
@@ -157,17 +157,17 @@ class Reporter:
                 ended=ended,
             )
             log.info("report:        %s", path / "report.html")
-        except Exception as error:  # such as a full disk, for which no run is lost
-            log.warning("the report is not written: %s", error)
+        except Exception as error:  # a failed report must not abort the run
+            log.warning("cannot write the report: %s", error)
 
     def _timeline(self) -> Path | None:
-        """The picture of a step of this run; one of an earlier run may lie there, too."""
+        """Timeline of this run; without a trace, the file is of an earlier run."""
         path = self.record.path / "timeline.png"
         return path if self._config.trainer.trace and path.is_file() else None
 
 
 def _overrides(run_dir: Path) -> list[str]:
-    """Of the command line that made the run directory."""
+    """Command-line overrides of the run, as Hydra stored them."""
     try:
         words = OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")
         return [str(word) for word in OmegaConf.to_container(words, resolve=False) or ()]

@@ -1,12 +1,12 @@
-"""What a run leaves behind: the numbers of every step, a summary, and a picture of the loss.
+"""Output files of a run.
 
-metrics.csv      a row a step
-validation.csv   a row a validation, if there was any
-predictions.csv  a row a sample of the last validation, and slides.csv a row a slide, see
+metrics.csv      one row per step
+validation.csv   one row per validation, if any
+predictions.csv  one row per sample of the last validation; slides.csv one row per slide, see
                  `training.tasks.predictions`
-summary.json     written at the end, whole or not at all
-loss.png         loss and validation over the steps
-report.html      all of it to look at, see `training.report`
+summary.json     written atomically at the end
+loss.png         training and validation loss over steps
+report.html      HTML report, see `training.report`
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _OF_VALIDATIONS = ("validation.csv", "predictions.csv", "slides.csv")
 
 
 class RunDirectory:
-    """The files of one run; for rank 0 only.
+    """Files of one run, written by rank 0.
 
-    Files of an earlier run in the same directory are replaced. While a file cannot be written to,
-    as on a full disk, rows are kept and written later.
+    Files of an earlier run in the same directory are replaced. While a file cannot be written,
+    for example on a full disk, rows are buffered and written later.
 
     Args:
-        path: the directory; it is made if it is not there.
-        config: the configuration of the run, as ``spatialdl.train`` composes it.
-        steps: the rows of a run that goes on; see `earlier_steps`.
-        validations: likewise, with the lists.
-        columns: of ``metrics.csv`` beside `METRICS`; empty where an earlier run had none.
+        path: run directory, created if missing.
+        config: configuration of the run, as ``spatialdl.train`` composes it.
+        steps: rows of a resumed run, see `earlier_steps`.
+        validations: metrics of earlier validations of a resumed run, lists included.
+        columns: columns of ``metrics.csv`` besides `METRICS`; empty cells for earlier rows without.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunDirectory:
         self._validations: list[dict[str, Any]] = [dict(row) for row in validations]
         for name in ("summary.json", "loss.png", "report.html"):
             (self.path / name).unlink(missing_ok=True)
-        for left in self.path.glob(TEMPORARY):  # by a run that was killed
+        for left in self.path.glob(TEMPORARY):  # of a run that was killed
             left.unlink(missing_ok=True)
         self._metrics = _Table(self.path / "metrics.csv", (*METRICS, *columns), self._steps)
         self._metrics.open()
@@ -77,12 +77,12 @@ class RunDirectory:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """All so far."""
+        """Rows of all steps so far."""
         return self._steps
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """All so far, with the lists."""
+        """Metrics of all validations so far, lists included."""
         return list(self._validations)
 
     def __enter__(self) -> RunDirectory:
@@ -107,16 +107,16 @@ class RunDirectory:
         data_wait: float,
         **more: float,
     ) -> None:
-        """Append a row to ``metrics.csv``; it is on disk when this returns.
+        """Append a row to ``metrics.csv`` and flush it.
 
         Args:
-            step: number of the optimizer step.
-            epoch: number of the pass over the samples.
-            loss: of the whole batch.
-            learning_rate: with which the step was made.
-            images_per_second: over all ranks.
-            data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
-            more: the columns beside these.
+            step: optimizer step.
+            epoch: epoch of the step.
+            loss: loss of the whole batch.
+            learning_rate: learning rate of the step.
+            images_per_second: throughput of all ranks.
+            data_wait: share of the step's time spent waiting for data, 0 to 1.
+            more: further columns.
         """
         values = (step, epoch, loss, learning_rate, images_per_second, data_wait)
         row = dict(zip(METRICS, values, strict=True)) | more
@@ -127,9 +127,9 @@ class RunDirectory:
         """Append a row to ``validation.csv``.
 
         Args:
-            step: number of optimizer steps made so far.
-            metrics: the same in every row, None where there is none; with the ``loss`` and the
-                number of ``samples``. Lists go to ``summary.json`` only.
+            step: optimizer steps so far.
+            metrics: ``loss``, ``samples`` and further metrics, the same names in every row, None
+                if undefined. Lists are only written to ``summary.json``.
         """
         self._validations.append({"step": step, **metrics})
         if self._validation is None:
@@ -145,31 +145,31 @@ class RunDirectory:
         """Write ``summary.json`` and ``loss.png``, and close the files.
 
         Args:
-            summary: ``world_size``, ``peak_memory_mb`` (a list, one a rank) and whatever else is
-                worth keeping. The losses, the validations, the name of the layout and the images
-                per second, the first step left out, are added unless they are in it.
+            summary: ``world_size``, ``peak_memory_mb`` (one per rank) and further values. Losses,
+                validations, the name of the layout and images per second (without the first step)
+                are added unless present.
         """
         self.close()
-        found = {
+        results = {
             "loss": [row["loss"] for row in self._steps],
             "images_per_second": self.images_per_second(),
             "parallel": str(self._config.parallel.name),
             "validation": self._validations,
         }
-        text = json.dumps(finite({**found, **summary}), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(finite({**results, **summary}), indent=2, allow_nan=False) + "\n"
         with replacing(self.path / "summary.json") as out:
             out.write(text.encode())
         if self._steps:
             draw(self.path / "loss.png", self.title(summary), self._steps, self._validations)
 
     def images_per_second(self) -> float | None:
-        """Over all steps but the first, which also warms up."""
+        """Mean throughput of all steps except the first, the warm-up."""
         rates = [row["images_per_second"] for row in self._steps]
         rates = rates[1:] or rates
         return len(rates) / sum(1 / rate for rate in rates) if rates and min(rates) > 0 else None
 
     def title(self, summary: Mapping[str, Any]) -> str:
-        """Of the run, in a line."""
+        """One-line title of the run."""
         network = str(self._config.model["_target_"]).rpartition(".")[2]
         ranks = int(summary.get("world_size", 1))
         counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
@@ -179,21 +179,21 @@ class RunDirectory:
 def record_of(
     resumed: tuple[Path, Mapping[str, Any]] | None,
 ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """The rows of steps and validations up to a checkpoint, of the run that wrote it."""
+    """Steps and validations up to a checkpoint, of the run that wrote it."""
     if resumed is None:
         return [], []
     path, content = resumed
     steps = earlier_steps(path.parent.parent, content["step"])
     if len(steps) < content["step"]:
         log.warning(
-            "%s has %d of the %d steps before: the curve has a gap",
+            "%s has only %d of the %d earlier steps: the loss curve has a gap",
             *(path.parent.parent / "metrics.csv", len(steps), content["step"]),
         )
     return steps, content["validations"]
 
 
 def finite(value: Any) -> Any:
-    """JSON knows neither infinity nor NaN: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -202,10 +202,12 @@ def finite(value: Any) -> Any:
 
 
 class _Table:
-    """A CSV file; a row is on disk when `write_last` returns, or it failed, which is said once.
+    """CSV file that is flushed after each row; the first failure is logged.
 
     Args:
-        rows: which others add to; these columns of them are written.
+        path: the file.
+        columns: columns to write.
+        rows: all rows, to which the caller appends.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
@@ -214,21 +216,21 @@ class _Table:
         self._file: IO[str] | None = None
 
     def open(self) -> None:
-        """Write the rows that are there.
+        """Write the existing rows.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: if the file cannot be written.
         """
-        self._file = self._written()
+        self._file = self._rewrite()
 
     def _values(self, row: Mapping[str, Any]) -> list[Any]:
         return [row.get(name, "") for name in self._columns]
 
     def write_last(self) -> None:
-        """One more row has come."""
+        """Append the last row."""
         try:
             if self._file is None:
-                self._file = self._written()
+                self._file = self._rewrite()
             else:
                 csv.writer(self._file).writerow(self._values(self._rows[-1]))
                 self._file.flush()
@@ -236,10 +238,10 @@ class _Table:
             self._drop()
             if not self._warned:
                 self._warned = True
-                log.warning("%s: %s; rows are kept, and written when that ends", self._path, error)
+                log.warning("%s: %s; rows are buffered and written later", self._path, error)
 
-    def _written(self) -> IO[str]:
-        """All rows so far in a new file, which is open for more."""
+    def _rewrite(self) -> IO[str]:
+        """Write all rows to a new file and open it for appending."""
         with replacing(self._path) as new:
             text = io.TextIOWrapper(new, newline="", write_through=True)
             csv.writer(text).writerows([self._columns, *map(self._values, self._rows)])
@@ -247,7 +249,7 @@ class _Table:
         return self._path.open("a", newline="")
 
     def _drop(self) -> None:
-        """Half a row may be in the file, or in its buffer: it is written anew."""
+        """Drop the file, which may have half a row, to write it anew."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -255,23 +257,23 @@ class _Table:
 
     def close(self) -> None:
         if self._file is None:
-            self._file = self._written()
+            self._file = self._rewrite()
         self._file.close()
 
 
 def earlier_steps(run_dir: Path, step: int) -> list[dict[str, float]]:
-    """The rows of a run's ``metrics.csv`` up to a step; nothing if it is not there."""
+    """Read ``metrics.csv`` of a run up to a step; empty if it cannot be read."""
     try:
         with (run_dir / "metrics.csv").open(newline="") as lines:
-            found = list(csv.DictReader(lines))
+            texts = list(csv.DictReader(lines))
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
-    rows = (_numbers(row) for row in found)
+    rows = (_numbers(row) for row in texts)
     return [row for row in rows if row is not None and row["step"] <= step]
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float] | None:
-    """A row read back; None for half a row, of a run that was killed."""
+    """Parse a row; None for the incomplete row of a run that was killed."""
     try:
         values = {name: _number(row[name] or "") for name in METRICS}
         more = {name: _number(text) for name, text in row.items() if name not in values and text}

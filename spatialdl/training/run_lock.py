@@ -1,10 +1,9 @@
-"""One run at a time writes to a run directory.
+"""Lock of a run directory: one run at a time writes to it.
 
-Rank 0 keeps a file locked, in which stands who it is. A job that Slurm has started again takes the
-directory from its own start before: that one is over for Slurm, but its lock may be there still. A
-file server keeps the locks of a node that died for a while, and on a node that is only cut off the
-processes live on. So a new file takes the place of the old one, and a rank 0 that finds another
-start of its job in it ends.
+Rank 0 locks a file that names its process. A job that Slurm has restarted takes the directory from
+its previous start, whose lock may still exist: a file server keeps the locks of a dead node for a
+while, and processes survive on a node that lost its network. So a new file replaces the old one,
+and a rank 0 that finds a later start of its job in it exits.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ log = logging.getLogger("spatialdl.trainer")
 
 NAME = ".lock"
 
-_NOTICED_S = 90.0  # clients of NFS see what others write after 60, and lose their locks after 90
+_NOTICED_S = 90.0  # NFS clients see writes of other clients after 60 s and lose locks after 90 s
 _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who has a run directory.
+    """Owner of a run directory.
 
     Attributes:
-        host: where its rank 0 runs.
-        process: of rank 0 there.
-        job: of Slurm, with its cluster; empty elsewhere.
-        start: how often Slurm has started that job before.
+        host: host of rank 0.
+        process: process id of rank 0.
+        job: Slurm cluster and job id; empty outside Slurm.
+        start: restart count of the job.
     """
 
     host: str
@@ -53,10 +52,10 @@ class LockHolder:
 
     @classmethod
     def here(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """This process.
+        """Describe this process.
 
         Args:
-            environment: of Slurm; ``os.environ`` by default.
+            environment: environment variables; ``os.environ`` by default.
         """
         environment = os.environ if environment is None else environment
         words = [environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID")]
@@ -66,16 +65,16 @@ class LockHolder:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """What a file says; None if it is no holder."""
+        """Read the owner from a lock file; None if the file is invalid or missing."""
         try:
-            found = json.loads(path.read_text())
-            host, process, job, start = (found[name] for name in cls.__dataclass_fields__)
+            content = json.loads(path.read_text())
+            host, process, job, start = (content[name] for name in cls.__dataclass_fields__)
             return cls(str(host), int(process), str(job), int(start))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def has_taken_over(self, other: LockHolder | None) -> bool:
-        """Whether this is a later start of the other's job."""
+        """Whether this is a later start of the same job."""
         if other is None or not self.job:
             return False
         return self.job == other.job and self.start > other.start
@@ -87,10 +86,10 @@ class LockHolder:
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """See to it that no other run writes to a directory meanwhile; it is made if it is not there.
+    """Hold the lock of a run directory, which is created if missing.
 
     Raises:
-        ValueError: if one does.
+        ValueError: if another run holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path, own = run_dir / NAME, LockHolder.here()
@@ -99,7 +98,7 @@ def held(run_dir: Path) -> Iterator[None]:
         watch = threading.Thread(
             target=_watch, args=(path, own, over), name="run directory", daemon=True
         )
-        if own.job:  # nobody takes it from others
+        if own.job:  # without Slurm there are no restarts that take the directory
             watch.start()
         try:
             yield
@@ -108,30 +107,30 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def _acquired(path: Path, own: LockHolder) -> IO[bytes]:
-    """The file, locked, with our name in it."""
+    """Lock the file and write this process into it."""
     while True:
         file: IO[bytes] = path.open("ab")
         locked = _lock(file)
         if locked and not _is_at(file, path):
-            file.close()  # another file has taken its place before it was ours
+            file.close()  # it was replaced before it was locked
             continue
         there = LockHolder.read(path)
         if own.has_taken_over(there):
-            file = _taken_over(path, own, file, str(there))
+            file = _take_over(path, own, file, str(there))
         elif locked:
             _write(file, own)
         else:
             file.close()
             by = f" ({there})" if there else ""
             raise ValueError(
-                f"another run is writing to {path.parent}{by}: wait for it, or take another "
+                f"another run is writing to {path.parent}{by}: wait for it, or set another "
                 "hydra.run.dir"
             )
         return file
 
 
-def _taken_over(path: Path, own: LockHolder, old: IO[bytes], holder: str) -> IO[bytes]:
-    """Put a file of ours in place of an earlier start's, and let whoever holds that one end."""
+def _take_over(path: Path, own: LockHolder, old: IO[bytes], holder: str) -> IO[bytes]:
+    """Replace the file of an earlier start and wait for its process to exit."""
     new = path.with_name(f"{NAME}.{uuid4().hex}.tmp")
     file = new.open("xb")
     _lock(file)
@@ -141,7 +140,7 @@ def _taken_over(path: Path, own: LockHolder, old: IO[bytes], holder: str) -> IO[
         if _lock(old):
             return file
         log.info(
-            "%s is locked by an earlier start of this job (%s): waiting for its end, up to %d s",
+            "%s is locked by an earlier start of this job (%s): waiting up to %d s for its exit",
             *(path, holder, _NOTICED_S),
         )
         end = time.monotonic() + _NOTICED_S
@@ -149,21 +148,21 @@ def _taken_over(path: Path, own: LockHolder, old: IO[bytes], holder: str) -> IO[
             time.sleep(_LOOK_EVERY_S)
             if _lock(old):
                 return file
-    log.warning("%s does not answer, and is over for Slurm: going on without it", holder)
+    log.warning("%s did not exit, but has ended for Slurm: continuing without its lock", holder)
     return file
 
 
 def _watch(path: Path, own: LockHolder, over: threading.Event) -> None:
-    """End this job if a later start of it has the directory."""
+    """End this job if a later start of it has taken the directory."""
     while not over.wait(_LOOK_EVERY_S):
         there = LockHolder.read(path)
         if there is not None and there.has_taken_over(own) and not over.is_set():
-            sys.stderr.write(f"this job was started again ({there}): its start before ends\n")
-            end_job_for_sure()  # ranks may be out of reach
+            sys.stderr.write(f"this job was restarted ({there}): the earlier start exits\n")
+            end_job_for_sure()  # ranks may be unreachable
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether this process has the lock now; said to be so where there are no locks."""
+    """Try to lock a file; True also on file systems without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,7 +170,7 @@ def _lock(file: IO[bytes]) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        log.info("the file system of %s has no locks: no other run may write to it", file.name)
+        log.info("the file system of %s has no locks: start no other run there", file.name)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The data and the device that a configuration names, and what is wrong with them."""
+"""Data sets of a run, opened from the configuration and checked."""
 
 from __future__ import annotations
 
@@ -33,26 +33,31 @@ from spatialdl.training.own_data import open_own_data
 log = logging.getLogger("spatialdl.data")
 
 TARGETED = ("multilabel", "regression")
-"""Tasks whose labels are columns of numbers."""
+"""Tasks with columns of numbers as labels."""
 
 SURVIVAL_BINS = 4
-"""Intervals of time of task=survival, where `data.num_classes` leaves them open."""
+"""Time intervals of task=survival if `data.num_classes` is not set."""
 
 SYNTHETIC = ("synthetic", "fractals")
-"""Values of `data=` that no folder belongs to."""
+"""Values of `data=` for generated data sets."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data of a run: training, validation (if any), and what the images are like.
+    """Data of a run: training, validation (if any), and properties of the images.
 
     Attributes:
-        image_size: that the network sees; stored images may have others.
-        names: of the classes or targets.
-        background: what lies beyond a stored image; None is white.
-        seed: of the augmentation.
-        normalisation: of the network's input.
-        max_tiles: of a bag that the network sees while it trains; None: all.
+        train: training samples.
+        validation: validation samples, if any.
+        image_size: size of the network's input; stored images may have other sizes.
+        channels: channels of an image.
+        num_classes: classes or targets.
+        names: names of the classes or targets.
+        augmentation: augmentation of training images.
+        background: pixel value beyond a stored image; None is white.
+        seed: seed of the augmentation.
+        normalisation: normalisation of the network's input.
+        max_tiles: maximum tiles of a bag in training; None is all.
     """
 
     train: ImageSource
@@ -69,7 +74,7 @@ class Sources:
 
     @property
     def train_views(self) -> Views:
-        """Training images as the network sees them, augmented."""
+        """Augmented training images as the network gets them."""
         size, background, white = self.image_size, self.background, self.normalisation.scale
         if isinstance(self.train, BagSource):
             return BagViews(self.train, size, seed=self.seed, max_tiles=self.max_tiles)
@@ -77,7 +82,7 @@ class Sources:
 
     @property
     def validation_views(self) -> Views | None:
-        """The centres of validation images, as they are."""
+        """Centre crops of validation images, without augmentation."""
         if self.validation is None:
             return None
         if isinstance(self.validation, BagSource):
@@ -86,17 +91,17 @@ class Sources:
         return Views(self.validation, self.image_size, self.background, white=white)
 
     def described(self) -> dict[str, Any]:
-        """What uses of the trained network need: classes, input, and how slides were cut."""
-        found: dict[str, Any] = {
+        """Metadata for inference: classes, input format, tiling parameters."""
+        metadata: dict[str, Any] = {
             "classes": list(self.names),
             "input": self.normalisation.described(self.channels, self.train_views.dtype),
         }
         if isinstance(self.train, ShardDataset):
-            found["kind"] = self.train.kind
-            found["made_with"] = dict(self.train.manifest.made_with)
+            metadata["kind"] = self.train.kind
+            metadata["made_with"] = dict(self.train.manifest.made_with)
             if self.train.kind == "volumes":
-                found["geometry"] = Geometry.of(self.train.volumes()).described()
-        return found
+                metadata["geometry"] = Geometry.of(self.train.volumes()).described()
+        return metadata
 
 
 def open_sources(
@@ -105,19 +110,21 @@ def open_sources(
     """Open the data sets that a configuration names.
 
     Args:
-        task: "classification" wants labels, "segmentation" masks, others ``data.targets``.
-        loss: of the task, by which survival is a risk ("cox") or hazards.
+        data: group ``data`` of the configuration.
+        seed: seed of synthetic data and augmentation.
+        task: "classification" needs labels, "segmentation" masks, other tasks ``data.targets``.
+        loss: loss of the task; survival predicts a risk with "cox", otherwise hazards.
 
     Raises:
-        ValueError: if there are no labels or masks, or images of different sizes.
+        ValueError: if labels or masks are missing, or images differ in size.
         ShardError: if a data set is missing or damaged.
     """
     check_workers(data.workers, data.prefetch)
     if data.name == "bags":
         return _bags(data, seed, task, loss)
     augmentation = Augmentation.from_config(data.augment)
-    opened = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
-    sources = opened(data, seed, task)
+    opener = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
+    sources = opener(data, seed, task)
     augmentation.check_channels(sources.channels)
     background = _background(data.background)
     normalisation = Normalisation.from_config(data)
@@ -136,26 +143,26 @@ def open_sources(
 
 
 def resolve_statistics(data: DictConfig, world: Communicator) -> None:
-    """Put numbers in place of ``data.mean=dataset`` and ``data.std=dataset``; all ranks call it.
+    """Replace ``data.mean=dataset`` and ``data.std=dataset`` by numbers; collective.
 
     Raises:
         ValueError: see `data.statistics`.
-        ShardError: the data set is missing or damaged.
+        ShardError: if the data set is missing or damaged.
     """
     if not wants_statistics(data):
         return
     source = ShardDataset(Path(data.path).expanduser(), data.split, io=data.io)
-    found = statistics_of(source, data.split, world)
+    statistics = statistics_of(source, data.split, world)
     white = Normalisation(scale=data.scale).white(source.dtype)
     source.close()
-    for key, values in (("mean", found.mean), ("std", found.std)):
+    for key, values in (("mean", statistics.mean), ("std", statistics.std)):
         data[key] = [value / white for value in values]
 
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
         known = f"shards, bags, dataset, {' or '.join(SYNTHETIC)}"
-        raise ValueError(f"data={data.name} is unknown: take {known}")
+        raise ValueError(f"data={data.name} is unknown: use {known}")
     _check_targets(data, task)
     path = Path(data.path).expanduser()
     train = ShardDataset(path, data.split, io=data.io)
@@ -163,8 +170,8 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.validation_split is not None and data.validation_split in train.splits:
         validation = ShardDataset(path, data.validation_split, io=data.io)
     elif data.validation_split is not None:
-        # as information, which only rank 0 prints
-        log.info("%s has no split %s: nothing to validate on", path, data.validation_split)
+        # not a warning, since every rank would report it
+        log.info("%s has no split %s: the run has no validation", path, data.validation_split)
     both = [one for one in (train, validation) if one is not None]
     for source in both:
         _check_samples(source, path, task)
@@ -175,7 +182,7 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if len(size) != len(stored):
         raise ValueError(
             f"data.image_size={list(size)} has {len(size)} numbers, but the images of {path} have "
-            f"{len(stored)} dims, such as {' x '.join(map(str, stored))}: give one for each"
+            f"{len(stored)} dims, such as {' x '.join(map(str, stored))}: set one number per dim"
         )
     names: list[str] = []
     if task in TARGETED:
@@ -192,7 +199,7 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
             f"({', '.join(train.classes)}): leave it out"
         )
     if classes < 1:
-        raise ValueError(f"the data set {path} names no classes: set data.num_classes")
+        raise ValueError(f"data set {path} has no class names: set data.num_classes")
     return Sources(train, validation, size, train.channels, classes, tuple(names or train.classes))
 
 
@@ -213,13 +220,13 @@ def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:
     if data.num_classes is not None:
         if loss == "cox" and data.num_classes != 1:
             raise ValueError(
-                f"data.num_classes={data.num_classes} are intervals of time, but task.loss=cox "
-                "has a risk alone: leave one of the two out"
+                f"data.num_classes={data.num_classes} sets time intervals, but task.loss=cox "
+                "predicts a single risk: set only one of them"
             )
         classes = int(data.num_classes)
     if classes != len(names) and task != "survival":
         raise ValueError(
-            f"data.num_classes={classes}, but slides have {len(names)} classes or targets "
+            f"data.num_classes={classes}, but the slides have {len(names)} classes or targets "
             f"({', '.join(names)}): leave it out"
         )
     most = data.get("max_tiles")
@@ -238,24 +245,24 @@ def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:
 
 
 def _check_targets(data: DictConfig, task: str) -> None:
-    """Refuse a task without its targets, or targets without their task."""
+    """Check that targets are set if and only if the task needs them."""
     if task in TARGETED and data.targets is None:
         raise ValueError(
-            f"task={task} needs data.targets=FILE.csv: a column sample or slide, and one for each "
-            "target"
+            f"task={task} needs data.targets=FILE.csv with a column sample or slide and one column "
+            "per target"
         )
     if task not in TARGETED and data.targets is not None:
         raise ValueError(
-            f"data.targets={data.targets} goes with task={' and '.join(TARGETED)}, not with {task}"
+            f"data.targets={data.targets} is for task={' or '.join(TARGETED)}, got task={task}"
         )
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name == "fractals" and task != "segmentation":
-        raise ValueError(f"data=fractals is for task=segmentation, got task={task}")
+        raise ValueError(f"data=fractals requires task=segmentation, got task={task}")
     size = _size(data.image_size)
     if size is None:
-        raise ValueError("data.image_size is [rows,columns], got null")
+        raise ValueError("data.image_size must be [rows,columns], got null")
     classes, channels = int(data.num_classes), int(data.channels)
     kind: Callable[..., SyntheticDataset] = SyntheticDataset
     if task == "segmentation":
@@ -272,33 +279,34 @@ def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
 
 def _check_samples(source: ShardDataset, path: Path, task: str) -> None:
     if len(source) == 0:
-        raise ValueError(f"the data set {path} has no samples: nothing to train on")
+        raise ValueError(f"data set {path} has no samples: nothing to train on")
     if task == "segmentation" and not source.has_masks:
         raise ValueError(
-            f"the data set {path} has no masks: write it again with "
+            f"data set {path} has no masks: write it again with "
             "ShardWriter.add(..., mask=...), spatialdl-tile --whole --annotations or "
-            "spatialdl-import volumes --masks, or take task=classification"
+            "spatialdl-import volumes --masks, or use task=classification"
         )
     unlabelled = int((source.labels < 0).sum())
     if unlabelled and task == "classification":
         raise ValueError(
             f"{unlabelled} of {len(source)} samples of {path} have no label: write it again with "
-            "labels (--labels, or of images a folder for each class), or choose a split with "
-            "labels by data.split"
-            + ", or take task=segmentation, which learns from its masks"
+            "labels (--labels, or one folder of images per class), select a split with labels by "
+            "data.split"
+            + ", or use task=segmentation, which trains on its masks"
             * source.has_masks
         )
 
 
 def _size(size: object) -> tuple[int, ...] | None:
-    """[rows,columns] of a configuration, of volumes [slices,rows,columns]; None for null."""
+    """Parse ``data.image_size``: (rows, columns), or (slices, rows, columns) for volumes."""
     if size is None:
         return None
     sides = list(size) if isinstance(size, ListConfig) else []
     is_number = all(type(side) is int and side >= 1 for side in sides)
     if not 1 <= len(sides) <= 3 or not is_number:
         raise ValueError(
-            f"data.image_size is [rows,columns], of volumes [slices,rows,columns], got {size}"
+            f"data.image_size must be [rows,columns], or [slices,rows,columns] for volumes, "
+            f"got {size}"
         )
     return tuple(sides)
 

@@ -1,8 +1,8 @@
-"""Signals that ask a run to stop: it ends its step, writes a checkpoint, and leaves with code 0.
+"""Stop signals: the run finishes its step, writes a checkpoint, and exits with code 0.
 
-A second one ends it at once. Signals that come within a second count as one: schedulers and
-launchers may tell a rank in several ways. They are seen by a thread of their own, because the main
-thread may be waiting for other ranks in MPI, where Python runs no handlers.
+A second signal ends it at once. Signals within one second count as one, because schedulers and
+launchers may both signal a rank. A separate thread receives them, because Python runs no handlers
+while the main thread waits in MPI.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spatialdl.comm.launch import launched
 from spatialdl.data.saving import replacing
 
 MARKER = "stopped.json"
-"""In the run directory, for a script that starts the run again."""
+"""File in the run directory for scripts that restart the run."""
 
 _AS_ONE_S = 1.0
 
@@ -35,16 +35,17 @@ class _Seen:
 
 
 def install() -> None:
-    """From now on these signals ask for a stop; only the main thread may call it.
+    """Install the handlers, from the main thread only.
 
-    One that was kept by `spatialdl.comm.early_signals` does so, too.
+    A signal that `spatialdl.comm.early_signals` has recorded counts too.
     """
     if _Seen.installed:
         return
     _Seen.installed = True
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # none comes to neither or both of two
+    # so that a signal reaches exactly one of the old and the new handler
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     for number in STOPPING:
         signal.signal(number, _leave_to_thread)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -71,39 +72,41 @@ def _see(number: int) -> None:
         _Seen.first, _Seen.at = number, now
         info = launched()
         if info is None or info.rank == 0:
-            sys.stderr.write("stopping after this step; the same again to leave at once\n")
+            sys.stderr.write("stopping after this step; send the signal again to exit at once\n")
     elif number == signal.SIGINT or now - _Seen.at >= _AS_ONE_S:
         end_job(128 + number)
 
 
 def seen() -> bool:
-    """Whether one has asked this rank for a stop."""
+    """Whether this rank has received a stop signal."""
     return _Seen.first is not None
 
 
 def ignore() -> None:
-    """From now on: the run is over, and Python would let them kill a rank that waits for others."""
+    """Ignore stop signals at the end of a run, when they would kill a rank that waits for peers."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def flags() -> list[float]:
-    """For each of `STOPPING` whether this rank has seen it first; 0 or 1, to be added up."""
+    """For each of `STOPPING`, 1 if this rank received it first, else 0; to be all-reduced."""
     return [float(_Seen.first == number) for number in STOPPING]
 
 
 def agreed(sums: Sequence[float]) -> signal.Signals | None:
-    """The signal for which all ranks stop, from the sums of their `flags`."""
+    """Signal for which all ranks stop, from the sums of their `flags`; None without one."""
     return next((number for number, count in zip(STOPPING, sums, strict=True) if count), None)
 
 
 def write_marker(run_dir: Path, number: signal.Signals, step: int, saved: int | None) -> None:
-    """Leave word that the run was stopped.
+    """Write the marker file of a stopped run.
 
     Args:
-        step: after which it was.
-        saved: step of the last whole checkpoint.
+        run_dir: run directory.
+        number: the signal.
+        step: last step.
+        saved: step of the last complete checkpoint.
     """
-    found = {"signal": number.name, "step": step, "checkpoint": saved}
+    marker = {"signal": number.name, "step": step, "checkpoint": saved}
     with replacing(run_dir / MARKER) as file:
-        file.write(json.dumps(found).encode())
+        file.write(json.dumps(marker).encode())

@@ -1,4 +1,4 @@
-"""Staging for a run: what each node needs, copied to a disk of its own while the ranks train."""
+"""Staging of shards to node-local disks during training."""
 
 from __future__ import annotations
 
@@ -38,53 +38,53 @@ log = logging.getLogger("spatialdl.data")
 
 @dataclass(frozen=True)
 class StageTo:
-    """Where shards are staged to: "auto", "off" or a folder; and whether they stay there."""
+    """Staging target ("auto", "off" or a folder), and whether copies are kept."""
 
     to: str
     keep: bool = False
 
     @classmethod
     def of(cls, data: DictConfig) -> StageTo:
-        """What a configuration says.
+        """Parse ``data.stage``.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: if a value is invalid.
         """
         stage = data.get("stage")
         if stage is None:
             return cls("off")
         to, keep = stage.get("to", "auto"), stage.get("keep", False)
-        if to in (None, False):  # how YAML reads off
+        if to in (None, False):  # YAML parses off as false
             to = "off"
         if not isinstance(to, str) or not to:
-            raise ValueError(f"data.stage={to} is not supported: take auto, off or a folder")
+            raise ValueError(f"data.stage={to} is not supported: use auto, off or a folder")
         if not isinstance(keep, bool):
-            raise ValueError(f"data.stage.keep={keep} is not supported: take true or false")
+            raise ValueError(f"data.stage.keep={keep} must be true or false")
         return cls(to, keep)
 
     def is_for(self, source: Path) -> bool:
-        """Whether a data set folder is to be staged, as this node sees it."""
+        """Whether this node stages a data set; "auto" skips those on a local disk."""
         return self.to != "off" and not (self.to == "auto" and is_local(source))
 
     def disk(self) -> tuple[Path | None, str]:
-        """The folder on a disk of this node, or None and why there is none."""
+        """The folder on a disk of this node, or None and the reason."""
         if self.to != "auto":
             return Path(self.to).expanduser().absolute(), ""
         disk, why = find_disk()
-        return disk, "" if disk else f"no disk of this node will do: {why}"
+        return disk, "" if disk else f"no suitable disk on this node: {why}"
 
 
 class Staging:
-    """The copies that the ranks of this node read, until it is closed.
+    """Copies of shards on this node; collective, all ranks must create it.
 
-    All ranks of the world make it together. The first rank of each node starts its copier.
+    The first rank of each node starts its copier.
 
     Args:
         world: all ranks.
-        where: to be staged to.
-        datasets: of one folder; they read from the copies as these arrive.
-        needs: finds out what this rank reads of it.
-        nodes: of the world, if they are known.
+        where: staging target.
+        datasets: data sets of one folder; they read from copies as these become available.
+        usage: returns the shards that this rank reads.
+        nodes: nodes of the world, if known.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Staging:
         world: Communicator,
         where: StageTo = StageTo("off"),
         datasets: Sequence[ShardDataset] = (),
-        needs: Callable[[], ShardUsage] = dict,
+        usage: Callable[[], ShardUsage] = dict,
         nodes: Nodes | None = None,
     ) -> None:
         self._world, self._datasets = world, datasets
@@ -104,66 +104,66 @@ class Staging:
         if not self._is_on:
             return
         node = (nodes or Nodes(world)).own
-        of_ranks = node.gather(needs())
-        told = folder = None
+        of_ranks = node.gather(usage())
+        message = folder = None
         if of_ranks is not None:
-            told = self._start(where, combined_usage(of_ranks))
+            message = self._start(where, combined_usage(of_ranks))
             folder = self._copier.folder if self._copier is not None else None
         folder = node.bcast(folder)
         for dataset in datasets:
             dataset.use_copies(folder)
-        for text, count in Counter(filter(None, world.gather(told) or ())).items():
+        for text, count in Counter(filter(None, world.gather(message) or ())).items():
             log.info("staging %s%s", text, f", on each of {count} nodes" if count > 1 else "")
 
     def damage(self) -> int:
-        """Damaged shards that the copier of this node, if this rank started it, has found."""
+        """Number of damaged shards found by the copier that this rank started, if any."""
         if self._copier is None:
             return 0
         self._copier.look()
         return len(self._copier.damaged)
 
-    def refuse(self) -> NoReturn:
-        """End all ranks, of which one at least has heard of damage; they call it together.
+    def raise_damage(self) -> NoReturn:
+        """Raise on all ranks after damage on at least one; collective.
 
         Raises:
-            ShardError: always; names shard and samples.
+            ShardError: always; names the shard and its samples.
         """
         texts = self._world.allgather(self._damage_text())
         raise ShardError(next(filter(None, texts)))
 
     def finish(self) -> None:
-        """Tell what was staged; all ranks call it together.
+        """Log a summary of the copies; collective.
 
         Raises:
-            ShardError: a shard is damaged.
+            ShardError: if a shard is damaged.
         """
         if not self._is_on:
             return
         if self._world.allreduce(self.damage()):
-            self.refuse()
+            self.raise_damage()
         copier = self._copier
         counts = self._world.gather(None if copier is None else (copier.shards, copier.bytes))
-        found = [count for count in counts or () if count is not None]
-        if not found:
+        copiers = [count for count in counts or () if count is not None]
+        if not copiers:
             return
-        shards = sum((count for count, _ in found), Counter[str]())
-        size = sum((count for _, count in found), Counter[str]())
-        told = [
-            f"{counted(shards[what], 'shard')} ({readable_bytes(size[what])}) {text}"
-            for what, text in (
+        shards = sum((count for count, _ in copiers), Counter[str]())
+        size = sum((count for _, count in copiers), Counter[str]())
+        texts = [
+            f"{counted(shards[kind], 'shard')} ({readable_bytes(size[kind])}) {text}"
+            for kind, text in (
                 ("copied", "copied"),
-                ("reused", "of earlier jobs used again"),
+                ("reused", "reused from earlier jobs"),
                 ("left", "left at the source"),
                 ("unreadable", "not readable at the source"),
             )
-            if shards[what]
+            if shards[kind]
         ]
-        if shards["done"] < len(found):
-            told.append("no more before the run ended")
-        log.info("staged: %s", ", ".join(told))
+        if shards["done"] < len(copiers):
+            texts.append("incomplete at the end of the run")
+        log.info("staged: %s", ", ".join(texts))
 
     def close(self) -> None:
-        """End the copier; copies are removed unless they are to stay."""
+        """Stop the copier and remove its copies unless they are kept."""
         for dataset in self._datasets:
             dataset.use_copies(None)
         if self._copier is not None:
@@ -175,51 +175,51 @@ class Staging:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _start(self, where: StageTo, needs: ShardUsage) -> str | None:
-        """Start the copier of this node, if there is a place; what to tell of it."""
+    def _start(self, where: StageTo, usage: ShardUsage) -> str | None:
+        """Start the copier of this node if there is space; return its log message."""
         dataset = self._datasets[0]
         if not where.is_for(dataset.path):
             return None
         disk, why = where.disk()
         if disk is not None:
             try:
-                return self._start_copier(disk, where.keep, needs)
+                return self._start_copier(disk, where.keep, usage)
             except (OSError, ShardError) as error:
                 why = f"cannot stage to {disk}: {error}"
         if why:
             log.warning("%s: %s; reading from %s", socket.gethostname(), why, dataset.path)
         return None
 
-    def _start_copier(self, disk: Path, keep: bool, needs: ShardUsage) -> str:
+    def _start_copier(self, disk: Path, keep: bool, usage: ShardUsage) -> str:
         dataset = self._datasets[0]
         shards = dataset.manifest.shards
-        wanted = [shards[shard] for shard in needs]
+        wanted = [shards[shard] for shard in usage]
         for info in wanted:
             local_name(info)
         copier = CopierProcess(dataset.path, disk, wanted, keep)
         try:
             room = DiskSpace(disk).bytes
             there = {
-                shard: need for shard, need in needs.items() if shards[shard].file in copier.there
+                shard: use for shard, use in usage.items() if shards[shard].file in copier.there
             }
-            missing = {shard: need for shard, need in needs.items() if shard not in there}
+            missing = {shard: use for shard, use in usage.items() if shard not in there}
             fit = {*there, *select_fitting(missing, shards, room)}
-            chosen = sorted(fit, key=lambda shard: (needs[shard].first, shard))
+            chosen = sorted(fit, key=lambda shard: (usage[shard].first, shard))
             copier.start([shards[shard] for shard in chosen])
         except BaseException:
             copier.close()
             raise
         self._copier = copier
         size = sum(shards[shard].bytes for shard in chosen)
-        told = (
+        text = (
             f"{counted(len(chosen), 'shard')} ({readable_bytes(size)}) of {dataset.path} "
-            f"to {copier.folder.parents[1]}, where {readable_bytes(max(room, 0))} are free"
+            f"to {copier.folder.parents[1]} ({readable_bytes(max(room, 0))} free)"
         )
-        left = [shards[shard].bytes for shard in needs if shard not in fit]
+        left = [shards[shard].bytes for shard in usage if shard not in fit]
         copier.shards["left"], copier.bytes["left"] = len(left), sum(left)
         if left:
-            told += f"; {counted(len(left), 'shard')} ({readable_bytes(sum(left))}) more do not fit"
-        return told
+            text += f"; {counted(len(left), 'shard')} ({readable_bytes(sum(left))}) more do not fit"
+        return text
 
     def _damage_text(self) -> str:
         if self._copier is None or not self._copier.damaged:
@@ -238,14 +238,14 @@ def stage_loaders(
     progress: TrainingProgress,
     nodes: Nodes | None = None,
 ) -> Staging:
-    """Begin to copy the shards that the rest of a run reads; all ranks call it."""
+    """Start copying the shards that the rest of a run reads; collective."""
     loaders = [loader for loader in (train, validation) if loader is not None]
     sources = [loader.loader.views.source for loader in loaders]
     datasets = [source for source in sources if isinstance(source, ShardDataset)]
 
-    def needs() -> ShardUsage:
+    def usage() -> ShardUsage:
         first = train.loader
-        found = training_usage(
+        training = training_usage(
             first.views,
             first.batching,
             int(config.seed),
@@ -253,8 +253,8 @@ def stage_loaders(
             (progress.epoch, progress.batch),
         )
         if validation is None:
-            return found
+            return training
         then, times = validation.loader, progress.validations_an_epoch
-        return one_after_another(found, validation_usage(then.views, then.batching, times))
+        return one_after_another(training, validation_usage(then.views, then.batching, times))
 
-    return Staging(world, StageTo.of(config.data), datasets, needs, nodes)
+    return Staging(world, StageTo.of(config.data), datasets, usage, nodes)

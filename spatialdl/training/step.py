@@ -1,4 +1,4 @@
-"""One step of training: forward and backward, looked at where that is asked for, and the update."""
+"""One training step: forward, backward, optional NaN checks, update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spatialdl.training.tasks.mixup import mixed
 
 
 class TrainingStep:
-    """One rank's part of the steps of a run; all ranks make them together.
+    """Training steps of one rank; collective, all ranks run them together.
 
     Args:
-        config: of the run.
-        pipeline: of the run.
-        update: what follows backward.
-        mixup: alpha by which the samples of a batch are mixed, see `tasks.mixup`; 0: they are not.
-        num_classes: of the targets.
+        config: configuration of the run.
+        pipeline: the network on its ranks.
+        update: the update after backward.
+        mixup: alpha of mixup, see `tasks.mixup`; 0 disables it.
+        num_classes: classes of the targets.
         world: all ranks.
     """
 
@@ -40,20 +40,24 @@ class TrainingStep:
         self._mixup, self._num_classes, self._seed = mixup, num_classes, int(config.seed)
         self._watch: NanWatch | None = None
         self._guard: Guard | None = None
-        is_scaled = pipeline.mixed is torch.float16  # so that gradients may overflow
+        is_scaled = pipeline.mixed is torch.float16  # gradients of a scaled loss may overflow
         if config.debug.name == "detect_nan":
             self._watch = NanWatch(pipeline, world, gradients=not is_scaled)
         elif config.trainer.stop_on_nan:
             self._guard = Guard(pipeline, world, gradients=not is_scaled)
 
     def run(self, batch: list[Microbatch], step: int) -> float:
-        """Make a step, after `step` others.
+        """Run one step.
+
+        Args:
+            batch: micro-batches of this rank.
+            step: steps done so far.
 
         Returns:
             This rank's part of the loss of the whole batch.
 
         Raises:
-            NotFinite: on all ranks, if something is not finite, and it is looked for.
+            NotFinite: on all ranks, if a NaN check fails.
         """
         pipeline = self._pipeline
         microbatches = mixed(
@@ -71,16 +75,16 @@ class TrainingStep:
         return own
 
     def check_weights(self, step: int) -> None:
-        """Before a checkpoint, where NaN is looked for.
+        """Check the weights before a checkpoint if ``trainer.stop_on_nan`` is set.
 
         Raises:
-            NotFinite: on all ranks, if a weight of any of them is not finite.
+            NotFinite: on all ranks, if a weight on any rank is not finite.
         """
         if self._guard is not None:
             self._guard.check_weights(step)
 
     def _forward_and_backward(self, microbatches: list[Microbatch], step: int) -> float:
-        """This rank's part of the loss, once it is known that no rank has a NaN."""
+        """This rank's part of the loss, after the NaN checks of all ranks."""
         scale = self._update.scale
 
         def run() -> float:

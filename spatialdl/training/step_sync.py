@@ -1,4 +1,4 @@
-"""Where all ranks meet after every step: one sum in which each says what the others must know."""
+"""Step synchronisation: one all-reduce per step that shares the state of all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from spatialdl.training.time_split import COUNTS, TimeSplit
 
 
 class StepSync:
-    """All ranks hear of signals, checkpoints, damage, warnings, and where the time went.
+    """Shares signals, checkpoint states, damaged shards, warnings and times among all ranks.
 
     Args:
-        course: is told of a signal.
-        split: is told of every step.
-        callbacks: which may ask for the end of the run.
+        world: all ranks.
+        writer: writer of checkpoints.
+        staging: copies of shards.
+        progress: gets the signal or reason that stops the run.
+        split: gets the times of every step.
+        callbacks: may request the end of the run.
     """
 
     def __init__(
@@ -35,43 +38,43 @@ class StepSync:
         callbacks: Callbacks | None = None,
     ) -> None:
         self._world, self._writer, self._staging = world, writer, staging
-        self._course, self._split = progress, split
+        self._progress, self._split = progress, split
         self._callbacks = Callbacks([]) if callbacks is None else callbacks
 
     def after_step(self, loss: float) -> float:
-        """The sum of the ranks' parts of a loss.
+        """Synchronise after a step and sum the ranks' parts of the loss.
 
         Raises:
-            ShardError: a shard is damaged.
+            ShardError: if a shard is damaged.
         """
-        total, *times = self._meet([loss, *self._split.own()])
+        total, *times = self._sync([loss, *self._split.own()])
         self._split.note(times, self._world.size)
         return total
 
     def between(self) -> None:
-        """Where no step was made.
+        """Synchronise without a step.
 
         Raises:
-            ShardError: a shard is damaged.
+            ShardError: if a shard is damaged.
         """
-        self._meet([0.0] * (1 + COUNTS))
+        self._sync([0.0] * (1 + COUNTS))
 
-    def _meet(self, numbers: list[float]) -> list[float]:
+    def _sync(self, numbers: list[float]) -> list[float]:
         warnings, ends = float(run_log.kept_warnings()), float(self._callbacks.reason is not None)
         own = [*self._writer.status(), self._staging.damage(), warnings, ends, *signals.flags()]
         values = torch.tensor([*numbers, *own], dtype=torch.float64)
         with trace.span("reduce", "the loss"):
-            added = noted("the sum of the loss", None, self._world.all_reduce, values)
-            sums = [float(value) for value in added]
-        found = sums[: len(numbers)]
-        busy, failed, damaged, untold, ended, *seen = sums[len(numbers) :]
-        if untold:
-            run_log.tell_warnings(self._world)
+            reduced = noted("the sum of the loss", None, self._world.all_reduce, values)
+            sums = [float(value) for value in reduced]
+        totals = sums[: len(numbers)]
+        busy, failed, damaged, buffered, ended, *seen = sums[len(numbers) :]
+        if buffered:
+            run_log.log_warnings(self._world)
         if damaged:
-            self._staging.refuse()
-        if ended and self._course.ended is None:
+            self._staging.raise_damage()
+        if ended and self._progress.ended is None:
             reasons = self._world.allgather(self._callbacks.reason)
-            self._course.ended = next(one for one in reasons if one is not None)
-        self._course.stopped = self._course.stopped or signals.agreed(seen)
-        self._writer.go_on(busy, failed)
-        return found
+            self._progress.ended = next(one for one in reasons if one is not None)
+        self._progress.stopped = self._progress.stopped or signals.agreed(seen)
+        self._writer.advance(busy, failed)
+        return totals

@@ -1,4 +1,4 @@
-"""What the time of a step goes to: computing, and waiting for others or for data."""
+"""Time of a step, split into computation and waits for other ranks or data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from spatialdl.comm import trace
 
 PARTS: tuple[str, ...] = ("compute", "halo", "hand_over", "reduce", "data")
 COLUMNS: tuple[str, ...] = ("halo", "hand_over", "reduce")
-"""Of ``metrics.csv``, which has the wait for data of rank 0 anyway."""
+"""Columns of ``metrics.csv``, which already has rank 0's wait for data."""
 
 COUNTS = 1 + len(trace.WAITS)
 
 
 class TimeSplit:
-    """Seconds of all ranks from one meeting after a step to the next one.
+    """Seconds of all ranks between step synchronisations.
 
-    What a rank waits in a meeting counts in the step that follows. On a GPU a wait is what the host
-    waits for, which may be the GPU's work of before. What FSDP waits for counts as computing.
+    A wait in a synchronisation counts in the following step. On a GPU, waits are those of the
+    host, which may wait for earlier work of the GPU. Waits inside FSDP count as computation.
     """
 
     def __init__(self) -> None:
@@ -28,32 +28,32 @@ class TimeSplit:
         self._began = 0.0
 
     def restart(self) -> None:
-        """What was since the last meeting belongs to no step."""
+        """Discard the time since the last synchronisation."""
         trace.counted()
         self._began = time.perf_counter()
 
     def own(self) -> list[float]:
-        """Of this rank: seconds since the last call, and those of each wait; to be added up."""
+        """Seconds of this rank since the last call, total and per wait; to be all-reduced."""
         now = time.perf_counter()
         elapsed, self._began = now - self._began, now
         waits = trace.counted()
         return [elapsed, *(waits.get(kind, 0.0) for kind in trace.WAITS)]
 
     def note(self, sums: Sequence[float], ranks: int) -> None:
-        """A step is over; the sums are those of all ranks' `own`."""
+        """Record a step from the sums of all ranks' `own`."""
         elapsed, *waits = sums
         seconds = dict(zip(PARTS[1:], waits, strict=True))
         seconds["compute"] = max(0.0, elapsed - sum(waits))
         self.last = {part: seconds[part] / elapsed if elapsed else 0.0 for part in PARTS}
         self._steps += 1
-        if self._steps == 2:  # the first one warms up, and is left out if there are others
+        if self._steps == 2:  # drop the first step, a warm-up, once there is another
             self._elapsed, self._total = 0.0, dict.fromkeys(PARTS, 0.0)
         self._elapsed += elapsed / ranks
         for part in PARTS:
             self._total[part] += seconds[part] / ranks
 
     def summary(self) -> dict[str, float]:
-        """Shares of the time, means over ranks and steps, and the seconds of a step."""
+        """Shares of the time and seconds per step, means over ranks and steps."""
         if not self._elapsed:
             return {}
         steps = max(1, self._steps - 1)

@@ -1,4 +1,4 @@
-"""The training loop, the same on every rank and in every layout."""
+"""Training loop, identical on every rank and in every layout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training import signals
 from spatialdl.training.callbacks import Callbacks, RunState, callback_plugins
 from spatialdl.training.checkpoints.checkpoints import Checkpoints, Resumed
-from spatialdl.training.console.rank_table import tell_ranks
-from spatialdl.training.console.run_log import tell_warnings
+from spatialdl.training.console.rank_table import log_ranks
+from spatialdl.training.console.run_log import log_warnings
 from spatialdl.training.console.start_table import start_table
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.loggers.choosing import wants_images
@@ -46,10 +46,14 @@ log = logging.getLogger("spatialdl.trainer")
 
 
 def run(config: DictConfig, run_dir: Path) -> None:
-    """Train as `config` says; every rank of the world calls it.
+    """Train as configured; collective, all ranks must call it.
+
+    Args:
+        config: configuration of the run.
+        run_dir: run directory, taken from rank 0.
 
     Raises:
-        ValueError: if the configuration does not fit together.
+        ValueError: if the configuration is inconsistent.
     """
     check.enable(bool(config.comm.check))
     trainer = Trainer(config, world())
@@ -57,19 +61,19 @@ def run(config: DictConfig, run_dir: Path) -> None:
 
 
 class Trainer:
-    """One rank's part of a training run; every rank of `world` makes it together.
+    """Trainer of one rank; collective, all ranks of `world` must create it.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world: all ranks.
-        nodes: of the world, if they are known.
+        nodes: nodes of the world, if known.
 
     Attributes:
         parts: data, network and optimizer.
-        course: how far the run is.
+        progress: steps and epochs done.
 
     Raises:
-        ValueError: if the configuration does not fit together.
+        ValueError: if the configuration is inconsistent.
     """
 
     def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
@@ -91,19 +95,19 @@ class Trainer:
         self._split = TimeSplit()
         self._watch = StepWatch(
             *(parts.pipeline.memory, parts.pipeline.stages.values()),
-            is_told=world.rank == 0,
+            shows=world.rank == 0,
             stops=signals.seen if share_one_image(parts.placement) else None,
             across=parts.pipeline.across,
         )
 
     def fit(self, run_dir: Path) -> None:
-        """Train to the end, or until told to stop; rank 0 writes the run directory."""
+        """Train to the end or until a stop is requested; rank 0 writes the run directory."""
         self._run_dir = run_dir = self.world.bcast(run_dir)
         parts, sources = self.parts, self.parts.sources
         images = sources.normalisation.text(sources.train_views.dtype)
         table = start_table(parts.pipeline, self.world, self.config, parts.batch_size, images)
         if self.config.comm.map:
-            tell_ranks(parts.pipeline, self.world)
+            log_ranks(parts.pipeline, self.world)
         with ExitStack() as stack:
             resumed = self._open_checkpoints(stack, run_dir)
             reporter = None
@@ -114,7 +118,7 @@ class Trainer:
             staging = stack.enter_context(
                 stage_loaders(self.world, self.config, *loaders, self.progress, parts.nodes)
             )
-            stack.callback(parts.close_feeds)
+            stack.callback(parts.close_loaders)
             writer = self.checkpoints.writer
             self._step_sync = StepSync(
                 *(self.world, writer, staging, self.progress, self._split, self._callbacks)
@@ -130,20 +134,20 @@ class Trainer:
             try:
                 self._train(reporter, is_resumed=resumed is not None)
             except NotFinite as error:  # on all ranks
-                self._give_up(reporter, error)
+                self._report_not_finite(reporter, error)
                 raise
             self._call("on_fit_end")
             waiting.at(f"end of the run, after step {self.progress.step}")
             writer.wait()
-            tell_warnings(self.world)
+            log_warnings(self.world)
             if self.progress.stopped is not None:
-                self._leave(reporter, run_dir, self.progress.stopped)
+                self._report_stop(reporter, run_dir, self.progress.stopped)
                 return
             staging.finish()
             self._finish(reporter)
 
     def _open_checkpoints(self, stack: ExitStack, run_dir: Path) -> Resumed | None:
-        """Also takes up the run where its checkpoint ends, if it goes on from one."""
+        """Also restores the state of a resumed run."""
         self.checkpoints = Checkpoints(
             *(self.config, self.world, self.parts.pipeline, self.parts.update, run_dir),
             self.parts.sources.described(),
@@ -160,7 +164,7 @@ class Trainer:
             self._callbacks.restore(content)
             self._metrics = dict(next(reversed(content["validations"]), {}))
         self._call("on_fit_start")
-        self._callbacks.state()  # which refuses what no checkpoint could keep
+        self._callbacks.state()  # raises now if a checkpoint could not store it
 
     def _call(self, method: str) -> None:
         self._callbacks.call(method, self._run_state)
@@ -182,7 +186,7 @@ class Trainer:
         )
 
     def _call_and_agree(self, method: str) -> None:
-        """One rank's wish to end the run is that of all."""
+        """Call the callbacks; all ranks stop if a callback of any rank requests it."""
         if self._callbacks:
             self._call(method)
             self._step_sync.between()
@@ -194,13 +198,13 @@ class Trainer:
             steps=self.parts.steps,
             table=table,
             names=self.parts.sources.names,
-            columns=[*self.parts.update.told, *COLUMNS],
+            columns=[*self.parts.update.log_values, *COLUMNS],
             resumed=resumed,
         )
 
     def _train(self, reporter: Reporter | None, is_resumed: bool) -> None:
         if is_resumed:
-            self._between_steps(reporter)  # the run may have been stopped before this
+            self._between_steps(reporter)  # due if the run was stopped before it
         waiting.at(f"step {self.progress.step + 1}")
         while not self.progress.is_over():
             self._train_epoch(reporter)
@@ -215,7 +219,7 @@ class Trainer:
         reporter.finish(summary, examples or (), self.progress.stopped_early())
 
     def _summary(self) -> dict[str, Any]:
-        """What all ranks together know of the run; each must call it."""
+        """Gather memory and times of all ranks; collective, all ranks must call it."""
         return {
             "world_size": self.world.size,
             "peak_memory_mb": self.world.gather(peak_memory_mb(self.parts.device)),
@@ -223,31 +227,32 @@ class Trainer:
             "time_split": self._split.summary(),
         }
 
-    def _leave(self, reporter: Reporter | None, run_dir: Path, number: Signals) -> None:
+    def _report_stop(self, reporter: Reporter | None, run_dir: Path, number: Signals) -> None:
         step, saved = self.progress.step, self.checkpoints.writer.last
         if self.world.rank == 0:
             write_marker(run_dir, number, step, saved)
-            log.info("stopped by %s after step %d: ckpt_path=latest goes on", number.name, step)
+            log.info("stopped by %s after step %d: resume with ckpt_path=latest", number.name, step)
         summary = self._summary()
         if reporter is not None:
             reporter.stopped(
                 summary, f"Stopped by {number.name} after step {step} of {self.parts.steps}."
             )
 
-    def _give_up(self, reporter: Reporter | None, error: NotFinite) -> None:
-        """Complete the checkpoint under way, and tell what is left of the run."""
+    def _report_not_finite(self, reporter: Reporter | None, error: NotFinite) -> None:
+        """Complete the pending checkpoint, add advice to the error, write the report."""
         self.checkpoints.writer.wait()
-        tell_warnings(self.world)
+        log_warnings(self.world)
         saved = self.checkpoints.writer.last
-        left = "there is no checkpoint" if saved is None else f"ckpt_path=latest is of step {saved}"
-        error.add_note(f"({left}; lower optimizer.lr, or set trainer.clip_norm?)")
+        resume = f"ckpt_path=latest resumes after step {saved}"
+        left = "there is no checkpoint" if saved is None else resume
+        error.add_note(f"({left}; try a lower optimizer.lr or trainer.clip_norm)")
         summary = self._summary()
         if reporter is not None:
             reporter.stopped(summary, f"Stopped: {error}.")
-        self.world.barrier()  # rank 0 is to tell it for all
+        self.world.barrier()  # so that rank 0 reports the error for all ranks
 
     def _train_epoch(self, reporter: Reporter | None) -> None:
-        """What is left of an epoch, or of the run."""
+        """Train the rest of an epoch, or of the run."""
         epoch, first = self.progress.epoch, self.progress.batch
         self._split.restart()
         started = time.perf_counter()
@@ -274,7 +279,7 @@ class Trainer:
                     images_per_second=images / seconds,
                     data_wait=waited / seconds,
                     memory_mb=peak_memory_mb(self.parts.device),
-                    **self.parts.update.told,
+                    **self.parts.update.log_values,
                     **{part: self._split.last[part] for part in COLUMNS},
                 )
             self._loss = loss
@@ -285,15 +290,15 @@ class Trainer:
             started = time.perf_counter()
 
     def _between_steps(self, reporter: Reporter | None) -> None:
-        """Validate, and write a checkpoint, where it is time for it."""
+        """Validate and write a checkpoint if they are due."""
         is_best = False
         validates, saves = self.progress.validation_is_due(), self.progress.checkpoint_is_due()
         if validates:
             waiting.at(f"validation after step {self.progress.step}")
-            found = self.validate(reporter)
-            is_best = found is not None and self.progress.validated(found)
-            if found is not None:
-                self._metrics = found
+            metrics = self.validate(reporter)
+            is_best = metrics is not None and self.progress.validated(metrics)
+            if metrics is not None:
+                self._metrics = metrics
                 self._call_and_agree("on_validation_end")
             saves = self.progress.checkpoint_is_due()
         if is_best or saves:
@@ -315,10 +320,13 @@ class Trainer:
         self.checkpoints.save({**self.progress.state(), **content}, is_best)
 
     def _train_step(self, batch: list[Microbatch]) -> float:
-        """One optimizer step; returns the loss of the whole batch, the same on every rank.
+        """Make one optimizer step.
+
+        Returns:
+            The loss of the whole batch, the same on every rank.
 
         Raises:
-            GivenUp: if it is told to stop meanwhile, see `StepWatch`.
+            GivenUp: if a stop is requested during the step, see `StepWatch`.
         """
         with self._watch.over(self.progress.step + 1):
             own = self._step.run(batch, self.progress.step)
@@ -329,27 +337,27 @@ class Trainer:
         return loss
 
     def validate(self, reporter: Reporter | None) -> Scores | None:
-        """Loss and metrics over all validation samples, each counted once.
+        """Compute loss and metrics over all validation samples, each counted once.
 
         Returns:
-            Nothing if there are no such samples, or the run was told to stop meanwhile.
+            None if there are no validation samples, or a stop was requested meanwhile.
         """
         if self.parts.validation is None or self.parts.validation_loader is None:
             return None
         with self.parts.update.averaged():
             own = self.parts.validation.own(self._until_stopped(self.parts.validation_loader))
-        trace.take()  # no part of the next step
+        trace.take()  # validation does not count in the trace of the next step
         if self.progress.stopped is not None:
             return None
-        found = self.parts.validation.scores(own)
+        metrics = self.parts.validation.scores(own)
         if reporter is not None:
-            reporter.validated(self.progress.step, found)
+            reporter.validated(self.progress.step, metrics)
             self.parts.validation.write(reporter.record.path)
         if wants_images(self.config.get("logger") or {}):
             examples = self.parts.validation.examples()
             if reporter is not None:
                 reporter.show(self.progress.step, examples or ())
-        return found
+        return metrics
 
     def _until_stopped(self, loader: RankLoader) -> Iterator[list[Microbatch]]:
         for batch in loader.batches():

@@ -1,4 +1,4 @@
-"""What the validation samples come to, over all ranks and micro-batches, each counted once."""
+"""Validation metrics over all ranks and micro-batches, each sample counted once."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ log = logging.getLogger("spatialdl.trainer")
 
 
 Own = Tensor | list[tuple[range, Tensor, Tensor]]
-"""Sums over maps, or samples, their outputs and their targets."""
+"""This rank's results: sums over maps, or samples with their outputs and targets."""
 
 
 class Evaluated(NamedTuple):
-    """What leaves the network on this rank.
+    """Network outputs on this rank.
 
     Attributes:
-        samples: of the data set, in the order of the feed.
-        output: (N, ...), of these.
-        target: (N, ...), of these.
-        mesh: over which they leave; one of virtual tiles, where each leaves by itself.
+        samples: numbers of the samples, in the order of the loader.
+        output: (N, ...), outputs of these samples.
+        target: (N, ...), targets of these samples.
+        mesh: the ranks that split the outputs, or the mesh of a single virtual tile.
     """
 
     samples: range
@@ -55,19 +55,19 @@ class Evaluated(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether no other rank has the same outputs, or this is the first that has."""
+        """Whether this is the first rank that has these outputs."""
         return self.mesh.counts
 
     @property
     def has_tile(self) -> bool:
-        """Of what is split: whether no other rank has the same tile, or this is the first."""
+        """Whether this is the first rank that has this tile of a split output."""
         return self.mesh.channels == 0
 
 
 def evaluated(
     pipeline: PipelineRuntime, loader: RankLoader, batches: Iterable[Sequence[Microbatch]]
 ) -> Iterator[Evaluated]:
-    """The outputs of batches of a feed, from the first on; all ranks go through all of them."""
+    """Yield the outputs of a loader's batches from the first on; all ranks must consume all."""
     for batch, parts in enumerate(batches):
         slices = loader.own(batch)
         for number, mesh, output in pipeline.evaluate_tiles(parts):
@@ -82,14 +82,17 @@ def evaluated(
 class Validation:
     """Metrics of all validation samples, the same in every layout.
 
-    Outputs for whole images are gathered on rank 0, put in the order of the samples, and there all
-    metrics are taken in float64. Of maps each rank counts its own pixels.
+    Outputs for whole images are gathered on rank 0 and sorted by sample; all metrics are computed
+    there in float64. For maps, each rank counts its own pixels.
 
     Args:
-        feed: of the validation samples, in their order.
+        pipeline: the network on its ranks.
+        task: loss and metrics.
+        sources: data of the run, with validation samples.
+        loader: loader of the validation samples, in their order.
         world: all ranks.
-        pictures: whether anybody will ask for examples.
-        metrics: of the user's own.
+        pictures: whether `examples` will be called.
+        metrics: metrics of the user.
     """
 
     def __init__(
@@ -115,13 +118,13 @@ class Validation:
         self._gallery = self._heat_maps = None
         if pictures:
             self._gallery = Gallery(world, pipeline.placement, views, sources.names)
-            tells_classes = task.name in ("classification", "multilabel")
-            # of virtual tiles nobody sees the maps of the whole image
-            sees_maps = tells_classes and not pipeline.placement.stream
-            self._heat_maps = HeatMaps(pipeline) if sees_maps else None
+            predicts_classes = task.name in ("classification", "multilabel")
+            # with virtual tiles, no rank has the feature maps of a whole image
+            has_maps = predicts_classes and not pipeline.placement.stream
+            self._heat_maps = HeatMaps(pipeline) if has_maps else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
-        """What counts on this rank, of batches of the feed from the first on."""
+        """Evaluate the loader's batches, from the first on, and return this rank's results."""
         if self._gallery is not None:
             self._gallery.begin()
         if isinstance(self._task, Segmentation):
@@ -130,27 +133,27 @@ class Validation:
             return list(self._own_outputs(self._task, batches))
 
     def scores(self, own: Own) -> Scores:
-        """Metrics of all that `own` gave; every rank must call it, and gets them."""
+        """Compute the metrics from `own` of all ranks; collective, returned on every rank."""
         if isinstance(own, Tensor) and isinstance(self._task, Segmentation):
-            found = self._task.metrics(self._world.all_reduce(own).tolist())
-            found |= self._map_metrics.scores(self._world)
+            metrics = self._task.metrics(self._world.all_reduce(own).tolist())
+            metrics |= self._map_metrics.scores(self._world)
         else:
-            everybody = self._world.gather(own)
-            found = {} if everybody is None else self._score([p for one in everybody for p in one])
-            found = self._world.bcast(found)
-        return found if math.isfinite(found["loss"]) else undefined(found)
+            gathered = self._world.gather(own)
+            metrics = {} if gathered is None else self._score([p for one in gathered for p in one])
+            metrics = self._world.bcast(metrics)
+        return metrics if math.isfinite(metrics["loss"]) else undefined(metrics)
 
     def write(self, folder: Path) -> None:
-        """The tables of the last predictions, on rank 0; there are none of maps."""
+        """Write the tables of the last predictions on rank 0; maps have none."""
         if self._predictions is None:
             return
         try:
             self._predictions.write(folder)
-        except OSError as error:  # such as a full disk, for which no run is lost
-            log.warning("the predictions are not written: %s", error)
+        except OSError as error:  # a full disk must not abort the run
+            log.warning("cannot write predictions: %s", error)
 
     def examples(self) -> list[Example] | None:
-        """The worst and the best of the last predictions on rank 0; all ranks must call it."""
+        """Worst and best predicted samples of the last validation, on rank 0; collective."""
         if self._gallery is None:
             return None
         return self._gallery.examples(self._predictions, self._heat_maps)
@@ -171,7 +174,7 @@ class Validation:
         return sums
 
     def _maps(self, parts: Sequence[Microbatch]) -> Iterator[tuple[int, Mesh, Tensor]]:
-        """Of each micro-batch the map that leaves here; in virtual tiles where masks come so."""
+        """Yield the output map of each micro-batch, by virtual tile if masks are read so."""
         if any(one.masks is not None for one in parts):
             yield from self._pipeline.evaluate_tiles(parts)
             return
@@ -181,13 +184,13 @@ class Validation:
                 yield number, mesh, output
 
     def _target(self, part: Microbatch, number: int, mesh: Mesh, output: Tensor) -> Tensor | None:
-        """The masks of a map, split as it is; of a virtual tile those of its own pixels."""
+        """Masks split like their map; for a virtual tile, the masks of its pixels."""
         if part.masks is None:
             return part.target
         own = self._pipeline.last(number)
         assert own is not None
         size = part.masks.size
-        if not isinstance(output, SpatialTensor):  # all of it, for all virtual tiles
+        if not isinstance(output, SpatialTensor):  # a whole map, from all virtual tiles
             whole = part.masks[(..., *(slice(0, n) for n in part.masks.shape[1:]))]
             return whole if own.parts == 1 else from_local(whole, own, size)
         fits = tuple(output.shape[2:]) == tuple(size)
@@ -199,9 +202,9 @@ class Validation:
     def _own_outputs(
         self, task: SampleTask, batches: Iterable[Sequence[Microbatch]]
     ) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """Samples, their outputs in float64 and their targets, that count on this rank."""
+        """Yield samples, outputs in float64 and targets that this rank counts."""
         for one in evaluated(self._pipeline, self._loader, batches):
-            task.loss(one.output, one.target)  # refuses outputs that do not fit
+            task.loss(one.output, one.target)  # raises if output and target do not match
             output = one.output.double().cpu()
             if self._heat_maps is not None:
                 errors = errors_of(task, task.predictions(output), one.target.cpu())
@@ -215,28 +218,28 @@ class Validation:
         order = torch.tensor([sample for samples, *_ in pieces for sample in samples])
         if not torch.equal(order.sort().values, torch.arange(len(source))):
             raise RuntimeError(
-                f"validation met {len(order)} outputs for {len(source)} samples: this is a bug"
+                f"validation got {len(order)} outputs for {len(source)} samples: this is a bug"
             )
         outputs = torch.cat([output for _, output, _ in pieces])[order.argsort()]
-        if isinstance(source, DatasetSource):  # which would have to make all samples again
+        if isinstance(source, DatasetSource):  # reading the labels would make all samples again
             source.labels = torch.cat([target for *_, target in pieces])[order.argsort()].numpy()
         if isinstance(source, ShardDataset) and self._numbers is None:
             self._numbers = sample_numbers(source)
         self._predictions = Predictions(self._task, outputs, source, names, self._numbers)
         own = None if self._own_metrics is None else self._own_metrics.of_samples
-        found = self._predictions.scores(own)
-        self._tell_missing(found, names)
-        return found
+        metrics = self._predictions.scores(own)
+        self._warn_undefined(metrics, names)
+        return metrics
 
-    def _tell_missing(self, found: Mapping[str, Any], names: Sequence[str]) -> None:
-        """Once, which classes have no AUROC."""
-        areas = found.get("auroc_per_class", [])
+    def _warn_undefined(self, metrics: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Warn once about classes without an AUROC."""
+        areas = metrics.get("auroc_per_class", [])
         missing = [number for number, area in enumerate(areas) if area is None]
         if missing and not self._warned:
             self._warned = True
             named = ", ".join(names[n] if n < len(names) else str(n) for n in missing)
             log.warning(
-                "no AUROC for %s: the validation samples need some of the class and some of "
-                "others; the mean leaves it out",
+                "no AUROC for %s: needs validation samples both of the class and of other classes; "
+                "not included in the mean",
                 named,
             )

@@ -1,4 +1,4 @@
-"""Virtual tiles of a run: what goes with them, and where waits what is not in memory."""
+"""Virtual tiles of a run: checks, automatic choice, progress within a step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.layouts import AUTO, placement_of
 
 LEAST = 32
-"""Pixels along each spatial dim of the smallest virtual tiles that are chosen."""
+"""Minimum pixels along each spatial dim of automatically chosen virtual tiles."""
 
 DELAY_S = 2.0
-"""Seconds of a step before it has a bar."""
+"""Seconds before a step gets a progress bar."""
 
 log = logging.getLogger("spatialdl.trainer")
 
 
 def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
-    """Refuse what sees whole tiles only, and settings that only virtual tiles have.
+    """Check for settings that virtual tiles do not support, or that need them.
 
     Raises:
         ValueError: names the key.
@@ -48,23 +48,23 @@ def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
         "task.loss=cox": task.name == "survival" and task.loss == "cox",
         "debug=detect_nan": config.debug.name == "detect_nan",
     }
-    for what, is_set in refused.items():
+    for setting, is_set in refused.items():
         if is_set:
             raise ValueError(
-                f"{what} does not go with virtual tiles, parallel.stream={parallel.stream}: leave "
-                "one of them out"
+                f"{setting} does not support virtual tiles, parallel.stream={parallel.stream}: set "
+                "only one of them"
             )
 
 
 def _check_unused(config: DictConfig) -> None:
-    given = {
+    unused = {
         "parallel.stream_to": config.parallel.stream_to,
         "trainer.memory_limit_gb": config.trainer.memory_limit_gb,
     }
-    for key, value in given.items():
+    for key, value in unused.items():
         if value is not None:
             raise ValueError(
-                f"{key}={value} is of no use without virtual tiles: set parallel.stream, such as "
+                f"{key}={value} has no effect without virtual tiles: set parallel.stream, such as "
                 "parallel.stream=[2,2], or leave it out"
             )
 
@@ -79,15 +79,19 @@ def choose_virtual_tiles(
     *,
     trains: bool = True,
 ) -> None:
-    """Set ``parallel.stream=auto`` to the fewest virtual tiles that fit into the limit.
+    """Replace ``parallel.stream=auto`` by the fewest virtual tiles that fit into the limit.
 
     Args:
-        shape: of the images of a micro-batch on a replica, (N, C, *spatial).
-        dtype: of the images and the weights.
-        limit: 10^9 bytes, the value of `key`.
+        parallel: group ``parallel`` of the configuration, changed in place.
+        model: the network.
+        shape: images of a micro-batch on a replica, (N, C, *spatial).
+        dtype: dtype of images and weights.
+        limit: memory limit in 10^9 bytes, the value of `key`.
+        key: key of the limit, for messages.
+        trains: whether the network is trained.
 
     Raises:
-        ValueError: there is no limit, or the network cannot be run without data.
+        ValueError: if there is no limit, or the network cannot run without data.
     """
     if parallel.stream != AUTO:
         return
@@ -100,8 +104,8 @@ def choose_virtual_tiles(
 def _limit(limit: object, key: str) -> float:
     if limit is None:
         raise ValueError(
-            f"parallel.stream=auto takes as few virtual tiles as fit into {key}: set it, such as "
-            f"{key}=8, or name the tiles, such as parallel.stream=[4,4]"
+            f"parallel.stream=auto needs a memory limit: set {key}, such as {key}=8, or set the "
+            "tiles, such as parallel.stream=[4,4]"
         )
     return float(str(limit))
 
@@ -114,41 +118,42 @@ def virtual_tiles_for(
     key: str = "trainer.memory_limit_gb",
     network: str = "the network",
 ) -> list[int]:
-    """The fewest virtual tiles of a rank that fit into the limit, along each spatial dim.
+    """Compute the fewest virtual tiles per rank that fit into the limit, per spatial dim.
 
     Args:
         parallel: the layout.
-        sizes: of the network on images of `shape`; None if it cannot be run without data.
-        shape: see `choose_virtual_tiles`, as are
-        limit: and
-        key: are.
-        network: what it is called.
+        sizes: sizes of the network on images of `shape`; None if it cannot run without data.
+        shape: see `choose_virtual_tiles`.
+        limit: see `choose_virtual_tiles`.
+        key: see `choose_virtual_tiles`.
+        network: name of the network, for messages.
 
     Raises:
-        ValueError: there is no limit, or it is too small, or there are no sizes.
+        ValueError: if the limit is missing or too small, or there are no sizes.
     """
     limit_gb = _limit(limit, key)
     if sizes is None:
         raise ValueError(
-            f"parallel.stream=auto: what {network} takes cannot be found out without data: name "
+            f"parallel.stream=auto: the memory of {network} cannot be computed without data: set "
             "the tiles, such as parallel.stream=[4,4]"
         )
     dims = len(shape) - 2
     grids = placement_of(parallel, dims).grids
-    found = [tiles_within(sizes, int(limit_gb * 1e9), shape[2:], grid) for grid in set(grids)]
-    if any(extent < LEAST * parts for extent, parts in zip(shape[2:], found[0], strict=True)):
+    tiles = [tiles_within(sizes, int(limit_gb * 1e9), shape[2:], grid) for grid in set(grids)]
+    if any(extent < LEAST * parts for extent, parts in zip(shape[2:], tiles[0], strict=True)):
         raise ValueError(
-            f"parallel.stream=auto: {key}={limit} is too small for images of {by(shape[2:])}, of "
-            f"which one operation takes {sizes.largest / 1e9:.1f} GB: give it more"
+            f"parallel.stream=auto: {key}={limit} is too small for images of {by(shape[2:])}: one "
+            f"operation needs {sizes.largest / 1e9:.1f} GB; increase the limit"
         )
-    return [max(each) for each in zip(*found, strict=True)]
+    return [max(each) for each in zip(*tiles, strict=True)]
 
 
 def microbatch_shape(config: DictConfig, image: Sequence[int]) -> tuple[int, ...]:
-    """Of the images of a micro-batch on a replica, (N, C, *spatial).
+    """Shape of the images of a micro-batch on a replica, (N, C, *spatial).
 
     Args:
-        image: (C, *spatial).
+        config: configuration of the run.
+        image: shape of an image, (C, *spatial).
     """
     replicas = config.parallel.data * config.parallel.microbatches
     return (ceil(config.data.batch_size / replicas), *image)
@@ -163,16 +168,18 @@ def check_room(
     ranks: int,
     recompute: bool,
 ) -> None:
-    """Refuse a run of which more would wait on a disk than has room there; in training.
+    """Check that activations offloaded to disk in training fit there.
 
     Args:
-        shape: of all images of a replica that are under way together, (N, C, *spatial).
-        parts: ranks of a replica, which share that.
-        ranks: that store on one disk.
-        recompute: whether blocks run again in backward.
+        memory: memory of the run, with its store.
+        model: the network.
+        shape: all images of a replica in flight at a time, (N, C, *spatial).
+        parts: ranks of a replica, which share these images.
+        ranks: ranks that offload to the same disk.
+        recompute: whether blocks are recomputed in backward.
 
     Raises:
-        ValueError: with what it would take.
+        ValueError: names the bytes needed and free.
     """
     if memory.store is None or memory.limit is None:
         return
@@ -183,31 +190,30 @@ def check_room(
     needed, free = ranks * stored(sizes, memory.limit, parts), memory.store.room
     if needed > free:
         raise ValueError(
-            f"about {needed / 1e9:.0f} GB of activations would wait in {memory.store.place}, "
-            f"where {free / 1e9:.0f} GB are free: name a folder on a disk with room by "
-            "parallel.stream_to, or keep less, by parallel.recompute=block or smaller images"
+            f"about {needed / 1e9:.0f} GB of activations would be offloaded to "
+            f"{memory.store.place}, but only {free / 1e9:.0f} GB are free: set parallel.stream_to "
+            "to a folder on a larger disk, or use parallel.recompute=block or smaller images"
         )
 
 
 def share_one_image(placement: Placement) -> bool:
-    """Whether all ranks come to all exchanges of a step together."""
+    """Whether all ranks take part in every exchange of a step."""
     return placement.world_size == prod(placement.grids[0]) and placement.stages == 1
 
 
 class StepWatch:
-    """Watches steps that take some seconds, operation by operation of the virtual tiles.
+    """Progress bar and early stop of long steps, per operation on virtual tiles.
 
-    On a terminal it tells how far a step is; how many operations there are is known when a step is
-    over. A run whose ranks all share one image need not end a step that takes minutes when one of
-    them is told to stop.
+    The number of operations is known after the first step. If all ranks share one image, a stop
+    request aborts the step, which may take minutes, instead of waiting for its end.
 
     Args:
-        memory: of the run; None without virtual tiles.
-        stages: of the run, whose buffers a forward changes.
-        is_told: whether on this rank.
-        stops: whether this rank is told to stop; None where that must wait for the end of a step,
-            as other ranks wait for this one in its midst.
-        across: where this rank and the others agree to stop.
+        memory: memory of the run; None without virtual tiles.
+        stages: stages of this rank, whose buffers a forward changes.
+        shows: whether this rank shows the bar in a terminal.
+        stops: returns whether this rank was requested to stop; None if a step must be completed
+            because other ranks wait for this one.
+        across: exchanges in which the ranks agree to stop.
     """
 
     def __init__(
@@ -215,21 +221,24 @@ class StepWatch:
         memory: Memory | None,
         stages: Iterable[nn.Module],
         *,
-        is_told: bool,
+        shows: bool,
         stops: Callable[[], bool] | None = None,
         across: Sequence[Across] = (),
     ) -> None:
-        self._shows = is_told and has_terminal()
+        self._shows = shows and has_terminal()
         self._memory = memory if self._shows or stops is not None else None
         self._stages, self._stops, self._across = tuple(stages), stops, across
         self._operations: int | None = None
 
     @contextmanager
     def over(self, step: int) -> Iterator[None]:
-        """Around a step, the first is 1.
+        """Watch a step.
+
+        Args:
+            step: number of the step, from 1.
 
         Raises:
-            GivenUp: the run is told to stop.
+            GivenUp: if a stop was requested.
         """
         memory = self._memory
         if memory is None:
@@ -249,7 +258,7 @@ class StepWatch:
             for one in self._across:
                 one.stops = self._stops
             if self._shows or not self._across:
-                memory.told = partial(self._told, bar)
+                memory.told = partial(self._after_operation, bar)
             try:
                 yield
             except GivenUp:
@@ -262,13 +271,13 @@ class StepWatch:
                     one.stops = None
             self._operations = bar.n
 
-    def _told(self, bar: tqdm[Any]) -> None:
+    def _after_operation(self, bar: tqdm[Any]) -> None:
         bar.update()
         if self._stops is not None and not self._across and self._stops():
             raise GivenUp
 
     def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Copies of all there are."""
+        """Copies of all buffers, to restore after an aborted step."""
         return [
             (module, name, buffer.detach().clone())
             for stage in self._stages

@@ -33,7 +33,7 @@ def test_keys_with_several_values_make_a_configuration_each():
     [
         (["parallel=pp", "data.batch_sise=4"], "nearest: data.batch_size"),
         (["parallel=none,ps"], "parallel=ps is unknown"),
-        (["parallel=pp", "data.batch_size=1"], "cannot be cut"),
+        (["parallel=pp", "data.batch_size=1"], "cannot be split"),
         (["debug=overfit"], "debug=overfit is not supported"),
         (["model=glob(res*)"], "list the choices"),
         (["parallel=auto"], "parallel.world"),

@@ -51,7 +51,7 @@ def test_a_run_that_is_told_of_its_time_limit_goes_on_to_the_same_curve(uninterr
     with training(tmp_path, "run") as job:
         job.says("step 1 of")
         answer("scancel", "--signal=USR1", job.id)  # what --signal=USR1@120 sends
-        job.says("going on after step")
+        job.says("resuming after step")
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
         assert job.told("Restarts") == "1"
@@ -64,7 +64,7 @@ def test_a_real_time_limit_sends_the_signal(tmp_path):
     limit = ["--time=2", "--signal=USR1@30"]
     with training(tmp_path, "run", *limit, steps=1_000_000) as job:
         job.says("stopped by SIGUSR1")
-        job.says("going on after step")
+        job.says("resuming after step")
         assert job.told("Restarts") == "1"
 
 
@@ -73,7 +73,7 @@ def test_a_run_requeued_from_outside_goes_on_to_the_same_curve(uninterrupted, tm
     with training(tmp_path, "run") as job:
         job.says("step 1 of")
         answer("scontrol", "requeue", job.id)
-        job.says("going on after step")
+        job.says("resuming after step")
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
         assert job.said().count("stopped by SIGTERM") == 1

@@ -85,8 +85,8 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
         job.until(lambda: resume_drained() or job.told("Restarts") == "1")
         job.until(lambda: resume_drained() or job.told("JobState") == "RUNNING")
         if (fault, number) == ("freeze", 0):  # it has the lock, and others give it back
-            job.says("is over for Slurm: going on without it")
-        job.says("going on after step")
+            job.says("has ended for Slurm: continuing without its lock")
+        job.says("resuming after step")
         job.until(job.is_over)
         assert job.told("JobState") == "COMPLETED", job.said()
         assert job.told("Restarts") == "1"
@@ -105,10 +105,10 @@ def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_
         (node,) = job.nodes()
         earlier = LockHolder.read(tmp_path / "run" / ".lock")
         lose(node, "cut", "heal")
-        job.says("going on after step 10")
+        job.says("resuming after step 10")
         assert job.nodes() != [node]
-        assert f"this job was started again (job {job.id}, process" in job.said()
-        assert "does not answer" not in job.said()
+        assert f"this job was restarted (job {job.id}, process" in job.said()
+        assert "did not exit" not in job.said()
         running = run(["nodectl", "exec", node, "ps", "-eo", "pid"], tmp_path).stdout.split()
         assert "1" in running
         assert str(earlier.process) not in running

@@ -77,7 +77,7 @@ def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
         job.ends()
     assert (undisturbed.told("Restarts"), job.told("Restarts")) == ("0", "1")
     assert job.said().count("stopped by SIGUSR1") == 1
-    assert "going on after step" in job.said()
+    assert "resuming after step" in job.said()
     assert losses(job.run_dir) == losses(undisturbed.run_dir)
     assert job.steps() == list(range(1, STEPS + 1))
 
@@ -89,7 +89,7 @@ def test_a_real_time_limit_is_gone_past_as_often_as_is_allowed(tmp_path):
     (job,) = submitted(tmp_path, "launcher=slurm", *limit, *words)
     with job:
         job.says("start 2 of the run")
-        job.says("going on after step")
+        job.says("resuming after step")
         job.says("not requeued: launcher.requeue=1 reached; resume with ckpt_path=latest")
         job.ends("FAILED")
     assert len(checkpoints(job.run_dir)) == 2
@@ -118,7 +118,7 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(lose, tmp_path
         job.says("step-00000010")
         lose(job.nodes()[1], "crash", "boot")
         job.says("start 2 of the run")
-        job.says("going on after step")
+        job.says("resuming after step")
         job.ends()
     assert job.told("Restarts") == "1"
     assert job.steps() == list(range(1, STEPS + 1))

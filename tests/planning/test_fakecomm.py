@@ -165,16 +165,22 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
     [
         (
             ["parallel=sp+pp", "data.batch_size=3", "parallel.schedule=foo"],
-            ["the schedule foo is unknown", "data.batch_size=3 cannot be cut into parallel.m"],
+            ["the schedule foo is unknown", "data.batch_size=3 cannot be split into parallel.m"],
         ),
         (["parallel=sp", "parallel.grid=[2,99]"], ["65x48 is smaller than the grid 2x99"]),
         (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
-        (["parallel=sp", "task=segmentation"], ["the network gives (6, 10) for 6 masks of 65x48"]),
+        (
+            ["parallel=sp", "task=segmentation"],
+            ["the network returns (6, 10) for 6 masks of 65x48"],
+        ),
         (["parallel=sp+lp", "parallel.cut=[layr2]"], ["the network calls no module 'layr2'"]),
-        (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid is [ro"]),
+        (["trainer.precision=int8", "parallel.grid=x"], ["precision=int8", "parallel.grid must"]),
         (["parallel=sp", "task.class_weights=[1]"], ["task.class_weights has 1 weights for 10"]),
-        (["trainer.freeze=[zz.*]"], ["no parameter is called zz.*"]),
-        (["weights=gone", "ckpt_path=nowhere"], ["weights=gone is no file", "ckpt_path=nowhere"]),
+        (["trainer.freeze=[zz.*]"], ["no parameter matches zz.*"]),
+        (
+            ["weights=gone", "ckpt_path=nowhere"],
+            ["weights=gone is not", "ckpt_path=nowhere"],
+        ),
         (["parallel=sp", "model.num_classes=x"], ["model=spatialdl.models.resnet18 cannot be bu"]),
     ],
 )
@@ -266,7 +272,7 @@ def test_virtual_tiles_have_memory_and_a_store(capsys):
     words = ["parallel=sp", "parallel.grid=[2,1]", "data.image_size=[260,256]", "device=cuda"]
     assert look(config(*words, "parallel.stream=[2,2]", "trainer.memory_limit_gb=0.01"))
     text = capsys.readouterr().out
-    assert "each rank works on 2x2 virtual tiles of its part, one by one" in text
+    assert "each rank processes its part as 2x2 virtual tiles in turn" in text
     assert "130 x 256" in text
     assert "activations within 0.01 GB; of the others 0.0" in text
     assert "GB are in pinned memory of the host" in text
@@ -307,10 +313,10 @@ class Cumulates(torch.nn.Module):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["parallel.tensor=2"], "parallel.tensor=2 does not go with virtual tiles"),
-        (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not go"),
-        (["trainer.compile=true"], "trainer.compile=true does not go with virtual tiles"),
-        (["parallel.stream=auto"], "takes as few virtual tiles as fit into trainer.memory_limit"),
+        (["parallel.tensor=2"], "parallel.tensor=2 does not support virtual tiles"),
+        (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not"),
+        (["trainer.compile=true"], "trainer.compile=true does not support virtual tiles"),
+        (["parallel.stream=auto"], "needs a memory limit: set trainer.memory_limit"),
         (["parallel.stream_to=/scratch"], "is of no use without trainer.memory_limit_gb"),
         (["data.image_size=[1,48]"], "1x48 is smaller than the 2x2 virtual tiles"),
     ],

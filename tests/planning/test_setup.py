@@ -130,5 +130,5 @@ def test_auto_takes_the_tiles_that_training_takes():
     assert given.parallel.stream == "auto"
     named = config("parallel.stream=[3,1]")
     assert with_virtual_tiles(named, sources) is named
-    with pytest.raises(ValueError, match=r"as few virtual tiles as fit into trainer\.memory_limit"):
+    with pytest.raises(ValueError, match=r"needs a memory limit: set trainer\.memory_limit"):
         with_virtual_tiles(config("parallel.stream=auto"), sources)

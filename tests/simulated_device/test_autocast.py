@@ -92,6 +92,6 @@ def test_the_package_casts_what_pytorch_casts():
 def test_a_precision_that_the_device_does_not_have_is_refused(monkeypatch):
     assert precision_of("bf16-mixed", torch.device("sim", 0)).mixed is torch.bfloat16
     monkeypatch.setattr(torch.sim, "get_amp_supported_dtype", lambda: [torch.float16])
-    with pytest.raises(ValueError, match=r"not for sim, which has no torch.bfloat16: take fp16-mi"):
+    with pytest.raises(ValueError, match=r"by sim, which has no torch.bfloat16: use fp16-mi"):
         precision_of("bf16-mixed", torch.device("sim", 0))
     assert precision_of("fp16-mixed", torch.device("sim", 0)).mixed is torch.float16

@@ -217,4 +217,4 @@ def test_a_device_that_no_package_brings_along_is_refused(tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 1
-    assert "error: device=sim is not supported: take one of auto, cpu, cuda, xpu, or" in done.stderr
+    assert "error: device=sim is not supported: use one of auto, cpu, cuda, xpu, or" in done.stderr

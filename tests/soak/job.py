@@ -76,10 +76,10 @@ class Job:
     def begun_at(self) -> int | None:
         """The step after which this life goes on; None while it has not said so."""
         said = self.log.read_text()
-        found = re.search(r"going on after step (\d+) from", said)
+        found = re.search(r"resuming after step (\d+) from", said)
         if found:
             return int(found[1])
-        return 0 if "a new run starts" in said else None
+        return 0 if "starting a new run" in said else None
 
     def steps(self) -> int:
         """That this life has made."""

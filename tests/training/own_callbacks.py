@@ -9,7 +9,7 @@ from spatialdl.training.callbacks import RunState
 
 
 class Recorder(spatialdl.Callback):
-    """Writes what it is called with, a file a rank."""
+    """Writes its calls to one file per rank."""
 
     def __init__(self, stop_at: int | None = None, stopping_rank: int = 0) -> None:
         self.stop_at, self.stopping_rank = stop_at, stopping_rank

@@ -111,8 +111,8 @@ def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
     assert summary["loss"][0] > 0
     for word, message in {
         "data.batch_size=1": "compares the slides of a step",
-        "data.num_classes=3": "task.loss=cox has a risk alone",
-        "task.loss=efron": "take null.*or cox",
+        "data.num_classes=3": "task.loss=cox predicts a single risk",
+        "task.loss=efron": "use null.*or cox",
     }.items():
         with pytest.raises(ValueError, match=message):
             Trainer(bag_config(folder, *words, "data.batch_size=2", word), SingleProcess())
@@ -120,7 +120,7 @@ def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
 
 def test_slides_that_do_not_fit_are_named(tmp_path, folder, caplog) -> None:
     table(folder, "s0,a", "s1,b", "x,a")
-    with pytest.raises(ValueError, match=r"1 of 3 slides.*no file of features, such as x"):
+    with pytest.raises(ValueError, match=r"1 of 3 slides.*no feature file, such as x"):
         opened(bag_config(folder))
     write_features(folder / "s2.h5", np.zeros((0, WIDTH)), None)
     table(folder, "s0,a", "s1,b", "s2,a", "s3,", "x,a", "s4,b")
@@ -129,7 +129,7 @@ def test_slides_that_do_not_fit_are_named(tmp_path, folder, caplog) -> None:
     assert [file.slide for file in found.train.files] == ["s0", "s1", "s4"]
     assert found.names == ("a", "b")
     said = " ".join(record.getMessage() for record in caplog.records)
-    for text in ("(x) have no file of features", "(s3) have no label", "(s2) have no tiles"):
+    for text in ("(x) have no feature file", "(s3) have no label", "(s2) have no tiles"):
         assert text in said
 
 
@@ -147,7 +147,7 @@ def test_patients_are_drawn_for_validation_class_by_class(folder) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["s0,a", "s1,a"], "all slides are of one class, a"),
+        (["s0,a", "s1,a"], "all slides have the same class, a"),
         (["s0,", "s1,"], "no slide has both tiles and a label"),
     ],
 )
@@ -160,13 +160,13 @@ def test_labels_of_which_nothing_is_learned_are_refused(folder, rows, message) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("parallel=pp", "parallel.stages=2 takes images of one size"),
-        ("parallel=none parallel.tensor=2", "parallel.tensor=2 takes images of one size"),
-        ("parallel=dp parallel.shard_state=true data.batch_size=2", "shard_state=true takes"),
+        ("parallel=pp", "parallel.stages=2 needs images of one size"),
+        ("parallel=none parallel.tensor=2", "parallel.tensor=2 needs images of one size"),
+        ("parallel=dp parallel.shard_state=true data.batch_size=2", "shard_state=true needs"),
         ("parallel=dp", "data.batch_size=1 leaves some of parallel.data=2 replicas"),
-        ("trainer.compile=true", "trainer.compile=true takes"),
-        ("task.mixup=0.2", "task.mixup=0.2 takes"),
-        ("data.labels=none.csv", "data.labels=none.csv is no file"),
+        ("trainer.compile=true", "trainer.compile=true needs"),
+        ("task.mixup=0.2", "task.mixup=0.2 needs"),
+        ("data.labels=none.csv", "data.labels=none.csv is not a file"),
     ],
 )
 def test_layouts_for_images_of_one_size_are_refused(folder, words, message) -> None:
@@ -177,11 +177,11 @@ def test_layouts_for_images_of_one_size_are_refused(folder, words, message) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("task=segmentation", "no masks for task=segmentation"),
-        ("data.columns=[label,er]", "task=classification takes one column"),
+        ("task=segmentation", "but task=segmentation needs masks"),
+        ("data.columns=[label,er]", "task=classification needs one label column"),
         ("data.max_tiles=0", "data.max_tiles=0 must be"),
         ("data.num_classes=5", "have 3 classes"),
-        ("data.features=[]", "is a folder of"),
+        ("data.features=[]", "must be a folder of"),
         ("data.split=test", "no slides of data.split=test; it has train, val"),
         ("task=multilabel data.columns=[time]", "must be 1 .*0"),
     ],

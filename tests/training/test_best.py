@@ -71,7 +71,7 @@ def test_without_a_metric_nothing_is_watched():
 @pytest.mark.parametrize("metric", ["dice", "samples", "slides", "speed"])
 def test_a_metric_that_is_none_is_told_with_those_there_are(metric):
     found = {"loss": 1.0, "mean_dice": 0.5, "dice": [0.5], "samples": 3, "slides": 1}
-    with pytest.raises(ValueError, match=rf"key={metric} is no metric here: take one of loss, mea"):
+    with pytest.raises(ValueError, match=rf"key={metric} is not a metric .*: use one of loss, mea"):
         Best(metric, "key").update(found)
 
 
@@ -98,9 +98,9 @@ def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_pat
 def test_a_metric_that_nobody_tells_is_refused():
     check_metric(None, "key", "regression", slides=False)
     check_metric("slide_vote_accuracy", "key", "classification", slides=True)
-    sentence = "key=slide_f1 is no metric here: take one of loss, accuracy, balanced_accuracy"
+    sentence = "key=slide_f1 is not a metric .*: use one of loss, accuracy, balanced_accuracy"
     for task, slides in (("multilabel", False), ("segmentation", True)):
-        with pytest.raises(ValueError, match="key=slide_f1 is no metric here: take one of loss"):
+        with pytest.raises(ValueError, match=r"key=slide_f1 is not a metric .*: use one of loss"):
             check_metric("slide_f1", "key", task, slides)
     with pytest.raises(ValueError, match=sentence):
         check_metric("slide_f1", "key", "classification", slides=False)

@@ -1,4 +1,4 @@
-"""Callbacks of the user's own: when they are called, what they keep, and how they end a run."""
+"""User callbacks: order of calls, saved state, and stopping a run."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_state_goes_with_checkpoints(tmp_path, caplog):
     with caplog.at_level("INFO"):
         other = words.replace("Recorder}", "Recorder, name: other}")
         trained(tmp_path / "parts", other, "trainer.max_steps=7", "ckpt_path=latest")
-    assert "the checkpoint has no state of other" in caplog.text
-    assert "has state of Recorder, which is left out" in caplog.text
+    assert "checkpoint has no state of other" in caplog.text
+    assert "state of Recorder in the checkpoint is ignored" in caplog.text
 
 
 def test_an_exception_names_the_callback(tmp_path):
@@ -86,7 +86,7 @@ def test_an_exception_names_the_callback(tmp_path):
 
 def test_a_state_that_no_checkpoint_can_keep_is_refused_before_the_first_step(tmp_path):
     words = f"trainer.callbacks=[{{_target_: {OWN}.KeepsTensors}}]"
-    with pytest.raises(ValueError, match="state_dict of KeepsTensors cannot be kept in a checkp"):
+    with pytest.raises(ValueError, match="cannot store state_dict of KeepsTensors in a checkp"):
         trained(tmp_path, words, "trainer.max_steps=3")
     assert (tmp_path / "metrics.csv").read_text().count("\n") == 1
 
@@ -122,5 +122,5 @@ def test_lists_that_name_no_callbacks_are_refused_before_ranks_start(words, said
 
 def test_what_is_no_callback_is_refused():
     given = config("trainer.callbacks=[{_target_: torch.nn.ReLU}]")
-    with pytest.raises(ValueError, match=r"gives a ReLU: derive it from spatialdl\.Callback"):
+    with pytest.raises(ValueError, match=r"creates a ReLU, expected .* of spatialdl\.Callback"):
         Callbacks(callback_plugins(given.trainer))

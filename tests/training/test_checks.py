@@ -1,4 +1,4 @@
-"""What is refused before there are ranks, and what is not."""
+"""Configuration checks before ranks are started."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_what_fits(words, ranks):
             (f"seed={seed}", f"seed={said} must be a whole number")
             for seed, said in (("-1", "-1"), ("1.5", "1.5"), ("true", "True"), ("null", "None"))
         ),
-        ("trainer.precision=half", "trainer.precision=half is not supported: take one of float32"),
-        ("device=tpu", "device=tpu is not supported: take one of auto, cpu, cuda"),
+        ("trainer.precision=half", "trainer.precision=half is not supported: use one of float32"),
+        ("device=tpu", "device=tpu is not supported: use one of auto, cpu, cuda"),
         ("task.name=guessing", "task.name=guessing is not supported"),
         ("comm.transport=pigeon", "comm.transport=pigeon is not supported"),
-        ("comm.backend=nothing", "take one of null, mpi4py, gloo, nccl"),
+        ("comm.backend=nothing", "use one of null, mpi4py, gloo, nccl"),
         ("parallel=lp parallel.balance=luck", "parallel.balance=luck is not supported"),
         ("comm.timeout=-1", "comm.timeout"),
         ("trainer.compile=true comm.timeout=60", "trainer.compile=true .* comm.timeout=60"),
@@ -59,14 +59,14 @@ def test_what_fits(words, ranks):
         ),
         (
             "parallel=dp parallel.data=4 data.batch_size=3 trainer.accumulate=2",
-            "data.batch_size=3 cannot be cut into .* parallel.data=4: take at least 4 images",
+            "data.batch_size=3 cannot be split into .* parallel.data=4: use at least 4 images",
         ),
         ("parallel=pp parallel.microbatches=8 data.batch_size=4", "batch"),
         ("parallel=sp+lp parallel.local_dp=2 data.batch_size=1", "batch"),
         ("parallel=sp parallel.grid=[65,1] data.image_size=[64,64]", "64"),
-        ("data=shards data.path=nowhere", "data.path=nowhere is no folder"),
+        ("data=shards data.path=nowhere", "data.path=nowhere is not a folder"),
         ("data=shards", r"data.path has no value: add data.path=\.\.\."),
-        ("data=shards data.path=. data.targets=none.csv", "data.targets=none.csv is no file"),
+        ("data=shards data.path=. data.targets=none.csv", "data.targets=none.csv is not a file"),
         ("data.std=0", r"data\.std=0 must be above 0"),
         ("data.mean=clip data.std=clip", r"data\.mean=clip is unknown: take imagenet"),
         ("data.mean=[0.1,0.2]", r"data\.mean has 2 numbers, \[0\.1,0\.2\], .* 3 channels"),
@@ -86,5 +86,5 @@ def test_what_does_not_fit_is_refused(words, sentence):
 
 
 def test_a_checkpoint_that_is_not_there_is_refused():
-    with pytest.raises(CheckpointError, match="ckpt_path=nowhere is not there"):
+    with pytest.raises(CheckpointError, match="ckpt_path=nowhere does not exist"):
         check_config(composed("train", "ckpt_path=nowhere"))

@@ -1,4 +1,4 @@
-"""One process; tests/mpi/training has several ranks."""
+"""``stop_on_nan`` in a single process; several ranks are in tests/mpi/training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, c
     with caplog.at_level(logging.INFO), pytest.raises(NotFinite) as found:
         run.fit(tmp_path)
     assert str(found.value) == f"step 3: {where}, {LAST}"
-    assert "ckpt_path=latest is of step 2" in found.value.__notes__[0]
+    assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
     assert checkpoints(tmp_path) == [1, 2]
     latest = (tmp_path / "checkpoints" / "latest").read_text().strip()
     kept = load_file(tmp_path / "checkpoints" / latest / "stage-00.safetensors")
@@ -71,7 +71,7 @@ def test_a_loss_that_is_infinite_stops_the_first_step(tmp_path):
 
 
 def test_what_does_not_come_again_is_told_as_such(tmp_path):
-    with pytest.raises(NotFinite, match=r"step 2: .* not finite on rank 0, but all was when the"):
+    with pytest.raises(NotFinite, match=r"step 2: .* not finite on rank 0, but was finite when"):
         trainer("+model.kind=forward", "+model.call=1").fit(tmp_path)
 
 
@@ -86,7 +86,7 @@ def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
     with pytest.raises(NotFinite) as found:
         trainer("+model.kind=from", "ckpt_path=latest").fit(tmp_path)
     assert str(found.value).startswith("step 3: NaN in poison")
-    assert "ckpt_path=latest is of step 2" in found.value.__notes__[0]
+    assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
 
 
 def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
@@ -127,7 +127,7 @@ def test_no_checkpoint_has_a_weight_that_the_update_has_spoilt(tmp_path, monkeyp
             run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("inf")
 
     monkeypatch.setattr(Update, "step", overflowing)
-    with pytest.raises(NotFinite, match=r"step 3: conv2\.weight is no longer finite after the upd"):
+    with pytest.raises(NotFinite, match=r"step 3: conv2\.weight is not finite after the upd"):
         run.fit(tmp_path)
     assert checkpoints(tmp_path) == [1, 2]
 

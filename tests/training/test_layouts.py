@@ -107,7 +107,7 @@ def test_grids_have_a_number_for_each_spatial_dim():
     halves = config("parallel=sp").parallel  # [2, 1]
     assert placement_of(halves, 3) == Placement(1, ((2, 1, 1),))
     assert placement_of(halves, 1) == Placement(1, ((2,),))
-    sentence = r"grid=\[1, 2\] has 2 numbers, but the images have 3 spatial dims: give one for each"
+    sentence = r"grid=\[1, 2\] has 2 numbers, but the images have 3 spatial dims: set one per dim"
     with pytest.raises(ValueError, match=sentence):
         placement_of(config("parallel=sp", "parallel.grid=[1,2]").parallel, 3)
     with pytest.raises(ValueError, match=r"of 8x8x8 have 3 spatial dims, but parallel.grid has 2"):
@@ -117,38 +117,50 @@ def test_grids_have_a_number_for_each_spatial_dim():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["parallel.grid=[]"], r"parallel.grid is \[rows,columns\], .* or a list .*, got \[\]"),
-        (["parallel.grid=[2,1,1,1]"], r"parallel.grid is \[rows,columns\]"),
+        (
+            ["parallel.grid=[]"],
+            r"grid must be \[rows,columns\], .* or a list .*, got \[\]",
+        ),
+        (["parallel.grid=[2,1,1,1]"], r"parallel.grid must be \[rows,columns\]"),
         (["parallel.spatial_stages=2"], "spatial_stages=2 must lie between 0 and.*stages=1"),
-        (["parallel.spatial_stages=-1"], "spatial_stages is a whole number of at least 0"),
-        (["parallel.grid=[2,2]"], r"grid=\[2, 2\] cuts images, but parallel=none has no spatial"),
+        (["parallel.spatial_stages=-1"], "spatial_stages must be a whole number of at least 0"),
+        (["parallel.grid=[2,2]"], r"grid=\[2, 2\] splits images, but parallel=none has no spatial"),
         (
             ["parallel.microbatches=0"],
-            "microbatches is a whole number of at least 1, got 0",
+            "microbatches must be a whole number of at least 1, got 0",
         ),
-        (["parallel.data=0"], "parallel.data is a whole number of at least 1, got 0"),
-        (["parallel.stages=0"], "parallel.stages is a whole number of at least 1, got 0"),
+        (["parallel.data=0"], "parallel.data must be a whole number of at least 1, got 0"),
+        (["parallel.stages=0"], "parallel.stages must be a whole number of at least 1, got 0"),
         (
             ["parallel=sp", "parallel.grid=[0,2]"],
             r"grid=\[0, 2\] needs numbers of at least 1",
         ),
-        (["parallel.grid=2x1"], r"parallel.grid is \[rows,columns\], .* or a list .*, got 2x1"),
-        (["parallel.grid=[a,b]"], r"parallel.grid is \[rows,columns\].*, got \['a', 'b'\]"),
-        (["parallel=sp", "parallel.grid=[[2,1],[1,2]]"], "2 grids, but .*spatial_stages=1: name"),
-        (["parallel=sp", "parallel.grid=[[2,1],3]"], "2 grids, but .*spatial_stages=1: name"),
+        (
+            ["parallel.grid=2x1"],
+            r"grid must be \[rows,columns\], .* or a list .*, got 2x1",
+        ),
+        (["parallel.grid=[a,b]"], r"parallel.grid must be \[rows,columns\].*, got \['a', 'b'\]"),
+        (["parallel=sp", "parallel.grid=[[2,1],[1,2]]"], "2 grids, but .*spatial_stages=1: set"),
+        (["parallel=sp", "parallel.grid=[[2,1],3]"], "2 grids, but .*spatial_stages=1: set"),
         (
             ["parallel=sp+pp", "parallel.spatial_stages=2", "parallel.grid=[[2,1],3]"],
-            r"parallel.grid is \[rows,columns\], .* or a list .*, got 3",
+            r"parallel.grid must be \[rows,columns\], .* or a list .*, got 3",
         ),
-        (["parallel.stages=two"], "parallel.stages is a whole number of at least 1, got two"),
+        (["parallel.stages=two"], "parallel.stages must be a whole number of at least 1, got two"),
         (["parallel.schedule=dualpipe"], "schedule dualpipe is unknown.*: take one of gpipe, 1f1b"),
-        (["parallel=pp", "parallel.local_dp=2"], r"spatial_stages=0 of parallel\.stages=2: take"),
-        (["parallel=sp", "parallel.local_dp=2"], r"local_dp=2 divides.*parallel\.data=2"),
-        (["parallel=sp+pp", "parallel.local_dp=0"], "local_dp is a whole number of at least 1"),
-        (["parallel.interleave=0"], "parallel.interleave is a whole number of at least 1, got 0"),
+        (["parallel=pp", "parallel.local_dp=2"], r"spatial_stages=0 of parallel\.stages=2: use"),
+        (["parallel=sp", "parallel.local_dp=2"], r"local_dp=2 splits.*parallel\.data=2"),
+        (
+            ["parallel=sp+pp", "parallel.local_dp=0"],
+            "local_dp must be a whole number of at",
+        ),
+        (
+            ["parallel.interleave=0"],
+            "interleave must be a whole number of at least 1, got 0",
+        ),
         (
             ["parallel=pp", "parallel.stages=5", "parallel.interleave=2"],
-            "stages=5 cannot be dealt out parallel.interleave=2 to a rank: take 6 stages",
+            "stages=5 is not divisible by parallel.interleave=2: use 6 stages",
         ),
         (
             ["parallel=sp+pp", "parallel.stages=4", "parallel.interleave=2"],
@@ -166,7 +178,7 @@ def test_grids_have_a_number_for_each_spatial_dim():
         (["parallel.gems.variant=mast"], "1 stages on one group of ranks has nobody"),
         (
             ["parallel.gems.variant=huge"],
-            "gems.variant=huge is unknown: take one of none, basic, mast, master",
+            "gems.variant=huge is unknown: use one of none, basic, mast, master",
         ),
         (["parallel=gems", "parallel.schedule=1f1b"], "schedule=1f1b does not go with GEMS"),
         (
@@ -179,7 +191,7 @@ def test_grids_have_a_number_for_each_spatial_dim():
         ),
         (
             ["parallel=sp", "parallel.cut=[layer2]"],
-            r"cut=\['layer2'\] says .* but parallel=sp has one stage: take parallel=lp or pp",
+            r"cut=\['layer2'\] sets .* but parallel=sp has one stage: use parallel=lp or pp",
         ),
         (["parallel.shard_state=true"], r"shard_state=true does not go with parallel\.data=1"),
         (["parallel=dp", "parallel.shard_state=2"], "shard_state=2 must be true or false"),
@@ -202,28 +214,28 @@ def test_grids_have_a_number_for_each_spatial_dim():
             ["parallel=dp+sp+pp", "parallel.shard_state=true", "parallel.local_dp=2"],
             "shard_state=true does not go with parallel.local_dp=2",
         ),
-        (["parallel.tensor=0"], "parallel.tensor is a whole number of at least 1"),
+        (["parallel.tensor=0"], "parallel.tensor must be a whole number of at least 1"),
         (["parallel=pp", "parallel.tensor=[2]"], r"tensor=\[2\] has 1 numbers, .*stages=2"),
         (
             ["parallel=gems", "parallel.tensor=[1,2]"],
-            "stages that share ranks .*GEMS.* one for all",
+            "stages that share ranks .*GEMS.* one number for all",
         ),
         (["parallel=sp", "parallel.late=tensor"], "late=tensor .*spatial_stages=1 of .*stages=1"),
         (
             ["parallel=sp+pp", "parallel.late=all"],
-            "late=all is unknown: take one of local_dp, tensor",
+            "late=all is unknown: use one of local_dp, tensor",
         ),
         (
             ["parallel=sp+pp", "parallel.late=tensor", "parallel.tensor=4"],
-            r"late=tensor takes .*prod\(parallel.grid\)=2, and parallel.tensor=4 says another",
+            r"late=tensor uses .*prod\(parallel.grid\)=2, but parallel.tensor=4: set only",
         ),
-        (["parallel.tensor_plan={fc: input}"], "says how channels are divided, but none are"),
+        (["parallel.tensor_plan={fc: input}"], "has no effect without split channels"),
         (
             ["parallel.tensor=2", "parallel.tensor_plan={fc: rows}"],
             "one of output, input, replicate, got rows",
         ),
         (["parallel=gems", "parallel.gems.times=2"], "times=2 is for .*variant=master, not.*mast"),
-        (["parallel=gems", "parallel.gems.times=0"], "parallel.gems.times is a whole number"),
+        (["parallel=gems", "parallel.gems.times=0"], "parallel.gems.times must be a whole number"),
         (
             ["parallel=gems", "parallel.microbatches=3"],
             "a multiple of 2: parallel.microbatches=3 is not, take 4",
@@ -250,8 +262,8 @@ def test_a_batch_must_reach_for_every_microbatch_of_every_replica():
     check_batch(8, 4, replicated)
     with pytest.raises(
         ValueError,
-        match=r"batch_size=7 cannot be cut into parallel.microbatches=4 x parallel.data=2: "
-        "take at least 8",
+        match=r"batch_size=7 cannot be split into parallel.microbatches=4 x parallel.data=2: "
+        "use at least 8",
     ):
         check_batch(7, 4, replicated)
 
@@ -260,22 +272,22 @@ def test_ranks_that_divide_samples_need_samples_and_labels():
     both = Placement(2, ((2, 1), ONE), batch=(1, 2))
     check_batch(8, 2, both)
     with pytest.raises(
-        ValueError, match=r"parallel\.data=2 x parallel\.local_dp=2: take at least 8"
+        ValueError, match=r"parallel\.data=2 x parallel\.local_dp=2: use at least 8"
     ):
         check_batch(7, 2, both)
     divided = Placement(1, ((2, 1), ONE), batch=(1, 2))
     classes, maps = ({"name": name, "loss": None} for name in ("classification", "segmentation"))
     check_task(OmegaConf.create(classes), divided)
     check_task(OmegaConf.create(maps), Placement(1, ((2, 1), ONE)))
-    with pytest.raises(ValueError, match=r"segmentation does not go with parallel\.local_dp=2"):
+    with pytest.raises(ValueError, match=r"segmentation does not support parallel\.local_dp=2"):
         check_task(OmegaConf.create(maps), divided)
     weighed = {**classes, "class_weights": [0.0, 1.0], "label_smoothing": 0.1}
     check_task(OmegaConf.create({**weighed, "label_smoothing": 0.0}), divided)
-    with pytest.raises(ValueError, match=r"label_smoothing=0\.1 does not go with"):
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.1 does not support"):
         check_task(OmegaConf.create(weighed), divided)
     own = OmegaConf.create({**classes, "loss": {"_target_": "my.Loss"}})
     check_task(own, Placement(1, ((2, 1), ONE)))
-    with pytest.raises(ValueError, match=r"task\.loss=my\.Loss does not go with parallel\.local_d"):
+    with pytest.raises(ValueError, match=r"task\.loss=my\.Loss does not support parallel\.local_d"):
         check_task(own, divided)
 
 
@@ -324,8 +336,8 @@ def test_virtual_tiles_of_volumes_and_signals(value, dims, stream):
             (
                 f"parallel.stream={value}",
                 2,
-                r"^parallel.stream is \[rows,columns\], for volumes "
-                rf"\[slices,rows,columns\], got {said}$",
+                r"^parallel.stream must be \[rows,columns\], or "
+                rf"\[slices,rows,columns\] for volumes, got {said}$",
             )
             for value, said in (
                 ("4", "4"),
@@ -342,23 +354,23 @@ def test_virtual_tiles_of_volumes_and_signals(value, dims, stream):
         (
             "parallel.stream=[2,2]",
             3,
-            r"stream=\[2, 2\] has 2 numbers, but the images have 3 spatial dims: give one for "
-            r"each, parallel.stream=\[slices,rows,columns\]",
+            r"stream=\[2, 2\] has 2 numbers, but the images have 3 spatial dims: set one per "
+            r"dim, parallel.stream=\[slices,rows,columns\]",
         ),
         ("parallel.stream=[2,2]", 1, r"but the images have 1 spatial dims.*=\[positions\]"),
-        ("parallel.stream=[2,2] parallel.tensor=2", 2, "parallel.tensor=2 does not go with virt"),
+        ("parallel.stream=[2,2] parallel.tensor=2", 2, "parallel.tensor=2 does not support virt"),
         (
             "parallel=sp+pp parallel.stream=[2,2] parallel.local_dp=2",
             2,
-            r"parallel.local_dp=2 does not go with virtual tiles, parallel.stream=\[2, 2\]: leave",
+            r"parallel.local_dp=2 does not support virtual tiles, parallel.stream=\[2, 2\]: set",
         ),
-        ("parallel=sp+pp parallel.stream=[2,2] parallel.late=tensor", 2, "late=tensor does not go"),
+        ("parallel=sp+pp parallel.stream=[2,2] parallel.late=tensor", 2, "late=tensor does not"),
         ("parallel=sp+pp parallel.stream=[2,2] parallel.late=local_dp", 2, "late=local_dp does"),
         *(
             (
                 f"parallel=dp parallel.stream=[1,1] parallel.{what}",
                 2,
-                f"parallel.{what} does not go",
+                f"parallel.{what} does not support",
             )
             for what in ("sync_batchnorm=true", "shard_state=true", "schedule=zero_bubble")
         ),

@@ -1,4 +1,4 @@
-"""What a run is made of is built, or refused, before any of it begins."""
+"""Components of a run are built and checked before training."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def test_parts_belong_to_one_run():
     batch = parts.train_loader.microbatches(next(parts.train_loader.batches(0, 0)))
     assert len(batch) == parts.microbatches == parts.pipeline.schedule.microbatches
     assert sum(one.samples for one in batch) == parts.batch_size
-    parts.close_feeds()
+    parts.close_loaders()
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["data.batch_size=3", "parallel.microbatches=4"], "batch_size=3 cannot be cut"),
+        (["data.batch_size=3", "parallel.microbatches=4"], "batch_size=3 cannot be split"),
         (["trainer.max_steps=0"], "max_steps=0 and trainer.max_epochs=None leave no step"),
-        (["trainer.max_steps=null"], "leave no step to make"),
-        (["++model._target_=builtins.dict"], "model=builtins.dict gives a dict, no network"),
+        (["trainer.max_steps=null"], "leave no step to train"),
+        (["++model._target_=builtins.dict"], "model=builtins.dict creates a dict, expected"),
         (
             ["++model._target_=spatialdl.models.nothing"],
             "nothing cannot be imported: .* no attribute",
         ),
         (
             ["data.validation_samples=0", "trainer.early_stopping.metric=loss"],
-            "early_stopping.metric=loss would never stop the run, as there is nothing to validate",
+            "early_stopping.metric=loss needs validation samples, but there are none",
         ),
         (["++model.depth=7"], "model=spatialdl.models.resnet18 cannot be built.*depth"),
     ],

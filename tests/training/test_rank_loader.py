@@ -73,9 +73,7 @@ def test_masks_of_classes_that_the_data_has_not_are_refused_before_they_travel()
     batch[0].masks[0, 1, 1] = 255  # without a class
     assert loader.microbatches(batch)
     batch[0].masks[0, 1, 1] = 3
-    with pytest.raises(
-        ValueError, match="tells 3 classes apart, but a mask has a pixel of class 3"
-    ):
+    with pytest.raises(ValueError, match="has 3 classes, but a mask has a pixel of class 3"):
         loader.microbatches(batch)
 
 
@@ -83,7 +81,7 @@ STREAM = "parallel.stream=[2,3]"
 
 
 def read_boxes(views, monkeypatch) -> list[tuple]:
-    """What is asked of a data set, from now on."""
+    """Record the reads of a data set."""
     asked: list[tuple] = []
     for name in ("read", "read_mask"):
         plain = getattr(type(views), name)
@@ -167,7 +165,7 @@ def test_masks_of_other_classes_are_refused_where_they_are_read():
 
 @pytest.mark.parametrize("kind", ["Noise", "Masks"])
 def test_samples_of_a_data_set_of_the_users_are_made_once_for_all_virtual_tiles(kind, monkeypatch):
-    """They are made whole, and would be made again for each part."""
+    """Whole samples would be created again for each part."""
     own = ("data=dataset", f"data.dataset._target_={own_datasets.__name__}.{kind}")
     words = [*own, "data.num_classes=2", "++data.dataset.size=[12,9]"]
     if kind == "Masks":

@@ -56,7 +56,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(stops, tmp_path, caplog):
             ours.finish(SUMMARY, [])
     assert (tmp_path / "summary.json").exists() != stops
     (warning,) = (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
-    assert warning.startswith("the report is not written: ")
+    assert warning.startswith("cannot write the report: ")
 
 
 def test_examples_and_the_timeline_are_in_tensorboard(tmp_path):

@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):
     run._metrics._file = open("/dev/full", "w", newline="")  # noqa: SIM115
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 2
-    assert "No space left on device; rows are kept" in caplog.text
+    assert "No space left on device; rows are buffered" in caplog.text
     log(run, 1)
     assert len(rows(tmp_path / "metrics.csv")) == 4
     run.close()
@@ -187,7 +187,7 @@ def test_validations_that_cannot_be_written_are_written_later(tmp_path, caplog):
     (tmp_path / "run").rename(tmp_path / "away")
     run.log_validation(step=1, loss=0.5)
     run.log_validation(step=2, loss=0.25)
-    assert caplog.text.count("rows are kept, and written when that ends") == 1
+    assert caplog.text.count("rows are buffered and written later") == 1
     (tmp_path / "away").rename(tmp_path / "run")
     run.log_validation(step=3, loss=0.125)
     run.close()

@@ -32,7 +32,7 @@ def start_of(job: str, number: int) -> dict[str, str]:
 
 @contextmanager
 def elsewhere(run_dir: Path, *launcher: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has a run directory."""
+    """Another process that holds a run directory."""
     words = [*launcher, sys.executable, "-c", HOLD, str(run_dir)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, env={**os.environ, **environment}, **pipes) as other:
@@ -45,7 +45,7 @@ def elsewhere(run_dir: Path, *launcher: str, **environment: str) -> Iterator[sub
 
 @pytest.fixture
 def become(monkeypatch):
-    """Let this process be a start of a job of Slurm, which looks often."""
+    """Pretend that this process is a start of a Slurm job, with frequent checks."""
     monkeypatch.setattr(run_lock, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(run_lock, "_NOTICED_S", 20.0)
 
@@ -73,7 +73,7 @@ def test_an_earlier_start_of_the_job_ends_when_a_later_one_has_its_directory(tmp
         become("7", 1)
         with held(tmp_path):
             assert earlier.poll() == 1
-            assert f"started again (job 7, process {os.getpid()} on" in earlier.stderr.read()
+            assert f"restarted (job 7, process {os.getpid()} on" in earlier.stderr.read()
             become("8", 0)
             with pytest.raises(ValueError, match="another run is writing"), held(tmp_path):
                 pass
@@ -130,7 +130,7 @@ def test_where_there_are_no_locks_a_run_is_told_so_and_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
     monkeypatch.setattr(run_lock.log, "info", lambda text, *words: told.append(text % words))
     with held(tmp_path):
-        assert "has no locks: no other run may write to it" in told[0]
+        assert "has no locks: start no other run there" in told[0]
 
 
 def test_a_run_that_was_killed_leaves_no_lock(tmp_path):

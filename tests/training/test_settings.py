@@ -33,7 +33,7 @@ def test_validation_can_be_left_out():
 
 
 def test_an_image_size_is_a_pair():
-    with pytest.raises(ValueError, match=r"data.image_size is \[rows,columns\], .*, got 64"):
+    with pytest.raises(ValueError, match=r"data.image_size must be \[rows,columns\], .*, got 64"):
         open_sources(config("data.image_size=64").data, 0)
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_data_set_is_refused():
     data = config().data
     data.name = "imagenet"
     with pytest.raises(
-        ValueError, match="data=imagenet is unknown: take shards, bags, dataset, synthetic or f"
+        ValueError, match="data=imagenet is unknown: use shards, bags, dataset, synthetic or f"
     ):
         open_sources(data, 0)
 
@@ -101,7 +101,7 @@ def test_shards_without_the_split_to_validate_on_train_all_the_same(tmp_path, ca
     data = shards(tmp_path / "set", [(SIZE, 0, "train")])
     with caplog.at_level("INFO"):
         assert open_sources(data, 0).validation is None
-    assert "has no split val: nothing to validate on" in caplog.text
+    assert "has no split val: the run has no validation" in caplog.text
 
 
 def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
@@ -120,8 +120,8 @@ def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("data.image_size=16", r"data.image_size is \[rows,columns\], .*, got 16"),
-        ("data.image_size=[16,0]", r"data.image_size is \[rows,columns\], .*, got \[16, 0\]"),
+        ("data.image_size=16", r"data.image_size must be \[rows,columns\], .*, got 16"),
+        ("data.image_size=[16,0]", r"data.image_size must be \[rows,columns\], .*, got \[16, 0\]"),
         ("data.background=256", "data.background=256 is not a value of uint8 images: use 0 to 255"),
         ("data.background=white", "data.background=white must be a number, or null for white"),
         ("data.workers=-1", "data.workers=-1 must be a whole number of at least 0"),
@@ -164,14 +164,14 @@ def test_masks_without_labels_name_the_task_that_learns_from_them(tmp_path):
     with ShardWriter(tmp_path / "set", kind="regions") as writer:
         writer.add(np.zeros((8, 6, 3), np.uint8), split="train", mask=np.zeros((8, 6), np.uint8))
     data = config("data=shards", f"data.path={tmp_path / 'set'}").data
-    with pytest.raises(ValueError, match=r"have no label.*, or take task=segmentation, which"):
+    with pytest.raises(ValueError, match=r"have no label.*, or use task=segmentation, which"):
         open_sources(data, 0)
 
 
 def test_a_size_of_other_dims_than_the_images_is_refused(tmp_path):
     data = shards(tmp_path / "set", [(SIZE, 0, "train")])
     data.image_size = [4, 8, 6]
-    match = r"data.image_size=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6: give"
+    match = r"data.image_size=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6: set"
     with pytest.raises(ValueError, match=match):
         open_sources(data, 0)
 
@@ -179,7 +179,7 @@ def test_a_size_of_other_dims_than_the_images_is_refused(tmp_path):
 def test_images_of_several_sizes_need_one_for_the_batch(tmp_path):
     samples = [(SIZE, 0, "train"), ((9, 6), 1, "train"), ((4, 9), 1, "val")]
     data = shards(tmp_path / "set", samples, kind="regions")
-    with pytest.raises(ValueError, match=r"3 different sizes, such as .*=.rows,columns. cuts"):
+    with pytest.raises(ValueError, match=r"3 different sizes, such as .*=.rows,columns."):
         open_sources(data, 0)
     data.image_size = [8, 8]
     views = open_sources(data, 0).train_views
@@ -204,7 +204,7 @@ def test_segmentation_wants_masks_and_no_labels(tmp_path):
 
 def test_masks_without_names_of_classes_need_their_number(tmp_path):
     data = masked(tmp_path / "set", classes=())
-    with pytest.raises(ValueError, match=r"names no classes: set data.num_classes"):
+    with pytest.raises(ValueError, match=r"has no class names: set data.num_classes"):
         open_sources(data, 0, "segmentation")
     data.num_classes = 4
     assert open_sources(data, 0, "segmentation").num_classes == 4
@@ -224,7 +224,7 @@ def test_fractals_are_volumes_with_masks():
     assert sources.names == ("background", "Sierpinski tetrahedron", "Menger sponge")
     assert sources.train.read_mask(0).shape == (12, 9, 10)
     assert (sources.train.read(0) != sources.validation.read(0)).any()
-    with pytest.raises(ValueError, match="data=fractals is for task=segmentation, got task=regr"):
+    with pytest.raises(ValueError, match="data=fractals requires task=segmentation, got task=regr"):
         open_sources(data, 4, "regression")
 
 
@@ -238,7 +238,7 @@ def test_targets_take_the_place_of_labels(tmp_path):
     assert (sources.names, sources.num_classes) == (("age", "mass"), 2)
     assert sources.train.labels.tolist() == [[63, 70.5]]
     assert sources.validation.labels[0, 0] == 71
-    with pytest.raises(ValueError, match=r"goes with task=multilabel and regression, not with cl"):
+    with pytest.raises(ValueError, match=r"is for task=multilabel or regression, got task=cl"):
         open_sources(data, 0)
     data.num_classes = 3
     with pytest.raises(ValueError, match=r"num_classes=3, but .* has 2 targets \(age, mass\)"):

@@ -99,7 +99,7 @@ else:
 
 
 def test_a_rank_that_waits_for_the_others_to_end_is_not_killed():
-    """Python takes its handlers away first: a second rank that was told made the job fail."""
+    """Python removes its handlers first, so a signal to a second rank made the job fail."""
     done = subprocess.run(
         [*mpiexec_command(2), sys.executable, "-c", ENDS],
         env={**os.environ, "PYTHONPATH": import_path()},

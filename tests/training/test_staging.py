@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(folder, tmp_path, caplog):
-    """Trains; returns the losses, and what the data layer said."""
+    """Train; return losses and log messages of the data layer."""
 
     def run(*overrides: str) -> tuple[list[float], list[str]]:
         caplog.clear()
@@ -69,7 +69,7 @@ def on_each_step(monkeypatch, do) -> None:
 
 
 def until_done(staging: Staging) -> None:
-    """So that the copier is as far as it gets before training goes on."""
+    """Let training wait for the copier."""
     if staging._copier is not None and staging._copier._process.stdin is not None:
         while not staging._copier.shards["done"] and staging._copier._process.poll() is None:
             staging._copier.look()
@@ -91,7 +91,7 @@ def test_training_is_the_same_with_copies(train, tmp_path, monkeypatch):
     again, said = train(f"data.stage.to={tmp_path}/disk")
     assert kept == again == plain
     assert "6 shards" in said[-1]
-    assert said[-1].endswith("of earlier jobs used again")
+    assert said[-1].endswith("reused from earlier jobs")
 
 
 def test_auto_leaves_local_data_where_they_are(train):
@@ -171,7 +171,7 @@ def test_settings(text, expected):
 
 @pytest.mark.parametrize("text", ["stage: {to: 3}", "stage: {to: ''}", "stage: {keep: maybe}"])
 def test_settings_that_do_not_fit(text):
-    with pytest.raises(ValueError, match=r"data\.stage.* is not supported: take"):
+    with pytest.raises(ValueError, match=r"data\.stage.* (is not supported: use|must be true)"):
         StageTo.of(OmegaConf.create(text))
 
 
@@ -186,4 +186,4 @@ def test_auto_takes_data_from_network_file_systems_to_a_disk(train, tmp_path, mo
     assert StageTo("/some/where").is_for(tmp_path)
     monkeypatch.setattr("spatialdl.training.staging.is_local", lambda path: False)
     _, said = train("trainer.max_steps=1")
-    assert f"to {tmp_path}/.spatialdl-{os.getuid()}, where" in said[0]
+    assert f"to {tmp_path}/.spatialdl-{os.getuid()} (" in said[0]

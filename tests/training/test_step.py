@@ -49,5 +49,5 @@ def test_weights_are_checked_before_a_checkpoint_where_nan_is_looked_for(looks: 
     if not looks:
         step.check_weights(3)
         return
-    with pytest.raises(NotFinite, match=r"^step 3: \S+ is no longer finite after the update"):
+    with pytest.raises(NotFinite, match=r"^step 3: \S+ is not finite after the update"):
         step.check_weights(3)

@@ -9,7 +9,7 @@ from spatialdl.training.time_split import COUNTS, PARTS, TimeSplit
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when the test says so."""
+    """Clock controlled by the test."""
     now = [100.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     trace.count()

@@ -1,4 +1,4 @@
-"""The training loop in one process; other layouts are proved equal to it in tests/mpi."""
+"""Training loop in a single process; other layouts are compared with it in tests/mpi."""
 
 from __future__ import annotations
 
@@ -266,14 +266,14 @@ def test_a_u_net_learns_the_discs(tmp_path):
 
 
 def test_a_network_of_the_other_task_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"trains with task=segmentation"):
+    with pytest.raises(ValueError, match=r"use task=segmentation"):
         train(tmp_path, *SEGMENTED, "task=classification")
-    with pytest.raises(ValueError, match=r"trains with task=classification"):
+    with pytest.raises(ValueError, match=r"use task=classification"):
         train(tmp_path, "task=segmentation")
 
 
 def test_accumulated_batches_are_one_batch(tmp_path):
-    """Lightning's way: so many batches of `data.batch_size` make a step."""
+    """As in Lightning: a step accumulates several batches of `data.batch_size`."""
     whole = train(tmp_path / "whole", "parallel.microbatches=2", "optimizer.scale_lr=linear")
     accumulated = train(
         tmp_path / "parts",
@@ -457,7 +457,7 @@ KINDS = {
 @pytest.mark.parametrize("stream", ["[2,2]", "[3,1]", "[1,1]"])
 @pytest.mark.parametrize("task", KINDS)
 def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
-    """Its activations wait on a disk."""
+    """Activations are offloaded to disk."""
     words = [*KINDS[task], "data.image_size=[70,67]", "data/augment=pathology", "trainer.ema=0.5"]
     words += ["trainer.validate_every=2", "parallel.microbatches=2", "trainer.clip_norm=1"]
     plain = train(tmp_path / "plain", *words)
@@ -476,7 +476,7 @@ def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
 
 
 def test_a_run_that_is_told_to_stop_gives_up_a_step_on_virtual_tiles(tmp_path, monkeypatch):
-    """A step may take longer than a scheduler waits; the run goes on as if it had not begun it."""
+    """A step may outlast the grace period of a scheduler; it is discarded and repeated."""
     words = [*KINDS["classification"], "data.image_size=[64,64]", "parallel.stream=[2,2]"]
     whole = train(tmp_path / "whole", *words)
     monkeypatch.setattr(signals._Seen, "first", None)

@@ -43,7 +43,7 @@ def test_a_class_without_auroc_is_named_once(tmp_path, caplog):
 def test_samples_that_are_met_twice_are_noticed():
     ours = parts("data.validation_samples=4")
     assert validated(ours)["samples"] == 4
-    with pytest.raises(RuntimeError, match="met 3 outputs for 4 samples"):
+    with pytest.raises(RuntimeError, match="got 3 outputs for 4 samples"):
         validated(ours, batches=1)
 
 

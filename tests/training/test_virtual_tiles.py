@@ -54,9 +54,7 @@ def test_what_goes_with_virtual_tiles(words):
     ],
 )
 def test_what_does_not_go_with_virtual_tiles(words, what):
-    sentence = (
-        rf"^{what} does not go with virtual tiles, parallel.stream=\[2, 2\]: leave one of the"
-    )
+    sentence = rf"^{what} does not support virtual tiles, parallel.stream=\[2, 2\]: set only one"
     with pytest.raises(ValueError, match=sentence):
         check_config(composed("train", f"{STREAM} {words}"))
 
@@ -64,13 +62,13 @@ def test_what_does_not_go_with_virtual_tiles(words, what):
 def test_bags_have_no_virtual_tiles(tmp_path):
     config = bag_config(write_bags(tmp_path))
     config.parallel.stream = [2]
-    with pytest.raises(ValueError, match=r"parallel.stream=\[2\] takes images of one size"):
+    with pytest.raises(ValueError, match=r"parallel.stream=\[2\] needs images of one size"):
         check_config(config)
 
 
 @pytest.mark.parametrize("words", ["parallel.stream_to=/tmp", "trainer.memory_limit_gb=2"])
 def test_keys_of_virtual_tiles_are_of_no_use_without_any(words):
-    with pytest.raises(ValueError, match=rf"^{words} is of no use without virtual tiles: set par"):
+    with pytest.raises(ValueError, match=rf"^{words} has no effect without virtual tiles: set par"):
         check_config(composed("train", words))
 
 
@@ -109,9 +107,9 @@ class _Reads(nn.Module):
 @pytest.mark.parametrize(
     ("limit", "model", "message"),
     [
-        (None, wide_view(), "as few virtual tiles as fit into trainer.memory_limit_gb: set it"),
+        (None, wide_view(), "needs a memory limit: set trainer.memory_limit_gb"),
         (1e-6, wide_view(), r"trainer.memory_limit_gb=1e-06 is too small for images of 512x512"),
-        (1.0, _Reads(), "what _Reads takes cannot be found out without data: name the tiles"),
+        (1.0, _Reads(), "the memory of _Reads cannot be computed without data: set the tiles"),
     ],
 )
 def test_auto_needs_a_limit_and_a_network_that_it_can_look_at(limit, model, message):
@@ -126,7 +124,7 @@ def room(tmp_path: Path, side: int) -> None:
 
 def test_a_disk_that_is_too_small_is_told_before_the_step(tmp_path):
     room(tmp_path, 512)
-    with pytest.raises(ValueError, match=r"about [0-9]+ GB of activations would wait in .* free"):
+    with pytest.raises(ValueError, match=r"about [0-9]+ GB of activations would be off.* free"):
         room(tmp_path, 300_000)
 
 
@@ -137,7 +135,7 @@ def test_without_a_limit_nothing_waits_on_a_disk():
 def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
     monkeypatch.setenv(TERMINAL, "1")
     memory = Memory()
-    watch = StepWatch(memory, [], is_told=True)
+    watch = StepWatch(memory, [], shows=True)
     for step in (1, 2):
         with watch.over(step), memory.watch():
             torch.ones(3).add(1).sum()
@@ -148,14 +146,14 @@ def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
 def test_other_ranks_and_runs_without_virtual_tiles_are_not_watched(monkeypatch):
     monkeypatch.setenv(TERMINAL, "1")
     memory = Memory()
-    for watch in (StepWatch(memory, [], is_told=False), StepWatch(None, [], is_told=True)):
+    for watch in (StepWatch(memory, [], shows=False), StepWatch(None, [], shows=True)):
         with watch.over(1):
             assert memory.told is None
 
 
 def test_a_step_that_is_given_up_leaves_buffers_as_they_were():
     memory, norm, told = Memory(), nn.BatchNorm2d(2), []
-    watch = StepWatch(memory, [norm], is_told=False, stops=lambda: bool(told))
+    watch = StepWatch(memory, [norm], shows=False, stops=lambda: bool(told))
     before = {name: one.clone() for name, one in norm.named_buffers()}
 
     def step() -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints: what a run needs to go on, in whichever layout."""
+"""Checkpoints, independent of the layout that writes or resumes them."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what goes in, and how a run goes on from one."""
+"""Saving and resuming the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -43,19 +43,24 @@ log = logging.getLogger("spatialdl.checkpoints")
 
 T = TypeVar("T")
 Resumed = tuple[Path, dict[str, Any]]
-"""The checkpoint from which a run goes on, and what it says of the run."""
+"""Folder and ``checkpoint.json`` of the checkpoint that a run resumes from."""
 
 
 class Checkpoints:
-    """Those of a run; all ranks must make it and call it together.
+    """Checkpoints of a run; collective, all ranks must create and call it together.
 
     Args:
-        run_dir: the same on every rank.
-        data: what is worth knowing of the data where a network is used later.
+        config: configuration of the run.
+        world: all ranks.
+        pipeline: the network on its ranks.
+        update: optimizer, scheduler and averages.
+        run_dir: run directory, the same on every rank.
+        data: metadata for inference, see `Sources.described`.
 
     Attributes:
-        writer: tells and is told what travels with the sums over all ranks, see `Writer`.
-        last: the step of the last one that was begun, or from which the run went on.
+        keep: number of checkpoints to keep.
+        writer: writes in the background, see `Writer`.
+        last: step of the last checkpoint that was started, or resumed from.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Checkpoints:
         self.keep = int(settings.keep)
         self.writer = Writer(run_dir, world, self.keep, local_folder(settings.local))
         self.last: int | None = None
-        # now, while the data set is there: it may be read from copies when this is saved
+        # computed now, because the data set may be read from copies at the time of saving
         self._identity = identity(config) if world.rank == 0 else {}
 
     def writes(self, step: int, is_best: bool = False) -> bool:
@@ -82,26 +87,27 @@ class Checkpoints:
         return self.keep > 0 and (step != self.last or is_best)
 
     def save(self, progress: dict[str, Any], is_best: bool = False) -> None:
-        """Copy what there is to save; it is written while training goes on.
+        """Copy the state, then write it while training continues.
 
         Args:
-            progress: of the run, with its `step`; `resume` gives it back.
+            progress: progress of the run, with its `step`; returned by `resume`.
+            is_best: whether it is the best checkpoint so far.
         """
         if not self.writes(progress["step"], is_best):
             return
         self.writer.wait()
         started = time.perf_counter()
         files = copies(self._pipeline, self._update, self._world.rank)
-        everybody = self._world.gather(random_states(self._pipeline.device))
+        gathered = self._world.gather(random_states(self._pipeline.device))
         content: dict[str, Any] = {}
-        if everybody is not None:
+        if gathered is not None:
             ranks = self._pipeline.placement.ranks_by_place
-            files.update(random_file([everybody[rank] for rank in ranks]))
+            files.update(random_file([gathered[rank] for rank in ranks]))
             content = self._content()
         self.writer.start(files, {**content, **progress}, is_best)
         self.last = progress["step"]
         log.info(
-            "step %d: a checkpoint is written, training waited %.3f s for its copy",
+            "step %d: writing checkpoint, training waited %.3f s for the copy",
             *(progress["step"], time.perf_counter() - started),
         )
 
@@ -135,24 +141,23 @@ class Checkpoints:
         }
 
     def resume(self) -> Resumed | None:
-        """Go on from the checkpoint that `ckpt_path` names.
+        """Resume from the checkpoint that ``ckpt_path`` names.
 
         Returns:
-            Its folder, and what ``checkpoint.json`` says, such as the progress that was saved;
-            None if the run starts anew.
+            Folder and content of ``checkpoint.json``, with the saved progress; None for a new run.
 
         Raises:
             CheckpointError: if there is none, all are damaged, or it is of another run.
         """
         wanted = self._config.ckpt_path
-        paths = self._rank_0(lambda: self._choices(wanted))
-        self.writer.clean()  # rank 0 has said that no other run writes to this directory
+        paths = self._on_rank_0(lambda: self._choices(wanted))
+        self.writer.clean()  # rank 0 holds the lock of the run directory
         if not paths:
             return None
         path = first_whole(paths, self._world)
         with Checkpoint(path) as checkpoint:
             content = checkpoint.content
-            self._rank_0(lambda: check_same(content, self._config))
+            self._on_rank_0(lambda: check_same(content, self._config))
             restore(self._pipeline, self._update, checkpoint, self._world)
             self._update.restore(content["update"])
             if content["layout"] == self._layout():
@@ -160,44 +165,44 @@ class Checkpoints:
                 restore_random(checkpoint.random_states(place), self._pipeline.device)
         if path.parent == self._run_dir / FOLDER:
             self.last = self.writer.last = int(content["step"])
-            self._rank_0(lambda: self._prune(path, content))
+            self._on_rank_0(lambda: self._prune(path, content))
         log.info(
-            "going on after step %d from %s (saved by parallel=%s, %s)",
+            "resuming after step %d from %s (saved with parallel=%s, %s)",
             *(content["step"], path, content["layout"]["parallel"], content["layout"]["placement"]),
         )
         return path, content
 
     def _prune(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Remove what the run that wrote it would have, had it not been killed before."""
+        """Remove older checkpoints that a killed run did not remove."""
         kept = content["config"]["trainer"]["checkpoint"]["keep"]
         if 0 < self.keep == kept and pointed(path.with_name(LATEST)) == path:
             with suppress(OSError):
                 prune(path.parent, path, self.keep)
 
     def _choices(self, wanted: str | None) -> list[Path]:
-        """Those to try; nothing in the run directory may be lost by starting anew."""
+        """Checkpoints to try; refuse to start anew over checkpoints in the run directory."""
         folder = self._run_dir / FOLDER
         clean(folder)
-        found = candidates(str(wanted), self._run_dir) if wanted is not None else []
-        there = complete(folder)
-        if there and self.keep and not any(path.parent == folder for path in found):
+        paths = candidates(str(wanted), self._run_dir) if wanted is not None else []
+        existing = complete(folder)
+        if existing and self.keep and not any(path.parent == folder for path in paths):
             raise CheckpointError(
-                f"{self._run_dir} has checkpoints of an earlier run, up to {there[-1].name}: add "
-                "ckpt_path=latest to go on with it, or take another hydra.run.dir"
+                f"{self._run_dir} has checkpoints of an earlier run, up to {existing[-1].name}: "
+                "resume with ckpt_path=latest, or set another hydra.run.dir"
             )
-        if wanted is not None and not found:
-            log.info("ckpt_path=%s: there is none in %s yet, a new run starts", wanted, folder)
-        return found
+        if wanted is not None and not paths:
+            log.info("ckpt_path=%s: no checkpoint in %s yet, starting a new run", wanted, folder)
+        return paths
 
-    def _rank_0(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds out, on all ranks; its mistake is everybody's."""
-        found: tuple[T | None, str | None] = None, None
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0; return its result, or raise its error, on all ranks."""
+        outcome: tuple[T | None, str | None] = None, None
         if self._world.rank == 0:
             try:
-                found = work(), None
+                outcome = work(), None
             except (CheckpointError, OSError) as error:
-                found = None, str(error)
-        result, mistake = self._world.bcast(found)
-        if mistake is not None:
-            raise CheckpointError(mistake)
+                outcome = None, str(error)
+        result, failure = self._world.bcast(outcome)
+        if failure is not None:
+            raise CheckpointError(failure)
         return result  # type: ignore[no-any-return]

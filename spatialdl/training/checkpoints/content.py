@@ -1,8 +1,8 @@
-"""What a checkpoint contains, under names that do not depend on the layout.
+"""Tensors of a checkpoint, under names that do not depend on the layout.
 
-Weights and buffers have the names of the network's own state dict. What an optimizer keeps of a
-parameter is `optimizer/PARAMETER/KEY`, or `number/PARAMETER/KEY` if it is a number of Python's; the
-average of a parameter over the steps is `average/PARAMETER`.
+Weights and buffers have the names of the network's state dict. Optimizer state of a parameter is
+`optimizer/PARAMETER/KEY`, or `number/PARAMETER/KEY` for a Python number. The average of a
+parameter over the steps is `average/PARAMETER`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ from spatialdl.training.optimization.update import Update
 STATE, NUMBER, AVERAGE = "optimizer/", "number/", "average/"
 
 Files = dict[str, dict[str, Tensor]]
-"""By the name of a file its tensors, in memory of their own."""
+"""Copied tensors by file name and tensor name."""
 
 
 class TensorSource(Protocol):
-    """Where tensors are read from."""
+    """Reader of named tensors."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """None if there is no such tensor."""
+        """Shape of a tensor; None if it does not exist."""
 
     def names(self, prefix: str) -> list[str]:
-        """Of all tensors that begin so."""
+        """Names of the tensors with a prefix."""
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor, or some of its rows."""
+        """Read a tensor, or some of its rows."""
 
 
 def copies(pipeline: PipelineRuntime, update: Update, rank: int) -> Files:
-    """What this rank writes; where state is sharded, or channels are divided, all ranks must ask.
+    """Copy the tensors that this rank writes; collective if state or channels are sharded.
 
-    Of every stage the first rank that holds it writes all.
+    The first rank of each stage writes the whole stage.
 
     Args:
-        rank: of this process in the world.
+        pipeline: the network on its ranks.
+        update: optimizer and averages.
+        rank: rank of this process in the world.
 
     Raises:
-        CheckpointError: for state that is no tensor.
+        CheckpointError: for state that is not a tensor.
     """
     files: Files = {}
     for stage, module in pipeline.stages.items():
@@ -65,9 +67,9 @@ def copies(pipeline: PipelineRuntime, update: Update, rank: int) -> Files:
         state = (*_state(module), *_optimizer_state(module, update.optimizer))
         for name, value in (*state, *_averages(module, update)):
             whole = value if sharded is None else sharded.full(value)
-            weight = weights.get(_of_what(name))
+            weight = weights.get(_owner(name))
             if weight is not None and name in weights and sharded is None:
-                whole = weight.whole()  # its forward may have put something whole there
+                whole = weight.whole()  # a forward may have replaced the part by a whole tensor
             elif weight is not None and value.shape == weight.part.shape:
                 whole = weight.whole(whole)
             if writes:
@@ -81,8 +83,8 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"the network keeps '{name}', a {type(value).__name__}, in its state dict; "
-                "checkpoints hold tensors only: make it a buffer, or set trainer.checkpoint.keep=0"
+                f"the network has '{name}', a {type(value).__name__}, in its state dict, but "
+                "checkpoints store tensors only: make it a buffer, or set trainer.checkpoint.keep=0"
             )
         yield name, value
 
@@ -98,9 +100,9 @@ def _optimizer_state(
                 yield f"{NUMBER}{name}/{key}", torch.tensor(value, dtype=_type_of(value))
             elif value is not None:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as '{key}' of "
-                    f"{name}; checkpoints hold numbers, tensors, and shards like those of the "
-                    "parameters: take another optimizer, or set trainer.checkpoint.keep=0"
+                    f"{type(optimizer).__name__} has a {type(value).__name__} as '{key}' of "
+                    f"{name}, but checkpoints store numbers, tensors, and shards like those of the "
+                    "parameters: use another optimizer, or set trainer.checkpoint.keep=0"
                 )
 
 
@@ -111,8 +113,8 @@ def _averages(module: nn.Module, update: Update) -> Iterator[tuple[str, Tensor]]
             yield AVERAGE + name, averages[name]
 
 
-def _of_what(name: str) -> str:
-    """The parameter or buffer that something in a checkpoint belongs to."""
+def _owner(name: str) -> str:
+    """The parameter or buffer that a tensor of a checkpoint belongs to."""
     if name.startswith((STATE, NUMBER)):
         return name.split("/", 1)[1].rpartition("/")[0]
     return name.removeprefix(AVERAGE)
@@ -130,26 +132,26 @@ def _type_of(value: float) -> torch.dtype:
     return kinds.get(type(value), torch.float64)
 
 
-# --- the way back
+# --- restoring
 
 
 @torch.no_grad()
 def restore(
     pipeline: PipelineRuntime, update: Update, source: TensorSource, world: Communicator
 ) -> None:
-    """Fill this rank's stages and its part of the optimizer's state; all ranks must call it.
+    """Restore this rank's stages and optimizer state; collective.
 
-    Averages that the checkpoint does not have begin with its weights.
+    Averages missing in the checkpoint are initialised with its weights.
 
     Raises:
-        CheckpointError: if the network or the optimizer is another one; nothing was changed then.
+        CheckpointError: if the network or the optimizer differs; then nothing is changed.
     """
     check_network(pipeline.stages.values(), source, world)
     _restore_network(pipeline, source)
     for stage, module in pipeline.stages.items():
         weights = weights_of(module)
         for name, value in _averages(module, update):
-            weight = weights.get(_of_what(name))
+            weight = weights.get(_owner(name))
             _fill(pipeline, stage, value, source, _or_weight(source, name), weight)
     _restore_optimizer(pipeline, update.optimizer, source)
 
@@ -158,32 +160,37 @@ def restore(
 def restore_network(
     pipeline: PipelineRuntime, source: TensorSource, world: Communicator, *, averaged: bool
 ) -> None:
-    """Fill this rank's stages; all ranks must call it.
+    """Restore this rank's stages; collective.
 
     Args:
-        averaged: whether to take the averages of weights, of those that have one.
+        pipeline: the network on its ranks.
+        source: the checkpoint.
+        world: all ranks.
+        averaged: whether to use averaged weights where there are any.
 
     Raises:
-        CheckpointError: if the network is another one; nothing was changed then.
+        CheckpointError: if the network differs; then nothing is changed.
     """
     check_network(pipeline.stages.values(), source, world)
     _restore_network(pipeline, source, AVERAGE if averaged else "")
 
 
 def check_network(modules: Iterable[nn.Module], source: TensorSource, world: Communicator) -> None:
-    """Compare names and shapes of a network with a checkpoint; all ranks must call it.
+    """Compare names and shapes of a network with a checkpoint; collective.
 
     Args:
-        modules: what this rank has of the network.
+        modules: this rank's modules of the network.
+        source: the checkpoint.
+        world: all ranks.
 
     Raises:
-        CheckpointError: if the network is another one.
+        CheckpointError: if the network differs.
     """
     own = list(modules)
-    wrong = [_unlike(own, source), *_left_over(own, source, world)]
-    found = [text for text in world.allgather(next(filter(None, wrong), None)) if text]
-    if found:
-        raise CheckpointError(found[0])
+    wrong = [_mismatch(own, source), *_left_over(own, source, world)]
+    texts = [text for text in world.allgather(next(filter(None, wrong), None)) if text]
+    if texts:
+        raise CheckpointError(texts[0])
 
 
 def _restore_network(pipeline: PipelineRuntime, source: TensorSource, prefix: str = "") -> None:
@@ -197,11 +204,11 @@ def _restore_network(pipeline: PipelineRuntime, source: TensorSource, prefix: st
 
 
 def _or_weight(source: TensorSource, name: str) -> str:
-    """An average, or the weight itself where there is none."""
+    """Name of an average, or of the weight if there is no average."""
     return name if source.shape(name) is not None else name.removeprefix(AVERAGE)
 
 
-def _unlike(modules: Iterable[nn.Module], source: TensorSource) -> str | None:
+def _mismatch(modules: Iterable[nn.Module], source: TensorSource) -> str | None:
     for module in modules:
         weights = weights_of(module)
         for name, value in _state(module):
@@ -210,23 +217,23 @@ def _unlike(modules: Iterable[nn.Module], source: TensorSource) -> str | None:
                 return f"the checkpoint is of another network: it has no '{name}'"
             if there != here:
                 return (
-                    f"the checkpoint is of another network: its '{name}' is {_sizes(there)}, that "
-                    f"of model._target_ is {_sizes(here)}"
+                    f"the checkpoint is of another network: its '{name}' is {_sizes(there)}, but "
+                    f"that of model._target_ is {_sizes(here)}"
                 )
     return None
 
 
 def _sizes(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "one number"
+    return "x".join(map(str, shape)) or "a scalar"
 
 
 def _left_over(
     modules: Iterable[nn.Module], source: TensorSource, world: Communicator
 ) -> Iterator[str]:
     own = [name for module in modules for name in module.state_dict()]
-    everybody = {name for names in world.allgather(own) for name in names}
+    all_names = {name for names in world.allgather(own) for name in names}
     for name in source.names(""):
-        if not name.startswith((STATE, NUMBER, AVERAGE)) and name not in everybody:
+        if not name.startswith((STATE, NUMBER, AVERAGE)) and name not in all_names:
             yield f"the checkpoint is of another network: this one has no '{name}'"
 
 
@@ -238,12 +245,12 @@ def _fill(
     name: str,
     weight: Weight | None = None,
 ) -> None:
-    """Copy a tensor, or this rank's shard or channels of it, to where it belongs."""
+    """Copy a tensor, or this rank's shard or channels of it, into `value`."""
     own = shard_of(value)
     if own is value or weight is not None:
-        given = source.read(name)
-        given = given if weight is None else weight.own(given)
-        own.copy_(given if own is value else given[pipeline.sharded[stage].rows(len(value))])
+        stored = source.read(name)
+        stored = stored if weight is None else weight.own(stored)
+        own.copy_(stored if own is value else stored[pipeline.sharded[stage].rows(len(value))])
     elif len(own):
         own.copy_(source.read(name, pipeline.sharded[stage].rows(len(value))))
 
@@ -251,7 +258,7 @@ def _fill(
 def _restore_optimizer(
     pipeline: PipelineRuntime, optimizer: torch.optim.Optimizer, source: TensorSource
 ) -> None:
-    """Its numbers, such as learning rates, are those of the configuration already."""
+    """Restore the state of parameters; hyperparameters stay as configured."""
     names = {name: stage for stage, one in pipeline.stages.items() for name in _parameters(one)}
     keys: dict[str, list[str]] = {}
     for full in (*source.names(STATE), *source.names(NUMBER)):
@@ -272,13 +279,13 @@ def _restore_optimizer(
             continue
         state[number_of[id(parameter)]] = own = {}
         for full in keys.get(name, ()):
-            given = _own_state(pipeline, stage, parameter, source, full, weights.get(name))
-            own[full.rpartition("/")[2]] = given
+            value = _own_state(pipeline, stage, parameter, source, full, weights.get(name))
+            own[full.rpartition("/")[2]] = value
     whole = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     optimizer.load_state_dict({**whole, "state": {n: one for n, one in state.items() if one}})
     for number, own in state.items():
         for key, value in own.items():
-            if isinstance(value, Tensor) and value.dim() == 0:  # of which PyTorch changes the type
+            if isinstance(value, Tensor) and value.dim() == 0:  # PyTorch has changed its dtype
                 now = optimizer.state[parameters[number]]
                 now[key] = now[key].to(value.dtype)
 
@@ -291,12 +298,12 @@ def _own_state(
     full: str,
     weight: Weight | None,
 ) -> Any:
-    """What the optimizer keeps of a parameter; like it, sharded, if it is of the same size."""
+    """Optimizer state of a parameter, sharded like it if it has the same shape."""
     if full.startswith(NUMBER):
         return source.read(full).item()
     alike = source.shape(full) == tuple(parameter.shape if weight is None else weight.shape)
     if alike and weight is not None and shard_of(parameter) is parameter:
-        return weight.own(source.read(full)).clone()  # or it would keep all of it
+        return weight.own(source.read(full)).clone()  # a view would keep the whole tensor alive
     if not alike or shard_of(parameter) is parameter:
         return source.read(full)
     value = torch.zeros_like(parameter)
@@ -312,7 +319,7 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The default generators of PyTorch, NumPy and Python, of this rank."""
+    """States of this rank's default generators of PyTorch, NumPy and Python."""
     _, keys, position, has_gauss, gauss = np.random.get_state()
     version, words, following = random.getstate()
     states = {
@@ -329,10 +336,10 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(states: dict[str, Tensor], device: torch.device) -> None:
-    """Have the generators go on as those of `random_states`.
+    """Restore generators from `random_states`.
 
     Raises:
-        CheckpointError: these are none.
+        CheckpointError: if the states are invalid.
     """
     try:
         _set_generators(states, device)
@@ -354,11 +361,11 @@ def _set_generators(states: dict[str, Tensor], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
-def random_file(everybody: list[dict[str, Tensor]]) -> Files:
-    """The states of all ranks as one file: a file a rank would be many."""
+def random_file(by_place: list[dict[str, Tensor]]) -> Files:
+    """Collect the random states of all ranks in one file, to avoid one file per rank."""
     named = (
         (f"{rank}/{name}", value)
-        for rank, states in enumerate(everybody)
+        for rank, states in enumerate(by_place)
         for name, value in states.items()
     )
     return {RANDOM: dict(named)}

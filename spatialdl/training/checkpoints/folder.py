@@ -1,13 +1,13 @@
-"""The folder of a run's checkpoints.
+"""Folder of a run's checkpoints.
 
 RUN/checkpoints/
-    step-00000100/       whole, or it would not have this name
-        checkpoint.json          written last: what the files are, and all that is no tensor
-        stage-00.safetensors     weights and buffers, and the optimizer's state, of a stage
+    step-00000100/       a complete checkpoint
+        checkpoint.json          written last: list of the files, and all that is not a tensor
+        stage-00.safetensors     weights, buffers and optimizer state of a stage
         random.safetensors       states of the random generators of each rank
     .step-00000200.tmp/  being written, or left by a run that was killed
-    .step-00000100.replaced.tmp/  whole, while another one of its step takes its name
-    latest  best         names of such folders, as text: some file systems have no links
+    .step-00000100.replaced.tmp/  complete, while a new checkpoint of its step replaces it
+    latest  best         names of such folders, as text, since some file systems have no links
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spatialdl.data.saving import TEMPORARY, fsync_folder, replacing
 from spatialdl.errors import CheckpointError
 
 FOLDER = "checkpoints"
-"""Its name in a run directory."""
+"""Name of the folder in a run directory."""
 
 CONTENT = "checkpoint.json"
 RANDOM = "random.safetensors"
@@ -36,43 +36,43 @@ _REPLACED = ".replaced.tmp"
 
 
 def stage_file(stage: int) -> str:
-    """The file of a stage."""
+    """File name of a stage."""
     return f"stage-{stage:02d}.safetensors"
 
 
 def name_of(step: int) -> str:
-    """The folder of a step."""
+    """Folder name of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None if its name is another's."""
-    found = re.fullmatch(r"step-(\d{8,})", path.name)
-    return int(found[1]) if found else None
+    """Step of a checkpoint folder; None if it is not named as one."""
+    match = re.fullmatch(r"step-(\d{8,})", path.name)
+    return int(match[1]) if match else None
 
 
 def temporary_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written."""
+    """Folder in which the checkpoint of a step is written."""
     return folder / f".{name_of(step)}.tmp"
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the earliest first."""
+    """Complete checkpoints of a folder, earliest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if step_of(path) is not None]
-    return sorted((path for path in found if (path / CONTENT).is_file()), key=_step)
+    paths = [path for path in folder.iterdir() if step_of(path) is not None]
+    return sorted((path for path in paths if (path / CONTENT).is_file()), key=_step)
 
 
 def _step(path: Path) -> int:
     step = step_of(path)
     if step is None:
-        raise ValueError(f"{path} is not named as a checkpoint")
+        raise ValueError(f"{path} is not named like a checkpoint")
     return step
 
 
 def pointed(pointer: Path) -> Path | None:
-    """The checkpoint that `latest` or `best` names; None if there is no such one."""
+    """Checkpoint that the file `latest` or `best` names; None if it does not exist."""
     try:
         path = pointer.with_name(pointer.read_text(encoding="utf-8").strip())
     except (OSError, ValueError):
@@ -81,20 +81,20 @@ def pointed(pointer: Path) -> Path | None:
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """JSON that has, as `SEAL`, the SHA-256 of all the rest of it."""
+    """JSON text with the SHA-256 of the rest of its content as `SEAL`."""
     plain = json.loads(json.dumps(content, default=str))
     return json.dumps({SEAL: _digest(plain), **plain}, indent=1)
 
 
 def check_seal(content: Mapping[str, Any]) -> None:
-    """Look whether all is as it was `sealed`.
+    """Verify the SHA-256 of `sealed`.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: if it differs.
     """
     rest = {key: value for key, value in content.items() if key != SEAL}
     if content.get(SEAL) != _digest(rest):
-        raise ValueError("it is not what was written (its SHA-256 differs)")
+        raise ValueError("content was changed (SHA-256 mismatch)")
 
 
 def _digest(plain: Any) -> str:
@@ -102,10 +102,10 @@ def _digest(plain: Any) -> str:
 
 
 def publish(temporary: Path, content: dict[str, Any]) -> Path:
-    """Complete a checkpoint by its `checkpoint.json`, and give it its name.
+    """Write `checkpoint.json` and rename the checkpoint to its final name.
 
-    One of the same step is replaced: of a curve that was left, or written before a validation was
-    made that told it to be the best.
+    Replaces a checkpoint of the same step, which was abandoned by resuming earlier, or written
+    before the validation that made it the best.
     """
     with replacing(temporary / CONTENT) as file:
         file.write(sealed(content).encode())
@@ -120,15 +120,15 @@ def publish(temporary: Path, content: dict[str, Any]) -> Path:
 
 
 def point(folder: Path, pointer: str, path: Path) -> None:
-    """Have `latest` or `best` name a checkpoint."""
+    """Write the name of a checkpoint to the file `latest` or `best`."""
     with replacing(folder / pointer) as file:
         file.write(f"{path.name}\n".encode())
 
 
 def prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all checkpoints but the last `keep` up to the newest, and the best one.
+    """Remove all checkpoints except the last `keep` up to the newest, and the best one.
 
-    Later steps than the newest are of a curve that was left.
+    Steps after the newest were abandoned by resuming earlier.
     """
     step, best = _step(newest), pointed(folder / BEST)
     until = [path for path in complete(folder) if _step(path) <= step]
@@ -139,7 +139,7 @@ def prune(folder: Path, newest: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; at no time is a part of it under its name."""
+    """Remove a checkpoint; rename it first, so that its name never has part of it."""
     left = path.with_name(f".{path.name}.old.tmp")
     shutil.rmtree(left, ignore_errors=True)
     path.rename(left)
@@ -147,7 +147,7 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what nobody writes any more; what was not replaced after all gets its name back."""
+    """Remove temporary files of killed runs; restore checkpoints whose replacement failed."""
     for path in folder.glob(f".*{_REPLACED}"):
         name = folder / path.name.removeprefix(".").removesuffix(_REPLACED)
         if not name.exists():
@@ -160,44 +160,45 @@ def clean(folder: Path) -> None:
 
 
 def candidates(wanted: str, run_dir: Path) -> list[Path]:
-    """The checkpoints from which a run may go on, the first choice first.
+    """Checkpoints to resume from, first choice first.
 
     Args:
         wanted: ``latest`` (of `run_dir`), or the path of a run directory, of its folder of
             checkpoints, of ``latest`` or ``best`` in it, or of one checkpoint.
+        run_dir: run directory that ``latest`` refers to.
 
     Returns:
-        Nothing if there are none yet in `run_dir`, to which ``latest`` refers.
+        Folders; empty if ``latest`` is wanted and `run_dir` has no checkpoint yet.
 
     Raises:
-        CheckpointError: if there is nothing at that path.
+        CheckpointError: if the path does not exist or has no checkpoint.
     """
     if wanted == LATEST:
         return _newest_first(run_dir / FOLDER)
     path = Path(wanted).expanduser().absolute()
     if not path.exists():
         raise CheckpointError(
-            f"ckpt_path={wanted} is not there: name a run directory, or a checkpoint in it"
+            f"ckpt_path={wanted} does not exist: set a run directory, or a checkpoint in it"
         )
     if path.is_file():
         named = pointed(path)
         if named is None:
-            raise CheckpointError(f"ckpt_path={wanted} names no checkpoint that is there")
+            raise CheckpointError(f"ckpt_path={wanted} does not name an existing checkpoint")
         return [named]
     if (path / CONTENT).is_file():
         return [path]
-    found = _newest_first(path / FOLDER) or _newest_first(path)
-    if not found:
+    paths = _newest_first(path / FOLDER) or _newest_first(path)
+    if not paths:
         raise CheckpointError(
-            f"ckpt_path={wanted} has no whole checkpoint: its folders are named "
-            f"{FOLDER}/{name_of(100)}, with a {CONTENT}"
+            f"ckpt_path={wanted} has no complete checkpoint: expected a folder such as "
+            f"{FOLDER}/{name_of(100)} with a {CONTENT}"
         )
-    return found
+    return paths
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Those before the one that `latest` names, and that one; later ones were left."""
-    found, latest = complete(folder), pointed(folder / LATEST)
+    """Checkpoints up to the one that `latest` names; later ones were abandoned."""
+    paths, latest = complete(folder), pointed(folder / LATEST)
     if latest is not None:
-        found = [path for path in found if _step(path) <= _step(latest)]
-    return found[::-1]
+        paths = [path for path in paths if _step(path) <= _step(latest)]
+    return paths[::-1]

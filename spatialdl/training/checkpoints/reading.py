@@ -1,6 +1,6 @@
-"""Checkpoints read back: checked by their checksums, tensors only as far as they are wanted.
+"""Reading of checkpoints: verified by checksums, tensors read on demand.
 
-Nothing is unpickled: there are JSON and safetensors files only.
+Nothing is unpickled; all files are JSON or safetensors.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ log = logging.getLogger("spatialdl.checkpoints")
 
 
 def sha256(path: Path) -> str:
-    """Of a file."""
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Checkpoint:
-    """A checkpoint that is open for reading.
+    """Checkpoint opened for reading.
 
     Args:
-        path: its folder.
+        path: folder of the checkpoint.
 
     Attributes:
-        content: of ``checkpoint.json``.
+        path: folder of the checkpoint.
+        content: content of ``checkpoint.json``.
 
     Raises:
-        CheckpointError: if its ``checkpoint.json`` or a file's header is damaged.
+        CheckpointError: if ``checkpoint.json`` or the header of a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,21 +84,21 @@ class Checkpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def elements(self) -> int:
-        """Of all its tensors."""
+        """Number of elements of all tensors."""
         return sum(prod(self.shape(name) or ()) for name in self._files)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         if rows is None:
             whole: Tensor = self._files[name].get_tensor(name)
             return whole
-        some: Tensor = self._files[name].get_slice(name)[rows]
-        return some
+        part: Tensor = self._files[name].get_slice(name)[rows]
+        return part
 
     def random_states(self, place: int) -> dict[str, Tensor]:
-        """Of the random generators of the rank at a place of the layout.
+        """Read the random states of the rank at a place of the layout.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: if the file is damaged.
         """
         prefix = f"{place}/"
         try:
@@ -109,10 +110,10 @@ class Checkpoint:
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    """What ``checkpoint.json`` says.
+    """Read and verify ``checkpoint.json``.
 
     Raises:
-        CheckpointError: if it is damaged, or of a later version.
+        CheckpointError: if it is damaged, or of another version.
     """
     file = path / CONTENT
     try:
@@ -127,24 +128,25 @@ def content_of(path: Path) -> dict[str, Any]:
     if version != FORMAT:
         wrote = fields.shown(content.get("versions", "unknown"))
         raise CheckpointError(
-            f"{file} is of version {fields.shown(version)}, this program reads {FORMAT}: take the "
-            f"spatialdl that wrote it ({wrote})"
+            f"{file} has version {fields.shown(version)}, but this spatialdl reads {FORMAT}: use "
+            f"the version that wrote it ({wrote})"
         )
     if content["step"] != step_of(path):
-        raise CheckpointError(f"{file} is damaged: it does not describe this folder")
+        raise CheckpointError(f"{file} is damaged: its step is not that of the folder")
     return content
 
 
 def _check(content: Mapping[str, Any]) -> None:
-    """Whether all that a run goes on with is there, and of its type.
+    """Check that all fields needed to resume exist and have the right type.
 
     Raises:
-        KeyError, ValueError: it is not.
+        KeyError: if a field is missing.
+        ValueError: if a field is invalid.
     """
     files = fields.table(content, "files")
     for name in files:
         if not _FILE.fullmatch(name):
-            raise ValueError(f"{fields.shown(name)} is not the name of one of its files")
+            raise ValueError(f"{fields.shown(name)} is not a file name of a checkpoint")
         record = fields.table(files, name)
         fields.whole(record, "bytes")
         fields.text(record, "sha256")
@@ -156,7 +158,7 @@ def _check(content: Mapping[str, Any]) -> None:
     fields.text(layout, "parallel")
     fields.text(layout, "placement")
     if fields.whole(update, "scheduler_steps") > content["step"]:
-        raise ValueError(f"there are {update['scheduler_steps']} steps of its learning rate")
+        raise ValueError(f"scheduler_steps is {update['scheduler_steps']}, more than step")
     if update["scaler"] is not None:
         scaler = fields.table(update, "scaler")
         fields.positive(scaler, "scale")
@@ -164,20 +166,20 @@ def _check(content: Mapping[str, Any]) -> None:
 
 
 def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
-    """What is wrong with a file of a checkpoint."""
+    """Describe the damage of a file of a checkpoint; None if it is intact."""
     try:
         size = file_status(path, name).st_size
         if size != record["bytes"]:
             return f"{name} has {size} bytes instead of {record['bytes']}"
         if sha256(path / name) != record["sha256"]:
-            return f"{name} is not what was written (its SHA-256 differs)"
+            return f"{name} was changed (SHA-256 mismatch)"
     except (OSError, ValueError) as error:
         return str(error)
     return None
 
 
 def damages(path: Path, world: Communicator) -> list[str]:
-    """What is wrong with a checkpoint, the same on all ranks, which share the work."""
+    """Describe the damage of a checkpoint, the same on all ranks; ranks share the files."""
     try:
         files = content_of(path)["files"]
     except CheckpointError as error:
@@ -190,25 +192,25 @@ def damages(path: Path, world: Communicator) -> list[str]:
 
 
 def first_whole(paths: Sequence[Path], world: Communicator) -> Path:
-    """The first checkpoint that is not damaged; all ranks must ask.
+    """Find the first intact checkpoint; collective.
 
     Raises:
-        CheckpointError: if all are.
+        CheckpointError: if all are damaged.
     """
     for number, path in enumerate(paths):
-        found = damages(path, world)
-        if not found:
+        texts = damages(path, world)
+        if not texts:
             return path
         if number + 1 < len(paths):
             if world.rank == 0:
                 log.warning(
-                    "%s is damaged: %s; the one before it is taken, %s",
-                    *(path, "; ".join(found), paths[number + 1].name),
+                    "%s is damaged: %s; trying the previous one, %s",
+                    *(path, "; ".join(texts), paths[number + 1].name),
                 )
             continue
-        others = "" if len(paths) == 1 else f", nor is any of the {len(paths) - 1} others whole"
+        others = "" if len(paths) == 1 else f", as are the {len(paths) - 1} other checkpoints"
         raise CheckpointError(
-            f"{path} is damaged: {'; '.join(found)}{others}: name another one by ckpt_path=..., or "
-            "train anew"
+            f"{path} is damaged: {'; '.join(texts)}{others}: set ckpt_path to another one, or "
+            "start a new run"
         )
     raise CheckpointError("there is no checkpoint")

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this run: what must be equal, and what may differ but is said."""
+"""Compatibility of a checkpoint with a run: settings that must match, others that are logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spatialdl.training.checkpoints.reading import sha256
 
 log = logging.getLogger("spatialdl.checkpoints")
 
-_NOT_SAID = (
+_NOT_LOGGED = (
     *(
         "ckpt_path",
         "weights",
@@ -32,15 +32,15 @@ _NOT_SAID = (
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of a configuration: no passwords in addresses."""
-    found: dict[str, Any] = without_passwords(OmegaConf.to_container(config, resolve=True))
-    return found
+    """Configuration as stored in checkpoints, without passwords in URLs."""
+    settings: dict[str, Any] = without_passwords(OmegaConf.to_container(config, resolve=True))
+    return settings
 
 
 def identity(config: DictConfig) -> dict[str, Any]:
-    """What decides on the samples of each step: images, their values, and their targets."""
+    """Settings that determine the samples of each step: images, pixel values and targets."""
     data = config.data
-    found = {
+    settings = {
         "seed": int(config.seed),
         "task": str(config.task.name),
         "data.batch_size": int(data.batch_size),
@@ -52,48 +52,48 @@ def identity(config: DictConfig) -> dict[str, Any]:
         "optimizer._target_": str(config.optimizer["_target_"]),
     }
     if data.name == "dataset":
-        found["data.dataset._target_"] = str(data.dataset["_target_"])
+        settings["data.dataset._target_"] = str(data.dataset["_target_"])
     if data.name == "bags":
-        return {**found, **_bags(data)}
+        return {**settings, **_bags(data)}
     if data.name != "shards":
-        return {**found, "data.samples": int(data.samples)}
-    folder = Path(data.path).expanduser()
-    found |= {"data.split": str(data.split), "the manifest of data.path": sha256(folder / MANIFEST)}
+        return {**settings, "data.samples": int(data.samples)}
+    settings["data.split"] = str(data.split)
+    settings["the manifest of data.path"] = sha256(Path(data.path).expanduser() / MANIFEST)
     if data.targets is not None:
-        found["the file data.targets"] = sha256(Path(data.targets).expanduser())
-    return found
+        settings["the file data.targets"] = sha256(Path(data.targets).expanduser())
+    return settings
 
 
 def _bags(data: DictConfig) -> dict[str, Any]:
-    """What decides on labels and on the tiles seen; features may lie elsewhere by now."""
+    """Settings that determine labels and tiles; feature files may have been moved."""
     if data.get("tiles_a_slide") is not None:
         drawn = ("slides", "tiles_a_slide", "tile_size")
         return {f"data.{key}": int(data[key]) for key in drawn}
     columns = data.columns
-    found = {
+    settings = {
         "data.split": str(data.split),
         "data.max_tiles": data.max_tiles,
         "data.columns": list(columns) if isinstance(columns, ListConfig) else columns,
     }
     if data.labels is not None:
-        found["the file data.labels"] = sha256(Path(data.labels).expanduser())
+        settings["the file data.labels"] = sha256(Path(data.labels).expanduser())
     if data.get("tiles") is not None:
-        found["the manifest of data.tiles"] = sha256(Path(data.tiles).expanduser() / MANIFEST)
-    return found
+        settings["the manifest of data.tiles"] = sha256(Path(data.tiles).expanduser() / MANIFEST)
+    return settings
 
 
 def _input(data: Mapping[str, Any], channels: int) -> dict[str, Any]:
-    """In numbers, so that a name and its numbers are the same."""
+    """Normalisation in numbers, so that a name equals its numbers."""
     normalisation = Normalisation.from_config(data)
     mean, std = normalisation.by_channel(channels)
     return {"data.mean": mean, "data.std": std, "data.scale": normalisation.scale}
 
 
 def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
-    """Refuse a checkpoint of other samples or another optimizer; say what else is different.
+    """Check that samples and optimizer match a checkpoint; log other differences.
 
     Raises:
-        CheckpointError: naming what must be equal.
+        CheckpointError: names the setting that differs.
     """
     before, now = content["identity"], identity(config)
     before = {**_input(DEFAULTS, before["data.channels"]), **before}
@@ -102,19 +102,19 @@ def check_same(content: Mapping[str, Any], config: DictConfig) -> None:
         key = different[0]
         raise CheckpointError(
             f"the checkpoint of step {content['step']} was trained with {key}={before.get(key)}, "
-            f"this run has {key}={now.get(key)}: the losses would not go on; take the same, or "
-            "start anew without ckpt_path"
+            f"but this run has {key}={now.get(key)}: use the same setting, or start a new run "
+            "without ckpt_path"
         )
     slices = [c["parallel"]["microbatches"] * c["parallel"]["data"] for c in _both(content, config)]
     if slices[0] != slices[1]:
         log.warning(
-            "batches are cut into %d slices from here on (parallel.microbatches x parallel.data), "
-            "not into %d: BatchNorm sees other samples together",
+            "batches are now split into %d slices (parallel.microbatches x parallel.data), before "
+            "into %d: statistics of BatchNorm change",
             *(slices[1], slices[0]),
         )
-    changes = [change for change in _changes(content, config) if not change.startswith(_NOT_SAID)]
+    changes = [change for change in _changes(content, config) if not change.startswith(_NOT_LOGGED)]
     if changes:
-        log.info("different from here on: %s", ", ".join(changes))
+        log.info("changed settings: %s", ", ".join(changes))
 
 
 def _both(content: Mapping[str, Any], config: DictConfig) -> tuple[Any, Any]:
@@ -132,10 +132,10 @@ def _changes(content: Mapping[str, Any], config: DictConfig) -> list[str]:
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found.update(_flat(value, f"{prefix}{key}."))
+            flat.update(_flat(value, f"{prefix}{key}."))
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

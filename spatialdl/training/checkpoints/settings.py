@@ -1,4 +1,4 @@
-"""What a configuration says of checkpoints; no PyTorch here: it is read before ranks start."""
+"""Checks of checkpoint settings before ranks start, without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from omegaconf import DictConfig
 
 
 def check_settings(trainer: DictConfig) -> None:
-    """Refuse numbers that make no sense.
+    """Check intervals, patience and folders of the group ``trainer``.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: names the key.
     """
     numbers = {
         "validate_every": (trainer.validate_every, 1),
@@ -38,16 +38,16 @@ def check_settings(trainer: DictConfig) -> None:
     local = trainer.checkpoint.local
     if local not in (None, "auto") and not Path(str(local)).expanduser().is_dir():
         raise ValueError(
-            f"trainer.checkpoint.local={local} is no folder: name one on a disk of the machine, or "
-            "take null"
+            f"trainer.checkpoint.local={local} is not a folder: set one on a local disk, or null"
         )
 
 
 def local_folder(setting: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder on a disk of this machine where files are written first; None for none.
+    """Folder on a local disk where files are written first; None without one.
 
     Args:
-        setting: ``auto`` is the one that Slurm gives a job, where it does.
+        setting: a folder, or ``auto`` for the temporary folder of a Slurm job, if any.
+        environment: environment variables.
     """
     if setting is None:
         return None
@@ -55,5 +55,5 @@ def local_folder(setting: str | None, environment: Mapping[str, str] = os.enviro
         return Path(setting).expanduser()
     if "SLURM_JOB_ID" not in environment:
         return None
-    given = environment.get("SLURM_TMPDIR") or environment.get("TMPDIR")
-    return Path(given) if given and Path(given).is_dir() else None
+    folder = environment.get("SLURM_TMPDIR") or environment.get("TMPDIR")
+    return Path(folder) if folder and Path(folder).is_dir() else None

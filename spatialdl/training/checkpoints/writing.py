@@ -1,9 +1,8 @@
-"""Writing checkpoints while training goes on.
+"""Background writing of checkpoints.
 
-Each rank hands copies of its tensors to a thread, which writes, hashes and syncs them. Threads
-never talk to other ranks: whether all of them are done is told by two numbers (`status`) that
-travel with a sum over all ranks that every step makes anyway. When nobody is busy any more, rank
-0's thread completes the checkpoint, or, if one of them failed, removes what was written:
+Each rank passes copies of its tensors to a thread, which writes, hashes and syncs them. Threads do
+not communicate: the all-reduce of each step carries two numbers per rank (`status`). When no rank
+is busy, rank 0's thread completes the checkpoint, or removes it if a rank failed:
 
     write ──► complete ──► (nothing)
       └─ failed ─┴──────► discard ──► (nothing)
@@ -46,14 +45,14 @@ log = logging.getLogger("spatialdl.checkpoints")
 Phase = Literal["write", "complete", "discard"] | None
 
 Records = dict[str, dict[str, Any]]
-"""By the name of a file its bytes and SHA-256."""
+"""Bytes and SHA-256 by file name."""
 
 ROWS = "metrics.csv"
-"""In the run directory: it has a row of every step before a checkpoint."""
+"""File in the run directory with one row per step, synced before each checkpoint."""
 
 
 class _Near(NamedTuple):
-    """Folders on a disk of this machine, whose names tell of which run they are."""
+    """Temporary folders on a local disk, with a prefix that identifies the run."""
 
     disk: Path
     prefix: str
@@ -65,15 +64,17 @@ class _Near(NamedTuple):
 
 
 class Writer:
-    """Writes the checkpoints of a run, one at a time; all ranks must make it and call it together.
+    """Writes the checkpoints of a run, one at a time; collective.
 
     Args:
-        run_dir: the same on every rank.
-        keep: so many checkpoints stay, beside the best.
-        local: a folder on a disk of this machine, where files are written first; None for none.
+        run_dir: run directory, the same on every rank.
+        world: all ranks.
+        keep: number of checkpoints to keep besides the best.
+        local: folder on a local disk where files are written first; None without one.
 
     Attributes:
-        last: the step of the latest that is whole, None if there is none.
+        folder: folder of the checkpoints.
+        last: step of the latest complete checkpoint; None without one.
     """
 
     def __init__(
@@ -90,17 +91,17 @@ class Writer:
         self.last: int | None = None
 
     def clean(self) -> None:
-        """Remove what this run, if it was killed before, has left on this machine's disk."""
+        """Remove files that a killed start of this run left on the local disk."""
         if self._near is not None:
             for path in self._near.disk.glob(f"{self._near.prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def start(self, files: Files, content: dict[str, Any], is_best: bool = False) -> None:
-        """Begin to write a checkpoint; if one is under way, wait for it before.
+        """Start writing a checkpoint, after a pending one.
 
         Args:
-            files: of this rank; they are forgotten as they are written.
-            content: for ``checkpoint.json``, which gets the files too; rank 0's counts.
+            files: tensors of this rank, freed as they are written.
+            content: content of ``checkpoint.json`` without the files; rank 0's is written.
             is_best: whether it is the best so far.
         """
         self.wait()
@@ -110,34 +111,34 @@ class Writer:
         self._phase = "write"
 
     def status(self) -> tuple[float, float]:
-        """Whether this rank is busy, and whether it has failed; 0 or 1, to be added up."""
+        """Whether this rank is busy, and whether it has failed; 0 or 1, to be all-reduced."""
         if self._work is None:
             return 0.0, 0.0
         if not self._work.done():
             return 1.0, 0.0
         return 0.0, float(_reason(self._work) is not None)
 
-    def go_on(self, busy: float, failed: float) -> None:
-        """Take the next step if all ranks are done with the last.
+    def advance(self, busy: float, failed: float) -> None:
+        """Start the next phase if no rank is busy.
 
         Args:
-            busy: the sum of what `status` told on all ranks, as
-            failed: is.
+            busy: sum of the first number of `status` over all ranks.
+            failed: sum of the second number.
         """
         if self._phase is None or busy:
             return
         done, self._work = self._work, None
         if self._phase == "write":
             own = (_reason(done), done.result() if done and not done.exception() else {})
-            everybody = self._world.gather(own)
-            if everybody is not None and not failed:
-                self._content["files"] = dict(sorted(merged(one for _, one in everybody).items()))
+            gathered = self._world.gather(own)
+            if gathered is not None and not failed:
+                self._content["files"] = dict(sorted(merged(one for _, one in gathered).items()))
                 self._submit(self._complete)
-            elif everybody is not None:
-                reasons = [f"rank {r}: {why}" for r, (why, _) in enumerate(everybody) if why]
-                self._give_up("; ".join(reasons))
+            elif gathered is not None:
+                reasons = [f"rank {r}: {why}" for r, (why, _) in enumerate(gathered) if why]
+                self._discard("; ".join(reasons))
         elif self._phase == "complete" and failed and self._world.rank == 0:
-            self._give_up(f"rank 0: {_reason(done)}")
+            self._discard(f"rank 0: {_reason(done)}")
         elif self._phase == "complete" and not failed:
             self.last = self._content["step"]
         self._phase = _after(self._phase, bool(failed))
@@ -145,16 +146,16 @@ class Writer:
     def _submit(self, work: Callable[[], None]) -> None:
         self._work = self._thread.submit(work)
 
-    def _give_up(self, reason: str) -> None:
+    def _discard(self, reason: str) -> None:
         step, folder = self._content["step"], self.folder
         log.warning(
-            "step %d: no checkpoint (%s); training goes on, the one before is untouched",
+            "step %d: cannot write checkpoint (%s); training continues, the last one is unchanged",
             *(step, reason),
         )
         self._submit(lambda: clean(folder))
 
     def _complete(self) -> None:
-        with suppress(OSError):  # a node that fails takes along what is not on the disk yet
+        with suppress(OSError):  # unsynced rows would be lost if the node fails
             sync(self.folder.parent / ROWS)
         path = publish(temporary_of(self.folder, self._content["step"]), self._content)
         if self._is_best:
@@ -164,15 +165,15 @@ class Writer:
         log.info("checkpoint: %s%s", path, ", the best so far" if self._is_best else "")
 
     def wait(self) -> None:
-        """Return when the checkpoint under way is written, or was given up."""
+        """Wait until the pending checkpoint is written or discarded; collective."""
         while self._phase is not None:
             if self._work is not None:
                 self._work.exception()  # waits
             sums = self._world.all_reduce(torch.tensor(self.status(), dtype=torch.float64))
-            self.go_on(*sums.tolist())
+            self.advance(*sums.tolist())
 
     def close(self) -> None:
-        """End the thread; `wait` before, or what is under way is lost."""
+        """Stop the thread; call `wait` first, or a pending checkpoint is lost."""
         self._thread.shutdown()
 
 
@@ -185,12 +186,12 @@ def _after(phase: Phase, failed: bool) -> Phase:
 
 
 def merged(records: Any) -> Records:
-    """Those of all ranks; each has files of its own."""
+    """Merge the records of all ranks, which write different files."""
     return {name: record for one in records for name, record in one.items()}
 
 
 def _reason(work: Future[Any] | None) -> str | None:
-    """Why it failed, if a file system is to blame; other errors are raised here."""
+    """Text of a file system error; other errors are raised."""
     error = work.exception() if work is not None else None
     if error is None:
         return None
@@ -217,22 +218,22 @@ def _write(files: Files, temporary: Path, disk: _Near | None) -> Records:
 
 
 def _write_near(files: Files, near: _Near) -> tuple[Path, Records] | None:
-    """Write to a disk of this machine; None if that is not possible, which is said."""
+    """Write to the local disk; log a warning and return None if that fails."""
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=near.prefix, dir=near.disk))
         return folder, {name: save(folder / name, tensors) for name, tensors in files.items()}
     except (OSError, SafetensorError) as error:
-        log.warning("trainer.checkpoint.local=%s cannot be written to (%s)", near.disk, error)
+        log.warning("cannot write to trainer.checkpoint.local=%s: %s", near.disk, error)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
 def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Any:
-    """Write a safetensors file, which is on disk when this returns; gives its record."""
+    """Write and sync a safetensors file; return its record."""
     path.touch()
-    mode = path.stat().st_mode  # as other files have it: safetensors lets nobody else read its own
+    mode = path.stat().st_mode  # the default mode: safetensors removes access for other users
     save_file(tensors, path, metadata)
     path.chmod(mode)
     sync(path)
@@ -244,4 +245,4 @@ def _move(source: Path, target: Path, record: dict[str, Any]) -> None:
     sync(target)
     source.unlink()
     if sha256(target) != record["sha256"]:
-        raise OSError(f"{target} is not what was copied from {source}")
+        raise OSError(f"{target} differs from {source} after copying (SHA-256 mismatch)")

@@ -1,1 +1,1 @@
-"""What a run prints."""
+"""Console output of a training run."""

@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, a line now and then in a log file."""
+"""Training progress: a bar in a terminal, occasional lines in a log file."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spatialdl.progress")
 
-_LINES = 10  # in a log file, over the whole run ...
-_LINE_EVERY_S = 60.0  # ... and one when nothing was said for so long
+_LINES = 10  # in a log file, evenly over the run
+_LINE_EVERY_S = 60.0  # and at least one in this interval
 
 
 class StepProgress:
-    """Show the steps of a run; for rank 0 only.
+    """Progress of a run in optimizer steps, shown on rank 0.
 
     Example::
 
-        with Progress(steps=100) as progress:
+        with StepProgress(steps=100) as progress:
             for ...:
                 progress.update(
                     loss=0.3,
@@ -37,13 +37,12 @@ class StepProgress:
                     memory_mb=900.0,
                 )
 
-    While it is open in a terminal, log messages appear above the bar.
+    In a terminal, log messages appear above the bar.
 
     Args:
         steps: optimizer steps of the whole run.
-        done: steps that an earlier run has made.
-        terminal: whether to draw a bar; by default if this process, or the one that started its
-            rank, has a terminal.
+        done: steps done before the run was resumed.
+        terminal: whether to draw a bar; by default `has_terminal`.
     """
 
     def __init__(self, steps: int, done: int = 0, terminal: bool | None = None) -> None:
@@ -62,7 +61,7 @@ class StepProgress:
             root = logging.getLogger()
             filters = [one for handler in root.handlers for one in handler.filters]
             self._open.enter_context(logging_redirect_tqdm())
-            for handler in root.handlers:  # those that write above the bar are new
+            for handler in root.handlers:  # tqdm has replaced the handlers
                 for one in filters:
                     handler.addFilter(one)
             self._bar = self._open.enter_context(
@@ -89,26 +88,26 @@ class StepProgress:
         data_wait: float,
         memory_mb: float,
     ) -> None:
-        """One more step is done.
+        """Advance by one step.
 
         Args:
-            loss: of this step.
-            learning_rate: with which it was made.
-            images_per_second: over all ranks.
-            data_wait: share of the step's time, 0 to 1, that was spent waiting for data.
-            memory_mb: the most that this rank has held so far, in 2**20 bytes.
+            loss: loss of the step.
+            learning_rate: learning rate of the step.
+            images_per_second: throughput of all ranks.
+            data_wait: share of the step's time spent waiting for data, 0 to 1.
+            memory_mb: peak memory of this rank so far, in 2**20 bytes.
         """
         self._step += 1
-        told = (
+        status = (
             f"loss {loss:.4g}, lr {learning_rate:.3g}, {images_per_second:.3g} images/s, "
             f"data wait {data_wait:.0%}, memory {readable_bytes(round(memory_mb * 2**20))}"
         )
         if self._bar is not None:
-            self._bar.set_postfix_str(told, refresh=False)
+            self._bar.set_postfix_str(status, refresh=False)
             self._bar.update()
         elif self._is_worth_a_line():
             self._last_line = time.monotonic()
-            log.info("step %d of %d: %s, %s left", self._step, self._steps, told, self._left())
+            log.info("step %d of %d: %s, %s left", self._step, self._steps, status, self._left())
 
     def _is_worth_a_line(self) -> bool:
         if self._step - self._done == 1 or self._step == self._steps:

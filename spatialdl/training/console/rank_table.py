@@ -1,4 +1,4 @@
-"""``comm.map``: where each rank is, and what it holds, in the order of the layout."""
+"""``comm.map``: table of hosts, devices, stages and boxes of the ranks, in layout order."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from spatialdl.training.console.start_table import Device, device_of_rank
 log = logging.getLogger("spatialdl.ranks")
 
 _LINES = 40
-"""After so many the titles come again."""
+"""Rows after which the header is repeated."""
 
 
-def tell_ranks(pipeline: PipelineRuntime, world: Communicator) -> None:
-    """Rank 0 tells; all ranks must call it."""
-    everybody = world.gather(device_of_rank(pipeline.device))
-    if everybody is not None:
-        lines = rank_lines(pipeline.placement, pipeline.image_size[1:], everybody)
+def log_ranks(pipeline: PipelineRuntime, world: Communicator) -> None:
+    """Log the table on rank 0; collective, all ranks must call it."""
+    devices = world.gather(device_of_rank(pipeline.device))
+    if devices is not None:
+        lines = rank_lines(pipeline.placement, pipeline.image_size[1:], devices)
         log.info("ranks:\n%s", "\n".join(lines))
 
 
 def rank_lines(
     placement: Placement, size: Sequence[int], devices: Sequence[Device] = ()
 ) -> list[str]:
-    """A line a rank, replica by replica, stage by stage, the grid in row-major order.
+    """Format one row per rank: by replica, then stage, then grid position in row-major order.
 
-    A rank has several where it holds different boxes. Those of later stages are what their tiles
-    cover of an image.
+    A rank with several different boxes has several rows. Boxes of later stages are in pixels of
+    the image.
 
     Args:
-        size: of the images, a number for each spatial dim.
-        devices: by rank; without, they are not told.
+        placement: the layout.
+        size: image size, one number per spatial dim.
+        devices: devices by rank; empty to leave out the columns of host and device.
     """
     names = spatial_names(placement.dims)
     titles = ["rank", "host", "device", "replica", "stage", *names, "samples", "channels"]
@@ -68,11 +69,12 @@ def _one_of(number: int, parts: int) -> str:
 
 
 def _held(placement: Placement, rank: int) -> Iterator[tuple[str, Position]]:
-    """What a rank holds that has the same box: the names of its stages, and one of them."""
+    """Group the stages of a rank by box: their names, and the position of one of them."""
     alike: dict[tuple[object, ...], list[Position]] = {}
     for position in placement.positions(rank):
         grid, parts = placement.grids[position.stage], placement.batch_parts(position.stage)
         key = position.part, grid, parts, position.tensor, placement.tensor_parts(position.stage)
         alike.setdefault(key, []).append(position)
-    for some in alike.values():
-        yield ", ".join(f"{p.stage} of the copy" if p.copy else str(p.stage) for p in some), some[0]
+    for group in alike.values():
+        names = (f"{p.stage} of the copy" if p.copy else str(p.stage) for p in group)
+        yield ", ".join(names), group[0]

@@ -1,7 +1,7 @@
-"""What a run says: rank 0 to the terminal and a file, errors of any rank, warnings once.
+"""Logging of a run: rank 0 to console and file, errors of all ranks, each warning once.
 
-Ranks other than 0 keep their warnings until all meet (`tell_warnings`), where rank 0 says those
-that it has not said itself. A rank that dies before says them with its error.
+Ranks other than 0 buffer their warnings until `log_warnings`, where rank 0 logs the ones it has
+not logged itself. A rank that dies before that prints its buffer with the error.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spatialdl.ranks")
 
-_MOST = 100  # warnings that a rank keeps
-_FORMAT = "[%(asctime)s]{}[%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
+_MOST = 100  # warnings in the buffer of a rank
+_FORMAT = "[%(asctime)s]{}[%(name)s][%(levelname)s] - %(message)s"  # the format of Hydra
 
 
 class _Once(logging.Filter):
-    """Lets each warning pass once, to all handlers."""
+    """Pass each warning once, to all handlers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: set[str] = set()
+        self.seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING:
             return True
         if "is_new" not in record.__dict__:
             text = record.getMessage()
-            record.__dict__["is_new"] = text not in self.said
-            self.said.add(text)
+            record.__dict__["is_new"] = text not in self.seen
+            self.seen.add(text)
         return bool(record.__dict__["is_new"])
 
 
 class _Kept(logging.Handler):
-    """Keeps warnings; says what nobody took when this process ends."""
+    """Buffer of warnings, printed to stderr when the process exits with some left."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING)
@@ -57,9 +57,9 @@ class _Kept(logging.Handler):
             self.kept[text] = None
 
     def take(self) -> list[str]:
-        found = list(self.kept)
+        warnings = list(self.kept)
         self.kept.clear()
-        return found
+        return warnings
 
     def flush(self) -> None:
         for text in self.take():
@@ -72,8 +72,8 @@ class _State:
 
 
 def start_log(rank: int) -> None:
-    """Of one of several ranks; rank 0 logs as Hydra does."""
-    who = "" if rank == 0 else f"[rank {rank}]"
+    """Set up logging on one of several ranks; rank 0 logs in the format of Hydra."""
+    prefix = "" if rank == 0 else f"[rank {rank}]"
     stream = logging.StreamHandler(sys.stdout)
     handlers: list[logging.Handler] = [stream]
     if rank > 0:
@@ -82,7 +82,7 @@ def start_log(rank: int) -> None:
         handlers.append(_State.kept)
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
-        format=_FORMAT.format(who),
+        format=_FORMAT.format(prefix),
         handlers=handlers,
         force=True,
     )
@@ -90,7 +90,7 @@ def start_log(rank: int) -> None:
 
 
 def warn_once() -> None:
-    """From now on each warning appears once, Python's own too; handlers of the root are there."""
+    """Log each warning once, including Python warnings; call it after adding root handlers."""
     _State.once = _Once()
     for handler in logging.getLogger().handlers:
         handler.addFilter(_State.once)
@@ -98,11 +98,11 @@ def warn_once() -> None:
 
 
 @contextmanager
-def written_to(path: Path) -> Iterator[None]:
-    """Meanwhile this process logs into a file, too, behind what is there."""
+def log_to_file(path: Path) -> Iterator[None]:
+    """Also append log records of this process to a file."""
     file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter(_FORMAT.format("")))
-    _bear_full_disks(file)
+    _tolerate_write_errors(file)
     if _State.once is not None:
         file.addFilter(_State.once)
     root = logging.getLogger()
@@ -115,38 +115,39 @@ def written_to(path: Path) -> Iterator[None]:
             file.close()
 
 
-def _bear_full_disks(file: logging.FileHandler) -> None:
-    """A file that cannot be written to is said once; what fits its buffer is written later."""
-    otherwise, said = file.handleError, set[str]()
+def _tolerate_write_errors(file: logging.FileHandler) -> None:
+    """Report the first OSError, such as a full disk; buffered records are written later."""
+    default, reported = file.handleError, set[str]()
 
-    def tell(record: logging.LogRecord) -> None:
+    def handle_error(record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            otherwise(record)
-        elif not said:
-            said.add(file.baseFilename)
-            sys.stderr.write(f"{file.baseFilename} cannot be written to: {error.strerror}\n")
+            default(record)
+        elif not reported:
+            reported.add(file.baseFilename)
+            sys.stderr.write(f"cannot write to {file.baseFilename}: {error.strerror}\n")
 
-    file.handleError = tell  # type: ignore[method-assign]
+    file.handleError = handle_error  # type: ignore[method-assign]
 
 
 def kept_warnings() -> int:
-    """How many this rank has that rank 0 does not know of."""
+    """Number of warnings in this rank's buffer."""
     return 0 if _State.kept is None else len(_State.kept.kept)
 
 
-def tell_warnings(world: Communicator) -> None:
-    """Rank 0 says what the others have kept; all ranks must call it."""
-    everybody = world.gather([] if _State.kept is None else _State.kept.take())
-    if everybody is None:
+def log_warnings(world: Communicator) -> None:
+    """Log the buffered warnings of all ranks on rank 0; collective, all ranks must call it."""
+    gathered = world.gather([] if _State.kept is None else _State.kept.take())
+    if gathered is None:
         return
-    said: set[str] = set() if _State.once is None else _State.once.said
-    ranks: dict[str, list[int]] = {}
-    for rank, texts in enumerate(everybody):
+    seen: set[str] = set() if _State.once is None else _State.once.seen
+    by_text: dict[str, list[int]] = {}
+    for rank, texts in enumerate(gathered):
         for text in texts:
-            ranks.setdefault(text, []).append(rank)
-    for text, some in ranks.items():
-        if text not in said:
-            said.add(text)
-            who = ranks_text(some[:1]) if len(some) == 1 else f"{len(some)} ranks, first {some[0]}"
-            log.warning("%s: %s", who, text)
+            by_text.setdefault(text, []).append(rank)
+    for text, ranks in by_text.items():
+        if text not in seen:
+            seen.add(text)
+            single = len(ranks) == 1
+            origin = ranks_text(ranks) if single else f"{len(ranks)} ranks, first {ranks[0]}"
+            log.warning("%s: %s", origin, text)

@@ -1,4 +1,4 @@
-"""What a run is, told before its first step: layout, stages, batch, devices."""
+"""Table printed at the start of a run: layout, stages, batch, devices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.text import aligned, counted, readable_bytes
-from spatialdl.training.console.layout_text import drawn, ranks_text
+from spatialdl.training.console.layout_text import draw_layout, ranks_text
 from spatialdl.training.optimization.optimizers import make_optimizer, state_ratio
 
 
 class StageMemory(NamedTuple):
-    """What a rank has of a stage; bytes."""
+    """Number of parameters of a stage on one rank, and their bytes."""
 
     parameters: int
     weights: int
@@ -31,7 +31,7 @@ class StageMemory(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Where a rank is."""
+    """Host and device of a rank."""
 
     host: str
     device: str
@@ -41,29 +41,35 @@ class Device(NamedTuple):
 def start_table(
     pipeline: PipelineRuntime, world: Communicator, config: DictConfig, batch: int, images: str
 ) -> str | None:
-    """The table, on rank 0; all ranks must call it.
+    """Format the table on rank 0; collective, all ranks must call it.
 
     Args:
-        batch: images of an optimizer step.
-        images: a line that says how pixels are normalised.
+        pipeline: the network on its ranks.
+        world: all ranks.
+        config: configuration of the run.
+        batch: images per optimizer step.
+        images: line that describes the normalisation of pixels.
+
+    Returns:
+        The table on rank 0, None on other ranks.
     """
-    own = {stage: _held(pipeline, stage) for stage in pipeline.stages}
-    everybody = world.gather((own, device_of_rank(pipeline.device)))
-    if everybody is None:
+    own = {stage: _stage_memory(pipeline, stage) for stage in pipeline.stages}
+    gathered = world.gather((own, device_of_rank(pipeline.device)))
+    if gathered is None:
         return None
     placement = pipeline.placement
-    stages = {stage: held for one, _ in everybody for stage, held in one.items()}
+    stages = {stage: memory for by_stage, _ in gathered for stage, memory in by_stage.items()}
     make = functools.partial(make_optimizer, config.optimizer, batch_size=batch)
     ratio = state_ratio(make)
     lines = [
         f"layout: {placement.describe()}",
-        *drawn(placement),
+        *draw_layout(placement),
         "",
         *stage_lines(placement, pipeline.image_size[1:], stages, ratio),
         "",
         batch_line(batch, pipeline.schedule.microbatches, placement.data),
         images,
-        *device_lines([device for _, device in everybody]),
+        *device_lines([device for _, device in gathered]),
         *([] if pipeline.device.type == "cpu" else [path_line(device_path())]),
     ]
     return "\n".join(lines)
@@ -72,22 +78,23 @@ def start_table(
 def stage_lines(
     placement: Placement, size: Sequence[int], stages: dict[int, StageMemory], ratio: float
 ) -> list[str]:
-    """A line a stage, of many stages the first ones and the last.
+    """Format one row per stage; of many stages the first ones and the last.
 
     Args:
+        placement: the layout.
         size: (H, W) of the images.
-        stages: what a rank of each holds.
-        ratio: bytes of the optimizer's state for each byte of a gradient.
+        stages: memory of one rank of each stage.
+        ratio: bytes of optimizer state per byte of gradients.
     """
-    rows = [["stage", "a rank has", "parameters", "weights", "gradients", "optimizer", "together"]]
-    for stage, held in sorted(stages.items()):
-        state = round(held.gradients * ratio)
-        sizes = [held.weights, held.gradients, state, held.weights + held.gradients + state]
-        what = _part(placement, stage, size)
+    rows = [["stage", "per rank", "parameters", "weights", "gradients", "optimizer", "total"]]
+    for stage, memory in sorted(stages.items()):
+        state = round(memory.gradients * ratio)
+        sizes = [memory.weights, memory.gradients, state]
+        part = _part(placement, stage, size)
         channels = placement.tensor_parts(stage)
-        what += f", 1 of {channels} by channels" if channels > 1 else ""
-        told = [f"{held.parameters / 1e6:.2f} M", *map(readable_bytes, sizes)]
-        rows.append([str(stage), what, *told])
+        part += f", 1 of {channels} by channels" if channels > 1 else ""
+        count = f"{memory.parameters / 1e6:.2f} M"
+        rows.append([str(stage), part, count, *map(readable_bytes, (*sizes, sum(sizes)))])
     lines = [f"  {line}" for line in aligned(rows, left=(1,))]
     return lines if len(lines) <= 13 else [*lines[:11], "  ...", lines[-1]]
 
@@ -112,7 +119,7 @@ def _sides(count: int, parts: int) -> str:
 
 
 def batch_line(batch: int, microbatches: int, replicas: int) -> str:
-    """The arithmetic of the global batch."""
+    """Format how micro-batches and replicas make up the global batch."""
     each = batch / (microbatches * replicas)
     size = str(int(each)) if each.is_integer() else f"{int(each)} or {int(each) + 1}"
     parts = ["1 micro-batch" if microbatches == 1 else f"{microbatches} micro-batches"]
@@ -122,13 +129,13 @@ def batch_line(batch: int, microbatches: int, replicas: int) -> str:
 
 
 def device_lines(devices: Sequence[Device]) -> Iterator[str]:
-    """Ranks of a machine are told together."""
+    """Format the devices, one line per host and kind of device."""
     yield "devices:"
     lines = []
-    together: dict[tuple[str, str], list[int]] = {}
-    for rank, one in enumerate(devices):
-        together.setdefault((one.host, one.more), []).append(rank)
-    for (host, more), ranks in together.items():
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, device in enumerate(devices):
+        groups.setdefault((device.host, device.more), []).append(rank)
+    for (host, more), ranks in groups.items():
         names = list(dict.fromkeys(devices[rank].device for rank in ranks))
         named = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         lines.append([f"  {ranks_text(ranks)}", host, f"{named}, {more}"])
@@ -137,26 +144,26 @@ def device_lines(devices: Sequence[Device]) -> Iterator[str]:
 
 
 def path_line(path: DevicePath) -> str:
-    """How tensors of devices travel."""
+    """Describe the data path of device tensors."""
     return f"tensors between devices: {_PATHS[path.name]} ({path.reason})"
 
 
 _PATHS = {"nccl": "NCCL", "mpi": "MPI from device memory", "host": "through pinned host memory"}
 
 
-def _held(pipeline: PipelineRuntime, stage: int) -> StageMemory:
-    """Bytes of this rank; replicas that share state out have a part each."""
+def _stage_memory(pipeline: PipelineRuntime, stage: int) -> StageMemory:
+    """Memory of a stage on this rank; sharded state is divided by the number of replicas."""
     parameters = list(pipeline.stages[stage].parameters())
     parts = pipeline.placement.data if pipeline.sharded else 1
     weights = sum(p.numel() * p.element_size() for p in parameters)
-    learning = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     count = sum(p.numel() for p in parameters)
-    return StageMemory(count, weights // parts, learning // parts)
+    return StageMemory(count, weights // parts, gradients // parts)
 
 
 def device_of_rank(device: torch.device) -> Device:
     host = socket.gethostname().partition(".")[0]
     if device.type != "cpu":
-        found = torch.get_device_module(device).get_device_properties(device)
-        return Device(host, str(device), f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+        card = torch.get_device_module(device).get_device_properties(device)
+        return Device(host, str(device), f"{card.name}, {card.total_memory / 2**30:.0f} GiB")
     return Device(host, "cpu", counted(torch.get_num_threads(), "thread") + " each")

@@ -1,1 +1,1 @@
-"""Runs that look for what is wrong: ``debug=overfit``, ``detect_nan``."""
+"""Debug runs: ``debug=overfit``, ``debug=detect_nan``."""

@@ -1,8 +1,8 @@
-"""``debug=detect_nan``: where the first number appeared that is NaN or infinite.
+"""``debug=detect_nan``: locate the first NaN or infinite value.
 
-Smallest and largest value of every activation, loss and gradient are taken as they come, and looked
-at when the step is done, before any weight has changed. So nobody waits for a GPU, no rank leaves
-others waiting in the middle of a step, and all of them agree on what came first.
+The minimum and maximum of every activation, loss and gradient are recorded during the step and
+checked at its end, before any weight changes. So no host waits for its GPU, no rank leaves a step
+early, and all ranks agree on the first value.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _FORWARD, _LOSS, _BACKWARD, _AVERAGED = range(4)
 
 
 class ComputationOrder(NamedTuple):
-    """When something was computed; the earlier, the smaller, on whatever rank.
+    """Sort key of a computation, comparable between ranks.
 
-    What comes first in one process that does micro-batch after micro-batch comes first here.
+    The order is that of a single process that runs one micro-batch after another.
 
     Attributes:
+        microbatch: number of the micro-batch.
         phase: forward, loss, backward, averaged gradients.
-        stage: in forward as they are numbered, in backward the other way round.
-        number: of what this rank has computed in the step; ranks of one grid count alike.
+        stage: number of the stage in forward, its negative in backward.
+        number: count of this rank's computations in the step; the same on all ranks of a grid.
     """
 
     microbatch: int
@@ -47,7 +48,7 @@ class ComputationOrder(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that is not finite."""
+    """A value that is not finite."""
 
     moment: ComputationOrder
     rank: int
@@ -64,21 +65,21 @@ class Finding(NamedTuple):
 
 
 class NanWatch:
-    """Looks at all that this rank computes in training.
+    """Records the ranges of all values that this rank computes in training.
 
     Args:
-        pipeline: its stages get hooks.
+        pipeline: the network; its stages get hooks.
         world: all ranks.
-        gradients: whether to look at them, too; where losses are scaled they may overflow.
+        gradients: whether to record gradients; those of scaled losses may overflow.
     """
 
     def __init__(
         self, pipeline: PipelineRuntime, world: Communicator, gradients: bool = True
     ) -> None:
         self._pipeline, self._world, self._gradients = pipeline, world, gradients
-        self._ranges: list[Tensor] = []  # smallest and largest value
+        self._ranges: list[Tensor] = []  # minimum and maximum
         self._places: list[tuple[ComputationOrder, str]] = []
-        self._outputs = WeakIdKeyDictionary()  # of modules, looked at already
+        self._outputs = WeakIdKeyDictionary()  # outputs of modules that are already recorded
         for module in pipeline.stages.values():
             for name, layer in module.named_modules():
                 self._follow(layer, f"{name or 'the network'} ({type(layer).__name__})")
@@ -88,24 +89,24 @@ class NanWatch:
         pipeline.criterion = self._watched(pipeline.criterion)
 
     def check(self, step: int) -> None:
-        """After the forward and backward of a step; all ranks call it.
+        """Check the values of a step after its backward; collective, all ranks must call it.
 
         Raises:
-            NotFinite: on all ranks, if any of them has found something.
+            NotFinite: on all ranks, if a value is not finite on any rank.
         """
-        everybody = self._world.allgather(self._first())
-        found = sorted(one for one in everybody if one is not None)
-        if not found:
+        gathered = self._world.allgather(self._first())
+        findings = sorted(one for one in gathered if one is not None)
+        if not findings:
             return
-        others = [str(one) for one in found[1:] if one.rank != found[0].rank]
-        text = f"step {step}: {found[0]}"
+        others = [str(one) for one in findings[1:] if one.rank != findings[0].rank]
+        text = f"step {step}: {findings[0]}"
         if others:
             hidden = len(others) - _MOST_OTHERS
             more = f"; and {hidden} more ranks" if hidden > 0 else ""
-            text += f"; what other ranks saw first: {'; '.join(others[:_MOST_OTHERS])}{more}"
+            text += f"; first on other ranks: {'; '.join(others[:_MOST_OTHERS])}{more}"
         raise NotFinite(text)
 
-    # --- what is seen
+    # --- hooks
 
     def _follow(self, layer: nn.Module, name: str) -> None:
         is_leaf = next(layer.children(), None) is None
@@ -131,7 +132,7 @@ class NanWatch:
 
     @property
     def _is_forward(self) -> bool:
-        """Neither validation nor what runs again in backward."""
+        """Whether a forward action runs, not validation or recomputation in backward."""
         doing = self._pipeline.doing
         return doing is not None and doing.kind == "forward"
 
@@ -141,7 +142,7 @@ class NanWatch:
                 self._note(grad, where, _BACKWARD)
 
         own = tensor.part if isinstance(tensor, ChannelTensor) else tensor
-        if own.requires_grad:  # or an operation refuses it, and says why
+        if own.requires_grad:  # otherwise an operation raises a more specific error
             own.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _watched(self, criterion: Criterion) -> Criterion:
@@ -167,7 +168,7 @@ class NanWatch:
         self._ranges.append(torch.stack(torch.aminmax(local)).double())
 
     def _averaged(self) -> Iterator[tuple[ComputationOrder, str, Tensor]]:
-        """Gradients as the optimizer gets them: what no hook has seen."""
+        """Yield averaged gradients, which no hook records."""
         for stage, module in self._pipeline.stages.items():
             for name, parameter in module.named_parameters():
                 if self._gradients and parameter.grad is not None:
@@ -202,7 +203,7 @@ def _numbers(values: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's part of a tensor."""
     if isinstance(tensor, ChannelTensor):
         tensor = tensor.part
     if isinstance(tensor, SpatialTensor):

@@ -1,6 +1,6 @@
-"""``debug=overfit``: whether a network can learn one batch by heart.
+"""``debug=overfit``: check whether a network can memorise one batch.
 
-If it cannot, more data will not help: learning rate, loss, labels or the network are wrong.
+If it cannot, more data does not help: learning rate, loss, labels or network are wrong.
 """
 
 from __future__ import annotations
@@ -8,22 +8,23 @@ from __future__ import annotations
 import math
 
 NEAR_ZERO = 0.1
-"""Of the first loss; so little must be left of it."""
+"""Share of the first loss below which the network has learnt the batch."""
 
 
 class Overfit:
-    """What becomes of the loss of one batch.
+    """Loss of one batch over the steps.
 
     Attributes:
-        first, last: loss of the first and of the latest step.
-        lowest: of all steps.
+        first: loss of the first step.
+        last: loss of the latest step.
+        lowest: lowest loss so far.
     """
 
     def __init__(self) -> None:
         self.first = self.last = self.lowest = math.nan
 
     def note(self, loss: float) -> None:
-        """One more step is done."""
+        """Record the loss of a step."""
         if math.isnan(self.first):
             self.first = self.lowest = loss
         self.last = loss
@@ -35,7 +36,7 @@ class Overfit:
         return math.isfinite(self.last) and self.last <= NEAR_ZERO * self.first
 
     def verdict(self, steps: int) -> str:
-        """A sentence on what was seen in so many steps."""
+        """Verdict after `steps` steps, with advice, as one sentence."""
         fell = (
             f"in {steps} steps on one batch the loss fell from {self.first:.4g} to {self.last:.4g}"
         )
@@ -43,21 +44,21 @@ class Overfit:
             return f"{fell}: the network can learn"
         if not math.isfinite(self.last):
             return (
-                f"after {steps} steps on one batch the loss is {self.last}: debug=detect_nan tells "
-                "where that begins; lower optimizer.lr?"
+                f"after {steps} steps on one batch the loss is {self.last}: find the origin with "
+                "debug=detect_nan, or try a lower optimizer.lr"
             )
         if self.lowest <= NEAR_ZERO * self.first:
             return (
-                f"{fell}, but was {self.lowest:.4g} before: the network can learn, but not "
-                "steadily; lower optimizer.lr?"
+                f"{fell}, but was {self.lowest:.4g} before: the network can learn, but training is "
+                "unstable; try a lower optimizer.lr"
             )
         if self.last < self.first:
             return (
-                f"{fell}, which is not near zero: more steps by trainer.max_steps, another "
-                "optimizer.lr, less weight decay or dropout; else look at labels and network"
+                f"{fell}, which is not near zero: try more trainer.max_steps, another "
+                "optimizer.lr, less weight decay or dropout; otherwise check labels and network"
             )
         return (
             f"in {steps} steps on one batch the loss did not fall: it was {self.first:.4g} and is "
-            f"{self.last:.4g}; change optimizer.lr, look at the labels, and whether weights get "
+            f"{self.last:.4g}; change optimizer.lr, and check the labels and whether weights get "
             "gradients"
         )

@@ -1,1 +1,1 @@
-"""Where a run is logged to beside its directory: TensorBoard, Weights & Biases, MLflow."""
+"""Loggers besides the run directory: TensorBoard, Weights & Biases, MLflow."""

@@ -1,4 +1,4 @@
-"""The loggers that a configuration names; one that fails is left out from there on."""
+"""Loggers of a configuration; one that fails is disabled for the rest of the run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("spatialdl.loggers")
 
 PACKAGES = {"csv": None, "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""What each needs to be installed."""
+"""Package required by each logger."""
 
 
 def check_loggers(settings: Mapping[str, Any]) -> None:
-    """Refuse loggers that there are not.
+    """Check that loggers exist and their packages are installed.
 
     Args:
-        settings: the group ``logger`` of a configuration.
+        settings: group ``logger`` of the configuration.
 
     Raises:
-        ValueError: if one is unknown, or its package is missing.
+        ValueError: if a logger is unknown, or its package is missing.
     """
     for name in settings:
         if name not in PACKAGES:
-            raise ValueError(f"logger={name} is unknown: take some of {', '.join(PACKAGES)}")
+            raise ValueError(f"logger={name} is unknown: use some of {', '.join(PACKAGES)}")
         package = PACKAGES[name]
         if package is not None and find_spec(package) is None:
             raise ValueError(
@@ -42,20 +42,20 @@ def check_loggers(settings: Mapping[str, Any]) -> None:
 
 
 def wants_images(settings: Mapping[str, Any]) -> bool:
-    """Whether any logger takes pictures of samples; told from the configuration, on every rank."""
+    """Whether the configuration has a logger that takes sample pictures."""
     return any(bool(one.get("images")) for one in settings.values())
 
 
 class Loggers:
-    """All loggers of a run; the first error of each is said, and it is closed.
+    """Loggers of a run; a logger that raises is closed with a warning.
 
     Args:
-        config: of the run.
-        run_dir: its directory.
-        done: steps that an earlier run has made.
+        config: configuration of the run.
+        run_dir: run directory.
+        done: steps done before the run was resumed.
 
     Attributes:
-        take_images: whether any of them does.
+        take_images: whether a logger takes pictures.
     """
 
     def __init__(self, config: DictConfig, run_dir: Path, done: int) -> None:
@@ -82,20 +82,20 @@ class Loggers:
             try:
                 logger.finish()
             except Exception as error:
-                _say(name, error)
+                _warn(name, error)
 
     def _start(self, name: str, settings: DictConfig, run_dir: Path, done: int) -> None:
         try:
             self._open[name] = _logger(name, settings, run_dir, done)
         except Exception as error:
-            _say(name, error)
+            _warn(name, error)
 
-    def _each(self, what: Callable[[Logger], None]) -> None:
+    def _each(self, call: Callable[[Logger], None]) -> None:
         for name, logger in list(self._open.items()):
             try:
-                what(logger)
+                call(logger)
             except Exception as error:
-                _say(name, error)
+                _warn(name, error)
                 del self._open[name]
                 with suppress(Exception):
                     logger.finish()
@@ -115,6 +115,6 @@ def _logger(name: str, settings: DictConfig, run_dir: Path, done: int) -> Logger
     return MLflow(settings, run_dir)
 
 
-def _say(name: str, error: Exception) -> None:
-    said = without_passwords(" ".join(str(error).split())) or type(error).__name__
-    log.warning("logger=%s: %s; training goes on without it", name, said)
+def _warn(name: str, error: Exception) -> None:
+    text = without_passwords(" ".join(str(error).split())) or type(error).__name__
+    log.warning("logger=%s: %s; training continues without it", name, text)

@@ -1,4 +1,4 @@
-"""What every logger takes."""
+"""Interface of loggers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 Picture = npt.NDArray[np.uint8]
-"""(rows, columns, 3), RGB."""
+"""RGB pixels, (rows, columns, 3)."""
 
 
 class Logger(Protocol):
-    """Takes what happens in a run, on rank 0; may raise anything, and is not asked again then."""
+    """Logger of a run on rank 0; after any exception it is not called again."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """The configuration of the run, nested."""
+        """Log the nested configuration of the run."""
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of an optimizer step."""
+        """Log values of an optimizer step."""
 
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of all validation samples after so many steps."""
+        """Log the metrics of a validation after `step` steps."""
 
     def log_image(self, step: int, name: str, picture: Picture) -> None:
-        """A picture; those of one name follow each other."""
+        """Log a picture; pictures of one name form a series."""
 
     def finish(self) -> None:
-        """No more will come."""
+        """Close the logger."""

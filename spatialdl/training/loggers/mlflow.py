@@ -1,4 +1,4 @@
-"""A run of MLflow."""
+"""MLflow logger."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from PIL import Image
 
 from spatialdl.training.loggers.logger import Picture
 
-_LONGEST, _AT_ONCE = 500, 100  # what every store takes of a value, and of values
+_LONGEST, _AT_ONCE = 500, 100  # characters of a value, and values per call, that all stores accept
 
 
 class MLflow:
-    """A run of an experiment, which is made if it is not there; one in its directory goes on.
+    """MLflow run of an experiment, which is created if missing; resumes that of the run directory.
 
     Args:
         settings: ``tracking_uri``, ``experiment`` and ``name``.
+        run_dir: run directory.
     """
 
     def __init__(self, settings: DictConfig, run_dir: Path) -> None:
@@ -32,13 +33,13 @@ class MLflow:
         files = (run_dir / "mlflow").absolute().as_uri() if uri == own else None
         self._client = MlflowClient(tracking_uri=uri)
         known = run_dir / "mlflow.id"
-        self._goes_on = known.is_file()
-        if self._goes_on:
+        self._is_resumed = known.is_file()
+        if self._is_resumed:
             self._id = known.read_text().strip()
             self._client.update_run(self._id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(settings.experiment)
-        number = found.experiment_id if found else None
+        experiment = self._client.get_experiment_by_name(settings.experiment)
+        number = experiment.experiment_id if experiment else None
         if number is None:
             number = self._client.create_experiment(settings.experiment, files)
         name = settings.name or run_dir.name
@@ -46,8 +47,8 @@ class MLflow:
         known.write_text(f"{self._id}\n")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Of a run that goes on the first one stays, as MLflow changes none."""
-        if not self._goes_on:
+        """Log the configuration of a new run; MLflow does not allow changes in a resumed one."""
+        if not self._is_resumed:
             params = [Param(name, str(value)[:_LONGEST]) for name, value in flat(config)]
             for first in range(0, len(params), _AT_ONCE):
                 self._client.log_batch(self._id, params=params[first : first + _AT_ONCE])
@@ -65,18 +66,18 @@ class MLflow:
     def finish(self) -> None:
         self._client.set_terminated(self._id)
 
-    def _log(self, what: str, step: int, values: Mapping[str, float]) -> None:
+    def _log(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         now = round(1000 * time.time())
         metrics = [
-            Metric(f"{what}/{name}", value, now, step)
+            Metric(f"{phase}/{name}", value, now, step)
             for name, value in values.items()
-            if math.isfinite(value)  # databases take no other numbers
+            if math.isfinite(value)  # databases accept only finite numbers
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings under names with dots."""
+    """Flatten nested settings to dotted names."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")

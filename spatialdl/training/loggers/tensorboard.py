@@ -1,4 +1,4 @@
-"""Events for TensorBoard."""
+"""TensorBoard logger."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from spatialdl.training.loggers.logger import Picture
 
 
 class TensorBoard:
-    """A folder ``tensorboard`` in the run directory.
+    """Event files in the folder ``tensorboard`` of the run directory.
 
     Args:
-        done: steps of an earlier run there; what it has logged after them is not shown.
+        run_dir: run directory.
+        done: steps done before the run was resumed; later events are purged.
     """
 
     def __init__(self, run_dir: Path, done: int) -> None:
@@ -41,5 +42,5 @@ class TensorBoard:
     def finish(self) -> None:
         self._writer.close()
 
-    def _add(self, kind: str, *given: Any, **more: Any) -> None:
-        getattr(self._writer, f"add_{kind}")(*given, **more)
+    def _add(self, kind: str, *args: Any, **kwargs: Any) -> None:
+        getattr(self._writer, f"add_{kind}")(*args, **kwargs)

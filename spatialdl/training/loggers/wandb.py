@@ -1,4 +1,4 @@
-"""A run at Weights & Biases."""
+"""Weights & Biases logger."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from spatialdl.training.loggers.logger import Picture
 
 
 class WandB:
-    """A run that goes on if one in its directory does.
+    """W&B run; resumes that of the run directory.
 
     Args:
         settings: ``project``, ``entity``, ``name`` and ``mode``.
+        run_dir: run directory.
     """
 
     def __init__(self, settings: DictConfig, run_dir: Path) -> None:

@@ -1,1 +1,1 @@
-"""The network of a run: built, weights loaded, parts frozen."""
+"""Network of a run: construction, pretrained weights, freezing."""

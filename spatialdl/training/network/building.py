@@ -1,4 +1,4 @@
-"""The network of a run, built from a configuration."""
+"""Construction of the network of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from spatialdl.training.virtual_tiles import check_room
 
 
 def build_model(config: DictConfig, sources: Sources) -> nn.Module:
-    """The network of a configuration, its weights drawn from the seed alike on every rank."""
+    """Build the network with weights initialised from the seed, the same on every rank."""
     describe_data(config, sources)
     seed_generators(int(config.seed))
     return instantiate(config)
 
 
 def describe_data(config: DictConfig, sources: Sources) -> None:
-    """Fill in what a configuration leaves to the data, and its interpolations refer to."""
+    """Set values of the configuration that depend on the data, for its interpolations."""
     with open_dict(config):
         config.data.image_size = list(sources.image_size)
         config.data.channels = sources.channels
@@ -53,7 +53,7 @@ def describe_data(config: DictConfig, sources: Sources) -> None:
 
 
 def _describe_tiles(data: DictConfig, sources: Sources, tile: tuple[int, ...]) -> None:
-    """The network gets pixels of tiles as they are, and normalises them itself."""
+    """Pass tile size and normalisation to the network, which normalises raw pixels itself."""
     normalisation = sources.normalisation
     data.tile, data.tile_channels = list(tile), tile[0]
     data.mean, data.std = normalisation.by_channel(tile[0])
@@ -61,21 +61,21 @@ def _describe_tiles(data: DictConfig, sources: Sources, tile: tuple[int, ...]) -
 
 
 def seed_generators(seed: int) -> None:
-    """Those of PyTorch, and of NumPy and Python, by which a network of the user's may draw."""
+    """Seed PyTorch, NumPy and Python, which a user's network may draw from."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def instantiate(config: DictConfig) -> nn.Module:
-    """The network that a configuration names.
+    """Instantiate the network of a configuration.
 
     Args:
-        config: of a run; what ``**kwargs`` of the network refuse of `offered_keys` is removed, so
-            that the same call builds it again.
+        config: configuration of a run; removes those `offered_keys` that the network does not
+            accept, so that the same call builds it again.
 
     Raises:
-        ValueError: if there is none, or it cannot be built so.
+        ValueError: if it is not a network, or cannot be built.
     """
     try:
         model = _called(config.model, offered_keys(config.model))
@@ -83,20 +83,21 @@ def instantiate(config: DictConfig) -> nn.Module:
         raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model={config.model._target_} gives a {type(model).__name__}, no network"
+            f"model={config.model._target_} creates a {type(model).__name__}, expected a "
+            "torch.nn.Module"
         )
     return model
 
 
 def _called(settings: DictConfig, offered: Sequence[str]) -> object:
-    """What the target returns, without the offered arguments that it refuses."""
+    """Call the target without those offered arguments that it does not accept."""
     try:
         return _made(settings)
     except hydra.errors.InstantiationException as error:
         refused = refused_key(error, offered)
         if refused is None:
             _remove(settings, offered)
-            if offered:  # it may say in other words that it does not know them
+            if offered:  # the error may not name the argument
                 with suppress(hydra.errors.InstantiationException):
                     return _made(settings)
             raise
@@ -105,7 +106,7 @@ def _called(settings: DictConfig, offered: Sequence[str]) -> object:
 
 
 def _made(settings: DictConfig) -> object:
-    """The target called with plain lists and dicts: many libraries refuse those of OmegaConf."""
+    """Call the target with plain lists and dicts, since many libraries reject OmegaConf's."""
     return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
 
 
@@ -116,10 +117,10 @@ def _remove(settings: DictConfig, keys: Sequence[str]) -> None:
 
 
 def make_network(config: DictConfig, sources: Sources, world: Communicator) -> nn.Module:
-    """The network to train: built, with the weights to begin with, and what is frozen marked.
+    """Build the network, load pretrained weights and freeze parameters.
 
     Raises:
-        ValueError: if the weights do not fit, or differ between the ranks.
+        ValueError: if the weights do not fit, or differ between ranks.
     """
     model = build_model(config, sources)
     if config.weights is not None:
@@ -145,13 +146,22 @@ def make_pipeline(
     nodes: Nodes,
     metrics: OwnMetrics | None = None,
 ) -> PipelineRuntime:
-    """The network to train, spread over all ranks; see `PipelineRuntime`.
+    """Build the network and distribute it over all ranks; see `PipelineRuntime`.
 
     Args:
-        metrics: of the user's, to be tried on what the network gives.
+        config: configuration of the run.
+        sources: data of the run.
+        task: loss and metrics.
+        placement: the layout.
+        schedule: the pipeline schedule.
+        precision: dtypes.
+        device: device of this rank.
+        world: all ranks.
+        nodes: nodes of the world.
+        metrics: metrics of the user, tried out on the shape of the network's output.
 
     Raises:
-        ValueError: if network, weights and layout do not fit together.
+        ValueError: if network, weights and layout are inconsistent.
     """
     model = make_network(config, sources, world).to(precision.dtype)
     columns = check_head(model, task, sources)
@@ -167,7 +177,7 @@ def make_pipeline(
         keys = "trainer.memory_limit_gb", "parallel.stream_to"
         memory = memory_within(config.trainer.memory_limit_gb, parallel.stream_to, device, *keys)
         check_room(
-            *(memory, model, _under_way(config, sources, placement)),
+            *(memory, model, _in_flight(config, sources, placement)),
             parts=placement.replica_size,
             ranks=nodes.of.count(nodes.of[world.rank]),
             recompute=parallel.recompute != "none",
@@ -200,9 +210,9 @@ def make_pipeline(
     )
 
 
-def _under_way(config: DictConfig, sources: Sources, placement: Placement) -> tuple[int, ...]:
-    """The shape of all images of a replica that are between forward and backward at a time."""
+def _in_flight(config: DictConfig, sources: Sources, placement: Placement) -> tuple[int, ...]:
+    """Shape of all images of a replica between forward and backward at a time."""
     samples = -(-int(config.data.batch_size) // placement.data)
-    if config.parallel.schedule != "gpipe":  # which holds a micro-batch a stage
+    if config.parallel.schedule != "gpipe":  # other schedules hold one micro-batch per stage
         samples = -(-samples * placement.stages // int(config.parallel.microbatches))
     return (samples, sources.channels, *sources.image_size)

@@ -1,4 +1,4 @@
-"""Parameters that stay as they are, by patterns of their names."""
+"""Freezing of parameters by name patterns."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ log = logging.getLogger("spatialdl.trainer")
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match one of the patterns (``layer1.*``, ``*.bias``).
 
-    BatchNorm layers of which all parameters are frozen here stay in evaluation mode while the
-    others train, see `pipeline.stage`: their running statistics are frozen too.
+    BatchNorm layers with only frozen parameters stay in evaluation mode, see `pipeline.stage`:
+    their running statistics are frozen too.
 
     Raises:
-        ValueError: if a pattern matches nothing, or nothing is left to learn.
+        ValueError: if a pattern matches nothing, or no trainable parameter is left.
     """
     parameters = dict(model.named_parameters())
-    stilled: set[nn.Parameter] = set()
+    matched: set[nn.Parameter] = set()
     for pattern in patterns:
         chosen = [name for name in parameters if fnmatchcase(name, pattern)]
         if not chosen:
             names = [*parameters, *(f"{name}.*" for name, _ in model.named_modules() if name)]
             near = get_close_matches(str(pattern), names, n=3, cutoff=0.3) or names[:3]
             raise ValueError(
-                f"trainer.freeze: no parameter is called {pattern}; did you mean "
-                f"{' or '.join(near)}?"
+                f"trainer.freeze: no parameter matches {pattern}; did you mean {' or '.join(near)}?"
             )
         for name in chosen:
             parameters[name].requires_grad_(False)
-            stilled.add(parameters[name])
+            matched.add(parameters[name])
     for layer in model.modules():
         own = set(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and own and own <= stilled:
+        if isinstance(layer, _BatchNorm) and own and own <= matched:
             rest_in_training(layer)
     frozen = [p.numel() for p in parameters.values() if not p.requires_grad]
     if patterns and len(frozen) == len(parameters):

@@ -1,4 +1,4 @@
-"""The normalisation that pretrained weights were trained with, as far as it is known."""
+"""Input normalisation of pretrained weights, if known."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from spatialdl.data.saving import load_json
 log = logging.getLogger("spatialdl.trainer")
 
 _CLOSE = 1e-3
-_CONFIG = "config.json"  # of a repository of the Hugging Face hub
+_CONFIG = "config.json"  # in a repository of the Hugging Face hub
 
 Numbers = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def expected_input(name: str, file: Path) -> Numbers | None:
-    """Mean and std of the input of some weights; None if nobody says.
+    """Mean and std of the input of pretrained weights; None if unknown.
 
-    Those in `config.json` beside the file, as timm has it; ImageNet's of torchvision's files in the
-    cache of torch.hub, and of repositories of timm without one.
+    Read from timm's `config.json` beside the file. ImageNet's for torchvision files in the cache
+    of torch.hub, and for timm repositories without `config.json`.
 
     Args:
-        name: as of `find_weights`.
-        file: that was found for it.
+        name: name passed to `find_weights`.
+        file: file of the weights.
     """
     content: Any = load_json(file.parent / _CONFIG)
     if isinstance(content, dict):
         inner = content.get("pretrained_cfg")
-        given = _numbers(inner if isinstance(inner, dict) else content)
-        if given is not None:
-            return given
+        stored = _numbers(inner if isinstance(inner, dict) else content)
+        if stored is not None:
+            return stored
     is_of_hub = file.parent == Path(torch.hub.get_dir()) / "checkpoints"
     if is_of_hub or name.startswith("timm/"):
         return NAMED["imagenet"]["mean"], NAMED["imagenet"]["std"]
@@ -42,7 +42,7 @@ def expected_input(name: str, file: Path) -> Numbers | None:
 
 
 def warn_of_other_input(name: str, file: Path, normalisation: Normalisation, channels: int) -> None:
-    """Warn if a run normalises otherwise than the weights expect, with the keys to set."""
+    """Warn if the normalisation of a run differs from that of the weights."""
     expected = expected_input(name, file)
     if expected is None or len(expected[0]) != channels:
         return
@@ -51,21 +51,21 @@ def warn_of_other_input(name: str, file: Path, normalisation: Normalisation, cha
     if all(abs(one - other) < _CLOSE for one, other in pairs):
         return
     log.warning(
-        "weights=%s were trained on images of mean %s and std %s, this run normalises by mean %s "
+        "weights=%s were trained with mean %s and std %s, but this run normalises with mean %s "
         "and std %s: set %s",
         *(name, *map(_shown, expected), *map(_shown, here), _keys(expected)),
     )
 
 
 def _numbers(settings: dict[str, Any]) -> Numbers | None:
-    found = []
+    numbers = []
     for key in ("mean", "std"):
         values = settings.get(key)
         is_list = isinstance(values, list) and len(values) > 0
         if not is_list or not all(type(one) in (int, float) for one in values):  # type: ignore[union-attr]
             return None
-        found.append(tuple(map(float, values)))  # type: ignore[arg-type]
-    return (found[0], found[1]) if len(found[0]) == len(found[1]) else None
+        numbers.append(tuple(map(float, values)))  # type: ignore[arg-type]
+    return (numbers[0], numbers[1]) if len(numbers[0]) == len(numbers[1]) else None
 
 
 def _keys(expected: Numbers) -> str:

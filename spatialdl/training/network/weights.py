@@ -1,7 +1,7 @@
-"""Pretrained weights: from a file, or from what a hub has left in its cache on this machine.
+"""Pretrained weights from a file or from the local cache of a hub.
 
-torchvision's and timm's names of ResNet-18 and -50 are those of `models.resnet`; wrappers and
-prefixes that other programs put around a state dict are taken off. Nothing is downloaded.
+torchvision's and timm's names of ResNet-18 and -50 are those of `models.resnet`. Wrappers and
+prefixes of other programs around a state dict are removed. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,50 +23,51 @@ from spatialdl.training.checks import check_weights_file
 log = logging.getLogger("spatialdl.trainer")
 
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network")
-"""Keys under which programs keep a state dict beside other things."""
+"""Keys under which checkpoints of other programs store the state dict."""
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
-"""What DataParallel, torch.compile, Lightning and others put before every name."""
+"""Prefixes that DataParallel, torch.compile, Lightning and others add to all names."""
 
-_COUNTER = "num_batches_tracked"  # old files have none
+_COUNTER = "num_batches_tracked"  # missing in old files
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_weights(model: nn.Module, name: str) -> None:
-    """Load weights into a network, all of them but for a head of another size.
+    """Load pretrained weights into a network, except for a head of another size.
 
     Args:
-        name: a file (.safetensors, or what `torch.save` wrote), the name of one in the cache of
-            torch.hub, with or without what follows the dash (``resnet18``), or a repository of
-            the Hugging Face hub in its cache (``timm/resnet18.a1_in1k``).
+        model: the network.
+        name: a file (.safetensors, or written by `torch.save`), the name of a file in the cache of
+            torch.hub, with or without the hash (``resnet18``), or a cached repository of the
+            Hugging Face hub (``timm/resnet18.a1_in1k``).
 
     Raises:
-        ValueError: if there is no such file, or its names or shapes do not fit.
+        ValueError: if there is no such file, or its names or shapes do not match.
     """
     file = find_weights(name)
     wanted = model.state_dict()
-    given = strip_prefixes(read_weights(file), wanted)
-    other = {key for key in given if key in wanted and given[key].shape != wanted[key].shape}
+    stored = strip_prefixes(read_weights(file), wanted)
+    other = {key for key in stored if key in wanted and stored[key].shape != wanted[key].shape}
     head = head_of(model)
-    left_out = head if head & other or not head & set(given) else set()
+    left_out = head if head & other or not head & set(stored) else set()
     wrong = sorted(other - left_out)
-    missing = [k for k in wanted if k not in {*given, *left_out} and not k.endswith(_COUNTER)]
-    unexpected = [key for key in given if key not in wanted]
+    missing = [k for k in wanted if k not in {*stored, *left_out} and not k.endswith(_COUNTER)]
+    unexpected = [key for key in stored if key not in wanted]
     if wrong or missing or unexpected:
-        raise ValueError(_misfit(file, given, wanted, wrong, missing, unexpected))
-    model.load_state_dict({k: v for k, v in given.items() if k not in left_out}, strict=False)
-    taken = sum(given[key].numel() for key in given if key not in left_out)
-    log.info("weights: %.2f M numbers of %s", taken / 1e6, file)
+        raise ValueError(_mismatch(file, stored, wanted, wrong, missing, unexpected))
+    model.load_state_dict({k: v for k, v in stored.items() if k not in left_out}, strict=False)
+    loaded = sum(stored[key].numel() for key in stored if key not in left_out)
+    log.info("weights: loaded %.2f M numbers from %s", loaded / 1e6, file)
     for key in sorted(left_out):
-        had = "nothing" if key not in given else _size(given[key])
-        log.info("weights: %s is new, %s; the file has %s", key, _size(wanted[key]), had)
+        size = _size(stored[key]) if key in stored else "none"
+        log.info("weights: %s is initialised, %s; the file has %s", key, _size(wanted[key]), size)
 
 
 def find_weights(name: str) -> Path:
-    """The file of some weights; see `load_weights`.
+    """Find the file of a name, see `load_weights`.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or several.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -77,19 +78,19 @@ def find_weights(name: str) -> Path:
     files = files or [file for file in hub.glob("*") if file.name.startswith(f"{name}-")]
     if len(files) > 1:
         raise ValueError(
-            f"weights={name} may be {' or '.join(sorted(file.name for file in files))} in {hub}: "
-            "say which"
+            f"weights={name} is ambiguous: {hub} has "
+            f"{' and '.join(sorted(file.name for file in files))}; set one of them"
         )
     if files:
         return files[0]
-    found = _in_hugging_face_cache(name) if name.count("/") == 1 else None
-    if found is None:
+    cached = _in_hugging_face_cache(name) if name.count("/") == 1 else None
+    if cached is None:
         raise ValueError(
-            f"weights={name} is no file, and neither in {hub} nor in the cache of the Hugging Face "
-            "hub: download it first, where there is a network (torch.hub.load_state_dict_from_url, "
-            "or hf download REPOSITORY)"
+            f"weights={name} is not a file, and neither in {hub} nor in the cache of the Hugging "
+            "Face hub: download it first, on a machine with network access "
+            "(torch.hub.load_state_dict_from_url, or hf download REPOSITORY)"
         )
-    return found
+    return cached
 
 
 def _in_hugging_face_cache(name: str) -> Path | None:
@@ -97,19 +98,19 @@ def _in_hugging_face_cache(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    with suppress(ValueError):  # no name of a repository
+    with suppress(ValueError):  # not a valid repository name
         for file in _HUB_FILES:
-            found = try_to_load_from_cache(name, file)
-            if isinstance(found, str):
-                return Path(found)
+            cached = try_to_load_from_cache(name, file)
+            if isinstance(cached, str):
+                return Path(cached)
     return None
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The state dict in a file, out of its wrapper.
+    """Read the state dict of a file, without its wrapper.
 
     Raises:
-        ValueError: if it cannot be read, or holds anything but tensors.
+        ValueError: if it cannot be read, or contains anything but tensors.
     """
     try:
         if file.suffix == ".safetensors":
@@ -121,8 +122,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"weights: {file} cannot be read: {reason}; a file of weights holds nothing but "
-            "tensors: torch.save(model.state_dict(), FILE)"
+            f"weights: cannot read {file}: {reason}; a file of weights must contain only tensors, "
+            "as written by torch.save(model.state_dict(), FILE)"
         ) from error
     while isinstance(content, Mapping):
         inner = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
@@ -131,24 +132,24 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         content = content[inner[0]]
     tensors = isinstance(content, Mapping) and all(isinstance(v, Tensor) for v in content.values())
     if not tensors or not content:
-        held = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else content
+        shown = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else content
         raise ValueError(
-            f"weights: {file} holds no state dict, but {type(content).__name__} {held}"
+            f"weights: {file} is not a state dict, but a {type(content).__name__}: {shown}"
         )
     return {str(key): value for key, value in content.items()}
 
 
-def strip_prefixes(given: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what stands before all of them, unless the network has it too."""
+def strip_prefixes(stored: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove prefixes that all names share, unless names of the network have them too."""
     while True:
-        found = [prefix for prefix in PREFIXES if all(key.startswith(prefix) for key in given)]
-        if not found or any(key.startswith(found[0]) for key in wanted):
-            return given
-        given = {key.removeprefix(found[0]): value for key, value in given.items()}
+        common = [prefix for prefix in PREFIXES if all(key.startswith(prefix) for key in stored)]
+        if not common or any(key.startswith(common[0]) for key in wanted):
+            return stored
+        stored = {key.removeprefix(common[0]): value for key, value in stored.items()}
 
 
 def head_of(model: nn.Module) -> set[str]:
-    """The names of the last layer that has parameters, which depends on the number of classes."""
+    """Parameter names of the last layer, which depends on the number of classes."""
     last: set[str] = set()
     for name, module in model.named_modules():
         own = {f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters(recurse=False)}
@@ -156,46 +157,46 @@ def head_of(model: nn.Module) -> set[str]:
     return last
 
 
-def _misfit(
+def _mismatch(
     file: Path,
-    given: Mapping[str, Tensor],
+    stored: Mapping[str, Tensor],
     wanted: Mapping[str, Tensor],
     wrong: Sequence[str],
     missing: Sequence[str],
     unexpected: Sequence[str],
 ) -> str:
-    said = [f"weights: {file} does not fit this network"]
+    texts = [f"weights: {file} does not match this network"]
     for key in wrong[:3]:
-        said.append(f"{key} is {_size(given[key])} there, {_size(wanted[key])} here")
-    for what, keys, others in (
-        ("has no", missing, unexpected),
-        ("has in excess", unexpected, missing),
+        texts.append(f"{key} is {_size(stored[key])} in the file, {_size(wanted[key])} here")
+    for kind, keys, others in (
+        ("missing key", missing, unexpected),
+        ("unexpected key", unexpected, missing),
     ):
         for key in keys[:3]:
             near = get_close_matches(key, others or list(wanted), n=1, cutoff=0.5)
-            said.append(f"it {what} {key}" + (f" (nearest: {near[0]})" if near else ""))
+            texts.append(f"{kind} {key}" + (f" (nearest: {near[0]})" if near else ""))
         if len(keys) > 3:
-            said.append(f"and {len(keys) - 3} more")
-    return "; ".join(said)
+            texts.append(f"and {len(keys) - 3} more")
+    return "; ".join(texts)
 
 
 def _size(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a number"
+    return "x".join(map(str, tensor.shape)) or "a scalar"
 
 
 def check_alike(model: nn.Module, world: Communicator) -> None:
-    """Refuse weights that differ between ranks, whose machines may have other files.
+    """Check that all ranks have read the same weights; files may differ between machines.
 
     Raises:
-        ValueError: on all ranks, if they do.
+        ValueError: on all ranks, if weights differ.
     """
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    everybody = world.allgather(digest.hexdigest())
-    others = [rank for rank, one in enumerate(everybody) if one != everybody[0]]
+    digests = world.allgather(digest.hexdigest())
+    others = [rank for rank, one in enumerate(digests) if one != digests[0]]
     if others:
         raise ValueError(
-            f"rank {others[0]} has read other weights than rank 0: name a file that all machines "
-            "share, or bring their caches to one state"
+            f"rank {others[0]} has read other weights than rank 0: use a file on a shared file "
+            "system, or identical caches on all machines"
         )

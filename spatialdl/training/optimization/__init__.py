@@ -1,1 +1,1 @@
-"""Optimizers, learning rates, precision, averages of weights: all that makes an update."""
+"""Optimizers, learning-rate schedulers, precision, weight averages and the update."""

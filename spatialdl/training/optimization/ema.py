@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, which often validates better than the last ones.
+"""Exponential moving average (EMA) of the weights.
 
-Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992. It is worked
-out element by element, so each rank averages what it holds, whole parameters or shards of them.
+Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992. The average is
+elementwise, so each rank averages its parameters or shards.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from spatialdl.comm.gradients import shard_of
 
 
 class WeightAverage:
-    """The average of parameters over the steps so far; it begins with what they are now.
+    """Average of parameters over the steps, initialised with their current values.
 
-    Buffers, such as BatchNorm's statistics, are averages already: those of the network are used.
+    Buffers, such as BatchNorm statistics, are averages already and are not averaged again.
 
     Args:
-        parameters: by name.
-        decay: what the average keeps of itself in a step, in [0, 1).
+        parameters: parameters by name.
+        decay: weight of the old average in a step, in [0, 1).
 
     Raises:
-        ValueError: if `decay` is not in that range.
+        ValueError: if `decay` is out of range.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -38,13 +38,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Update the average after an optimizer step."""
         for average, parameter in self._pairs():
             average.lerp_(parameter, 1 - self._decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The averages are in the network; afterwards its own weights are, bit for bit."""
+        """Swap the averages into the network; restore its weights bit for bit afterwards."""
         self._swap()
         try:
             yield
@@ -52,7 +52,7 @@ class WeightAverage:
             self._swap()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages, by the names of the parameters, sharded as these are."""
+        """Averages by parameter name, sharded like the parameters."""
         return dict(self._averages)
 
     @torch.no_grad()
@@ -63,6 +63,6 @@ class WeightAverage:
             average.copy_(kept)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Averages and parameters, as far as this rank holds them."""
+        """Local shards of averages and parameters."""
         for name, average in self._averages.items():
             yield shard_of(average), shard_of(self._parameters[name].detach())

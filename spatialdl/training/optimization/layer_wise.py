@@ -1,9 +1,9 @@
-"""Optimizers for large batches, which adapt the length of a step to the length of each weight.
+"""Layer-wise adaptive optimizers for large batches: LARS and LAMB.
 
 LARS: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, section 4.
 LAMB: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020,
-algorithm 2, with the identity for phi. Neither adapts groups without weight decay, as is usual for
-norms and biases.
+algorithm 2, with the identity for phi. Groups without weight decay (usually norms and biases) are
+not adapted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from spatialdl.comm.reduce import sum_over_ranks
 
 
 class LayerWise(torch.optim.Optimizer):
-    """Steps many parameters at a time, in few kernels; no number of them comes to the host.
+    """Base class: multi-tensor steps without synchronising the host with the device.
 
     Attributes:
-        divided: by the ids of parameters of which this rank has a part, the ranks that have the
-            others, and step together with it.
+        divided: communicator of the ranks that share a parameter, by the parameter's id.
     """
 
     divided: Mapping[int, Communicator] = MappingProxyType({})
@@ -40,9 +39,9 @@ class LayerWise(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             trained = [one for one in group["params"] if one.grad is not None]
-            for some in self._together(trained):
-                grads = [one.grad for one in some if one.grad is not None]
-                self._step_group(some, grads, group)
+            for parameters in self._batches(trained):
+                grads = [one.grad for one in parameters if one.grad is not None]
+                self._step_group(parameters, grads, group)
         return loss
 
     def _step_group(
@@ -50,26 +49,26 @@ class LayerWise(torch.optim.Optimizer):
     ) -> None:
         raise NotImplementedError
 
-    def _together(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """Those stepped in common kernels, and messages; on a CPU one by one stays in the cache."""
+    def _batches(self, parameters: list[Tensor]) -> list[list[Tensor]]:
+        """Parameters per multi-tensor call; on a CPU one by one, which stays in the cache."""
         if parameters and (parameters[0].device.type != "cpu" or self.divided):
             return [parameters]
         return [[one] for one in parameters]
 
     def _norms(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Of something like each parameter, over all ranks that have parts of it."""
+        """Norms of tensors shaped like the parameters, over all ranks that share these."""
         norms = list(torch._foreach_norm(list(tensors)))
         over = [self.divided.get(id(one)) for one in parameters]
         for comm in {id(one): one for one in over if one is not None}.values():
-            some = [place for place, one in enumerate(over) if one is comm]
-            own = torch.stack([norms[place] for place in some])
+            places = [place for place, one in enumerate(over) if one is comm]
+            own = torch.stack([norms[place] for place in places])
             squares = sum_over_ranks(comm, own.double().square(), "norms of parameters")
-            for place, whole in zip(some, squares.sqrt().to(own.dtype).unbind(), strict=True):
+            for place, whole in zip(places, squares.sqrt().to(own.dtype).unbind(), strict=True):
                 norms[place] = whole
         return torch.stack(norms)
 
-    def _kept(self, parameters: list[Tensor], key: str) -> list[Tensor]:
-        """What is kept of each parameter under a key; at first zeros."""
+    def _buffers(self, parameters: list[Tensor], key: str) -> list[Tensor]:
+        """State of the parameters under a key, initialised with zeros."""
         for one in parameters:
             if key not in self.state[one]:
                 self.state[one][key] = torch.zeros_like(one)
@@ -77,17 +76,18 @@ class LayerWise(torch.optim.Optimizer):
 
 
 class LARS(LayerWise):
-    """SGD with momentum, the gradient of each weight scaled to a share of the weight's norm.
+    """LARS: momentum SGD with each gradient scaled to a share of the norm of its weight.
 
     Args:
+        params: parameters or groups.
         lr: global learning rate, at least 0.
-        momentum: in [0, 1).
-        weight_decay: at least 0; of groups with 0 the gradients are not scaled.
-        trust: that share, eta in the paper.
-        eps: keeps norms of 0 from dividing.
+        momentum: momentum, in [0, 1).
+        weight_decay: weight decay, at least 0; gradients of groups with 0 are not scaled.
+        trust: trust coefficient, eta in the paper.
+        eps: added to the denominator.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
     """
 
     def __init__(
@@ -115,29 +115,30 @@ class LARS(LayerWise):
             weights = self._norms(parameters, parameters)
             gradients = self._norms(parameters, grads)
             local = group["trust"] * weights / (gradients + decay * weights + group["eps"])
-            # a weight or gradient of 0 would never move, or by all of its decay at once
+            # weights of 0 would never move, and gradients of 0 would apply all decay at once
             rates = torch.where((weights > 0) & (gradients > 0), rate * local, rate)
             steps = torch._foreach_add(grads, parameters, alpha=decay)
             torch._foreach_mul_(steps, rates.unbind())
         else:
             steps = torch._foreach_mul(grads, rate)
-        buffers = self._kept(parameters, "momentum_buffer")
+        buffers = self._buffers(parameters, "momentum_buffer")
         torch._foreach_mul_(buffers, group["momentum"])
         torch._foreach_add_(buffers, steps)
         torch._foreach_sub_(parameters, buffers)
 
 
 class LAMB(LayerWise):
-    """Adam with decoupled weight decay, each weight's step as long as the weight, times `lr`.
+    """LAMB: AdamW with each step scaled to the norm of its weight, times `lr`.
 
     Args:
+        params: parameters or groups.
         lr: learning rate, at least 0.
         betas: decay of the averages of gradient and squared gradient, in [0, 1).
-        eps: keeps averages of 0 from dividing.
-        weight_decay: at least 0; of groups with 0 the steps are not scaled.
+        eps: added to the denominator.
+        weight_decay: weight decay, at least 0; steps of groups with 0 are not scaled.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a number is out of range.
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class LAMB(LayerWise):
     ) -> None:
         beta1, beta2 = group["betas"]
         counts = [self._counted(one) for one in parameters]
-        means = self._kept(parameters, "exp_avg")
-        squares = self._kept(parameters, "exp_avg_sq")
+        means = self._buffers(parameters, "exp_avg")
+        squares = self._buffers(parameters, "exp_avg_sq")
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
@@ -177,7 +178,7 @@ class LAMB(LayerWise):
         torch._foreach_sub_(parameters, steps, alpha=float(group["lr"]))
 
     def _counted(self, parameter: Tensor) -> float:
-        """Steps of a parameter, with this one; a number on the host."""
+        """Increment and return the step count of a parameter, on the host."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")

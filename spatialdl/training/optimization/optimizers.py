@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate rules from a configuration."""
+"""Optimizers and learning-rate schedulers from a configuration."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ SCALES = {
     "linear": lambda ratio: ratio,
     "sqrt": sqrt,
 }
-"""What becomes of the learning rate when the batch becomes `ratio` times as large: linear is
-Goyal et al. 2017, "Accurate, large minibatch SGD", section 2.1; the square root keeps the variance
-of a step, Krizhevsky 2014, section 5."""
+"""Factor of the learning rate for a batch `ratio` times as large: linear is Goyal et al. 2017,
+"Accurate, large minibatch SGD", section 2.1; the square root keeps the variance of a step,
+Krizhevsky 2014, section 5."""
 
 
 def make_optimizer(
     settings: DictConfig, parameters: Iterable[nn.Parameter], batch_size: int
 ) -> torch.optim.Optimizer:
-    """The optimizer that a configuration names.
+    """Create the optimizer of a configuration.
 
     Args:
-        settings: what the optimizer takes; ``scale_lr``, a key of `SCALES`: how `lr` follows the
-            batch, with ``base_batch``, the batch for which it was found; and whether
-            ``decay_norms_and_biases``.
-        parameters: may be none at all; those that are frozen are left out.
+        settings: arguments of the optimizer; ``scale_lr``, a key of `SCALES`, which scales `lr`
+            relative to the batch size ``base_batch``; and ``decay_norms_and_biases``.
+        parameters: may be empty; frozen parameters are left out.
         batch_size: images of a global batch.
 
     Raises:
-        ValueError: if it cannot be made.
+        ValueError: if it cannot be created.
     """
     settings = settings.copy()
     with open_dict(settings):
@@ -46,28 +45,28 @@ def make_optimizer(
         if isinstance(settings.get(key), str | bool):
             raise ValueError(f"optimizer.{key}={settings[key]} must be a number")
     if scale not in SCALES:
-        raise ValueError(f"optimizer.scale_lr={scale} is unknown: take one of {', '.join(SCALES)}")
+        raise ValueError(f"optimizer.scale_lr={scale} is unknown: use one of {', '.join(SCALES)}")
     if not isinstance(base, int) or base < 1:
         raise ValueError(f"optimizer.base_batch={base} must be at least 1 image")
     if scale != "none":
         if "lr" not in settings:
-            raise ValueError(f"optimizer.scale_lr={scale} needs optimizer.lr, which is not there")
+            raise ValueError(f"optimizer.scale_lr={scale} needs optimizer.lr, which is missing")
         settings.lr = settings.lr * SCALES[scale](batch_size / base)
     groups = parameter_groups(parameters, bool(decays_all))
     try:
         optimizer: torch.optim.Optimizer = hydra.utils.instantiate(settings)(groups)
     except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
-        raise ValueError(f"the optimizer cannot be made: {error}") from error
+        raise ValueError(f"cannot create the optimizer: {error}") from error
     return optimizer
 
 
 def check_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that steps parts of a weight other than the whole of it.
+    """Check that an optimizer is elementwise: equal on parts of a weight and on the whole.
 
-    Tried out on a small weight and its halves: no list of optimizers is complete.
+    The check runs it on a small weight and its halves, since no list of optimizers is complete.
 
     Raises:
-        ValueError: naming it.
+        ValueError: if it is not; names the optimizer.
     """
     draw = torch.Generator().manual_seed(0)
     start, *grads = (torch.randn(6, 4, dtype=torch.float64, generator=draw) for _ in range(4))
@@ -78,8 +77,8 @@ def check_elementwise(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer
         if not torch.allclose(torch.cat(parts, dim), whole, rtol=1e-10, atol=1e-12):
             name = type(make([nn.Parameter(start)])).__name__
             raise ValueError(
-                f"optimizer {name} steps a part of a weight other than the whole of it, but "
-                "parallel.tensor leaves a part of each on a rank: take sgd, adamw, lars or lamb"
+                f"optimizer {name} is not elementwise, but with parallel.tensor a rank has only "
+                "part of each weight: use sgd, adamw, lars or lamb"
             )
 
 
@@ -97,7 +96,7 @@ def _after_steps(
 
 
 def state_ratio(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> float:
-    """Bytes that an optimizer keeps for each byte of weights."""
+    """Bytes of optimizer state per byte of weights."""
     parameter, optimizer = stepped(make, nn.Parameter(torch.zeros(64, 64)))
     kept = [v for state in optimizer.state.values() for v in state.values()]
     large = [v for v in kept if isinstance(v, Tensor) and v.numel() == parameter.numel()]
@@ -107,7 +106,7 @@ def state_ratio(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> 
 def stepped(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameter: nn.Parameter
 ) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    """A parameter and its optimizer, whose state is there after a step."""
+    """A parameter and its optimizer after one step, with initialised state."""
     optimizer = make([parameter])
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -117,17 +116,17 @@ def stepped(
 def parameter_groups(
     parameters: Iterable[nn.Parameter], decays_all: bool = True
 ) -> list[dict[str, Any]]:
-    """The groups "decay" and "no_decay" of what learns, on every rank both; either may be empty.
+    """Split trainable parameters into "decay" and "no_decay", on every rank; either may be empty.
 
-    Norms' weights and all biases have one dim or none, and only they: these do not decay (He et
-    al., "Bag of tricks for image classification", 2019, section 3.1) unless all do.
+    Parameters with at most one dim are weights of norms and biases. They do not decay (He et al.,
+    "Bag of tricks for image classification", 2019, section 3.1) unless `decays_all`.
     """
     parameters = [one for one in parameters if one.requires_grad]
-    spared = [p for p in parameters if p.dim() <= 1 and not decays_all]
-    others = [p for p in parameters if p.dim() > 1 or decays_all]
+    no_decay = [p for p in parameters if p.dim() <= 1 and not decays_all]
+    decay = [p for p in parameters if p.dim() > 1 or decays_all]
     return [
-        {"name": "decay", "params": others},
-        {"name": "no_decay", "params": spared, "weight_decay": 0.0},
+        {"name": "decay", "params": decay},
+        {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
     ]
 
 
@@ -137,22 +136,22 @@ def make_scheduler(
     steps: int,
     steps_per_epoch: int | None = None,
 ) -> LRScheduler:
-    """The learning-rate rule that a configuration names; to be stepped once a step.
+    """Create the learning-rate scheduler of a configuration, to be stepped once per step.
 
     Args:
-        settings: what the rule takes, where null stands for what follows from the run, see
-            `_lengths`; and ``warmup_steps``, or ``warmup_epochs``, in which the learning rate rises
-            in equal steps to the first of the rule.
-        steps: of the whole run.
-        steps_per_epoch: of which warm-ups in epochs are made.
+        settings: arguments of the scheduler, null for values derived from the run, see
+            `_lengths`; and ``warmup_steps`` or ``warmup_epochs`` of a linear warm-up.
+        optimizer: the optimizer.
+        steps: steps of the whole run.
+        steps_per_epoch: steps per epoch, for a warm-up in epochs.
 
     Raises:
-        ValueError: if the warm-up takes the whole run, or the rule cannot be made.
+        ValueError: if the warm-up is as long as the run, or the scheduler cannot be created.
     """
     settings = settings.copy()
     with open_dict(settings):
         warm_up = _warm_up(settings, steps, steps_per_epoch)
-        if "pct_start" in settings:  # a cycle has its own
+        if "pct_start" in settings:  # OneCycleLR has its own warm-up
             if warm_up:
                 settings.pct_start = (warm_up + 1) / steps
             warm_up = 0
@@ -161,44 +160,44 @@ def make_scheduler(
         if key in settings and settings[key] is None:
             settings[key] = value
     try:
-        rule: LRScheduler = hydra.utils.instantiate(settings)(optimizer)
+        scheduler: LRScheduler = hydra.utils.instantiate(settings)(optimizer)
     except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
-        raise ValueError(f"the scheduler cannot be made: {error}") from error
+        raise ValueError(f"cannot create the scheduler: {error}") from error
     if warm_up == 0:
-        return rule
-    rising = LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
-    return SequentialLR(optimizer, [rising, rule], [warm_up])
+        return scheduler
+    linear = LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
+    return SequentialLR(optimizer, [linear, scheduler], [warm_up])
 
 
 def go_to_step(scheduler: LRScheduler, steps: int) -> None:
-    """Bring a new rule to where it is after so many steps.
+    """Advance a new scheduler by `steps` steps.
 
-    A rule is a function of the step: made anew, it follows a configuration that has changed.
+    Replaying, instead of loading its state, applies a changed configuration.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch wants steps of the optimizer in between
+        warnings.simplefilter("ignore")  # PyTorch expects optimizer steps in between
         for _ in range(steps):
             scheduler.step()
 
 
 def _lengths(steps: int) -> dict[str, int]:
-    """What rules call their lengths, for a run of so many steps after the warm-up."""
+    """Length arguments of schedulers, for `steps` steps after the warm-up."""
     third = max(1, -(-steps // 3))
     return {"T_max": steps, "total_iters": steps, "total_steps": steps, "step_size": third}
 
 
 def _warm_up(settings: DictConfig, steps: int, steps_per_epoch: int | None) -> int:
-    """Steps of the warm-up, of which the keys are taken out of `settings`."""
+    """Steps of the warm-up; removes its keys from `settings`."""
     warm_up, epochs = settings.pop("warmup_steps", 0), settings.pop("warmup_epochs", 0)
-    told = f"scheduler.warmup_steps={warm_up}"
+    setting = f"scheduler.warmup_steps={warm_up}"
     if epochs and warm_up:
-        raise ValueError(f"{told} and scheduler.warmup_epochs={epochs}: give one of them")
+        raise ValueError(f"{setting} and scheduler.warmup_epochs={epochs}: set only one of them")
     if epochs:
-        told = f"scheduler.warmup_epochs={epochs}"
+        setting = f"scheduler.warmup_epochs={epochs}"
         if not isinstance(epochs, int | float) or epochs < 0 or steps_per_epoch is None:
-            raise ValueError(f"{told} must be a number of epochs, at least 0")
+            raise ValueError(f"{setting} must be a number of epochs, at least 0")
         warm_up = round(epochs * steps_per_epoch)
-        told = f"{told}, {warm_up} steps,"
+        setting = f"{setting}, {warm_up} steps,"
     if not isinstance(warm_up, int) or not 0 <= warm_up < steps:
-        raise ValueError(f"{told} must lie between 0 and the run's {steps} steps less one")
+        raise ValueError(f"{setting} must be at least 0 and below the run's {steps} steps")
     return warm_up

@@ -1,4 +1,4 @@
-"""In which numbers a network is trained, and how they reach the hardware."""
+"""Numerical precision, deterministic algorithms and loss scaling."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LEAST_SCALE = 1.0
 
 @dataclass(frozen=True)
 class Precision:
-    """What a value of ``trainer.precision`` stands for.
+    """Dtypes of a value of ``trainer.precision``.
 
     Attributes:
-        dtype: of parameters, gradients and images.
-        mixed: to which autocast casts, if it does.
+        dtype: dtype of parameters, gradients and images.
+        mixed: dtype of autocast; None without autocast.
     """
 
     dtype: torch.dtype
@@ -34,54 +34,56 @@ PRECISIONS = {
 
 
 def named(name: str) -> Precision:
-    """What a name stands for.
+    """Look up a precision by name.
 
     Raises:
-        ValueError: if it is none of `PRECISIONS`.
+        ValueError: if it is not one of `PRECISIONS`.
     """
     if name not in PRECISIONS:
         raise ValueError(
-            f"trainer.precision={name} is not supported: take one of {', '.join(PRECISIONS)}"
+            f"trainer.precision={name} is not supported: use one of {', '.join(PRECISIONS)}"
         )
     return PRECISIONS[name]
 
 
 def precision_of(name: str, device: torch.device) -> Precision:
-    """The precision of a name of `PRECISIONS`.
+    """Look up a precision by name and check that the device supports it.
 
     Raises:
-        ValueError: if the device cannot do it.
+        ValueError: if it does not.
     """
-    found = named(name)
-    if found.mixed is not None and device.type != "cpu" and not _has(device, found.mixed):
+    precision = named(name)
+    mixed = precision.mixed
+    if mixed is not None and device.type != "cpu" and not _has(device, mixed):
         kind = torch.get_device_module(device).get_device_properties(device).name
-        other = "fp16-mixed" if found.mixed is torch.bfloat16 else "bf16-mixed"
+        other = "fp16-mixed" if mixed is torch.bfloat16 else "bf16-mixed"
         raise ValueError(
-            f"trainer.precision={name} is not for {kind}, which has no {found.mixed}: take {other}"
+            f"trainer.precision={name} is not supported by {kind}, which has no {mixed}: use "
+            f"{other}"
         )
-    return found
+    return precision
 
 
 def _has(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether an accelerator computes with numbers of 16 bits without emulating it."""
+    """Whether an accelerator supports a 16-bit dtype without emulation."""
     module = torch.get_device_module(device)
-    offered = getattr(module, "get_amp_supported_dtype", None)  # of devices out of PyTorch's tree
-    if offered is not None:
-        return dtype in offered()
+    supported = getattr(module, "get_amp_supported_dtype", None)  # on out-of-tree devices
+    if supported is not None:
+        return dtype in supported()
     has_bfloat16 = getattr(module, "is_bf16_supported", None)
     return dtype is not torch.bfloat16 or has_bfloat16 is None or has_bfloat16(False)
 
 
 def set_arithmetic(*, tf32: bool, deterministic: bool, cudnn_benchmark: bool = False) -> None:
-    """How this process calculates from here on.
+    """Set TF32, deterministic algorithms and cuDNN benchmarking of this process.
 
     Args:
         tf32: whether float32 products and convolutions on a GPU may round their operands to
             TensorFloat-32 (10 bits instead of 23).
-        deterministic: whether an operation that may give other bits the next time raises
-            ``RuntimeError``; call it before CUDA starts.
-        cudnn_benchmark: whether cuDNN (MIOpen) times its algorithms for each new shape and takes
-            the fastest; nothing on other devices.
+        deterministic: whether nondeterministic operations raise ``RuntimeError``; to be set
+            before CUDA starts.
+        cudnn_benchmark: whether cuDNN (MIOpen) times its algorithms for each new shape and uses
+            the fastest; no effect on other devices.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
@@ -93,21 +95,21 @@ def set_arithmetic(*, tf32: bool, deterministic: bool, cudnn_benchmark: bool = F
 
 
 class LossScaler:
-    """The factor of the loss that keeps small gradients in float16 from vanishing.
+    """Loss scale that keeps small float16 gradients from underflow.
 
-    Micikevicius et al., "Mixed precision training", 2018, section 3.2: it shrinks when gradients
-    overflow, and the step is left out; it grows after `interval` steps without. Powers of two, so
-    that scaling does not round. All ranks keep the same one.
+    Micikevicius et al., "Mixed precision training", 2018, section 3.2: the scale shrinks when
+    gradients overflow and the step is skipped, and grows after `interval` steps without overflow.
+    It is a power of two, so scaling does not round. All ranks have the same scale.
 
     Attributes:
-        scale: of the next step, at least 1.
+        scale: scale of the next step, at least 1.
     """
 
     def __init__(self, scale: float = 2.0**16, interval: int = 2000) -> None:
         self.scale, self._interval, self._steps = scale, interval, 0
 
     def update(self, is_finite: bool) -> None:
-        """After a step, of which the gradients were finite on all ranks or not."""
+        """Adapt the scale after a step; `is_finite` is that of the gradients of all ranks."""
         self._steps = self._steps + 1 if is_finite else 0
         if not is_finite:
             self.scale = max(self.scale * SHRINKAGE, LEAST_SCALE)
@@ -115,7 +117,7 @@ class LossScaler:
             self.scale, self._steps = self.scale * GROWTH, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """State as plain numbers."""
         return {"scale": self.scale, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What follows the backward of a batch: unscale, clip, step, average, schedule."""
+"""Weight update after backward: unscale, clip, step, average, schedule."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from spatialdl.training.optimization.precision import LossScaler
 
 
 class Update:
-    """One rank's part of the updates of a run.
+    """Weight updates of one rank.
 
     Args:
-        config: of the run.
-        batch: images of a step.
-        steps: of the run.
-        steps_per_epoch: of one pass over the samples.
+        config: configuration of the run.
+        pipeline: the network on its ranks.
+        batch: images per step.
+        steps: steps of the run.
+        steps_per_epoch: steps per epoch.
 
     Attributes:
-        optimizer: of all that this rank holds.
-        scheduler: is stepped where the optimizer is.
-        scaler: of the loss, in float16 only.
-        average: of the weights, if one is wanted.
-        skipped: whether the last step was left out because gradients overflowed.
-        learning_rate: of the last step.
+        optimizer: optimizer of this rank's parameters.
+        scheduler: learning-rate scheduler, stepped with the optimizer.
+        scaler: loss scaler, for float16 only.
+        average: average of the weights, if enabled.
+        skipped: whether the last step was skipped because gradients overflowed.
+        learning_rate: learning rate of the last step.
     """
 
     def __init__(
@@ -61,34 +62,34 @@ class Update:
         decay = config.trainer.ema
         named = dict(pipeline.named_parameters())
         self.average = None if decay is None else WeightAverage(named, decay)
-        self.skipped, self._told_scale = False, 1.0
+        self.skipped, self._logged_scale = False, 1.0
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def scale(self) -> float:
-        """Of each rank's loss in the next backward, so that their sum is that of one process."""
+        """Scale of this rank's loss in the next backward; losses sum to that of one process."""
         return 1.0 if self.scaler is None else self.scaler.scale / self._pipeline.loss_parts
 
     @property
-    def told(self) -> dict[str, float]:
-        """What ``metrics.csv`` has of the last step beside the usual."""
+    def log_values(self) -> dict[str, float]:
+        """Additional columns of ``metrics.csv`` for the last step."""
         if self.scaler is None:
             return {}
-        return {"loss_scale": self._told_scale, "skipped": int(self.skipped)}
+        return {"loss_scale": self._logged_scale, "skipped": int(self.skipped)}
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The network has averaged weights, if they are wanted, until the context ends."""
+        """Context in which the network has averaged weights, if enabled."""
         return nullcontext() if self.average is None else self.average.swapped()
 
     def step(self) -> None:
-        """All ranks step, or none does: gradients that overflow on one rank are left out by all.
+        """Update on all ranks, or on none if gradients overflow on any rank.
 
-        The learning rate and the average stay as they are where the weights do.
+        A skipped step changes neither learning rate nor average.
         """
         self.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self.skipped = False
         if self.scaler is not None:
-            self._told_scale = self.scaler.scale
+            self._logged_scale = self.scaler.scale
             self.skipped = not self._pipeline.gradients.unscale(self.scale)
             self.scaler.update(is_finite=not self.skipped)
         if self.skipped:
@@ -101,12 +102,12 @@ class Update:
             self.average.update()
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, beside what it has of the optimizer and the average."""
+        """State for a checkpoint, besides optimizer and average."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"scheduler_steps": self.scheduler.last_epoch, "scaler": scaler}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a rule that the configuration has changed holds from the first step."""
+        """Restore a `state`; a changed scheduler applies as if set from the first step."""
         go_to_step(self.scheduler, state["scheduler_steps"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -1,1 +1,1 @@
-"""Pictures of a run: curves, examples, heat maps, timelines."""
+"""Pictures of a run: loss curves, sample galleries, heat maps, timelines."""

@@ -1,8 +1,8 @@
-"""Class activation maps: what each place of an image gives to the logit of a class.
+"""Class activation maps (CAM): contribution of each position to the logit of a class.
 
-Zhou et al., "Learning Deep Features for Discriminative Localization", CVPR 2016. Where a network
-ends with the mean of its last feature map over all places, and a linear layer, this layer may be
-applied to each place instead: the mean of what comes out is the logit.
+Zhou et al., "Learning Deep Features for Discriminative Localization", CVPR 2016. If a network ends
+with global average pooling and a linear layer, this layer can be applied to each position of the
+last feature map; the mean of the results is the logit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from spatialdl.channels.weights import whole_outputs
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.spatial.tensor import SpatialTensor
 
-NEEDED = "a network that ends with the mean over all places and a linear layer in one stage"
+NEEDED = "a network that ends with global average pooling and a linear layer in one stage"
 
 _CONVOLUTION = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Activation(NamedTuple):
-    """What this rank has of the maps of some images.
+    """This rank's part of the activation maps of some images.
 
     Attributes:
-        size: (H, W) of the whole maps, of volumes and signals likewise.
-        start: where its part begins, along each spatial dim.
-        logits: (n, classes), of the images.
-        values: (n, classes, *spatial), or (n, *spatial) of their most probable ones.
+        size: spatial size of the whole maps.
+        start: start of this rank's part along each spatial dim.
+        logits: (n, classes), logits of the images.
+        values: (n, classes, *spatial), or (n, *spatial) of the most probable classes.
         is_split: whether other ranks have the other parts.
     """
 
@@ -46,13 +46,14 @@ class Activation(NamedTuple):
 
 
 class Activations:
-    """Watches the last stage of a network; the ranks of a stage make it together.
+    """Hooks on the last stage that compute activation maps; collective over the stage.
 
     Args:
-        all_classes: whether maps are of all classes, or of each image's most probable one.
+        pipeline: the network on its ranks.
+        all_classes: whether to compute maps of all classes, or of each image's most probable one.
 
     Attributes:
-        refusal: why there are no maps; known when the network has run, on ranks that hold its end.
+        refusal: why there are no maps; known after a forward, on ranks of the last stage.
     """
 
     def __init__(self, pipeline: PipelineRuntime, *, all_classes: bool) -> None:
@@ -70,7 +71,7 @@ class Activations:
         modules = [module for module in last.modules() if module is not last]
         linears = [module for module in (*modules, last) if isinstance(module, nn.Linear)]
         if not linears:
-            self.refusal = "its last stage has no linear layer"
+            self.refusal = "the last stage has no linear layer"
             return
         self._handles.append(last.register_forward_pre_hook(self._begins))
         self._handles += [module.register_forward_pre_hook(self._enters) for module in modules]
@@ -78,21 +79,21 @@ class Activations:
         self._handles.append(linears[-1].register_forward_hook(self._classified))
 
     def take(self, output: Tensor) -> Activation | None:
-        """Of the next micro-batch that has left the network, and its output."""
-        seen = self._seen.popleft() if self._seen and not self.refusal else None
-        if seen is not None and not torch.equal(seen.logits.double(), output.double()):
-            self.refusal = "what leaves it is not what its last linear layer gives"
-        return None if self.refusal else seen
+        """Return the maps of the next micro-batch, whose output is `output`."""
+        maps = self._seen.popleft() if self._seen and not self.refusal else None
+        if maps is not None and not torch.equal(maps.logits.double(), output.double()):
+            self.refusal = "its output is not that of its last linear layer"
+        return None if self.refusal else maps
 
     def close(self) -> None:
-        """Watch no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._large, self._last = [], []
         self._seen.clear()
 
     def _begins(self, module: nn.Module, args: Any) -> None:
-        """A stage takes tensors by their names."""
+        """Record the inputs of the stage, which are a dictionary after the first stage."""
         self._large, self._last = [], []
         self._keep(args[0].values() if isinstance(args[0], dict) else args)
 
@@ -103,7 +104,7 @@ class Activations:
         self._keep((output,))
 
     def _keep(self, values: Iterable[Any]) -> None:
-        """The last maps, which may be several, and the last ones with more than one place."""
+        """Remember the latest maps, and the latest with more than one position."""
         leaves = tree_leaves(list(values))
         dims = 2 + self._dims
         maps = [one for one in leaves if isinstance(one, Tensor) and one.dim() == dims]
@@ -123,21 +124,21 @@ class Activations:
         if self.refusal:
             return
         if not fitting:
-            self.refusal = "its last linear layer does not get one number a channel of a map"
+            self.refusal = "the input of its last linear layer is not one number per map channel"
             return
-        if self._chosen is None:  # looked at once
+        if self._chosen is None:  # checked once
             means = (n for n, one in enumerate(fitting) if _is_mean(whole_outputs(one), features))
             self._chosen = next(means, None)
         if self._chosen is None:
-            self.refusal = "what its last linear layer gets is not the mean of the map before it"
+            self.refusal = "the input of its last linear layer is not the mean of a feature map"
             return
-        found = whole_outputs(fitting[self._chosen])
-        tile, start = found, (0,) * self._dims
-        if isinstance(found, SpatialTensor):
-            box = found.mesh.own_box(found.spatial_layout)
-            tile, start = found.to_local(), tuple(first for first, _ in box.spatial)
-        size = tuple(map(int, found.shape[2:]))
-        is_split = isinstance(found, SpatialTensor)
+        features_map = whole_outputs(fitting[self._chosen])
+        tile, start = features_map, (0,) * self._dims
+        if isinstance(features_map, SpatialTensor):
+            box = features_map.mesh.own_box(features_map.spatial_layout)
+            tile, start = features_map.to_local(), tuple(first for first, _ in box.spatial)
+        size = tuple(map(int, features_map.shape[2:]))
+        is_split = isinstance(features_map, SpatialTensor)
         values = self._values(module, tile, output.argmax(1))
         self._seen.append(Activation(size, start, output, values, is_split))
 
@@ -156,11 +157,11 @@ class Activations:
             return values if bias is None else values + bias.detach()[classes].reshape(-1, *ones)
 
 
-def _is_mean(found: Tensor, features: Tensor) -> bool:
-    """Whether what is classified is the mean of a map; the ranks of a grid ask together."""
-    tile = found.to_local() if isinstance(found, SpatialTensor) else found
-    means = tile.double().flatten(2).sum(2) / prod(found.shape[2:])
-    if isinstance(found, SpatialTensor):
-        means = found.mesh.grid_comm.all_reduce(means)
+def _is_mean(features_map: Tensor, features: Tensor) -> bool:
+    """Whether features are the spatial mean of a map; collective over the grid."""
+    tile = features_map.to_local() if isinstance(features_map, SpatialTensor) else features_map
+    means = tile.double().flatten(2).sum(2) / prod(features_map.shape[2:])
+    if isinstance(features_map, SpatialTensor):
+        means = features_map.mesh.grid_comm.all_reduce(means)
     most = float((means - features.double()).abs().max())
     return not most > _CLOSE[features.dtype] * float(means.abs().max() + 1)

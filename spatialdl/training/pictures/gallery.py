@@ -1,4 +1,4 @@
-"""Validation samples to look at: worst and best predicted, with truth and prediction."""
+"""Gallery of the worst and best predicted validation samples."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ from spatialdl.training.tasks.predictions import Predictions, errors_of, extreme
 
 Picture = npt.NDArray[np.uint8]
 Thumbnails = list[npt.NDArray[Any]]
-"""Of the sections of a sample."""
+"""One thumbnail per section of a sample."""
 
 CANDIDATES = 64
-"""Of maps so many samples are looked at, over the whole set."""
+"""Number of samples, spread over the data set, that are candidates if outputs are maps."""
 
 _VOLUME = 200  # pixels of the longest edge of a volume in a picture
-_PIXELS = {1: "places", 2: "pixels", 3: "voxels"}
-_GAP = 4  # pixels between pictures that lie below each other
-_WIDTH, _LINE = 320, 16  # of the title of a picture: pixels at least
+_PIXELS = {1: "positions", 2: "pixels", 3: "voxels"}
+_GAP = 4  # pixels between stacked pictures
+_WIDTH, _LINE = 320, 16  # minimum width and height of a title, in pixels
 
 
 class Example(NamedTuple):
-    """A sample.
+    """A sample with its prediction and pictures.
 
     Attributes:
+        sample: index of the sample.
         name: slide and level-0 corner, or the number of the sample as in ``predictions.csv``.
-        title: what was right, and what was predicted.
+        title: label and prediction.
         error: 0 for a perfect prediction.
-        pictures: by what they show, RGB (rows, columns, 3).
+        pictures: RGB pictures (rows, columns, 3) by name.
     """
 
     sample: int
@@ -65,22 +66,23 @@ class Example(NamedTuple):
 
 
 class _MapPart(NamedTuple):
-    """What a rank has of the sections of a sample's masks; its pixels predicted right and known."""
+    """A rank's part of a sample's masks, with its numbers of correct and labelled pixels."""
 
     sample: int
     predicted: list[Patch | None]
     truth: list[Patch | None]
-    right: int
+    correct: int
     known: int
 
 
 class Gallery:
-    """Samples of the last validation.
+    """Worst and best predicted samples of the last validation.
 
     Args:
         world: all ranks.
-        views: of the validation samples.
-        names: of the classes or targets.
+        placement: the layout.
+        views: validation images.
+        names: class or target names.
     """
 
     def __init__(
@@ -92,11 +94,11 @@ class Gallery:
         self._maps: list[_MapPart] = []
 
     def begin(self) -> None:
-        """Another validation begins."""
+        """Start a new validation."""
         self._maps = []
 
     def note(self, samples: range, output: Tensor, target: Tensor, mesh: Mesh) -> None:
-        """Maps (n, classes, *spatial) of samples and their masks; all ranks of a grid call it."""
+        """Record maps (n, classes, *spatial) and masks of samples; collective over the grid."""
         wanted = [place for place, sample in enumerate(samples) if sample in self._candidates]
         if not wanted:
             return
@@ -105,20 +107,20 @@ class Gallery:
         if isinstance(output, SpatialTensor):
             own = mesh.own_box(output.spatial_layout)
             box = tuple(bound for interval in own.spatial for bound in interval)
-        elif mesh.part > 0:  # an equal copy
+        elif mesh.part > 0:  # a replicated map
             return
         scores, truth = own_pixels(output)[wanted], own_pixels(target)[wanted]
         if not truth.numel():
             return
         predicted = scores.argmax(1)
-        right, known = predicted == truth, truth != UNLABELLED
+        correct, known = predicted == truth, truth != UNLABELLED
         for place, number in enumerate(wanted):
             self._maps.append(
                 _MapPart(
                     samples[number],
                     mask_patches(predicted[place], box, self._views.size),
                     mask_patches(truth[place], box, self._views.size),
-                    int((right & known)[place].sum()),
+                    int((correct & known)[place].sum()),
                     int(known[place].sum()),
                 )
             )
@@ -126,28 +128,28 @@ class Gallery:
     def examples(
         self, predictions: Predictions | None, heat_maps: HeatMaps | None = None
     ) -> list[Example] | None:
-        """On rank 0, the worst first; all ranks must call it.
+        """Create the examples on rank 0, worst first; collective, all ranks must call it.
 
         Args:
-            predictions: of all samples, on rank 0 where they are not maps.
-            heat_maps: of these, if there may be some.
+            predictions: predictions of all samples, on rank 0, unless outputs are maps.
+            heat_maps: heat maps of the samples, if available.
         """
-        everybody = self._world.gather(self._maps)
+        gathered = self._world.gather(self._maps)
         chosen: list[tuple[int, float]] = []
-        if everybody is not None:
-            maps = [part for one in everybody for part in one]
+        if gathered is not None:
+            maps = [part for one in gathered for part in one]
             chosen = _by_map(maps) if maps else _by_prediction(predictions)
             chosen = extremes(chosen)
         numbers = self._world.bcast([sample for sample, _ in chosen])
         images = gather_thumbnails(self._world, self._placement, self._views, numbers)
         heat = heat_maps.gathered(self._world, numbers) if heat_maps is not None else {}
-        if everybody is None or images is None:
+        if gathered is None or images is None:
             return None
-        found = []
+        examples = []
         for (sample, error), pixels in zip(chosen, images, strict=True):
             parts = [part for part in maps if part.sample == sample]
             if parts:
-                found.append(self._example_of_map(sample, error, pixels, parts))
+                examples.append(self._example_of_map(sample, error, pixels, parts))
             elif predictions is not None:
                 pictures = {"image": self._drawn(sample, pixels)}
                 if sample in heat:
@@ -155,8 +157,8 @@ class Gallery:
                     values = heat[sample].values
                     pictures[f"heat map of {name}"] = self._drawn(sample, pixels, heat=values)
                 title, name = _title(predictions, sample), _name_of(self._views.source, sample)
-                found.append(Example(sample, name, title, error, pictures))
-        return found
+                examples.append(Example(sample, name, title, error, pictures))
+        return examples
 
     def _example_of_map(
         self, sample: int, error: float, pixels: Thumbnails, parts: Sequence[_MapPart]
@@ -169,8 +171,8 @@ class Gallery:
             "truth": self._drawn(sample, pixels, truth),
             "predicted": self._drawn(sample, pixels, predicted),
         }
-        name, what = _name_of(self._views.source, sample), _PIXELS[len(size)]
-        return Example(sample, name, f"{1 - error:.1%} of {what} right", error, pictures)
+        name, unit = _name_of(self._views.source, sample), _PIXELS[len(size)]
+        return Example(sample, name, f"{1 - error:.1%} of {unit} correct", error, pictures)
 
     def _drawn(
         self,
@@ -179,10 +181,10 @@ class Gallery:
         classes: Thumbnails | None = None,
         heat: Thumbnails | None = None,
     ) -> Picture:
-        """A picture of the thumbnails of a sample's sections, classes or a heat map over them."""
+        """Draw thumbnails of a sample's sections, with classes or a heat map as overlay."""
         size = self._views.size
         if len(size) == 3:
-            spacing, affine = _lie(self._views.source, sample)
+            spacing, affine = _geometry(self._views.source, sample)
             return draw_sections(size, pixels, spacing, affine, classes, heat, side=_VOLUME)
         if len(size) == 1:
             image = drawn_signal(pixels[0][0], None if classes is None else classes[0][0])
@@ -193,12 +195,12 @@ class Gallery:
 
 
 def stacked(example: Example) -> bool:
-    """Whether its pictures belong below each other: three slices, and lines, are wide."""
+    """Whether pictures are stacked, because they are wide (three slices, or line plots)."""
     return any(one.shape[1] > 2 * one.shape[0] for one in example.pictures.values())
 
 
 def labelled(example: Example) -> Picture:
-    """The pictures of an example side by side, wide ones below each other; its title above."""
+    """Compose the pictures of an example below its title, side by side or stacked."""
     pictures = list(example.pictures.values())
     if stacked(example):
         gap = np.full((_GAP, pictures[0].shape[1], 3), 255, np.uint8)
@@ -213,8 +215,8 @@ def labelled(example: Example) -> Picture:
     return np.asarray(canvas)
 
 
-def _lie(source: ImageSource, sample: int) -> tuple[Any, Any]:
-    """The spacing and the affine of a volume, as far as they are known."""
+def _geometry(source: ImageSource, sample: int) -> tuple[Any, Any]:
+    """Spacing and affine of a volume; None if unknown."""
     known = source.sample(sample) if isinstance(source, ShardDataset) else None
     return (known.spacing, known.affine) if isinstance(known, VolumeSample) else (None, None)
 
@@ -231,19 +233,19 @@ def _name_of(source: ImageSource, sample: int) -> str:
 
 
 def _by_map(parts: Sequence[_MapPart]) -> list[tuple[int, float]]:
-    """Samples, and the share of their pixels that was predicted wrong."""
-    right: dict[int, int] = {}
+    """Samples and their share of wrong pixels."""
+    correct: dict[int, int] = {}
     known: dict[int, int] = {}
     for part in parts:
-        right[part.sample] = right.get(part.sample, 0) + part.right
+        correct[part.sample] = correct.get(part.sample, 0) + part.correct
         known[part.sample] = known.get(part.sample, 0) + part.known
     return [
-        (sample, 1 - right[sample] / known[sample]) for sample in sorted(known) if known[sample]
+        (sample, 1 - correct[sample] / known[sample]) for sample in sorted(known) if known[sample]
     ]
 
 
 def _by_prediction(predictions: Predictions | None) -> list[tuple[int, float]]:
-    """Samples, and their errors."""
+    """Samples and their errors."""
     if predictions is None:
         return []
     errors = errors_of(predictions.task, predictions.values, predictions.labels)
@@ -261,9 +263,9 @@ def _title(predictions: Predictions, sample: int) -> str:
         best = int(row.argmax())
         return f"true {named(int(label))}, predicted {named(best)} ({row[best]:.0%})"
     if predictions.task.name == "multilabel":
-        there = [named(n) for n, one in enumerate(label.tolist()) if one > 0.5]
+        true = [named(n) for n, one in enumerate(label.tolist()) if one > 0.5]
         predicted = [f"{named(n)} ({row[n]:.0%})" for n in range(len(row)) if row[n] >= 0.5]
-        return f"true {', '.join(there) or 'none'}, predicted {', '.join(predicted) or 'none'}"
+        return f"true {', '.join(true) or 'none'}, predicted {', '.join(predicted) or 'none'}"
     pairs = zip(label.tolist(), row.tolist(), strict=True)
     return ", ".join(
         f"{named(n)}: true {a:.3g}, predicted {b:.3g}" for n, (a, b) in enumerate(pairs)

@@ -1,4 +1,4 @@
-"""Where the predicted class lies in the worst and best predicted samples."""
+"""Heat maps of the predicted class in the worst and best predicted samples."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from spatialdl.training.tasks.predictions import extremes
 log = logging.getLogger("spatialdl.trainer")
 
 COLOURS, OPACITY = "turbo", 0.65
-"""Of maps over pictures."""
+"""Colour map and opacity of heat maps over pictures."""
 
 
 class HeatMap(NamedTuple):
-    """The class activation map of a sample's most probable class; at most of a thumbnail's size.
+    """Class activation map of a sample's most probable class, at most as large as a thumbnail.
 
     Attributes:
-        label: of the class.
-        values: float64 (rows, columns) of each section, see `thumbnails.Section`: the mean of what
-            these places give to its logit.
+        label: number of the class.
+        values: float64 (rows, columns) per section, see `thumbnails.Section`: mean contributions
+            to the logit.
     """
 
     label: int
@@ -43,7 +43,7 @@ class HeatMap(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a rank has of a sample's map of `size`."""
+    """A rank's part of a sample's map of `size`."""
 
     error: float
     label: int
@@ -53,18 +53,18 @@ class _Part(NamedTuple):
 
 
 class HeatMaps:
-    """Class activation maps of a validation; a rank keeps its parts of those that may be shown."""
+    """Class activation maps of a validation; each rank keeps its parts of likely examples."""
 
     def __init__(self, pipeline: PipelineRuntime) -> None:
         self._pipeline = pipeline
         self._parts: dict[int, _Part] = {}
         self._watch: Activations | None = None
         self._refusal = ""
-        self._told = False
+        self._logged = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Another validation; all ranks go through it."""
+        """Context of a validation; collective."""
         self._parts = {}
         self._watch = watch = Activations(self._pipeline, all_classes=False)
         try:
@@ -75,63 +75,65 @@ class HeatMaps:
             self._refusal = self._refusal or watch.refusal
 
     def note(self, samples: range, output: Tensor, errors: Tensor, mesh: Mesh) -> None:
-        """The next samples that have been evaluated.
+        """Record the maps of the next evaluated samples.
 
         Args:
-            output: what left the network.
-            errors: (n,), by which samples are chosen.
-            mesh: over which they left.
+            samples: numbers of the samples.
+            output: output of the network.
+            errors: (n,), errors by which examples are selected.
+            mesh: ranks over which the output is split.
         """
         assert self._watch is not None
-        seen = self._watch.take(output)
-        has = mesh.channels == 0 if seen is not None and seen.is_split else mesh.counts
-        if seen is not None and max(seen.size) == 1:
-            self._refusal = "its last map has but one place"
-        elif seen is not None and seen.values.numel() and has:
+        maps = self._watch.take(output)
+        has_part = mesh.channels == 0 if maps is not None and maps.is_split else mesh.counts
+        if maps is not None and max(maps.size) == 1:
+            self._refusal = "its last map has only one position"
+        elif maps is not None and maps.values.numel() and has_part:
             known = {sample: part.error for sample, part in self._parts.items()}
             known.update(zip(samples, errors.tolist(), strict=True))
             self._parts = {
-                sample: self._parts.get(sample) or _part(seen, sample - samples.start, error)
+                sample: self._parts.get(sample) or _part(maps, sample - samples.start, error)
                 for sample, error in extremes(known.items())
             }
 
     def gathered(self, world: Communicator, samples: Sequence[int]) -> dict[int, HeatMap]:
-        """Those of some samples, on rank 0; all ranks must call it."""
+        """Gather the maps of some samples on rank 0; collective, all ranks must call it."""
         own = {sample: self._parts[sample] for sample in samples if sample in self._parts}
-        everybody = world.gather((own, self._refusal))
-        if everybody is None:
+        gathered = world.gather((own, self._refusal))
+        if gathered is None:
             return {}
-        refusals = [refusal for _, refusal in everybody if refusal]
-        if refusals and samples and not self._told:
-            self._told = True
-            log.info("no heat maps over examples: they need %s, and %s", NEEDED, refusals[0])
-        found = {}
+        refusals = [refusal for _, refusal in gathered if refusal]
+        if refusals and samples and not self._logged:
+            self._logged = True
+            log.info("no heat maps of examples: they need %s, but %s", NEEDED, refusals[0])
+        heat_maps = {}
         for sample in samples:
-            parts = [own[sample] for own, _ in everybody if sample in own]
-            # ranks choose alike, unless their hardware rounds differently
+            parts = [own[sample] for own, _ in gathered if sample in own]
+            # ranks select different samples only if their hardware rounds differently
             if parts and sum(part.places for part in parts) == np.prod(parts[0].size):
                 values = mean_sections([part.patches for part in parts], parts[0].size)
-                found[sample] = HeatMap(parts[0].label, [one[..., 0] for one in values])
-        return found
+                heat_maps[sample] = HeatMap(parts[0].label, [one[..., 0] for one in values])
+        return heat_maps
 
 
-def _part(seen: Activation, place: int, error: float) -> _Part:
-    values = seen.values[place].double().cpu().numpy()
-    starts = zip(seen.start, values.shape, strict=True)
-    box = tuple(bound for start, many in starts for bound in (start, start + many))
-    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, seen.size)
-    label = int(seen.logits[place].argmax())
-    return _Part(error, label, seen.size, values.size, patches)
+def _part(maps: Activation, place: int, error: float) -> _Part:
+    values = maps.values[place].double().cpu().numpy()
+    starts = zip(maps.start, values.shape, strict=True)
+    box = tuple(bound for start, count in starts for bound in (start, start + count))
+    patches = pixel_patches(lambda one: values[window_in(one, box)][..., None], box, maps.size)
+    label = int(maps.logits[place].argmax())
+    return _Part(error, label, maps.size, values.size, patches)
 
 
 def heated(
     image: npt.NDArray[np.uint8], values: npt.NDArray[Any], most: float | None = None
 ) -> npt.NDArray[np.uint8]:
-    """An image (rows, columns, 3) under a map.
+    """Overlay an image with a heat map.
 
     Args:
+        image: (rows, columns, 3).
         values: (rows, columns), at most those of the image.
-        most: of the last colour, the first one is 0; None takes the highest value.
+        most: value of the last colour, the first is 0; None uses the maximum.
     """
     from matplotlib import colormaps
 
@@ -147,5 +149,5 @@ def heated(
 
 
 def faint(image: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """(rows, columns), in grey and lighter, so that colours over it are those of the map."""
+    """Convert an image to light grey (rows, columns), so that overlaid colours stay true."""
     return np.asarray(255 - (255 - image.mean(2)) * 0.6)

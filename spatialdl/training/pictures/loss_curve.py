@@ -1,4 +1,4 @@
-"""The picture of a run: its loss, and what the validations came to."""
+"""Picture of a run's loss and validation metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spatialdl.training.best import COUNTS, METRICS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SMOOTH_OVER = 0.05  # share of the steps over which the thick line is a mean
-_POINTS_UP_TO = 40  # so few steps are drawn as points, too
-_LOG_ABOVE = 10  # times the median training loss: from there on the axis is logarithmic
+_SMOOTH_OVER = 0.05  # share of the steps in the running mean
+_POINTS_UP_TO = 40  # maximum number of steps drawn with markers
+_LOG_ABOVE = 10  # ratio of highest to median training loss above which the axis is logarithmic
 BLUE, ORANGE, GREY, GREEN = "#1f5fa8", "#d1701f", "#8a8a8a", "#2f8f5b"
 _COLOURS = ORANGE, BLUE, GREY, GREEN, "#8b4fa3", "#a8842c", "#3b9bb3", "#b0405c"
 _LABELS = {
@@ -23,14 +23,14 @@ _LABELS = {
     "mean_dice": "Dice",
     "mean_iou": "IoU",
     "auroc": "AUROC",
-    "slide_accuracy": "accuracy of slides",
-    "slide_auroc": "AUROC of slides",
+    "slide_accuracy": "slide accuracy",
+    "slide_auroc": "slide AUROC",
     "rmse": "RMSE",
     "mae": "mean absolute error",
 }
 _ERRORS = ("rmse", "mae")
 _SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
-_COME_ALONG = {"step", "loss", *COUNTS, *(name for names in METRICS.values() for name in names)}
+_BUILT_IN = {"step", "loss", *COUNTS, *(name for names in METRICS.values() for name in names)}
 
 
 def draw(
@@ -39,8 +39,8 @@ def draw(
     steps: Sequence[Mapping[str, float]],
     validations: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The loss and, in a panel of its own below, the task's metrics on the validation samples."""
-    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
+    """Draw the loss and, in a second panel, the validation metrics."""
+    from matplotlib.figure import Figure  # instead of pyplot, which has global state and a GUI
 
     figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
     if validations:
@@ -83,12 +83,12 @@ def draw_loss(
     panel.set_ylabel("loss")
     highest = max([*loss, *(row["loss"] for row in validations)])
     if min(loss) > 0 and highest > _LOG_ABOVE * np.median(loss):
-        panel.set_yscale("log")  # or one early validation presses the curve flat
+        panel.set_yscale("log")  # one high early value would flatten the curve
     panel.legend(frameon=False)
 
 
 def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
-    """Shares from 0 to 100 %; errors where the task has no shares; nothing of what has no value."""
+    """Draw metrics in percent, or errors if the task has none; without undefined metrics."""
     shares = [name for name in _SHARES if name in validations[0]]
     names = shares or [name for name in _ERRORS if name in validations[0]]
     names += _own_shares(validations) if shares else []
@@ -104,16 +104,16 @@ def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
         panel.set_ylim(0, 100)
     panel.set_ylabel("validation, %" if shares else "validation")
     if names:
-        columns = len(names) if len(names) <= 3 else 2  # wider ones push the panel together
+        columns = len(names) if len(names) <= 3 else 2  # a wider legend would shrink the panel
         panel.legend(frameon=False, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1))
 
 
 def _own_shares(validations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Metrics of the user's own whose values all lie between 0 and 1."""
+    """User metrics with all values between 0 and 1."""
     return [
         name
         for name in validations[0]
-        if name.removeprefix("slide_") not in _COME_ALONG
+        if name.removeprefix("slide_") not in _BUILT_IN
         and name != "slide_vote_accuracy"
         and all(_is_share(row.get(name)) for row in validations)
     ]
@@ -124,7 +124,7 @@ def _is_share(value: Any) -> bool:
 
 
 def _smoothed(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Running mean around each value, over fewer values at both ends."""
+    """Centred running mean, with a shorter window at both ends."""
     window = np.ones(width)
     weights = np.convolve(np.ones(len(values)), window, mode="same")
     return np.asarray(np.convolve(values, window, mode="same") / weights)

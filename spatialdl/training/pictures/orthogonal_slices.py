@@ -1,4 +1,4 @@
-"""Pictures of volumes: the three orthogonal slices through the middle, classes in colours."""
+"""Pictures of volumes: three orthogonal slices through the middle."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spatialdl.training.pictures.thumbnails import SIDE, overlaid, thumbnail_siz
 Array = npt.NDArray[Any]
 Picture = npt.NDArray[np.uint8]
 
-_DRAWN = Geometry("IPL")  # the head above, the front of the patient above or left, the right left
+_DRAWN = Geometry("IPL")  # head up, anterior up or left, right side left
 _GAP = 4  # pixels between two slices
-_DARKEST, _BRIGHTEST = 0.5, 99.5  # percentiles that become black and white
+_DARKEST, _BRIGHTEST = 0.5, 99.5  # percentiles of black and white
 
 
 class Planes(NamedTuple):
-    """The slices through the middle of a volume of (depth, height, width).
+    """Slices through the middle of a volume of (depth, height, width).
 
     Attributes:
         axial: (height, width).
@@ -47,14 +47,16 @@ def draw_sections(
 ) -> Picture:
     """Draw thumbnails of the sections of a volume, see `thumbnails.sections` and `draw_planes`.
 
-    Where its affine is known, the patient's head and front are above, the right side is left.
+    With a known affine, the patient's head and front are up and the right side is left.
 
     Args:
         size: (depth, height, width) of the volume.
-        grey: (rows, columns, channels), of which the first is shown.
-        spacing: of its voxels in millimetres; None draws cubes.
+        grey: (rows, columns, channels) per section; the first channel is drawn.
+        spacing: spacing of the voxels in millimetres; None draws cubes.
         affine: (3, 4), from (slice, row, column) to millimetres in RAS+.
-        classes, heat: (rows, columns), of the same sections.
+        classes: (rows, columns) per section, drawn in colours.
+        heat: (rows, columns) per section, drawn as a heat map.
+        side: pixels of the longest edge of the volume.
     """
     turn = _DRAWN.turn(affine)
     voxels = zip(size, spacing or (1.0,) * 3, thumbnail_size(size), strict=True)
@@ -65,16 +67,16 @@ def draw_sections(
 
 
 def turned(planes: Planes, turn: VolumeTurn) -> Planes:
-    """The same slices of the volume as a turn shows it."""
-    found = []
+    """Reorient the slices of a volume."""
+    slices = []
     for dim, stored in enumerate(turn.dims):
         rest = [other for other in range(3) if other != dim]
         plane = planes[stored]
         if turn.dims[rest[0]] > turn.dims[rest[1]]:
             plane = plane.T
         backwards = tuple(k for k, other in enumerate(rest) if other in turn.reversed)
-        found.append(np.flip(plane, backwards))
-    return Planes(*found)
+        slices.append(np.flip(plane, backwards))
+    return Planes(*slices)
 
 
 def draw_planes(
@@ -85,16 +87,16 @@ def draw_planes(
     *,
     side: int = SIDE,
 ) -> Picture:
-    """Draw slices side by side as RGB (rows, columns, 3), all in one scale of millimetres.
+    """Draw slices side by side as RGB (rows, columns, 3) at one scale in millimetres.
 
-    All three have the same window, from black at the darkest voxels to white at the brightest;
-    voxels that are no finite numbers are black. Class 0, and voxels without a class, stay grey.
+    All slices share one intensity window, from the darkest to the brightest voxels. Non-finite
+    voxels are black. Class 0 and unlabelled voxels stay grey.
 
     Args:
-        planes: of the voxels.
-        spacing: along (depth, height, width) in millimetres; None draws cubes.
-        classes: to be laid over the voxels in colours.
-        heat: values to be laid over the voxels, all in one scale, see `heated`.
+        planes: slices of the voxels.
+        spacing: spacing along (depth, height, width) in millimetres; None draws cubes.
+        classes: classes, overlaid in colours.
+        heat: values, overlaid as a heat map with one scale, see `heated`.
         side: pixels of the longest edge of the volume.
     """
     depth, height, width = (1.0, 1.0, 1.0) if spacing is None else spacing
@@ -118,21 +120,21 @@ def draw_planes(
 
 
 def _grey(planes: Planes) -> list[Picture]:
-    """The voxels as uint8, windowed over all three planes."""
+    """Convert voxels to uint8 with one intensity window for all planes."""
     values = [plane.astype(np.float64) for plane in planes]
     flat = np.concatenate([plane.ravel() for plane in values])
     known = flat[np.isfinite(flat)]
     if not known.size:
         return [np.zeros(plane.shape, np.uint8) for plane in values]
     low, high = np.percentile(known, (_DARKEST, _BRIGHTEST))
-    if low == high:  # nearly all voxels are alike
+    if low == high:  # nearly all voxels are equal
         low, high = known.min(), known.max()
     width = high - low if high > low else 1.0
-    found = []
+    pictures = []
     for plane in values:
         shares = np.where(np.isfinite(plane), (plane - low) / width, 0.0)
-        found.append(np.asarray((255 * shares.clip(0, 1)).round(), np.uint8))
-    return found
+        pictures.append(np.asarray((255 * shares.clip(0, 1)).round(), np.uint8))
+    return pictures
 
 
 def _nearest(classes: Array, rows: int, cols: int) -> Array:
@@ -145,7 +147,7 @@ def _nearest(classes: Array, rows: int, cols: int) -> Array:
 
 
 def _side_by_side(pictures: Sequence[Picture]) -> Picture:
-    """On black, with gaps between."""
+    """Place pictures side by side on black, with gaps."""
     rows = max(len(one) for one in pictures)
     cols = sum(one.shape[1] for one in pictures) + _GAP * (len(pictures) - 1)
     canvas, col = np.zeros((rows, cols, 3), np.uint8), 0

@@ -1,8 +1,8 @@
-"""Small pictures of images that no rank holds: each rank brings its part.
+"""Thumbnails of images that are split over ranks.
 
-Of volumes three slices through the middle are shown, and a signal is an image of one row.
-A pixel of a thumbnail is the mean of the pixels below it, of a mask the one in their middle; both
-are the same in every layout.
+Of a volume three slices through the middle are shown; a signal is an image of one row. A pixel of
+a thumbnail is the mean of the pixels below it, for masks the middle one. Both are the same in
+every layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spatialdl.slides.stretching import stretched
 Array = npt.NDArray[Any]
 
 SIDE = 320
-"""Pixels of the longer side at most."""
+"""Maximum pixels of the longer side."""
 
 COLOURS = np.array(
     [
@@ -37,16 +37,16 @@ COLOURS = np.array(
     ],
     np.float64,
 )
-"""Of the classes from 1 on; class 0 is left as it is."""
+"""Colours of the classes from 1 on; class 0 has none."""
 
 _OPACITY = 0.45
-_HEIGHT = 120  # of the picture of a signal
+_HEIGHT = 120  # pixels of the picture of a signal
 _LINES = ("#1c1f23", "#1f5fa8", "#a1622d")
-_DARK = 64  # what is less bright cannot be made out
+_DARK = 64  # brightness below which images are stretched
 
 
 class Patch(NamedTuple):
-    """Part of a thumbnail, and where its first pixel lies."""
+    """Part of a thumbnail, with the position of its first pixel."""
 
     row: int
     col: int
@@ -54,14 +54,14 @@ class Patch(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What is shown of an image: all of it, of a volume one of three slices through its middle.
+    """Shown part of an image: all of it, or one of three middle slices of a volume.
 
     A signal is an image of one row.
 
     Attributes:
-        at: the place along each spatial dim that is not shown, None along the others.
+        at: position along the spatial dim that is not shown, None along the others.
         size: rows and columns.
-        small: rows and columns of its thumbnail.
+        small: rows and columns of the thumbnail.
     """
 
     at: tuple[int | None, ...]
@@ -69,56 +69,56 @@ class Section(NamedTuple):
     small: tuple[int, int]
 
     def within(self, box: Box) -> Box | None:
-        """The part of a box that is shown; None if there is none."""
-        found: list[int] = []
+        """Shown part of a box; None if there is none."""
+        bounds: list[int] = []
         for (first, end), at in zip(pairs(box), self.at, strict=True):
             inside = first < end if at is None else first <= at < end
             if not inside:
                 return None
-            found += (first, end) if at is None else (at, at + 1)
-        return tuple(found)
+            bounds += (first, end) if at is None else (at, at + 1)
+        return tuple(bounds)
 
     def rows_and_cols(self, box: Box) -> tuple[int, int, int, int]:
-        """Where a box lies in the section."""
+        """Bounds (top, bottom, left, right) of a box in the section."""
         shown = [pair for pair, at in zip(pairs(box), self.at, strict=True) if at is None]
         (top, bottom), (left, right) = shown if len(shown) == 2 else ((0, 1), *shown)
         return top, bottom, left, right
 
     def flat(self, values: Array, box: Box) -> Array:
-        """Values (*spatial, ...) of a box within, as (rows, columns, ...)."""
+        """Reshape values (*spatial, ...) of a box within to (rows, columns, ...)."""
         top, bottom, left, right = self.rows_and_cols(box)
         return values.reshape(bottom - top, right - left, *values.shape[len(self.at) :])
 
 
 def sections(size: Sequence[int]) -> list[Section]:
-    """Of an image of (H, W), of a volume of (D, H, W) axial, coronal and sagittal, of a signal."""
+    """Sections of a signal or image (one), or of a volume (axial, coronal, sagittal)."""
     small = thumbnail_size(size)
     if len(size) < 3:
         rows, cols = ((1, *sizes)[-2:] for sizes in (size, small))
         return [Section((None,) * len(size), (rows[0], rows[1]), (cols[0], cols[1]))]
-    found = []
+    slices = []
     for hidden in range(3):
         first, second = (dim for dim in range(3) if dim != hidden)
         at = tuple(n // 2 if dim == hidden else None for dim, n in enumerate(size))
         shown, few = (size[first], size[second]), (small[first], small[second])
-        found.append(Section(at, shown, few))
-    return found
+        slices.append(Section(at, shown, few))
+    return slices
 
 
 def thumbnail_size(size: Sequence[int]) -> tuple[int, ...]:
-    """The size of the thumbnail of an image; never more than the image has."""
+    """Size of the thumbnail of an image; never larger than the image."""
     zoom = min(1.0, SIDE / max(size))
     return tuple(max(1, int(n * zoom)) for n in size)
 
 
 def sums(pixels: Array, box: Box, size: Sequence[int], small: Sequence[int]) -> Patch:
-    """What a box adds to the pixels of the thumbnail that it touches.
+    """Sum the pixels of a box into the thumbnail pixels that it touches.
 
     Args:
         pixels: (rows, columns, channels) of the box.
-        box: (row0, row1, col0, col1) of an image.
+        box: (row0, row1, col0, col1) in the image.
         size: (H, W) of the image.
-        small: of its thumbnail.
+        small: (H, W) of the thumbnail.
     """
     row, rows = _starts(box[0], box[1], size[0], small[0])
     col, cols = _starts(box[2], box[3], size[1], small[1])
@@ -128,18 +128,19 @@ def sums(pixels: Array, box: Box, size: Sequence[int], small: Sequence[int]) -> 
 
 
 def middles(mask: Array, box: Box, size: Sequence[int], small: Sequence[int]) -> Patch:
-    """Those pixels of a box (rows, columns) that the thumbnail of a mask takes; see `sums`."""
+    """Select the pixels of a box (rows, columns) for the thumbnail of a mask; see `sums`."""
     row, rows = _middles(box[0], box[1], size[0], small[0])
     col, cols = _middles(box[2], box[3], size[1], small[1])
     return Patch(row, col, mask[rows[:, None], cols[None, :]])
 
 
 def mask_patches(mask: Tensor, box: Box, size: Sequence[int]) -> list[Patch | None]:
-    """What a rank has of the sections of a mask; None of those beside its box.
+    """A rank's patches of the sections of a mask; None for sections outside its box.
 
     Args:
-        mask: (*spatial) of the box.
-        box: of the rank in an image of `size`.
+        mask: (*spatial), mask of the box.
+        box: box of the rank in the image.
+        size: size of the image.
     """
 
     def read(inside: Box) -> Array:
@@ -152,11 +153,12 @@ def mask_patches(mask: Tensor, box: Box, size: Sequence[int]) -> list[Patch | No
 def pixel_patches(
     read: Callable[[Box], Array], box: Box, size: Sequence[int]
 ) -> list[Patch | None]:
-    """What a rank has of the sections of an image; None of those beside its box.
+    """A rank's patches of the sections of an image; None for sections outside its box.
 
     Args:
-        read: the pixels (*spatial, channels) of a box within that of the rank.
-        box: of the rank in an image of `size`.
+        read: returns the pixels (*spatial, channels) of a box within that of the rank.
+        box: box of the rank in the image.
+        size: size of the image.
     """
     return _patches(read, box, size, sums)
 
@@ -167,26 +169,26 @@ def _patches(
     size: Sequence[int],
     shrunk: Callable[[Array, Box, Sequence[int], Sequence[int]], Patch],
 ) -> list[Patch | None]:
-    found: list[Patch | None] = []
+    patches: list[Patch | None] = []
     for section in sections(size):
         inside = section.within(box)
         if inside is None:
-            found.append(None)
+            patches.append(None)
             continue
         pixels, place = section.flat(read(inside), inside), section.rows_and_cols(inside)
-        found.append(shrunk(pixels, place, section.size, section.small))
-    return found
+        patches.append(shrunk(pixels, place, section.size, section.small))
+    return patches
 
 
 def window_in(inside: Box, box: Box) -> tuple[slice, ...]:
-    """Where a box lies in the values of another one that holds it."""
+    """Slices of a box in the values of an enclosing box."""
     starts = [first for first, _ in pairs(box)]
     spans = zip(pairs(inside), starts, strict=True)
     return tuple(slice(first - start, end - start) for (first, end), start in spans)
 
 
 def _starts(begin: int, end: int, size: int, small: int) -> tuple[int, Array]:
-    """The first pixel of a thumbnail that [begin, end) touches, and where each one begins."""
+    """First thumbnail pixel that [begin, end) touches, and the start of each one."""
     bounds = np.asarray(even_bounds(size, small))
     first = int(np.searchsorted(bounds, begin, side="right")) - 1
     last = int(np.searchsorted(bounds, end, side="left"))
@@ -201,7 +203,7 @@ def _middles(begin: int, end: int, size: int, small: int) -> tuple[int, Array]:
 
 
 def joined(patches: Sequence[Patch], shape: tuple[int, ...]) -> Array:
-    """All patches of a thumbnail, added up."""
+    """Sum the patches of a thumbnail."""
     whole = np.zeros(shape, np.result_type(*(one.values.dtype for one in patches), np.int64))
     for row, col, values in patches:
         rows, cols = values.shape[:2]
@@ -210,7 +212,7 @@ def joined(patches: Sequence[Patch], shape: tuple[int, ...]) -> Array:
 
 
 def joined_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]) -> list[Array]:
-    """The sections of a mask of `size`, of the `mask_patches` of all ranks."""
+    """Join the `mask_patches` of all ranks to the sections of a mask of `size`."""
     return [
         joined([patch for patch in own if patch is not None], section.small)
         for section, own in zip(sections(size), zip(*parts, strict=True), strict=True)
@@ -220,41 +222,41 @@ def joined_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]
 def gather_thumbnails(
     world: Communicator, placement: Placement, views: Views, samples: Sequence[int]
 ) -> list[list[Array]] | None:
-    """Thumbnails (rows, columns, channels) of the sections of samples; all ranks must call it.
+    """Gather thumbnails (rows, columns, channels) of the sections of samples; collective.
 
-    The ranks of the first stage read what is shown of their boxes, nobody else reads anything.
+    Ranks of the first stage read the shown part of their boxes; other ranks read nothing.
 
     Returns:
-        Of each sample, on rank 0.
+        Thumbnails per section of each sample, on rank 0; None on other ranks.
     """
     patches: list[list[Patch | None]] = []
     box = _own_box(world.rank, placement, views.size)
     if box is not None:
         patches = [pixel_patches(partial(views.read, 0, one), box, views.size) for one in samples]
-    everybody = world.gather(patches)
-    if everybody is None:
+    gathered = world.gather(patches)
+    if gathered is None:
         return None
     return [
-        mean_sections([own[number] for own in everybody if own], views.size)
+        mean_sections([own[number] for own in gathered if own], views.size)
         for number in range(len(samples))
     ]
 
 
 def mean_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]) -> list[Array]:
-    """Thumbnails (rows, columns, channels) of an image of `size`, of all ranks' `pixel_patches`."""
-    found = []
+    """Join all ranks' `pixel_patches` to thumbnails (rows, columns, channels) per section."""
+    thumbnails = []
     for section, own in zip(sections(size), zip(*parts, strict=True), strict=True):
         patches = [patch for patch in own if patch is not None]
         rows, cols = (
             np.diff(even_bounds(n, few)) for n, few in zip(section.size, section.small, strict=True)
         )
         whole = joined(patches, (*section.small, patches[0].values.shape[2]))
-        found.append(np.asarray(whole / (rows[:, None] * cols[None, :])[..., None]))
-    return found
+        thumbnails.append(np.asarray(whole / (rows[:, None] * cols[None, :])[..., None]))
+    return thumbnails
 
 
 def _own_box(rank: int, placement: Placement, size: Sequence[int]) -> Box | None:
-    """Of the first copy of the first replica's first stage."""
+    """Box of a rank of the first replica's first stage and copy; None for other ranks."""
     ranks = placement.ranks(0, 0)
     if rank not in ranks:
         return None
@@ -268,23 +270,23 @@ def _own_box(rank: int, placement: Placement, size: Sequence[int]) -> Box | None
 
 
 def as_rgb(pixels: Array) -> npt.NDArray[np.uint8]:
-    """Channels as colours: one is grey, of more the first three.
+    """Convert channels to RGB: one channel is grey, of more the first three are used.
 
-    What is not of 8 bits is stretched, and so are dark images, as of fluorescence.
+    Values outside 8 bits and dark images, such as fluorescence, are stretched.
 
     Args:
-        pixels: (rows, columns, channels), means.
+        pixels: (rows, columns, channels), mean values.
     """
     channels = pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., :1].repeat(3, -1)
     if not (1.0 < channels.max() <= 255.0 and channels.min() >= 0.0):
         low, high = np.nanpercentile(channels, (1, 99))
         channels = 255.0 * (channels - low) / (high - low if high > low else 1.0)
-    found = np.asarray(np.nan_to_num(channels).round().clip(0, 255), np.uint8)
-    return stretched(found) if np.percentile(found.max(-1), 99) < _DARK else found
+    image = np.asarray(np.nan_to_num(channels).round().clip(0, 255), np.uint8)
+    return stretched(image) if np.percentile(image.max(-1), 99) < _DARK else image
 
 
 def overlaid(image: npt.NDArray[np.uint8], classes: Array) -> npt.NDArray[np.uint8]:
-    """An image with its classes in colours."""
+    """Overlay an image with class colours."""
     tint = COLOURS[(classes - 1) % len(COLOURS)]
     shown = ((classes > 0) & (classes != UNLABELLED))[..., None]
     mixed = (1 - _OPACITY) * image + _OPACITY * tint
@@ -292,11 +294,11 @@ def overlaid(image: npt.NDArray[np.uint8], classes: Array) -> npt.NDArray[np.uin
 
 
 def drawn_signal(values: Array, classes: Array | None = None) -> npt.NDArray[np.uint8]:
-    """A line for each of the first three channels, on the colours of classes.
+    """Plot the first three channels of a signal as lines over class colours.
 
     Args:
-        values: (places, channels).
-        classes: (places,).
+        values: (positions, channels).
+        classes: (positions,).
     """
     width = max(SIDE, len(values))
     canvas = np.full((_HEIGHT, width, 3), 255, np.uint8)

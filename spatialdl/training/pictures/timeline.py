@@ -1,4 +1,4 @@
-"""The first steps of a run as a trace to zoom into, and one of them beside its simulation."""
+"""Trace of the first steps of a run, and a timeline of one step with its simulation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("spatialdl.comm.trace")
 
 STEPS = 3
-"""So many are recorded; the first is slower, as memory is taken and ways of talking are tried."""
+"""Number of recorded steps; the first is slower, as it allocates memory and times exchanges."""
 
 COLOURS = {
     "forward": "#6baed6",
@@ -42,11 +42,14 @@ MOST_ROWS = 32
 
 
 class StepTimeline:
-    """Records the first steps of all ranks; all of them must make it and call it together.
+    """Records the first steps of all ranks; collective, all ranks must create and call it.
 
     Args:
-        run_dir: where rank 0 writes ``trace.json`` and ``timeline.png``.
-        train: the actions of a step, see `pipeline.schedule`.
+        world: all ranks.
+        device: device of this rank.
+        placement: the layout.
+        train: actions of a step, see `pipeline.schedule`.
+        run_dir: folder in which rank 0 writes ``trace.json`` and ``timeline.png``.
     """
 
     def __init__(
@@ -62,36 +65,36 @@ class StepTimeline:
         self._steps: list[list[Span]] = []
         world.barrier()
         if device.type != "cpu":
-            # not the whole device: sums of gradients may wait for ranks that wait for this one
+            # not the whole device: a gradient all-reduce may wait for ranks that wait for this one
             trace.start(torch.accelerator.current_stream(device).synchronize)
         else:
             trace.start()
 
     def step_done(self, last: bool) -> None:
-        """A step is over; after enough of them, or the last one, the files are written."""
+        """Record a step; write the files after `STEPS` steps or the last one."""
         if not trace.enabled():
             return
         self._steps.append(trace.take())
         if len(self._steps) < STEPS and not last:
             return
         trace.stop()
-        everybody = self._world.gather(self._steps)
-        if everybody is not None:
+        gathered = self._world.gather(self._steps)
+        if gathered is not None:
             try:
-                self._write(everybody)
-            except OSError as error:  # such as a full disk, for which no run is lost
-                log.warning("the trace is not written: %s", error)
+                self._write(gathered)
+            except OSError as error:  # a full disk must not abort the run
+                log.warning("cannot write the trace: %s", error)
 
-    def _write(self, everybody: list[list[list[Span]]]) -> None:
-        write_trace(self._run_dir / "trace.json", [list(chain(*steps)) for steps in everybody])
+    def _write(self, ranks: list[list[list[Span]]]) -> None:
+        write_trace(self._run_dir / "trace.json", [list(chain(*steps)) for steps in ranks])
         picture = self._run_dir / "timeline.png"
-        draw_step([steps[-1] for steps in everybody], self._placement, self._train, picture)
+        draw_step([steps[-1] for steps in ranks], self._placement, self._train, picture)
         log.info("trace:         %s", self._run_dir / "trace.json")
         log.info("timeline:      %s", picture)
 
 
 def write_trace(path: Path, ranks: Sequence[Sequence[Span]]) -> None:
-    """A file in Chrome's trace event format, for Perfetto or chrome://tracing; a track a rank."""
+    """Write Chrome's trace event format for Perfetto or chrome://tracing, one track per rank."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(len(ranks))
@@ -109,7 +112,7 @@ def write_trace(path: Path, ranks: Sequence[Sequence[Span]]) -> None:
 def simulated(
     ranks: Sequence[Sequence[Span]], placement: Placement, train: Lists
 ) -> list[list[Span]]:
-    """The same step if every action took what it usually takes, and messages nothing."""
+    """Simulate the step with measured costs of actions and instant messages."""
     seen = {span.detail for spans in ranks for span in spans if isinstance(span.detail, Action)}
     done = [[action for action in actions if action in seen] for actions in train]
     actions = [actions_of(rank, placement, done) for rank in placement.replica_ranks(0)]
@@ -124,7 +127,7 @@ def simulated(
 def draw_step(
     ranks: Sequence[Sequence[Span]], placement: Placement, train: Lists, path: Path
 ) -> None:
-    """One step as it was, and below it as it would have been if nobody ever waited in vain."""
+    """Draw a measured step and its simulation below."""
     from matplotlib.figure import Figure
 
     ideal = simulated(ranks, placement, train)
@@ -132,19 +135,19 @@ def draw_step(
     end = max((span.end for spans in ranks for span in spans), default=0.0)
     rows = min(len(ranks), MOST_ROWS)
     figure = Figure(figsize=(11, 2.2 + 2 * rows * ROW_INCHES), dpi=130, layout="constrained")
-    real, paper = figure.subplots(2, 1, sharex=True)
+    measured, ideal_axes = figure.subplots(2, 1, sharex=True)
     longest = max((spans[-1].end for spans in ideal if spans), default=0.0)
-    draw_rows(real, ranks[:rows], begin, f"one step, {placement.describe()}")
-    draw_rows(paper, ideal[:rows], 0.0, "simulated: the same actions, messages take no time")
-    real.axvline(1e3 * (end - begin), color="0.3", linewidth=0.8)
-    paper.axvline(1e3 * longest, color="0.3", linewidth=0.8)
-    paper.set_xlabel("ms")
+    draw_rows(measured, ranks[:rows], begin, f"one step, {placement.describe()}")
+    draw_rows(ideal_axes, ideal[:rows], 0.0, "simulated: same actions, instant messages")
+    measured.axvline(1e3 * (end - begin), color="0.3", linewidth=0.8)
+    ideal_axes.axvline(1e3 * longest, color="0.3", linewidth=0.8)
+    ideal_axes.set_xlabel("ms")
     draw_legend(figure)
     figure.savefig(path)
 
 
 def draw_legend(figure: Figure) -> None:
-    """What the colours mean, below."""
+    """Add a legend of the colours at the bottom."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
@@ -152,9 +155,9 @@ def draw_legend(figure: Figure) -> None:
 
 
 def draw_rows(axes: Axes, ranks: Sequence[Sequence[Span]], begin: float, title: str) -> None:
-    """What each rank does, a row a rank; time in ms since `begin`."""
+    """Draw the spans of each rank in one row, in ms since `begin`."""
     for row, spans in enumerate(ranks):
-        # what ends first lies inside what ends later: draw it on top
+        # a span that ends first is nested in a later one: draw it on top
         for span in reversed(spans):
             start, length = 1e3 * (span.start - begin), 1e3 * (span.end - span.start)
             action = span.detail if isinstance(span.detail, Action) else None

@@ -1,1 +1,1 @@
-"""The report of a run: one page for the browser."""
+"""HTML report of a training run."""

@@ -1,4 +1,4 @@
-"""The curves of a report, as one drawing without a font of its own."""
+"""Training curves of a report, as one SVG without embedded fonts."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from spatialdl.pages.figures import as_svg
 from spatialdl.training.pictures.loss_curve import BLUE, GREY, draw_loss, draw_metrics
 
 MOST_POINTS = 1000
-"""Of a curve; of more steps, means of some that follow each other are drawn."""
+"""Points per curve; longer runs are drawn as means of consecutive steps."""
 
 
 def curves(
     steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, Any]]
 ) -> Markup:
-    """SVG of the loss, the metrics, the learning rate and the speed; of at least one step."""
+    """Draw loss, metrics, learning rate and images per second; needs at least one step."""
     from matplotlib.figure import Figure
 
-    few = thinned(steps)
+    rows = thinned(steps)
     figure = Figure(figsize=(11.5, 6.2), layout="constrained")
     (loss, metrics), (rate, speed) = figure.subplots(2, 2, sharex=True, height_ratios=(3, 2))
     with np.errstate(invalid="ignore"):
-        draw_loss(loss, few, validations)
+        draw_loss(loss, rows, validations)
         if validations:
             draw_metrics(metrics, validations)
     if not metrics.lines:
         metrics.set_visible(False)
-    marker = "o" if len(few) < 2 else None
-    x = [row["step"] for row in few]
-    rate.plot(x, [row["learning_rate"] for row in few], color=BLUE, marker=marker)
+    marker = "o" if len(rows) < 2 else None
+    x = [row["step"] for row in rows]
+    rate.plot(x, [row["learning_rate"] for row in rows], color=BLUE, marker=marker)
     rate.set_ylabel("learning rate")
     rate.set_ylim(bottom=0)
-    speed.plot(x, [row["images_per_second"] for row in few], color=GREY, marker=marker, lw=1)
+    speed.plot(x, [row["images_per_second"] for row in rows], color=GREY, marker=marker, lw=1)
     speed.set_ylabel("images per second")
     speed.set_ylim(bottom=0)
-    if len(few) < 2:
+    if len(rows) < 2:
         rate.set_xlim(x[0] - 1, x[0] + 1)
     for panel in (loss, metrics, rate, speed):
         panel.grid(color="0.9")
@@ -51,7 +51,7 @@ def curves(
 
 
 def thinned(steps: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """At most `MOST_POINTS` rows, each the mean of some that follow each other."""
+    """Average consecutive rows so that at most `MOST_POINTS` are left."""
     if len(steps) <= MOST_POINTS:
         return [dict(row) for row in steps]
     names = ("step", "loss", "learning_rate", "images_per_second")

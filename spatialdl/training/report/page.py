@@ -1,4 +1,4 @@
-"""The report of a run: one file for the browser, nothing from elsewhere."""
+"""HTML report of a training run, one self-contained file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from spatialdl.training.console.validation_table import (
     SHARES,
     class_rows,
     confusion_rows,
-    metrics_of,
-    told_name,
-    told_value,
+    metric_label,
+    metric_text,
+    scalar_metrics,
 )
 from spatialdl.training.pictures.gallery import Example, stacked
 from spatialdl.training.report.curves import curves
@@ -31,12 +31,12 @@ from spatialdl.training.time_split import PARTS
 from spatialdl.version import __version__
 
 _QUALITY = 85
-_MOST_ROWS = 30  # of validations; of more, the first ones and the last ones
+_MOST_ROWS = 30  # validations in the table; the middle of a longer list is left out
 _PART_TEXT = {
-    "compute": "the layers, the loss, the optimizer",
-    "halo": "waiting for the edges of other ranks' tiles",
+    "compute": "layers, loss and optimizer",
+    "halo": "waiting for halos of neighbouring tiles",
     "hand_over": "waiting for activations and gradients of other stages",
-    "reduce": "sums over ranks (gradients, BatchNorm, the loss), and waiting for slower ranks",
+    "reduce": "all-reduces (gradients, BatchNorm, loss), including waits for slower ranks",
     "data": "waiting for the next batch",
 }
 
@@ -56,21 +56,22 @@ def save_report(
     timeline: Path | None = None,
     ended: str = "",
 ) -> None:
-    """Write the page, whole or not at all.
+    """Write the report atomically.
 
     Args:
-        path: the HTML file.
-        title: of the run.
-        overrides: of the command line, which are marked in the configuration.
-        table: what was told at the start.
-        names: of the classes or targets.
+        path: HTML file to write.
+        title: title of the run.
+        config: resolved and shown without passwords.
+        overrides: command-line overrides, highlighted in the configuration.
+        table: start table, see `start_table`.
+        names: class or target names.
         steps: rows of ``metrics.csv``.
-        validations: with their lists.
-        summary: with ``images_per_second``, ``peak_memory_mb`` (a list) and ``time_split``, each
-            if it is known.
-        examples: the worst first.
-        timeline: picture of a step, if there is one.
-        ended: why before its end.
+        validations: metrics of each validation, lists included.
+        summary: ``images_per_second``, ``peak_memory_mb`` (one per rank), ``device_memory_mb``
+            and ``time_split``; each is optional.
+        examples: predicted samples, worst first.
+        timeline: picture of a step, if any.
+        ended: why the run ended early.
     """
     plain = without_passwords(OmegaConf.to_container(config, resolve=True))
     overrides = without_passwords(list(overrides))
@@ -101,26 +102,26 @@ def _facts(
     validations: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """What a reader wants first: names and values."""
-    found = []
+    """Headline results, as names and values."""
+    facts = []
     if validations:
-        last = metrics_of(validations[-1])
+        last = scalar_metrics(validations[-1])
         shown = [n for n in last if n in (*SHARES, "rmse", "mae", "r2")][:2]
-        found += [(told_name(name), told_value(name, last[name])) for name in shown]
-        found.append(("validation loss", told_value("loss", last.get("loss"))))
+        facts += [(metric_label(name), metric_text(name, last[name])) for name in shown]
+        facts.append(("validation loss", metric_text("loss", last.get("loss"))))
     if steps:
-        found.append(("training loss", f"{steps[-1]['loss']:.4g}"))
-        found.append(("steps", f"{int(steps[-1]['step']):,}"))
+        facts.append(("training loss", f"{steps[-1]['loss']:.4g}"))
+        facts.append(("steps", f"{int(steps[-1]['step']):,}"))
     rate = summary.get("images_per_second")
     if rate:
-        found.append(("images per second", f"{rate:.3g}"))
+        facts.append(("images per second", f"{rate:.3g}"))
     memory = summary.get("peak_memory_mb")
     if memory:
-        found.append(("peak memory of a rank", readable_bytes(round(max(memory) * 2**20))))
-    used = [one for one in summary.get("device_memory_mb") or () if one is not None]
-    if used:  # with the context, NCCL and what other processes take
-        found.append(("in use on its device", readable_bytes(round(max(used) * 2**20))))
-    return found
+        facts.append(("peak memory of a rank", readable_bytes(round(max(memory) * 2**20))))
+    used = [mb for mb in summary.get("device_memory_mb") or () if mb is not None]
+    if used:  # includes the device context, NCCL buffers and other processes
+        facts.append(("device memory in use", readable_bytes(round(max(used) * 2**20))))
+    return facts
 
 
 def _split(shares: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -128,7 +129,7 @@ def _split(shares: Mapping[str, float]) -> list[dict[str, Any]]:
         {
             "name": part.replace("_", "-"),
             "share": 100 * shares[part],
-            "what": _PART_TEXT[part],
+            "description": _PART_TEXT[part],
         }
         for part in PARTS
         if part in shares
@@ -136,30 +137,30 @@ def _split(shares: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _validations(validations: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row each below a head, without metrics that none has."""
+    """Header and one row per validation; metrics that are never defined are left out."""
     if not validations:
         return []
     names = [
         name
-        for name in metrics_of(validations[0])
-        if any(one.get(name) is not None for one in validations)
+        for name in scalar_metrics(validations[0])
+        if any(metrics.get(name) is not None for metrics in validations)
     ]
     rows = [
-        [str(one["step"]), *(told_value(name, one.get(name)) for name in names)]
-        for one in validations
+        [str(metrics["step"]), *(metric_text(name, metrics.get(name)) for name in names)]
+        for metrics in validations
     ]
     if len(rows) > _MOST_ROWS:
         half = _MOST_ROWS // 2
         rows = [*rows[:half], ["..."] * len(rows[0]), *rows[-half:]]
-    return [["step", *map(told_name, names)], *rows]
+    return [["step", *map(metric_label, names)], *rows]
 
 
-def _confusion(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Cells with the share of their row, by which they are shaded."""
-    rows = confusion_rows(found, names)
+def _confusion(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Confusion matrix; each cell has its text and its share of the row, for the shading."""
+    rows = confusion_rows(metrics, names)
     if not rows:
         return {}
-    pairs = found["confusion_matrix"]
+    pairs = metrics["confusion_matrix"]
     body = []
     for (name, *cells), counts in zip(rows[1:], pairs, strict=True):
         total = sum(counts) or 1
@@ -187,44 +188,45 @@ def _shown(example: Example) -> dict[str, Any]:
 
 def _environment() -> list[tuple[str, str]]:
     mpi = sys.modules.get("mpi4py.MPI")
-    found = [
+    rows = [
         ("spatialdl", __version__),
         ("PyTorch", torch.__version__),
         ("Python", platform.python_version()),
         ("MPI", mpi.Get_library_version().strip("\0").splitlines()[0].strip(", ") if mpi else "-"),
         ("host of rank 0", f"{socket.gethostname()}, {platform.platform()}"),
     ]
-    return found if mpi else [one for one in found if one[0] != "MPI"]
+    return rows if mpi else [row for row in rows if row[0] != "MPI"]
 
 
 class Line(NamedTuple):
-    """A line of YAML, and the words of the command line that have set it."""
+    """A line of YAML and the command-line override that set it."""
 
     text: str
     override: str
 
 
 def settings_lines(config: Mapping[str, Any], overrides: Sequence[str]) -> list[Line]:
-    """The lines of a nested configuration.
+    """Return the lines of a nested configuration.
 
     Args:
-        overrides: as on the command line; that of a group belongs to the group's own line.
+        config: the configuration as a dictionary.
+        overrides: as on the command line; the override of a group marks the group's line.
     """
-    given = {}
+    by_key = {}
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
-        given[key.partition("@")[0].replace("/", ".")] = f"{key}={value}" if value else word
-    return list(_lines(config, given, "", 0))
+        by_key[key.partition("@")[0].replace("/", ".")] = f"{key}={value}" if value else word
+    return list(_lines(config, by_key, "", 0))
 
 
 def _lines(
-    config: Mapping[str, Any], given: Mapping[str, str], path: str, depth: int
+    config: Mapping[str, Any], overrides: Mapping[str, str], path: str, depth: int
 ) -> Iterator[Line]:
     for key, value in config.items():
         name, indent = f"{path}{key}", "  " * depth
         if isinstance(value, Mapping) and value:
-            yield Line(f"{indent}{key}:", given.get(name, ""))
-            yield from _lines(value, given, f"{name}.", depth + 1)
+            yield Line(f"{indent}{key}:", overrides.get(name, ""))
+            yield from _lines(value, overrides, f"{name}.", depth + 1)
         else:
             text = value if isinstance(value, str) else json.dumps(value)
-            yield Line(f"{indent}{key}: {text}", given.get(name, ""))
+            yield Line(f"{indent}{key}: {text}", overrides.get(name, ""))

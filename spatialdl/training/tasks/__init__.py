@@ -1,1 +1,1 @@
-"""What is learned: losses, metrics and predictions of each task."""
+"""Tasks: losses, metrics and predictions."""

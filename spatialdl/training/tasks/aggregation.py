@@ -1,4 +1,4 @@
-"""From predictions for tiles to predictions for slides."""
+"""Aggregation of tile predictions to slide predictions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 
 class SlidePredictions(NamedTuple):
-    """What the tiles of every slide say together; slides as they come in the data set.
+    """Predictions of S slides, in the order of the data set.
 
     Attributes:
         slides: S names.
-        tiles: int64 (S,), how many.
+        tiles: int64 (S,), number of tiles.
         means: float64 (S, columns), mean probabilities or values.
-        votes: int64 (S,), the class predicted for most tiles; of equally many the one with
-            the larger mean.
-        labels: (S,) or (S, columns), that of the tiles.
-        agree: bool (S,), whether all tiles of the slide have that label.
+        votes: int64 (S,), the class predicted for most tiles; ties go to the larger mean.
+        labels: (S,) or (S, columns), label of the first tile.
+        agree: bool (S,), whether all tiles of the slide have this label.
     """
 
     slides: list[str]
@@ -31,12 +30,12 @@ class SlidePredictions(NamedTuple):
 
 
 def to_slides(predictions: Tensor, labels: Tensor, slides: Sequence[str]) -> SlidePredictions:
-    """Put the predictions for tiles together slide by slide.
+    """Aggregate predictions of tiles by slide.
 
     Args:
-        predictions: float64 (N, columns), of tiles.
+        predictions: float64 (N, columns), predictions of tiles.
         labels: (N,) or (N, columns), where NaN equals NaN.
-        slides: N names.
+        slides: N names of slides.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys(slides))}
     of_tiles = torch.tensor([numbers[name] for name in slides])

@@ -1,8 +1,8 @@
-"""Harrell's concordance index of risks with times of events, without a matrix of pairs.
+"""Harrell's concordance index in O(N log N) time and O(N) memory.
 
 Harrell et al., "Evaluating the Yield of Medical Tests", JAMA 247, 1982
-(https://doi.org/10.1001/jama.1982.03320430047030). Pairs are counted as inversions, a bit of the
-ranks at a time: N log N steps, N numbers of memory.
+(https://doi.org/10.1001/jama.1982.03320430047030). Pairs are counted as inversions, one bit of the
+ranks at a time.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch import Tensor
 
 
 def concordance(risks: Tensor, times: Tensor, events: Tensor) -> float | None:
-    """Share of the pairs of known order in which the risk has that order.
+    """Share of the comparable pairs that the risks order correctly.
 
-    An event comes before all later times, and before a censored one at the same time; equal risks
-    count half, and risks that are NaN are never right.
+    An event precedes all later times and censored samples at the same time. Equal risks count
+    half, NaN risks count as wrong.
 
     Args:
-        risks: (N,), the larger, the earlier events are expected.
-        times: (N,), NaN of what is no sample.
-        events: (N,), 1 for an event at that time, 0 for the end of watching.
+        risks: (N,), larger for earlier expected events.
+        times: (N,), NaN for padding.
+        events: (N,), 1 for an event at that time, 0 for a censored sample.
 
     Returns:
-        The index, 0 to 1; None where no order is known.
+        The index, 0 to 1; None without comparable pairs.
     """
     there = ~times.isnan()
     risks, times, events = risks[there], times[there], events[there]
     is_event = events == 1
-    # a pair of an event and a sample of a larger place is in known order
+    # a pair of an event and a sample of a larger place is comparable
     place = _ranks(2 * _ranks(times) + ~is_event)
     pairs = _behind(place, is_event)
     if not pairs:
@@ -37,23 +37,25 @@ def concordance(risks: Tensor, times: Tensor, events: Tensor) -> float | None:
     rank, place, is_event = _ranks(risks[seen]), place[seen], is_event[seen]
     by_risk_and_place = rank * (len(place) + 1) + place
     equal = _behind(by_risk_and_place, is_event, of=rank)
-    # of equal places the least risk first, so that none of their pairs is an inversion
+    # equal places are sorted by risk, so that their pairs are no inversions
     order = (place * (len(place) + 1) + rank).argsort()
     higher = _inversions(rank[order], is_event[order])
     return (higher + 0.5 * equal) / pairs
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """int64 (N,): numbers of the different values, from 0."""
-    _, found = torch.unique(values, return_inverse=True)
-    numbers: Tensor = found
-    return numbers
+    """Dense ranks of values, int64 (N,), from 0."""
+    _, inverse = torch.unique(values, return_inverse=True)
+    ranks: Tensor = inverse
+    return ranks
 
 
 def _behind(keys: Tensor, chosen: Tensor, of: Tensor | None = None) -> int:
-    """Pairs of a chosen sample and one of a larger key, in the same group `of` if it is given.
+    """Count pairs of a chosen sample and one with a larger key, within a group of `of` if set.
 
     Args:
+        keys: (N,), keys.
+        chosen: (N,), mask of the chosen samples.
         of: (N,), groups; keys of a later group are larger.
     """
     ordered = keys.sort().values
@@ -65,10 +67,10 @@ def _behind(keys: Tensor, chosen: Tensor, of: Tensor | None = None) -> int:
 
 
 def _inversions(ranks: Tensor, chosen: Tensor) -> int:
-    """Pairs of a chosen sample and one behind it of a lower rank.
+    """Count pairs of a chosen sample and a later one of lower rank.
 
-    A pair is counted at the highest bit in which its ranks differ: there both are in one group of
-    equal higher bits, in which the samples keep their order.
+    A pair is counted at the highest bit in which its ranks differ. There both are in one group of
+    equal higher bits, in which samples keep their order.
     """
     total = torch.zeros((), dtype=torch.int64, device=ranks.device)
     for bit in reversed(range(len(ranks).bit_length())):

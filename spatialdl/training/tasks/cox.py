@@ -1,4 +1,4 @@
-"""Survival of patients: a risk, by which those of a batch are compared.
+"""Survival of patients: Cox partial likelihood of the risks in a batch.
 
 Partial likelihood: Cox, "Regression Models and Life-Tables", J. R. Stat. Soc. B 34, 1972, section 5
 (https://doi.org/10.1111/j.2517-6161.1972.tb00899.x); events at the same time as in Efron, "The
@@ -18,53 +18,53 @@ from spatialdl.training.tasks.survival import Risks
 
 
 class Cox(Risks):
-    """The partial likelihood of the order of events among the samples of a batch.
+    """Cox partial likelihood of the events in a batch.
 
-    Targets are (N, 2): the time of the event or of the end of watching, and 1 for an event or 0.
+    Targets are (N, 2): the time of the event or of censoring, and 1 for an event, else 0.
     """
 
     bins = 1
-    given = ("task.loss=cox", "a risk")
+    meaning = ("task.loss=cox", "a risk")
     batch_loss = Width(output=1, target=2)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The negative log-likelihood an event; 0 without events. Samples of NaN are none."""
+        """Negative log-likelihood per event; 0 without events. NaN samples are padding."""
         self.check_output(output, target)
         return partial_likelihood(wide(output)[:, 0], target[:, 0], target[:, 1])
 
 
 def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
-    """The negative logarithm of Cox's partial likelihood, divided by the number of events.
+    """Negative log partial likelihood of Cox, divided by the number of events.
 
     Args:
-        risks: (N,), logarithms of the hazards' ratios.
-        times: (N,), NaN of what is no sample.
-        events: (N,), 1 for an event at that time, 0 for the end of watching.
+        risks: (N,), log hazard ratios.
+        times: (N,), NaN for padding.
+        events: (N,), 1 for an event at that time, 0 for a censored sample.
     """
-    # what is no sample comes first, and is at risk at no time
+    # padding is sorted first, where it is never in a risk set
     times, order = times.nan_to_num(nan=-torch.inf).sort(stable=True)
     risks, events = risks[order], events.nan_to_num(nan=0.0)[order].to(risks.dtype)
-    first = torch.searchsorted(times, times)  # of those with the same time
-    at_risk = risks.flip(0).logcumsumexp(0).flip(0)[first]  # from that time on
+    first = torch.searchsorted(times, times)  # first sample with the same time
+    at_risk = risks.flip(0).logcumsumexp(0).flip(0)[first]  # risk set from that time on
     zeros = torch.zeros_like(events)
     tied = zeros.index_add(0, first, events)[first]
     share = zeros.index_add(0, first, events * (risks - at_risk).exp())[first]
     before = events.cumsum(0) - events
-    passed = (before - before[first]) / tied.clamp(min=1)  # of the events at the same time
+    passed = (before - before[first]) / tied.clamp(min=1)  # share of tied events before it
     likelihoods = risks - at_risk - torch.log1p(-events * passed * share)
     return -(events * likelihoods).sum() / events.sum().clamp(min=1)
 
 
 def check_order(train: ImageSource) -> None:
-    """Refuse samples of which no order is known.
+    """Check that the training samples have comparable pairs.
 
     Raises:
-        ValueError: there is no event after which somebody is still watched.
+        ValueError: if no sample is observed after an event.
     """
     labels = torch.from_numpy(train.labels)
     times = labels[labels[:, 1] == 1, 0]
     if not len(times) or len(labels) < 2 or bool(times.min() >= labels[:, 0].max()):
         raise ValueError(
-            f"{len(times)} events among {len(labels)} slides to train on: task.loss=cox compares "
-            "slides with an event with those that are watched longer"
+            f"{len(times)} events among {len(labels)} training slides, but task.loss=cox needs "
+            "events before the last observed time"
         )

@@ -1,7 +1,7 @@
-"""The losses of the tasks: means over what has a label, by weight, within one slice of a batch.
+"""Losses of the tasks: weighted means over the labelled elements of one slice of a batch.
 
-Numerator and denominator are those of the whole slice. Slices count by their samples, as one
-process counts them that accumulates over the same slices.
+A slice is a micro-batch of a replica; numerator and denominator are those of the whole slice.
+Slices are weighted by their samples, as in gradient accumulation on a single process.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def classification_loss(
     *,
     over_samples: bool = False,
 ) -> Tensor:
-    """Cross entropy, the mean over the samples by the weights of their classes.
+    """Cross entropy, averaged over samples by the weights of their classes.
 
     Args:
-        output: (N, classes), what the network gives.
-        target: (N,), labels, or (N, classes), the shares of mixed ones.
-        weight: (classes,), at least 0.
+        output: (N, classes), logits of the network.
+        target: (N,), labels, or (N, classes), shares of mixed labels.
+        weight: (classes,), class weights, at least 0.
         label_smoothing: share of every label that is spread over all classes.
-        classes: of the data; None takes any number that the labels do not exceed.
-        over_samples: divide by the samples, not by their weights, which one sample alone would
-            cancel out.
+        classes: classes of the data; None accepts any number above the labels.
+        over_samples: divide by the number of samples instead of their weights, which would cancel
+            for a single sample.
 
     Raises:
-        ValueError: if the network gives anything else, or another number of classes.
+        ValueError: if the output has another shape or number of classes.
     """
     check_classes(output, target, weight, classes)
     output = wide(output)
@@ -52,7 +52,7 @@ def classification_loss(
     total = F.cross_entropy(
         output,
         target,
-        _given_like(weight, output),
+        _optional_like(weight, output),
         reduction="sum",
         label_smoothing=label_smoothing,
     )
@@ -62,7 +62,7 @@ def classification_loss(
 
 
 def classification_weights(target: Tensor, weight: Tensor) -> Tensor:
-    """(N,): what the samples weigh, by their classes."""
+    """Weights of samples by their classes, (N,)."""
     if not target.is_floating_point():
         return on(weight, target.device)[target]
     return target @ weight_like(weight, target)[: target.shape[1]]
@@ -71,23 +71,23 @@ def classification_weights(target: Tensor, weight: Tensor) -> Tensor:
 def multilabel_loss(
     output: Tensor, target: Tensor, pos_weight: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Binary cross entropy of the logits, the mean over the known labels; 0 if there are none.
+    """Binary cross entropy, averaged over the known labels; 0 if there are none.
 
     Args:
-        output: (N, classes), what the network gives.
-        target: (N, classes), 1 where a class is present, 0 where not, NaN where nobody knows.
-        pos_weight: (classes,), what a label counts where it is 1.
-        label_smoothing: s makes 1 - s / 2 of 1 and s / 2 of 0.
+        output: (N, classes), logits of the network.
+        target: (N, classes), 1 if a class is present, 0 if not, NaN if unknown.
+        pos_weight: (classes,), weight of labels that are 1.
+        label_smoothing: s changes 1 to 1 - s / 2 and 0 to s / 2.
 
     Raises:
-        ValueError: if the network gives anything else.
+        ValueError: if the output has another shape.
     """
     check_columns(output, target, "classes")
     output = wide(output)
     known = known_labels(target)
     labels = target.nan_to_num(0.0).to(output) * (1 - label_smoothing) + label_smoothing / 2
     losses = F.binary_cross_entropy_with_logits(
-        output, labels, reduction="none", pos_weight=_given_like(pos_weight, output)
+        output, labels, reduction="none", pos_weight=_optional_like(pos_weight, output)
     )
     return _over((losses * known).sum(), known.sum())
 
@@ -95,31 +95,33 @@ def multilabel_loss(
 def regression_loss(
     output: Tensor, target: Tensor, distance: Distance = "mse", huber_delta: float = 1.0
 ) -> Tensor:
-    """Squared, absolute or Huber errors, the mean over the known targets; 0 if there are none.
+    """Squared, absolute or Huber error, averaged over the known targets; 0 if there are none.
 
     Args:
-        output: (N, targets), what the network gives; or (N,) where there is one.
-        target: (N, targets), NaN where nobody knows.
+        output: (N, targets), values of the network; or (N,) for one target.
+        target: (N, targets), NaN if unknown.
+        distance: "mse", "l1" or "huber".
+        huber_delta: error from which Huber is linear.
 
     Raises:
-        ValueError: if the network gives anything else.
+        ValueError: if the output has another shape.
     """
     output = as_columns(output, target)
     check_columns(output, target, "targets")
     output = wide(output)
     known = known_labels(target)
-    wanted = target.nan_to_num(0.0).to(output)
+    values = target.nan_to_num(0.0).to(output)
     if distance == "mse":
-        losses = F.mse_loss(output, wanted, reduction="none")
+        losses = F.mse_loss(output, values, reduction="none")
     elif distance == "l1":
-        losses = F.l1_loss(output, wanted, reduction="none")
+        losses = F.l1_loss(output, values, reduction="none")
     else:
-        losses = F.huber_loss(output, wanted, reduction="none", delta=huber_delta)
+        losses = F.huber_loss(output, values, reduction="none", delta=huber_delta)
     return _over((losses * known).sum(), known.sum())
 
 
 def known_labels(target: Tensor) -> Tensor:
-    """Where a target is no NaN."""
+    """Mask of targets that are not NaN."""
     return ~target.isnan()
 
 
@@ -131,22 +133,23 @@ def segmentation_loss(
     dice: float = 0.0,
     classes: int | None = None,
 ) -> Tensor:
-    """Cross entropy, the mean over the pixels with a class, and `dice` times one less soft Dice.
+    """Cross entropy, averaged over the labelled pixels, plus `dice` times (1 - soft Dice).
 
     Soft Dice (Milletari et al., "V-Net", 2016, section 3, without its squares) is 2 |pt| / (|p| +
-    |t|) of probabilities p and classes t over all pixels of all samples, the mean over the classes
-    that occur. Both are 0 where no pixel has a class.
+    |t|) of probabilities p and classes t over all pixels of all samples, averaged over the classes
+    that occur. Both terms are 0 without labelled pixels.
 
     Args:
-        output: (N, classes, H, W), what the network gives; may be split.
+        output: (N, classes, H, W), logits of the network; may be split.
         target: (N, H, W), the class of every pixel, or `UNLABELLED`; split if `output` is, and
-            it may be split where `output` is full.
-        weight: (classes,), at least 0, in the cross entropy.
-        label_smoothing: share of every label that is spread over all classes, likewise.
-        classes: of the data; None takes any number that the masks do not exceed.
+            may be split if `output` is full.
+        weight: (classes,), class weights of the cross entropy, at least 0.
+        label_smoothing: share of every label that the cross entropy spreads over all classes.
+        dice: weight of the Dice term.
+        classes: classes of the data; None accepts any number above the masks.
 
     Raises:
-        ValueError: if the network gives anything else, or another number of classes.
+        ValueError: if the output has another shape or number of classes.
     """
     check_masks(output, target, weight, classes)
     output, target = split_alike(output, target)
@@ -154,7 +157,7 @@ def segmentation_loss(
     total = F.cross_entropy(
         output,
         target,
-        _given_like(weight, output),
+        _optional_like(weight, output),
         ignore_index=UNLABELLED,
         reduction="sum",
         label_smoothing=label_smoothing,
@@ -170,40 +173,40 @@ def segmentation_loss(
     if not dice:
         return loss
     shares = output.softmax(1) * (target != UNLABELLED).unsqueeze(1)
-    overlap, told = (shares * is_class).sum(over), shares.sum(over)
-    return loss + dice * dice_loss(overlap, told, counts)
+    overlap, predicted = (shares * is_class).sum(over), shares.sum(over)
+    return loss + dice * dice_loss(overlap, predicted, counts)
 
 
-def dice_loss(overlap: Tensor, told: Tensor, counts: Tensor) -> Tensor:
-    """One less the mean soft Dice of the classes that occur.
+def dice_loss(overlap: Tensor, predicted: Tensor, counts: Tensor) -> Tensor:
+    """1 - mean soft Dice of the classes that occur.
 
     Args:
-        overlap: (classes,), the sum of the probabilities of a class over its own pixels.
-        told: (classes,), that over all pixels with a class.
-        counts: (classes,), pixels of each.
+        overlap: (classes,), sum of a class's probabilities over the pixels of that class.
+        predicted: (classes,), sum of a class's probabilities over all labelled pixels.
+        counts: (classes,), number of pixels per class.
     """
     occurs = counts > 0
-    coefficients = 2 * overlap / (told + counts).clamp(min=torch.finfo(told.dtype).tiny)
+    coefficients = 2 * overlap / (predicted + counts).clamp(min=torch.finfo(predicted.dtype).tiny)
     return ((1 - coefficients) * occurs).sum() / occurs.sum().clamp(min=1)
 
 
 def _over(total: Tensor, weight: Tensor) -> Tensor:
-    """Their quotient; 0 where nothing weighs anything, though smoothed labels cost something."""
+    """Total divided by weight; 0 for weight 0, where smoothed labels still add to the total."""
     weight = weight.to(total)
     counts = weight > 0
     return total * counts / torch.where(counts, weight, torch.ones_like(weight))
 
 
 def weight_like(weight: Tensor, other: Tensor) -> Tensor:
-    """Weights of classes in the dtype and on the device of another tensor, copied there once."""
+    """Class weights with dtype and device of another tensor; the copy is cached."""
     return on(weight, other.device).to(other.dtype)
 
 
-def _given_like(weight: Tensor | None, output: Tensor) -> Tensor | None:
+def _optional_like(weight: Tensor | None, output: Tensor) -> Tensor | None:
     return None if weight is None else weight_like(weight, output)
 
 
-# --- what does not fit is told before anything is computed
+# --- checks before the computation
 
 
 def _shape(output: object) -> object:
@@ -211,25 +214,25 @@ def _shape(output: object) -> object:
         return tuple(output.shape)
     name = type(output).__name__
     if isinstance(getattr(output, "logits", None), Tensor):  # of transformers
-        return f"{name} (wrap it in a module whose forward returns the .logits alone)"
+        return f"{name} (wrap it in a module whose forward returns only .logits)"
     return name
 
 
 def as_columns(output: Tensor, target: Tensor) -> Tensor:
-    """(N, 1) of (N,), which networks with one output give."""
-    alone = isinstance(output, Tensor) and output.dim() == 1 and target.shape[1] == 1
-    return output.unsqueeze(1) if alone else output
+    """Reshape the (N,) of networks with one output to (N, 1)."""
+    is_flat = isinstance(output, Tensor) and output.dim() == 1 and target.shape[1] == 1
+    return output.unsqueeze(1) if is_flat else output
 
 
 def check_classes(
     output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
 ) -> None:
-    """Refuse what is no (N, classes); without `classes` the labels say how many there are."""
+    """Check that an output is (N, classes); without `classes`, more than the highest label."""
     if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(target):
         raise ValueError(
-            f"the network gives {_shape(output)} for {len(target)} images: to classify, it must "
-            f"give ({len(target)}, classes); a network that tells a class for every pixel trains "
-            "with task=segmentation"
+            f"the network returns {_shape(output)} for {len(target)} images, but "
+            f"task=classification needs ({len(target)}, classes); use task=segmentation for a "
+            "class per pixel"
         )
     if classes is not None:
         _check_number(output, classes)
@@ -242,13 +245,13 @@ def _check_labels(output: Tensor, target: Tensor) -> None:
     highest = target.shape[1] - 1 if target.dim() == 2 else int(target.max())
     if highest >= output.shape[1]:
         raise ValueError(
-            f"the network tells {output.shape[1]} classes apart, but there is a label {highest}: "
+            f"the network has {output.shape[1]} classes, but there is a label {highest}: "
             "leave model.num_classes out, or set data.num_classes"
         )
 
 
 def _check_number(output: Tensor, classes: int) -> None:
-    """Refuse outputs of another number of classes than the data has."""
+    """Check that the output has as many classes as the data."""
     outputs = output.shape[1]
     if outputs != classes:
         raise ValueError(
@@ -257,28 +260,28 @@ def _check_number(output: Tensor, classes: int) -> None:
         )
 
 
-def check_columns(output: Tensor, target: Tensor, what: str) -> None:
-    """Refuse what has not the shape of the targets."""
+def check_columns(output: Tensor, target: Tensor, unit: str) -> None:
+    """Check that an output has the shape of the targets; `unit` names the columns."""
     if not isinstance(output, Tensor) or output.shape != target.shape:
         samples, columns = target.shape
         raise ValueError(
-            f"the network gives {_shape(output)} for {samples} images with {columns} {what} each: "
-            f"it must give ({samples}, {columns}); leave model.num_classes out"
+            f"the network returns {_shape(output)} for {samples} images with {columns} {unit} "
+            f"each, expected ({samples}, {columns}); leave model.num_classes out"
         )
 
 
 def check_maps(
     output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
 ) -> None:
-    """Refuse what is no (N, classes, *spatial), by its shape."""
+    """Check by its shape that an output is (N, classes, *spatial)."""
     samples, *size = target.shape
     fits = isinstance(output, Tensor) and output.dim() == 2 + len(size)
     fits = fits and output.shape[0] == samples
     if not fits or tuple(output.shape[2:]) != tuple(size):
         raise ValueError(
-            f"the network gives {_shape(output)} for {samples} masks of {by(size)}: to segment, it "
-            f"must give ({samples}, classes, {', '.join(map(str, size))}); a network that tells "
-            "one class an image trains with task=classification"
+            f"the network returns {_shape(output)} for {samples} masks of {by(size)}, but "
+            f"task=segmentation needs ({samples}, classes, {', '.join(map(str, size))}); use "
+            "task=classification for a class per image"
         )
     if classes is not None:
         _check_number(output, classes)
@@ -288,11 +291,14 @@ def check_maps(
 def check_masks(
     output: Tensor, target: Tensor, weight: Tensor | None = None, classes: int | None = None
 ) -> None:
-    """Refuse what is no (N, classes, *spatial) of enough classes for the masks.
+    """Check that an output is (N, classes, *spatial) with enough classes for the masks.
 
     Args:
-        classes: of the data; masks on an accelerator then have been looked at before, on the host,
-            see `check_pixels`.
+        output: (N, classes, *spatial), logits of the network.
+        target: (N, *spatial), masks.
+        weight: (classes,), class weights.
+        classes: classes of the data; then masks on an accelerator are not checked again, see
+            `check_pixels`.
     """
     check_maps(output, target, weight, classes)
     labels = own_pixels(target)
@@ -301,38 +307,38 @@ def check_masks(
 
 
 def check_pixels(labels: Tensor, classes: int) -> None:
-    """Refuse masks with a class that the network does not tell.
+    """Check that masks have no class that the network lacks.
 
     Args:
-        labels: (N, *spatial), any number of them; the host waits for these.
-        classes: that it tells apart.
+        labels: (N, *spatial), masks, which the host waits for.
+        classes: classes of the network.
     """
     highest = int(labels.where(labels != UNLABELLED, 0).max()) if labels.numel() else 0
     if highest >= classes:
         raise ValueError(
-            f"the network tells {classes} classes apart, but a mask has a pixel of class "
-            f"{highest}: leave model.num_classes out, set data.num_classes, or mark pixels without "
-            f"a class by {UNLABELLED}"
+            f"the network has {classes} classes, but a mask has a pixel of class "
+            f"{highest}: leave model.num_classes out, set data.num_classes, or mark unlabelled "
+            f"pixels with {UNLABELLED}"
         )
 
 
 def _check_weight(weight: Tensor | None, classes: int, key: str) -> None:
     if weight is not None and len(weight) != classes:
         raise ValueError(
-            f"task.{key} has {len(weight)} weights, but the network tells {classes} classes apart: "
-            "give one for each"
+            f"task.{key} has {len(weight)} weights, but the network has {classes} classes: set one "
+            "per class"
         )
 
 
 def split_alike(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A map and its masks on one layout, if the masks are split; all ranks of the grid call it.
+    """Bring a map and split masks to one layout; collective over the grid.
 
-    Masks move to the layout of a split map. Of a full map, which every rank of the grid has after
-    `gather_before`, each rank takes the box of its masks.
+    Masks are redistributed to the layout of a split map. Of a full map, which every rank of the
+    grid has after `gather_before`, each rank takes the box of its masks.
 
     Args:
-        output: (N, classes, H, W).
-        target: (N, H, W).
+        output: (N, classes, H, W), logits.
+        target: (N, H, W), masks.
     """
     if not isinstance(target, SpatialTensor):
         return output, target
@@ -342,5 +348,5 @@ def split_alike(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def own_pixels(x: Tensor) -> Tensor:
-    """What this rank holds of a map."""
+    """This rank's part of a map."""
     return x.to_local() if isinstance(x, SpatialTensor) else x

@@ -1,4 +1,4 @@
-"""Metrics as a configuration names them: single ones, wrappers, and those of collections."""
+"""Creation of configured torchmetrics: single metrics, wrappers and collections."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ if TYPE_CHECKING:
 
 
 def made_metrics(plugins: Iterable[Plugin]) -> dict[str, Metric]:
-    """Metrics by name, not updated yet; one of a collection has the name COLLECTION_KEY.
+    """Create metrics by name; a metric of a collection has the name COLLECTION_KEY.
 
     Raises:
-        ValueError: one cannot be made, is no metric, or needs what a validation does not have; or
-            two have one name.
+        ValueError: if one cannot be created, is not a metric, or is not supported, or if names
+            are not unique.
     """
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for plugin in plugins:
         for name, metric in _named(plugin):
-            if name in found:
-                raise ValueError(
-                    f"task.metrics: there are two called {name}: give one another name"
-                )
+            if name in metrics:
+                raise ValueError(f"task.metrics: two metrics have the name {name}: rename one")
             _check(name, metric)
-            found[name] = metric
-    return found
+            metrics[name] = metric
+    return metrics
 
 
 def is_random(metric: Metric) -> bool:
-    """Whether a metric draws random numbers when it is updated."""
+    """Whether updates of a metric draw random numbers."""
     from torchmetrics.wrappers import BootStrapper
 
     return any(isinstance(one, BootStrapper) for one in metric.modules())
@@ -49,12 +47,12 @@ def _named(plugin: Plugin) -> Iterator[tuple[str, Metric]]:
         if not len(made):
             raise ValueError(f"task.metrics: {plugin.name} has no metrics")
         for key, one in made.items():
-            # of its own, as metrics of a collection share their states
+            # a copy, because metrics of a collection share their states
             yield f"{plugin.name}_{re.sub('[^0-9A-Za-z_]', '_', key)}", deepcopy(one)
     else:
         raise ValueError(
-            f"task.metrics: {plugin.target} gives a {type(made).__name__}, no torchmetrics.Metric "
-            "or MetricCollection"
+            f"task.metrics: {plugin.target} creates a {type(made).__name__}, expected a "
+            "torchmetrics.Metric or MetricCollection"
         )
 
 
@@ -65,9 +63,9 @@ def _check(name: str, metric: Metric) -> None:
     for one in metric.modules():
         if isinstance(one, MinMaxMetric | Running):
             raise ValueError(
-                f"task.metrics: {name} is a {type(one).__name__}, which keeps what earlier updates "
-                "gave, but each validation begins anew: name the metric inside of it; "
-                "validation.csv has its value of every validation"
+                f"task.metrics: {name} is a {type(one).__name__}, which combines several "
+                "validations, but each validation resets it: use the wrapped metric; "
+                "validation.csv has its values"
             )
-        if isinstance(one, Metric):  # states of ranks are put together here, on one of them
+        if isinstance(one, Metric):  # states of ranks are merged by `states.merge` instead
             one.sync_on_compute = one._to_sync = False

@@ -1,4 +1,4 @@
-"""What ``task.metrics`` names, read before ranks start: no PyTorch here."""
+"""Names in ``task.metrics``, checked before ranks start without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _OF_CLASSES = ("_per_class", "_per_target")
 
 
 def own_metric_plugins(task: DictConfig) -> list[Plugin]:
-    """The metrics of the user's own; nothing is imported.
+    """Parse ``task.metrics`` without importing anything.
 
     Args:
-        task: the group ``task`` of a configuration.
+        task: group ``task`` of the configuration.
 
     Raises:
-        ValueError: if it is no list of these, or a name is taken.
+        ValueError: if it is not a list of metrics, or a name is already used.
     """
-    found = plugins_of(task.get("metrics"), "task.metrics", _EXAMPLE)
-    check_names(found, {"loss", *COUNTS, *METRICS[task.name], *_LISTS})
-    for one in found:
+    plugins = plugins_of(task.get("metrics"), "task.metrics", _EXAMPLE)
+    check_names(plugins, {"loss", *COUNTS, *METRICS[task.name], *_LISTS})
+    for one in plugins:
         if one.name.startswith("slide_") or one.name.endswith(_OF_CLASSES):
             raise ValueError(
-                f"task.metrics: name={one.name} stands for metrics that come along: take another"
+                f"task.metrics: name={one.name} is reserved for built-in metrics: use another"
             )
-    return found
+    return plugins

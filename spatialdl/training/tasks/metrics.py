@@ -1,8 +1,7 @@
-"""Metrics of all validation samples together, in float64.
+"""Metrics over all validation samples, in float64.
 
-What is counted comes from torchmetrics' confusion matrices, and quotients of counts are taken here
-in float64, as torchmetrics takes them in float32. A metric that is not defined is None: nothing
-else is put in its place, and means leave it out.
+Counts come from torchmetrics' confusion matrices; quotients are computed here in float64, where
+torchmetrics uses float32. An undefined metric is None and left out of means.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor
 
 SHOW_UP_TO = 100
-"""Classes, beyond which a confusion matrix is left out."""
+"""Maximum number of classes with a confusion matrix."""
 
 Scores = dict[str, Any]
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Quotients of integers are float64 in here; torchmetrics' warnings are told in our words."""
+    """Context with float64 as default dtype and without torchmetrics' warnings."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -35,7 +34,7 @@ def in_float64() -> Iterator[None]:
 
 
 def classification_scores(probabilities: Tensor, labels: Tensor) -> Scores:
-    """Of one label a sample.
+    """Metrics of samples with one label.
 
     Args:
         probabilities: float64 (N, classes).
@@ -49,14 +48,14 @@ def classification_scores(probabilities: Tensor, labels: Tensor) -> Scores:
     else:
         pairs = multiclass_confusion_matrix(probabilities.argmax(1), labels, classes)
     areas = [_auroc(probabilities[:, number], labels == number) for number in range(classes)]
-    found = from_pairs(pairs.double())
+    of_pairs = from_pairs(pairs.double())
     scores = {
-        **{name: found[name] for name in ("accuracy", "balanced_accuracy")},
+        **{name: of_pairs[name] for name in ("accuracy", "balanced_accuracy")},
         "auroc": _mean(areas),
-        "f1": found["mean_dice"],
+        "f1": of_pairs["mean_dice"],
         "auroc_per_class": areas,
-        "recall_per_class": found["recall"],
-        "f1_per_class": found["dice"],
+        "recall_per_class": of_pairs["recall"],
+        "f1_per_class": of_pairs["dice"],
     }
     if classes <= SHOW_UP_TO:
         scores["confusion_matrix"] = pairs.tolist()
@@ -64,18 +63,18 @@ def classification_scores(probabilities: Tensor, labels: Tensor) -> Scores:
 
 
 def from_pairs(pairs: Tensor) -> Scores:
-    """What follows from a confusion matrix; Dice is F1.
+    """Metrics of a confusion matrix; Dice is F1.
 
     Args:
-        pairs: float64 (classes, classes or more), by true and predicted class;
-            columns beyond the classes are wrong for all.
+        pairs: float64 (classes, classes or more), by true and predicted class; predictions in
+            columns beyond the classes are wrong.
     """
-    right, wanted = pairs.diagonal(), pairs.sum(1)
-    either = wanted + pairs[:, : len(pairs)].sum(0)
-    recall = _quotients(right, wanted)
-    dice, iou = _quotients(2 * right, either), _quotients(right, either - right)
+    correct, true = pairs.diagonal(), pairs.sum(1)
+    either = true + pairs[:, : len(pairs)].sum(0)
+    recall = _quotients(correct, true)
+    dice, iou = _quotients(2 * correct, either), _quotients(correct, either - correct)
     return {
-        "accuracy": float(right.sum() / pairs.sum()) if pairs.sum() else None,
+        "accuracy": float(correct.sum() / pairs.sum()) if pairs.sum() else None,
         "balanced_accuracy": _mean(recall),
         "mean_dice": _mean(dice),
         "mean_iou": _mean(iou),
@@ -86,24 +85,24 @@ def from_pairs(pairs: Tensor) -> Scores:
 
 
 def multilabel_scores(probabilities: Tensor, labels: Tensor) -> Scores:
-    """Of any number of classes a sample, present from a probability of 0.5 on.
+    """Metrics of samples with several labels; a class is predicted from a probability of 0.5.
 
     Args:
         probabilities: float64 (N, classes).
-        labels: (N, classes), NaN where nobody knows.
+        labels: (N, classes), NaN if unknown.
     """
     known = ~labels.isnan()
     pairs, areas = [], []
     for number, column in enumerate(known.T):
-        told, wanted = probabilities[column, number], labels[column, number] > 0.5
-        pairs.append(_binary_pairs(told, wanted))
-        areas.append(_auroc(told, wanted))
+        predicted, true = probabilities[column, number], labels[column, number] > 0.5
+        pairs.append(_binary_pairs(predicted, true))
+        areas.append(_auroc(predicted, true))
     counts = torch.stack(pairs).double()  # (classes, absent or present, predicted)
-    right = counts[:, 0, 0].sum() + counts[:, 1, 1].sum()
+    correct = counts[:, 0, 0].sum() + counts[:, 1, 1].sum()
     f1 = _quotients(2 * counts[:, 1, 1], counts[:, 1].sum(1) + counts[:, :, 1].sum(1))
     balanced = [from_pairs(one)["balanced_accuracy"] for one in counts]
     return {
-        "accuracy": float(right / counts.sum()) if counts.sum() else None,
+        "accuracy": float(correct / counts.sum()) if counts.sum() else None,
         "balanced_accuracy": _mean(balanced),
         "auroc": _mean(areas),
         "f1": _mean(f1),
@@ -114,31 +113,31 @@ def multilabel_scores(probabilities: Tensor, labels: Tensor) -> Scores:
     }
 
 
-def _binary_pairs(told: Tensor, wanted: Tensor) -> Tensor:
+def _binary_pairs(predicted: Tensor, true: Tensor) -> Tensor:
     from torchmetrics.functional.classification import binary_confusion_matrix
 
-    if not len(told):
+    if not len(predicted):
         return torch.zeros(2, 2, dtype=torch.int64)
-    pairs: Tensor = binary_confusion_matrix((told >= 0.5).long(), wanted.long())
+    pairs: Tensor = binary_confusion_matrix((predicted >= 0.5).long(), true.long())
     return pairs
 
 
-def _auroc(told: Tensor, wanted: Tensor) -> float | None:
-    """None unless there are samples of the class and others."""
+def _auroc(predicted: Tensor, true: Tensor) -> float | None:
+    """AUROC of a class; None without samples of the class or of other classes."""
     from torchmetrics.functional.classification import binary_auroc
 
-    if not wanted.any() or wanted.all():
+    if not true.any() or true.all():
         return None
     with in_float64():
-        return float(binary_auroc(told, wanted.long()))
+        return float(binary_auroc(predicted, true.long()))
 
 
 def regression_scores(values: Tensor, targets: Tensor) -> Scores:
-    """Errors and the coefficient of determination, means over the targets.
+    """Errors and coefficient of determination, per target and averaged over targets.
 
     Args:
-        values: float64 (N, targets).
-        targets: (N, targets), NaN where nobody knows.
+        values: float64 (N, targets), predictions.
+        targets: (N, targets), NaN if unknown.
     """
     from torchmetrics.functional.regression import mean_absolute_error, mean_squared_error, r2_score
 
@@ -147,12 +146,12 @@ def regression_scores(values: Tensor, targets: Tensor) -> Scores:
     determined: list[float | None] = []
     known = ~targets.isnan()
     for number, column in enumerate(known.T):
-        told, wanted = values[column, number], targets[column, number].double()
-        some, varies = len(wanted) > 0, len(wanted) > 1 and bool((wanted != wanted[0]).any())
+        predicted, true = values[column, number], targets[column, number].double()
+        some, varies = len(true) > 0, len(true) > 1 and bool((true != true[0]).any())
         with in_float64():
-            absolute.append(float(mean_absolute_error(told, wanted)) if some else None)
-            root.append(float(mean_squared_error(told, wanted, squared=False)) if some else None)
-            determined.append(float(r2_score(told, wanted)) if varies else None)
+            absolute.append(float(mean_absolute_error(predicted, true)) if some else None)
+            root.append(float(mean_squared_error(predicted, true, squared=False)) if some else None)
+            determined.append(float(r2_score(predicted, true)) if varies else None)
     return {
         **{"mae": _mean(absolute), "rmse": _mean(root), "r2": _mean(determined)},
         "mae_per_target": absolute,
@@ -162,7 +161,7 @@ def regression_scores(values: Tensor, targets: Tensor) -> Scores:
 
 
 def undefined(scores: Scores) -> Scores:
-    """None and empty lists in place of all that comes from predictions that are no numbers."""
+    """Replace the metrics of non-finite predictions by None and empty lists."""
     kept = ("loss", "samples", "slides")
     return {
         name: value if name in kept else [] if isinstance(value, list) else None
@@ -171,11 +170,11 @@ def undefined(scores: Scores) -> Scores:
 
 
 def _quotients(above: Tensor, below: Tensor) -> list[float | None]:
-    """None where there is nothing to divide by."""
+    """Elementwise quotients; None for a denominator of 0."""
     return [a / b if b else None for a, b in zip(above.tolist(), below.tolist(), strict=True)]
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """Over those that there are."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    """Mean of the defined values; None if there are none."""
+    defined = [value for value in values if value is not None]
+    return sum(defined) / len(defined) if defined else None

@@ -1,8 +1,8 @@
 """Mixup: training on convex combinations of two images and their labels.
 
 Zhang, Cisse, Dauphin, Lopez-Paz: "mixup: Beyond Empirical Risk Minimization", ICLR 2018
-(https://arxiv.org/abs/1710.09412), section 2. Pairs lie in one slice of a batch, so no image
-travels; share and pairs follow from (seed, step, slice) alone, so every rank draws the same.
+(https://arxiv.org/abs/1710.09412), section 2. Pairs lie in one slice of a batch, so no image is
+sent; shares and pairs depend only on (seed, step, slice), so every rank draws the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spatialdl.pipeline.stage_runtime import Microbatch
 
-_MIXUP = 0x6D697875  # other random numbers than those of other draws from the seed
+_MIXUP = 0x6D697875  # separates the random stream from others of the same seed
 
 
 def mixed(
@@ -29,13 +29,17 @@ def mixed(
     replica: int,
     replicas: int,
 ) -> list[Microbatch]:
-    """Every sample mixed with another of its slice; labels become shares of classes.
+    """Mix every sample with another of its slice; labels become shares of classes.
 
     Args:
-        microbatches: of this rank.
-        alpha: of Beta(alpha, alpha), from which the share of the first image is drawn, one a slice.
-        classes: of labels (N,).
-        replica: of this rank, one of `replicas`.
+        microbatches: micro-batches of this rank.
+        alpha: parameter of Beta(alpha, alpha), the distribution of the first image's share, drawn
+            once per slice.
+        classes: classes of labels (N,).
+        seed: seed of the run.
+        step: steps done so far.
+        replica: replica of this rank.
+        replicas: number of replicas.
     """
     if alpha == 0:
         return list(microbatches)
@@ -55,6 +59,6 @@ def mixed(
 def _mix(x: Tensor | None, share: float, partners: Tensor) -> Tensor | None:
     if x is None:
         return None
-    if not x.is_cpu:  # from pinned memory, or the host waits for the device
+    if not x.is_cpu:  # a copy from unpinned memory would make the host wait for the device
         partners = partners.pin_memory().to(x.device, non_blocking=True)
     return share * x + (1 - share) * x[partners]

@@ -1,8 +1,8 @@
-"""A loss of the user's, named by ``task.loss._target_``.
+"""Losses of the user, set by ``task.loss._target_``.
 
-A slice of a batch (a micro-batch of a replica) has one loss, and slices count by their samples: so
-whatever is computed of a slice is what one process computes that accumulates over the same slices.
-On a split image output and target are `SpatialTensor`, whose sums and means are those of the whole.
+A slice of a batch (a micro-batch of a replica) has one loss, and slices are weighted by their
+samples. So any loss of a slice equals that of a single process which accumulates over the same
+slices. For split images, output and target are `SpatialTensor`, which reduce over the whole image.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ REPLACED = {
     "dice": 0.0,
     "huber_delta": 1.0,
 }
-"""What belongs to the losses that come along, and stands for nothing in another one."""
+"""Settings of the built-in losses, and the values that mean "not set"."""
 
 
 class OwnLoss:
-    """A loss that says one number of what the network gives for a slice of a batch.
+    """User loss: a scalar from the network's output for a slice of a batch.
 
     Args:
-        name: of its class or function, for messages.
-        function: gets output and target; of a module copies are kept that fit the outputs.
+        name: name of its class or function, for messages.
+        function: called with output and target; modules are copied to device and dtype of outputs.
 
     Raises:
-        ValueError: if it has parameters, which no optimizer would see.
+        ValueError: if it has parameters, which the optimizer would not train.
     """
 
     def __init__(self, name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         if isinstance(function, nn.Module) and next(function.parameters(), None) is not None:
             raise ValueError(
-                f"task.loss={name} has parameters, but only those of the network are trained: make "
-                "them buffers (register_buffer), or part of the network"
+                f"task.loss={name} has parameters, but only those of the network are trained: use "
+                "buffers (register_buffer), or move them to the network"
             )
         self._name, self._function = name, function
         self._copies: dict[tuple[torch.device, torch.dtype], Callable[[Tensor, Tensor], Tensor]]
         self._copies = {}
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss of a slice.
+        """Compute the loss of a slice.
 
         Args:
-            output: what the network gives; 16 bits come as float32.
-            target: (N,), (N, columns) or (N, H, W), as the task has it.
+            output: output of the network; 16-bit dtypes are converted to float32.
+            target: (N,), (N, columns) or (N, H, W), depending on the task.
 
         Raises:
-            ValueError: if it is not one number.
+            ValueError: if the loss is not a scalar.
         """
         if isinstance(output, Tensor):
             output = wide(output)
@@ -69,13 +69,13 @@ class OwnLoss:
         if not isinstance(loss, Tensor) or isinstance(loss, SpatialTensor) or loss.dim() != 0:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"task.loss={self._name} gives {shape}: it must give one number, a tensor of shape "
-                "(), such as the mean"
+                f"task.loss={self._name} returns {shape}, expected a scalar tensor of shape (), "
+                "such as the mean"
             )
         return loss
 
     def _for(self, output: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """Weights of classes and the like must lie where the outputs do, and be of their type."""
+        """Copy of a module whose buffers have device and dtype of the outputs."""
         if not isinstance(self._function, nn.Module) or not isinstance(output, Tensor):
             return self._function
         key = (output.device, output.dtype)
@@ -85,58 +85,58 @@ class OwnLoss:
 
 
 def own_loss_of(settings: DictConfig) -> OwnLoss | None:
-    """The loss that ``task.loss._target_`` names, if it names any.
+    """Create the loss of ``task.loss._target_``; None if it is not set.
 
     Args:
-        settings: the group ``task``.
+        settings: group ``task`` of the configuration.
 
     Raises:
-        ValueError: if it cannot be made, or a setting belongs to the loss it takes the place of.
+        ValueError: if it cannot be created, or a setting of the replaced loss is set.
     """
-    given = settings.get("loss")
-    if settings.name == "survival" and not isinstance(given, DictConfig):
-        if given not in (None, "cox"):
+    loss = settings.get("loss")
+    if settings.name == "survival" and not isinstance(loss, DictConfig):
+        if loss not in (None, "cox"):
             raise ValueError(
-                f"task.loss={given} is unknown to task=survival: take null, the likelihood of "
-                "discrete times, or cox, the partial likelihood"
+                f"task.loss={loss} is unknown for task=survival: use null (discrete-time "
+                "likelihood) or cox (partial likelihood)"
             )
         return None
-    if given is not None and not isinstance(given, DictConfig) and settings.name != "regression":
+    if loss is not None and not isinstance(loss, DictConfig) and settings.name != "regression":
         raise ValueError(
-            f"task.loss={given} is unknown to task={settings.name}: leave it out, or name a class "
-            "or function of yours, task.loss._target_=package.Loss"
+            f"task.loss={loss} is unknown for task={settings.name}: leave it out, or set your own "
+            "class or function, task.loss._target_=package.Loss"
         )
-    if not isinstance(given, DictConfig):
+    if not isinstance(loss, DictConfig):
         return None
-    target = given.get("_target_")
+    target = loss.get("_target_")
     if target is None:
         raise ValueError(
-            f"task.loss={OmegaConf.to_container(given)} has no _target_: name a class or function "
-            "of yours, task.loss._target_=package.Loss"
+            f"task.loss={OmegaConf.to_container(loss)} has no _target_: set your own class or "
+            "function, task.loss._target_=package.Loss"
         )
     for key, default in REPLACED.items():
         if settings.get(key, default) != default:
             raise ValueError(
-                f"task.{key}={settings[key]} belongs to the loss of task={settings.name}, which "
-                f"task.loss._target_={target} takes the place of: leave it out, or hand it to "
-                "your loss"
+                f"task.{key}={settings[key]} is a setting of the loss of task={settings.name}, "
+                f"which task.loss._target_={target} replaces: leave it out, or pass it to your "
+                "loss"
             )
-    return OwnLoss(str(target), _made(given, str(target)))
+    return OwnLoss(str(target), _made(loss, str(target)))
 
 
-def _made(given: DictConfig, target: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """An object of a class, or a function with its other arguments filled in."""
-    plain: dict[str, Any] = OmegaConf.to_container(given, resolve=True)  # type: ignore[assignment]
+def _made(settings: DictConfig, target: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Instantiate a class, or bind the arguments of a function."""
+    plain: dict[str, Any] = OmegaConf.to_container(settings, resolve=True)  # type: ignore[assignment]
     arguments = {key: value for key, value in plain.items() if key != "_target_"}
     try:
         if not inspect.isclass(resolve_name(target)):
             function = resolve_name(target)
             inspect.signature(function).bind(None, None, **arguments)
             return functools.partial(function, **arguments)
-        made = hydra.utils.instantiate(given, _convert_=given.get("_convert_", "all"))
+        made = hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"task.loss._target_={target} cannot be made: {said}") from error
+        text = " ".join(str(error).split())
+        raise ValueError(f"task.loss._target_={target} cannot be created: {text}") from error
     if not callable(made):
-        raise ValueError(f"task.loss._target_={target} cannot be called with output and target")
+        raise ValueError(f"task.loss._target_={target} is not callable with output and target")
     return made  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Metrics of the user's own, named by ``task.metrics``: any `torchmetrics.Metric`.
+"""Metrics of the user, set by ``task.metrics``: any `torchmetrics.Metric`.
 
-Of whole images a metric gets all validation samples in one update, on rank 0. Of maps each rank
-updates a copy with its own pixels, sample by sample, and the states of all copies are reduced as
-`dist_reduce_fx` of `add_state` says: so whatever is a reduction over pixels equals one process.
+For whole images, a metric gets all validation samples in one update on rank 0. For maps, each rank
+updates a copy with its own pixels, sample by sample. The states of all copies are reduced by the
+`dist_reduce_fx` of `add_state`, so any reduction over pixels equals that of a single process.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 UNKNOWN = -1
-"""Labels of several classes that are not known, as metrics get them."""
+"""Value of unknown labels of multi-label tasks in metrics."""
 
-_TRIED, _TRIED_SIDE, _CUT = 24, 12, 5  # samples, pixels of a side, where it is cut
+_TRIED, _TRIED_SIDE, _CUT = 24, 12, 5  # samples, pixels along a dim, position of the cut
 _SAME = 1e-9
 
 
 class OwnMetrics:
-    """The metrics that a configuration names, as they are before any update.
+    """Configured metrics before any update.
 
     Args:
-        task: the group ``task`` of the configuration.
+        task: group ``task`` of the configuration.
 
     Raises:
-        ValueError: if one cannot be made, or is no metric.
+        ValueError: if one cannot be created, or is not a metric.
     """
 
     def __init__(self, task: DictConfig) -> None:
@@ -54,68 +54,67 @@ class OwnMetrics:
         return bool(self._metrics)
 
     def is_smaller_better(self, metric: str | None, key: str) -> bool | None:
-        """Whether the smallest value of a metric is the best; None if it is none of these.
+        """Whether smaller values of a metric are better; None if it is not one of these.
 
         Args:
-            metric: as a validation names it.
-            key: of the configuration that names it, for messages.
+            metric: name as in ``validation.csv``.
+            key: key of the configuration, for messages.
 
         Raises:
-            ValueError: if the metric does not say.
+            ValueError: if the metric does not define it.
         """
         plain = (metric or "").removeprefix("slide_")
-        found = [name for name in self._metrics if plain == name or plain.startswith(f"{name}_")]
-        if not found:
+        names = [name for name in self._metrics if plain == name or plain.startswith(f"{name}_")]
+        if not names:
             return None
-        higher = self._metrics[max(found, key=len)].higher_is_better
+        higher = self._metrics[max(names, key=len)].higher_is_better
         if higher is None:
             raise ValueError(
-                f"{key}={metric}: whether larger or smaller values are better is not known, as "
-                "higher_is_better of its class is None: set it in a class of yours derived from it"
+                f"{key}={metric}: higher_is_better of its class is None: set it in a derived class"
             )
         return not higher
 
     def of_samples(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Of whole images; None of all if there are none.
+        """Compute metrics of whole images; None without samples.
 
         Args:
             predictions: float64 (N, columns), probabilities or values.
-            labels: (N,) or (N, columns), NaN where not known.
+            labels: (N,) or (N, columns), NaN if unknown.
 
         Raises:
-            ValueError: if a metric refuses them, or gives no numbers.
+            ValueError: if a metric rejects them, or does not return numbers.
         """
-        found: Scores = {}
-        given, wanted = _as_metrics_take(self._task, predictions, labels)
+        scores: Scores = {}
+        values, targets = _metric_inputs(self._task, predictions, labels)
         for name, metric in self._metrics.items():
-            if not len(wanted) or not given.isfinite().all():
-                found[name] = None
+            if not len(targets) or not values.isfinite().all():
+                scores[name] = None
                 continue
-            with _naming(name, given, wanted), in_float64(), _same_draws():
+            with _naming(name, values, targets), in_float64(), _same_draws():
                 own = deepcopy(metric)
-                own.update(given, wanted)
+                own.update(values, targets)
                 value = own.compute()
-            found |= _numbers(name, value)
-        return found
+            scores |= _numbers(name, value)
+        return scores
 
     def of_maps(self, device: torch.device) -> MapMetrics:
-        """New copies, to be updated with maps on a device."""
+        """Copies of the metrics for updates with maps on a device."""
         return MapMetrics({name: deepcopy(one).to(device) for name, one in self._metrics.items()})
 
     def try_out(
         self, columns: int | None, classes: int, dims: int, copies: int, parts: int
     ) -> None:
-        """Hand random predictions to the metrics, so that what cannot work is refused at once.
+        """Try the metrics on random predictions, to fail before training.
 
         Args:
-            columns: that the network gives; None if that is not known.
-            classes: of the data, or targets.
+            columns: columns of the network's output; None if unknown.
+            classes: classes or targets of the data.
             dims: spatial dims of the images.
             copies: ranks that update copies with maps.
-            parts: into how many tiles maps are cut.
+            parts: number of tiles of a map.
 
         Raises:
-            ValueError: if a metric refuses them, or cannot be put together from maps in parts.
+            ValueError: if a metric rejects them, or cannot be reduced over tiles.
         """
         if not self._metrics:
             return
@@ -150,8 +149,8 @@ class OwnMetrics:
         for name, metric in self._metrics.items():
             if is_random(metric):
                 raise ValueError(
-                    f"task.metrics: {name} draws samples at random (BootStrapper), which cannot be "
-                    "repeated on maps, as each rank gets its own: name the metric inside of it"
+                    f"task.metrics: {name} draws random samples (BootStrapper), which differ "
+                    "between ranks for maps: use the wrapped metric"
                 )
 
     def _check_reducible(self, copies: int) -> None:
@@ -159,47 +158,47 @@ class OwnMetrics:
             state = irreducible(metric)
             if state is not None:
                 raise ValueError(
-                    f"task.metrics: {name} cannot be put together from {copies} ranks, as its "
-                    f"state '{state}' has dist_reduce_fx=None: give add_state sum, mean, min, max "
-                    "or cat, or take a layout in which one rank has the outputs"
+                    f"task.metrics: {name} cannot be reduced over {copies} ranks, because its "
+                    f"state '{state}' has dist_reduce_fx=None: pass sum, mean, min, max or cat to "
+                    "add_state, or use a layout in which one rank has the outputs"
                 )
 
     def _check_tiles(
         self, name: str, predictions: Tensor, target: Tensor, expected: Scores
     ) -> None:
-        """What gives something else for two tiles than for the map needs whole maps."""
+        """Check that a metric of two tiles equals that of the whole map."""
         states = []
         for cut in (slice(None, _CUT), slice(_CUT, None)):
             tile = MapMetrics({name: deepcopy(self._metrics[name])})
             tile.update_own(predictions[..., cut], target[..., cut])
             states.append(tile.states())
-        found = MapMetrics({name: deepcopy(self._metrics[name])}).merged(states)
-        if not _alike(expected, found):
+        actual = MapMetrics({name: deepcopy(self._metrics[name])}).merged(states)
+        if not _are_close(expected, actual):
             raise ValueError(
-                f"task.metrics: {name} needs whole maps, but this layout cuts them into tiles: of "
-                f"random maps it gives {_shown(expected)}, of the same ones in two tiles "
-                f"{_shown(found)}; take a metric that counts pixels (such as those of "
-                "torchmetrics.classification), or a layout whose last stage cuts no images"
+                f"task.metrics: {name} needs whole maps, but this layout splits them into tiles: "
+                f"it is {_shown(expected)} for random maps, but {_shown(actual)} for the same maps "
+                "in two tiles; use a metric that counts pixels (such as those of "
+                "torchmetrics.classification), or a layout whose last stage does not split images"
             )
 
 
 class MapMetrics:
-    """Copies of metrics that this rank updates with its pixels, for one validation.
+    """Metrics of one validation, updated with this rank's pixels.
 
     Args:
-        metrics: by name, not updated yet.
+        metrics: metrics by name, without updates.
     """
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = metrics
 
     def update(self, output: Tensor, target: Tensor, part: int) -> None:
-        """Take note of some samples; all ranks of the grid call it.
+        """Update with some samples; collective over the grid.
 
         Args:
             output: (N, classes, *spatial), logits.
             target: (N, *spatial), classes.
-            part: this rank's part of the grid; of equal copies, that of part 0 counts.
+            part: this rank's part of the grid; of replicated maps, only part 0 counts.
         """
         if not self._metrics:
             return
@@ -208,49 +207,49 @@ class MapMetrics:
             self.update_own(own_pixels(output), own_pixels(target))
 
     def update_own(self, output: Tensor, target: Tensor) -> None:
-        """Sample by sample, so that it does not matter how batches are cut."""
-        if not target.numel() or not output.isfinite().all():  # the loss says that, too
+        """Update sample by sample, so that results do not depend on the batch size."""
+        if not target.numel() or not output.isfinite().all():  # the loss shows NaN, too
             return
         for sample in range(len(target)):
             own = slice(sample, sample + 1)
-            shares, wanted = output[own].double().softmax(1), target[own]
+            shares, targets = output[own].double().softmax(1), target[own]
             for name, metric in self._metrics.items():
-                with _naming(name, shares, wanted), in_float64():
-                    metric.update(shares, wanted)
+                with _naming(name, shares, targets), in_float64():
+                    metric.update(shares, targets)
 
     def states(self) -> list[list[State]]:
-        """Of this rank's copies, and of the metrics inside of each, on the CPU."""
+        """States of this rank's metrics, and of the metrics inside each, on the CPU."""
         return [state_of(metric) for metric in self._metrics.values()]
 
     def scores(self, world: Communicator) -> Scores:
-        """Of the pixels of all ranks; every rank must call it, and gets them.
+        """Compute the metrics of the pixels of all ranks; collective, returned on every rank.
 
         Raises:
-            ValueError: if a metric gives no numbers.
+            ValueError: if a metric does not return numbers.
         """
         if not self._metrics:
             return {}
-        everybody = world.gather(self.states())
-        found: Scores = world.bcast({} if everybody is None else self.merged(everybody))
-        return found
+        gathered = world.gather(self.states())
+        scores: Scores = world.bcast({} if gathered is None else self.merged(gathered))
+        return scores
 
-    def merged(self, everybody: Sequence[list[list[State]]]) -> Scores:
-        """The values of the states of some ranks together, which the copies take."""
-        found: Scores = {}
+    def merged(self, ranks: Sequence[list[list[State]]]) -> Scores:
+        """Merge the states of some ranks into these metrics and compute their values."""
+        scores: Scores = {}
         for number, (name, metric) in enumerate(self._metrics.items()):
             metric.to("cpu")
-            states = [one[number] for one in everybody]
+            states = [one[number] for one in ranks]
             if not any(one.updates for state in states for one in state):  # wrappers count none
-                found[name] = None
+                scores[name] = None
                 continue
             with _computing(name), in_float64():
                 merge(metric, states)
                 value = metric.compute()
-            found |= _numbers(name, value)
-        return found
+            scores |= _numbers(name, value)
+        return scores
 
 
-def _as_metrics_take(task: str, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _metric_inputs(task: str, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if task == "multilabel":
         return predictions, labels.nan_to_num(UNKNOWN).long()
     if task == "regression":
@@ -271,7 +270,7 @@ def _random_labels(task: str, samples: int, classes: int, draw: torch.Generator)
 
 @contextmanager
 def _same_draws() -> Iterator[None]:
-    """Metrics that draw samples give one value in every layout, and shift no other draws."""
+    """Fix the seed of metrics that draw samples, without changing the global generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
@@ -279,12 +278,12 @@ def _same_draws() -> Iterator[None]:
 
 @contextmanager
 def _naming(name: str, predictions: Tensor, target: Tensor) -> Iterator[None]:
-    """Errors of a metric name it, and what it was given."""
+    """Add the metric's name and its arguments to errors."""
     try:
         yield
     except Exception as error:
         raise ValueError(
-            f"task.metrics: {name} refuses predictions {_kind(predictions)} and targets "
+            f"task.metrics: {name} rejects predictions {_kind(predictions)} and targets "
             f"{_kind(target)}: {' '.join(str(error).split())}{_unknown(target)}"
         ) from error
 
@@ -294,16 +293,16 @@ def _computing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"task.metrics: {name} cannot compute its value: {said}") from error
+        text = " ".join(str(error).split())
+        raise ValueError(f"task.metrics: {name} cannot compute its value: {text}") from error
 
 
 def _unknown(target: Tensor) -> str:
-    """What the numbers of targets without a class are, if there are any."""
-    names = {UNKNOWN: "labels that are not known", UNLABELLED: "pixels of no class"}
-    for number, what in names.items():
+    """Advice on ignore_index if targets have unknown or unlabelled elements."""
+    names = {UNKNOWN: "unknown labels", UNLABELLED: "unlabelled pixels"}
+    for number, kind in names.items():
         if not target.is_floating_point() and bool((target == number).any()):
-            return f"; {what} are {number}: give it ignore_index: {number}"
+            return f"; {kind} are {number}: set ignore_index: {number}"
     return ""
 
 
@@ -312,26 +311,26 @@ def _kind(x: Tensor) -> str:
 
 
 def _numbers(name: str, value: Any) -> Scores:
-    """A number, None where it is not defined, or a list of these; of several, by their names.
+    """Convert a metric's value to numbers or lists of numbers by name; None for NaN.
 
     Raises:
         ValueError: if it is anything else.
     """
     if isinstance(value, Mapping):
-        found: Scores = {}
+        scores: Scores = {}
         for key, one in value.items():
-            found |= _numbers(f"{name}_{key}", one)
-        return found
+            scores |= _numbers(f"{name}_{key}", one)
+        return scores
     if isinstance(value, Tensor) and value.dim() == 1 and value.numel() != 1:
         return {name: [_number(one) for one in value.tolist()]}
     if isinstance(value, Tensor) and value.numel() == 1:
         return {name: _number(value.item())}
     if isinstance(value, int | float):
         return {name: _number(value)}
-    what = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    kind = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"task.metrics: {name} gives {what}: take one that gives a number, a number for each "
-        "class, or a dict of these"
+        f"task.metrics: {name} returns {kind}, expected a number, one number per class, or a dict "
+        "of these"
     )
 
 
@@ -339,11 +338,11 @@ def _number(value: float) -> float | None:
     return None if value != value else float(value)  # noqa: PLR0124
 
 
-def _as_list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-def _alike(one: Scores, other: Scores) -> bool:
+def _are_close(one: Scores, other: Scores) -> bool:
     flat = [
         (a, b)
         for name in one

@@ -1,7 +1,7 @@
-"""Predictions for all samples of a validation, and the tables they are written to.
+"""Predictions for all samples of a validation, and their tables.
 
-predictions.csv   a row a sample: where it lies, its label, what was predicted
-slides.csv        a row a slide: the same of all its tiles together
+predictions.csv   one row per sample: position, label, prediction
+slides.csv        one row per slide: label and prediction aggregated over its tiles
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from spatialdl.training.tasks.survival import survival_columns
 from spatialdl.training.tasks.task import SampleTask
 
 SHOWN = 4
-"""So many of the worst, and of the best."""
-_DIGITS = 12  # so that what only rounding tells apart has the same order in every layout
+"""Number of worst, and of best, samples that are shown."""
+_DIGITS = 12  # so that rounding does not change the order between layouts
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a network says of every sample of a data set.
+    """Predictions of a network for all samples of a data set.
 
     Attributes:
-        outputs: float64 (N, columns), what it gave, in the order of the samples.
+        task: task of the network.
+        outputs: float64 (N, columns), outputs of the network, in the order of the samples.
         source: the samples.
-        names: of the columns.
-        numbers: of the samples, where their own differ.
+        names: names of the columns.
+        numbers: numbers of the samples in the tables; None for 0, 1 ...
     """
 
     task: SampleTask
@@ -48,17 +49,17 @@ class Predictions:
 
     @cached_property
     def values(self) -> Tensor:
-        """float64 (N, columns): probabilities, or values."""
+        """Probabilities or values, float64 (N, columns)."""
         return self.task.predictions(self.outputs)
 
     @cached_property
     def labels(self) -> Tensor:
-        """(N,) or (N, columns)."""
+        """Labels, (N,) or (N, columns)."""
         return torch.from_numpy(self.source.labels)
 
     @cached_property
     def slides(self) -> SlidePredictions | None:
-        """Of all slides, if the samples name any, and are not whole slides themselves."""
+        """Predictions of slides, if samples are tiles of slides; else None."""
         if not self._where or isinstance(self.source, BagSource):
             return None
         names = [one.slide for one in self._where]
@@ -66,59 +67,60 @@ class Predictions:
 
     @cached_property
     def _where(self) -> list[Any]:
-        """What the data set says of every sample; nothing of synthetic ones."""
+        """Metadata of every sample; empty for synthetic data."""
         sample = getattr(self.source, "sample", None)
         return [] if sample is None else [sample(number) for number in range(len(self.source))]
 
     def scores(self, own: Callable[[Tensor, Tensor], Scores] | None = None) -> Scores:
-        """The loss and all metrics, of the samples, and of slides whose tiles have one label.
+        """Loss and metrics of the samples, and of slides whose tiles share one label.
 
         Args:
-            own: further metrics, of predictions and labels.
+            own: user's metrics, called with predictions and labels.
         """
-        found: Scores = {
+        scores: Scores = {
             "loss": float(self.task.loss(self.outputs, self.labels)),
             "samples": len(self.labels),
             **self._metrics(self.values, self.labels, own),
         }
         slides = self.slides
         if slides is None:
-            return found
+            return scores
         agree = slides.agree
-        found["slides"] = int(agree.sum())
+        scores["slides"] = int(agree.sum())
         of_slides = self._metrics(slides.means[agree], slides.labels[agree], own)
         for name, value in of_slides.items():
             if not isinstance(value, list):
-                found[f"slide_{name}"] = value
+                scores[f"slide_{name}"] = value
         if self.task.name == "classification":
-            right = (slides.votes == slides.labels)[agree]
-            found["slide_vote_accuracy"] = float(right.double().mean()) if len(right) else None
-        return found
+            correct = (slides.votes == slides.labels)[agree]
+            accuracy = float(correct.double().mean()) if len(correct) else None
+            scores["slide_vote_accuracy"] = accuracy
+        return scores
 
     def _metrics(
         self, values: Tensor, labels: Tensor, own: Callable[[Tensor, Tensor], Scores] | None
     ) -> Scores:
-        found = self.task.scores(values, labels)
-        return found if own is None else {**found, **own(values, labels)}
+        scores = self.task.scores(values, labels)
+        return scores if own is None else {**scores, **own(values, labels)}
 
     def write(self, folder: Path) -> None:
-        """Both tables, each whole or not at all; slides only if the samples name any."""
+        """Write the tables atomically; ``slides.csv`` only if samples are tiles of slides."""
         save_table(folder / "predictions.csv", self._sample_head(), self._sample_rows())
         if self.slides is not None:
             save_table(folder / "slides.csv", self._slide_head(), self._slide_rows(self.slides))
 
-    def _columns(self, before: str) -> list[str]:
-        more = range(len(self.names), self.values.shape[1])  # a network may tell more apart
-        return [f"{before}{name}" for name in [*self.names, *map(str, more)]]
+    def _columns(self, prefix: str) -> list[str]:
+        more = range(len(self.names), self.values.shape[1])  # a network may have more classes
+        return [f"{prefix}{name}" for name in [*self.names, *map(str, more)]]
 
     def _labelled(self) -> list[str]:
-        """The columns of labels and predictions."""
+        """Column names of labels and predictions."""
         if self.task.name == "classification":
             return ["label", "predicted", *self._columns("probability_")]
         if self.task.name == "survival":
             return [*self.names, *survival_columns(self.values.shape[1] - 1)]
-        what = "probability_" if self.task.name == "multilabel" else "predicted_"
-        return [*self._columns("label_"), *self._columns(what)]
+        prefix = "probability_" if self.task.name == "multilabel" else "predicted_"
+        return [*self._columns("label_"), *self._columns(prefix)]
 
     def _sample_head(self) -> list[str]:
         return ["sample", "slide", "x", "y", "split", *self._labelled()]
@@ -129,23 +131,23 @@ class Predictions:
 
     def _sample_rows(self) -> Iterable[list[object]]:
         numbers = range(len(self.labels)) if self.numbers is None else self.numbers
-        told = self._told(self.labels, self.values)
-        for place, (number, cells) in enumerate(zip(numbers, told, strict=True)):
+        rows = self._cells(self.labels, self.values)
+        for place, (number, cells) in enumerate(zip(numbers, rows, strict=True)):
             one = self._where[place] if self._where else None
             where = [one.slide, one.x, one.y, one.split] if one is not None else [None] * 4
             yield [number, *where, *cells]
 
     def _slide_rows(self, slides: SlidePredictions) -> Iterable[list[object]]:
-        told = self._told(slides.labels, slides.means)
+        rows = self._cells(slides.labels, slides.means)
         is_class = self.task.name == "classification"
-        for place, (slide, cells) in enumerate(zip(slides.slides, told, strict=True)):
+        for place, (slide, cells) in enumerate(zip(slides.slides, rows, strict=True)):
             if not slides.agree[place]:
                 width = 1 if is_class else self.values.shape[1]
                 cells[:width] = [None] * width
             votes = [self._class(int(slides.votes[place]))] if is_class else []
             yield [slide, int(slides.tiles[place]), *votes, *cells]
 
-    def _told(self, labels: Tensor, values: Tensor) -> Iterable[list[object]]:
+    def _cells(self, labels: Tensor, values: Tensor) -> Iterable[list[object]]:
         if self.task.name == "classification":
             best = values.argmax(1).tolist()
             for label, predicted, row in zip(labels.tolist(), best, values.tolist(), strict=True):
@@ -159,9 +161,13 @@ class Predictions:
 
 
 def errors_of(task: SampleTask, values: Tensor, labels: Tensor) -> Tensor:
-    """(N,): 1 - the probability of the true class, or the mean distance to what is known, or NaN.
+    """Errors of samples, (N,), to rank them.
+
+    1 - probability of the true class for classification, else the mean distance to the known
+    labels; NaN without any.
 
     Args:
+        task: the task.
         values: (N, columns), predictions.
         labels: (N,) or (N, columns).
     """
@@ -171,7 +177,7 @@ def errors_of(task: SampleTask, values: Tensor, labels: Tensor) -> Tensor:
 
 
 def extremes(errors: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Samples and their errors: the worst and the best ones, the worst first; NaN are left out."""
+    """Select the worst and best samples with their errors, worst first, without NaN."""
     known = [(sample, error) for sample, error in errors if error == error]  # noqa: PLR0124
     ordered = sorted(known, key=lambda one: (-round(one[1], _DIGITS), one[0]))
     return ordered if len(ordered) <= 2 * SHOWN else ordered[:SHOWN] + ordered[-SHOWN:]

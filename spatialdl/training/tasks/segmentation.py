@@ -1,4 +1,4 @@
-"""A class for every pixel."""
+"""Segmentation: a class per pixel."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from spatialdl.training.tasks.own_loss import OwnLoss
 
 
 class Segmentation:
-    """Cross entropy over pixels, and soft Dice; accuracy, Dice and IoU from what was confused.
+    """Cross entropy and soft Dice; accuracy, Dice and IoU from the confusion matrix.
 
-    Pixels of the class `UNLABELLED` (255) count nowhere. All metrics are those of the pixels of all
-    samples together; a class that is neither in the masks nor predicted has none.
+    Pixels of the class `UNLABELLED` (255) are ignored. Metrics are over the pixels of all samples;
+    those of a class that is neither in the masks nor predicted are undefined.
 
     Args:
-        classes: how many there are.
-        weight: (classes,), what they count in the cross entropy.
-        dice: what soft Dice counts beside it, see `losses.segmentation_loss`.
-        own: a loss in place of both, which is the mean over the slices by their samples.
+        classes: number of classes.
+        weight: (classes,), class weights of the cross entropy.
+        label_smoothing: see `losses.segmentation_loss`.
+        dice: weight of soft Dice, see `losses.segmentation_loss`.
+        own: user's loss that replaces both, averaged over slices by their samples.
     """
 
     name = "segmentation"
@@ -67,14 +68,16 @@ class Segmentation:
         check_maps(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
-        """None: `training.layouts.check_task` keeps samples of a slice together."""
+        """None, since `training.layouts.check_task` keeps samples of a slice on one rank."""
         return None
 
     def tally(self, output: Tensor, target: Tensor, part: int) -> Tensor:
-        """float64 (tallied,): sums over what this rank holds; over all ranks a pixel counts once.
+        """Sums over this rank's pixels, float64 (tallied,); each pixel counts on one rank only.
 
         Args:
-            part: this rank's part of the grid; of equal copies, that of part 0 counts.
+            output: (N, classes, *spatial), logits.
+            target: (N, *spatial), masks.
+            part: this rank's part of the grid; of replicated maps, only part 0 counts.
         """
         check_maps(output, target, self.weight)
         output, target = split_alike(output, target)
@@ -101,7 +104,7 @@ class Segmentation:
         return torch.cat([head, self._confusion(output, target), self._soft(output, target)]).cpu()
 
     def _own_of(self, output: Tensor, target: Tensor, counts: bool) -> float:
-        """What the user's loss adds to the sum over samples; all ranks of the grid compute it."""
+        """User's loss times the number of samples; collective over the grid."""
         if self._own is None:
             return 0.0
         check_masks(output, target)
@@ -109,7 +112,7 @@ class Segmentation:
         return loss * len(target) if counts else 0.0
 
     def _confusion(self, output: Tensor, target: Tensor) -> Tensor:
-        """Pixels per (class, predicted class); the last column is for channels without a class."""
+        """Pixels per (class, predicted class); the last column collects surplus channels."""
         known = target != UNLABELLED
         highest = int(target[known].max()) if known.any() else -1
         if highest >= self.classes:
@@ -122,7 +125,7 @@ class Segmentation:
         return torch.bincount(cells, minlength=self.classes * (self.classes + 1)).double()
 
     def _soft(self, output: Tensor, target: Tensor) -> Tensor:
-        """Probabilities of a class over its own pixels, and over all with a class."""
+        """Sums of probabilities of each class over its own and over all labelled pixels."""
         if not self.dice:
             return output.new_zeros(2 * self.classes)
         known = target != UNLABELLED
@@ -131,25 +134,25 @@ class Segmentation:
         return torch.cat([(shares * is_class).sum(0), shares.sum(0)])
 
     def metrics(self, sums: Sequence[float]) -> Scores:
-        """What the tallies of all samples, added up, come to."""
+        """Compute loss and metrics from the summed `tally` of all samples."""
         cells = self.classes * (self.classes + 1)
-        given = torch.tensor(sums, dtype=torch.float64)
-        pairs = given[2 : 2 + cells].view(self.classes, -1)
+        totals = torch.tensor(sums, dtype=torch.float64)
+        pairs = totals[2 : 2 + cells].view(self.classes, -1)
         counts = pairs.sum(1)
         weight = counts.sum() if self.weight is None else (counts * self.weight).sum()
         if self._own is not None:
-            weight = given[1]
-        loss = given[0] / weight if weight > 0 else torch.zeros(())
+            weight = totals[1]
+        loss = totals[0] / weight if weight > 0 else torch.zeros(())
         if self.dice:
-            overlap, told = given[2 + cells :].view(2, -1)
-            loss = loss + self.dice * dice_loss(overlap, told, counts)
-        found = from_pairs(pairs)
+            overlap, predicted = totals[2 + cells :].view(2, -1)
+            loss = loss + self.dice * dice_loss(overlap, predicted, counts)
+        metrics = from_pairs(pairs)
         scores: Scores = {
             "loss": float(loss),
-            "accuracy": found["accuracy"],
+            "accuracy": metrics["accuracy"],
             "samples": int(sums[1]),
-            **{name: found[name] for name in ("mean_dice", "mean_iou", "balanced_accuracy")},
-            **{name: found[name] for name in ("dice", "iou")},
+            **{name: metrics[name] for name in ("mean_dice", "mean_iou", "balanced_accuracy")},
+            **{name: metrics[name] for name in ("dice", "iou")},
         }
         if self.classes <= SHOW_UP_TO:
             scores["confusion_matrix"] = pairs.long().tolist()

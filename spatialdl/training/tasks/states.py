@@ -1,7 +1,7 @@
-"""States of torchmetrics of several ranks put together.
+"""Merging of torchmetrics states of several ranks.
 
-As torchmetrics' own synchronisation does it, but over any communicator, with ranks that have seen
-nothing, and with means weighted by updates.
+Like torchmetrics' synchronisation, but for any communicator, with ranks without updates, and with
+means weighted by updates.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class State:
-    """What a metric has gathered on one rank.
+    """State of a metric on one rank.
 
     Attributes:
-        updates: how many it has seen.
-        values: by name a tensor or a list of tensors, on the CPU.
+        updates: number of updates.
+        values: tensors or lists of tensors by name, on the CPU.
     """
 
     updates: int
@@ -31,7 +31,7 @@ class State:
 
 
 def state_of(metric: Metric) -> list[State]:
-    """Of a metric, and of those inside of it, such as what a wrapper wraps."""
+    """States of a metric and of the metrics inside it, such as a wrapped one."""
     return [
         State(one.update_count, {key: _on_cpu(value) for key, value in one.metric_state.items()})
         for one in _with_inner(metric)
@@ -39,7 +39,7 @@ def state_of(metric: Metric) -> list[State]:
 
 
 def irreducible(metric: Metric) -> str | None:
-    """The first state that ranks cannot put together: a tensor without a reduction."""
+    """Name of the first state that cannot be merged: a tensor without a reduction."""
     for one in _with_inner(metric):
         for key, value in one.metric_state.items():
             if one._reductions[key] is None and isinstance(value, Tensor):
@@ -48,13 +48,13 @@ def irreducible(metric: Metric) -> str | None:
 
 
 def merge(metric: Metric, ranks: Sequence[list[State]]) -> None:
-    """Give a metric the states of several ranks; those without updates count for nothing."""
+    """Merge the states of several ranks into a metric; states without updates are ignored."""
     for number, one in enumerate(_with_inner(metric)):
-        there = [states[number] for states in ranks if states[number].updates]
-        one._update_count = sum(state.updates for state in there)
-        for key in one.metric_state if there else ():
-            values = [state.values[key] for state in there]
-            updates = [state.updates for state in there]
+        updated = [states[number] for states in ranks if states[number].updates]
+        one._update_count = sum(state.updates for state in updated)
+        for key in one.metric_state if updated else ():
+            values = [state.values[key] for state in updated]
+            updates = [state.updates for state in updated]
             setattr(one, key, _merged(one._reductions[key], values, updates))
 
 

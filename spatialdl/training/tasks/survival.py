@@ -1,4 +1,4 @@
-"""Survival of patients: a hazard for each of some intervals of time.
+"""Survival of patients: discrete-time hazards per time interval.
 
 Discrete-time likelihood with censored times: Zadeh and Schmid, "Bias in Cross-Entropy-Based
 Training of Deep Survival Networks", TPAMI 2020 (https://doi.org/10.1109/TPAMI.2020.2979450), as
@@ -20,72 +20,73 @@ from spatialdl.training.tasks.metrics import Scores
 
 
 class Risks:
-    """What is alike of losses on times of events.
+    """Base class of survival tasks.
 
     Attributes:
-        bins: numbers that the network is to give for a sample.
-        given: the setting, and what the numbers are, for messages.
+        bins: columns of the network's output.
+        meaning: setting and meaning of the output, for messages.
     """
 
     name = "survival"
     mixup = 0.0
     bins: int
-    given: tuple[str, str]
+    meaning: tuple[str, str]
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Refuse what is no (N, bins)."""
+        """Check that an output is (N, bins)."""
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         if shape != (len(target), self.bins):
             raise ValueError(
-                f"the network gives {shape} for {len(target)} slides: of {self.given[0]} it must "
-                f"give ({len(target)}, {self.bins}), {self.given[1]}; leave model.num_classes out"
+                f"the network returns {shape} for {len(target)} slides, but {self.meaning[0]} "
+                f"needs ({len(target)}, {self.bins}), {self.meaning[1]}; leave model.num_classes "
+                "out"
             )
 
     def weights(self, target: Tensor) -> Tensor | None:
-        """None: no sample counts more than another."""
+        """None, since all samples have equal weight."""
         return None
 
     def predictions(self, outputs: Tensor) -> Tensor:
-        """(N, 1) or (N, 1 + bins): see `survival_of`."""
+        """Risk and survival, (N, 1) or (N, 1 + bins), see `survival_of`."""
         return survival_of(outputs)
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Of the risks: the concordance index."""
+        """Concordance index of the risks."""
         return survival_scores(predictions, labels)
 
 
 class Survival(Risks):
-    """The likelihood of times of events, seen or not yet seen.
+    """Discrete-time likelihood of observed and censored events.
 
-    Targets are (N, 2): the time of the event or of the end of watching, and 1 for an event or 0.
+    Targets are (N, 2): the time of the event or of censoring, and 1 for an event, else 0.
 
     Args:
-        edges: float64 (bins - 1,), the times at which intervals end; the last has no end.
+        edges: float64 (bins - 1,), end times of the intervals; the last one is unbounded.
     """
 
-    given = ("task=survival", "a hazard for each interval")
+    meaning = ("task=survival", "one hazard per interval")
 
     def __init__(self, edges: Tensor) -> None:
         self.edges = edges
         self.bins = len(edges) + 1
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over the samples of the negative log-likelihood."""
+        """Negative log-likelihood, averaged over samples."""
         self.check_output(output, target)
         output = wide(output)
         edges = on(self.edges, target.device).to(target.dtype)
         interval = torch.bucketize(target[:, 0].contiguous(), edges, right=True).unsqueeze(1)
-        happens, passes = F.logsigmoid(output), F.logsigmoid(-output)
-        survived = passes.cumsum(1).gather(1, interval)
-        event = survived - passes.gather(1, interval) + happens.gather(1, interval)
-        seen = target[:, 1:].to(output.dtype)
-        return -(seen * event + (1 - seen) * survived).mean()
+        log_hazard, log_survival = F.logsigmoid(output), F.logsigmoid(-output)
+        survived = log_survival.cumsum(1).gather(1, interval)
+        event = survived - log_survival.gather(1, interval) + log_hazard.gather(1, interval)
+        observed = target[:, 1:].to(output.dtype)
+        return -(observed * event + (1 - observed) * survived).mean()
 
 
 def survival_of(outputs: Tensor) -> Tensor:
-    """(N, 1 + bins): the risk, and the probability to survive each interval.
+    """Risk and survival probability of each interval, (N, 1 + bins).
 
-    The risk is less the sum of these probabilities, the larger the earlier events are expected. A
+    The risk is the negative sum of these probabilities, larger for earlier expected events. A
     single output is the risk itself, see `tasks.cox`.
     """
     if outputs.shape[1] == 1:
@@ -95,20 +96,20 @@ def survival_of(outputs: Tensor) -> Tensor:
 
 
 def survival_columns(bins: int) -> list[str]:
-    """Names of what `survival_of` gives."""
+    """Column names of `survival_of`."""
     return ["risk", *(f"survival_{number}" for number in range(1, bins + 1))]
 
 
 def survival_scores(predictions: Tensor, labels: Tensor) -> Scores:
-    """The concordance index of what `survival_of` gives, with times and events (N, 2)."""
+    """Concordance index of the output of `survival_of`; labels are times and events (N, 2)."""
     return {"c_index": concordance(predictions[:, 0], labels[:, 0], labels[:, 1])}
 
 
 def survival_edges(train: ImageSource, bins: int) -> Tensor:
-    """float64 (bins - 1,): times between which equally many events of the training samples lie.
+    """Interval edges with equally many training events per interval, float64 (bins - 1,).
 
     Raises:
-        ValueError: there are too few events.
+        ValueError: if there are too few events.
     """
     labels = torch.from_numpy(train.labels).double()
     times = labels[labels[:, 1] == 1, 0]
@@ -117,7 +118,7 @@ def survival_edges(train: ImageSource, bins: int) -> Tensor:
     if bins < 2 or len(set(edges.tolist())) < bins - 1:
         raise ValueError(
             f"{len(times)} events at {len(set(times.tolist()))} different times cannot be divided "
-            f"into {bins} intervals: set data.num_classes to at least 2, and to no more than there "
-            "are different times of events"
+            f"into {bins} intervals: set data.num_classes to at least 2, and at most the number of "
+            "different event times"
         )
     return edges

@@ -1,4 +1,4 @@
-"""What a network learns: classes or numbers for every image, or a class for every pixel."""
+"""Tasks: classes or values per image, or a class per pixel."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from spatialdl.training.tasks.weighting import balanced_classes, balanced_labels
 
 
 class SampleTask(Protocol):
-    """A loss to train with, and what is told of predictions for whole images.
+    """Loss and metrics of predictions for whole images.
 
     Attributes:
-        name: in the configuration.
-        mixup: alpha of the Beta distribution by which training images are mixed; 0: none.
+        name: name in the configuration.
+        mixup: alpha of mixup; 0 disables it.
     """
 
     name: str
     mixup: float
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over what has a label, the same on every rank of an image."""
+        """Mean loss over labelled elements, the same on every rank of an image."""
         ...
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Refuse an output that does not fit the targets, by its shape; targets may be meta."""
+        """Check the shape of an output against the targets, which may be meta tensors."""
         ...
 
     def weights(self, target: Tensor) -> Tensor | None:
-        """(N,): how much the samples count in that mean; None if all alike."""
+        """Weights of the samples in that mean, (N,); None if they are equal."""
         ...
 
     def predictions(self, outputs: Tensor) -> Tensor:
-        """(N, columns): probabilities or values, from what the network gives."""
+        """Convert outputs of the network to probabilities or values, (N, columns)."""
         ...
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Metrics by name: a number, a list of one a class, or None where there is none."""
+        """Metrics by name: a number, a list with one per class, or None if undefined."""
         ...
 
 
@@ -70,15 +70,15 @@ Task = SampleTask | Segmentation
 
 
 def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
-    """The task of a configuration.
+    """Create the task of a configuration.
 
     Args:
-        settings: the group ``task``.
-        classes: of the data, or targets.
-        train: the training samples, by whose labels weights may be balanced.
+        settings: group ``task`` of the configuration.
+        classes: classes or targets of the data.
+        train: training samples, for weights balanced by their labels.
 
     Raises:
-        ValueError: if a setting makes no sense.
+        ValueError: if a setting is invalid.
     """
     name, own = settings.name, own_loss_of(settings)
     if name == "survival":
@@ -101,7 +101,7 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
     if name == "regression":
         if settings.loss not in ("mse", "l1", "huber"):
             raise ValueError(
-                f"task.loss={settings.loss} is unknown: take mse, l1 or huber, or one of yours by "
+                f"task.loss={settings.loss} is unknown: use mse, l1 or huber, or your own loss, "
                 "task.loss._target_=package.Loss"
             )
         delta = _number(settings, "huber_delta")
@@ -117,7 +117,9 @@ def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
 
 def _survival(own: OwnLoss | None, loss: object, bins: int, train: ImageSource) -> Survival | Cox:
     if own is not None:
-        raise ValueError("task=survival has losses of its own: leave task.loss out, or take cox")
+        raise ValueError(
+            "task=survival does not support own losses: leave task.loss out, or use cox"
+        )
     if loss == "cox":
         check_order(train)
         return Cox()
@@ -139,10 +141,14 @@ def _share(settings: DictConfig, key: str) -> float:
 
 
 class Classification:
-    """Cross entropy; one label a sample.
+    """Classification: cross entropy with one label per sample.
 
     Args:
-        over_samples: whether weighted losses are divided by the samples, see `classification_loss`.
+        weight: (classes,), class weights.
+        label_smoothing: see `classification_loss`.
+        mixup: alpha of mixup; 0 disables it.
+        classes: classes of the data.
+        over_samples: see `classification_loss`.
     """
 
     name = "classification"
@@ -180,10 +186,10 @@ class Classification:
 
 
 class BagClassification(Classification):
-    """Cross entropy of bags, and what networks add to it while they train.
+    """Classification of bags, with auxiliary losses that a network returns in training.
 
-    Such a network gives (N, 3 * classes): logits, then what is added for each class if the bag is
-    of this class, then if it is of another one; see `models.clam`.
+    Such a network returns (N, 3 * classes): logits, then the auxiliary loss of each class if the
+    bag has this class, then if it has another one; see `models.clam`.
     """
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -206,7 +212,7 @@ class BagClassification(Classification):
 
 
 class MultiLabel:
-    """Binary cross entropy; any number of classes a sample, some of which nobody may know."""
+    """Multi-label classification: binary cross entropy; some labels may be unknown."""
 
     name = "multilabel"
 
@@ -232,7 +238,7 @@ class MultiLabel:
 
 
 class Regression:
-    """Squared, absolute or Huber errors; numbers of a sample, some of which nobody may know."""
+    """Regression: squared, absolute or Huber errors; some targets may be unknown."""
 
     name = "regression"
 
@@ -256,7 +262,7 @@ class Regression:
 
 
 class WithOwnLoss:
-    """A task for whole images with a loss of the user's."""
+    """Task for whole images with a loss of the user."""
 
     def __init__(self, task: SampleTask, loss: OwnLoss) -> None:
         self.name, self.mixup = task.name, task.mixup
@@ -267,13 +273,13 @@ class WithOwnLoss:
         return self._loss(output, target)
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Classes only: what else a loss of the user's may take is not known."""
+        """Check classes only, since a user's loss may accept any other output."""
         is_of_classes = isinstance(output, Tensor) and output.dim() == 2
         if isinstance(self._task, Classification) and is_of_classes:
             self._task.check_output(output, target)
 
     def weights(self, target: Tensor) -> Tensor | None:
-        """None: `training.layouts.check_task` keeps samples of a slice together."""
+        """None, since `training.layouts.check_task` keeps samples of a slice on one rank."""
         return None
 
     def predictions(self, outputs: Tensor) -> Tensor:

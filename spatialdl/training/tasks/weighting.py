@@ -1,4 +1,4 @@
-"""What classes count in a loss: as given, or balanced by how often they occur."""
+"""Class weights of losses: configured, or balanced by frequency."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spatialdl.data.image_source import ImageSource
 def given_weights(
     value: object, key: str, classes: int, balanced: Callable[[], Tensor] | None
 ) -> Tensor | None:
-    """float64 (classes,) of a setting: null, a list, or the word balanced.
+    """Parse class weights, float64 (classes,): null, a list, or "balanced".
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if the setting is anything else.
     """
     if value is None:
         return None
@@ -26,7 +26,7 @@ def given_weights(
         return balanced()
     choices = "null, a list, or balanced" if balanced else "null or a list"
     if not isinstance(value, ListConfig):
-        raise ValueError(f"task.{key}={value} is unknown: take {choices}")
+        raise ValueError(f"task.{key}={value} is unknown: use {choices}")
     numbers = list(value)
     if len(numbers) != classes:
         raise ValueError(f"task.{key} has {len(numbers)} weights for {classes} classes")
@@ -40,25 +40,25 @@ def given_weights(
 
 
 def balanced_classes(train: ImageSource, classes: int) -> Tensor:
-    """N / (classes x samples of the class): all classes count alike over the training samples."""
+    """N / (classes x samples of the class): equal total weight of all classes in training."""
     counts = torch.bincount(torch.from_numpy(train.labels), minlength=classes).double()
-    _check(train, counts, "class_weights", "no training sample")
+    _check(train, counts, "class_weights")
     return len(train) / (classes * counts)
 
 
 def balanced_labels(train: ImageSource) -> Tensor:
-    """Absent / present of every class, over the known labels of the training samples."""
+    """Ratio of absent to present labels per class, over the known training labels."""
     labels = torch.from_numpy(train.labels)
     present = (labels == 1).sum(0).double()
-    _check(train, present, "pos_weight", "no training sample")
+    _check(train, present, "pos_weight")
     return (labels == 0).sum(0) / present
 
 
-def _check(train: ImageSource, counts: Tensor, key: str, what: str) -> None:
+def _check(train: ImageSource, counts: Tensor, key: str) -> None:
     without = [number for number, count in enumerate(counts.tolist()) if not count]
     if without:
         named = [train.classes[n] if n < len(train.classes) else str(n) for n in without]
         raise ValueError(
-            f"task.{key}=balanced, but there is {what} of the class {', '.join(named[:5])}: give "
-            "a list of weights"
+            f"task.{key}=balanced, but there is no training sample of the class "
+            f"{', '.join(named[:5])}: set a list of weights"
         )

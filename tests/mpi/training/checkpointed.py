@@ -1,4 +1,4 @@
-"""Runs of a small network that are saved in one layout and go on in another."""
+"""Runs of a small network that are saved in one layout and resumed in another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAMW = "optimizer=adamw scheduler=cosine scheduler.warmup_steps=3"
 
 
 class Layout(NamedTuple):
-    """Of so many ranks; in all of them a batch is cut into four slices."""
+    """Layouts by number of ranks; each splits a batch into four slices."""
 
     ranks: int
     overrides: str
@@ -106,7 +106,7 @@ def _with_own_keys(config):
 
 
 def in_layout(world: Communicator, name: str, run_dir: Path, *overrides: str) -> Outcome | None:
-    """A run in a layout, on the first ranks of the world; None on the others."""
+    """Run in a layout on the first ranks of the world; None on other ranks."""
     layout = LAYOUTS[name]
     comm = SingleProcess() if layout.ranks == 1 else None
     if comm is None and world.rank < layout.ranks:

@@ -1,4 +1,4 @@
-"""Augmented epochs from shards with regions of many sizes: every layout as one process."""
+"""Augmented epochs on regions of many sizes equal a single process in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks on several ranks: all are called alike, and one may end the run of all."""
+"""Callbacks on several ranks: same calls on all ranks, and any rank may end the run."""
 
 from __future__ import annotations
 

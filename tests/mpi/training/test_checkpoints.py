@@ -1,4 +1,4 @@
-"""Saved in one layout, gone on with in another: the curve of one process that never stopped."""
+"""Saved in one layout, resumed in another: the curve of an uninterrupted single process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reference(folder: Path, optimizer: str) -> Outcome:
 
 @cache
 def saved(folder: Path, layout: str, optimizer: str) -> Outcome | None:
-    """A run that is not interrupted and leaves a checkpoint on its way."""
+    """Uninterrupted run that writes a checkpoint."""
     return in_layout(WORLD, layout, run_dir_of(folder, layout, optimizer), optimizer)
 
 
@@ -68,7 +68,7 @@ def run_dir_of(folder: Path, layout: str, optimizer: str) -> Path:
 
 
 def pairs() -> list[object]:
-    """Each layout goes on from every other; a few are enough for every day."""
+    """Each layout resumes from every other; a few pairs unless slow tests run."""
     found: list[object] = []
     for number, (before, layout) in enumerate(permutations(HERE, 2)):
         quick = (before, layout) in QUICK.get(SIZE, [])

@@ -1,4 +1,4 @@
-"""Training on images of words and floats with any number of channels: split as whole."""
+"""Training on 16-bit and float images with any number of channels, split and whole."""
 
 from __future__ import annotations
 

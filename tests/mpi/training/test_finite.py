@@ -1,4 +1,4 @@
-"""All ranks stop together, and none has made the step that would have spoilt its weights."""
+"""All ranks stop together before a non-finite update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on a data set of the user's with random transforms: every layout as one process."""
+"""Training on a user's data set with random transforms equals a single process in every layout."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ def test_masks_and_numbers_train_as_in_one_process(task, kind, more, tmp_path):
 
 @pytest.mark.skipif(WORLD.size != 2, reason="2 ranks")
 def test_samples_that_ranks_would_make_differently_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"gives another first sample each time.*cannot be seeded"):
+    with pytest.raises(
+        ValueError, match=r"returns a different first sample each time.*cannot be seeded"
+    ):
         train(tmp_path, MpiCommunicator(WORLD), "parallel=sp", "Unrepeatable")
     kind, mine = "Noise", f"++data.dataset.count={5 + WORLD.rank}"
-    with pytest.raises(ValueError, match=r"has 6 samples on rank 1, 5 on rank 0: bring the copies"):
+    with pytest.raises(ValueError, match=r"has 6 samples on rank 1, 5 on rank 0: use identical"):
         train(tmp_path, MpiCommunicator(WORLD), "parallel=sp", kind, mine)

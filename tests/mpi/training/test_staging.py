@@ -1,4 +1,4 @@
-"""Staging on several ranks: one copier a node, the shards of its ranks, the same losses."""
+"""Staging on several ranks: one copier per node copies the shards of its ranks, equal losses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def until_done(monkeypatch):
-    """Training waits at each step until the copiers are as far as they get."""
+    """Let training wait at each step for the copiers."""
     damage = Staging.damage
 
     def looking(self: Staging) -> int:
@@ -157,7 +157,7 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, c
 
 @pytest.fixture
 def two_nodes(world) -> Nodes:
-    """The last rank is on a node of its own."""
+    """The last rank is on a separate node."""
     return Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
 
 

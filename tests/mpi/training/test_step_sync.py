@@ -21,7 +21,7 @@ IS_LAST = RANK == SIZE - 1
 
 
 class Place:
-    """Where ranks meet, and what this one hears there."""
+    """Step synchronisation with recorded calls on this rank."""
 
     def __init__(self, damaged: int = 0) -> None:
         self.went_on: list[tuple[float, float]] = []
@@ -29,16 +29,16 @@ class Place:
         self.progress = SimpleNamespace(stopped=None)
         writer = SimpleNamespace(
             status=lambda: (float(RANK), 100.0 * RANK),
-            go_on=lambda *sums: self.went_on.append(sums),
+            advance=lambda *sums: self.went_on.append(sums),
         )
-        staging = SimpleNamespace(damage=lambda: damaged, refuse=self.refuse)
+        staging = SimpleNamespace(damage=lambda: damaged, raise_damage=self.raise_damage)
         split = SimpleNamespace(
             own=lambda: [RANK + 10.0 * part for part in range(COUNTS)],
             note=lambda *told: self.times.append(told),
         )
         self.meeting = StepSync(WORLD, writer, staging, self.progress, split)
 
-    def refuse(self) -> None:
+    def raise_damage(self) -> None:
         raise ShardError("a shard is damaged")
 
 
@@ -85,6 +85,6 @@ def test_a_signal_that_one_rank_has_seen_stops_all_and_stays(number, monkeypatch
 def test_warnings_that_one_rank_has_kept_are_told_by_all_together(kept, monkeypatch):
     told = []
     monkeypatch.setattr(run_log, "kept_warnings", lambda: kept * int(IS_LAST))
-    monkeypatch.setattr(run_log, "tell_warnings", told.append)
+    monkeypatch.setattr(run_log, "log_warnings", told.append)
     Place().meeting.after_step(1.0)
     assert told == [WORLD] * kept

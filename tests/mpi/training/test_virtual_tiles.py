@@ -1,4 +1,4 @@
-"""Runs on virtual tiles of several ranks, whose activations wait on a disk, as in one process."""
+"""Virtual tiles on several ranks with activations on disk equal a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network whose runs are saved and go on; it starts no MPI."""
+"""Networks for tests of resuming, without MPI."""
 
 from __future__ import annotations
 

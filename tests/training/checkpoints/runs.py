@@ -42,7 +42,7 @@ def network(num_classes: int = 3, in_channels: int = 3, hidden: int = 4) -> nn.S
 
 
 class Noise(nn.Module):
-    """Draws by the generators that belong to nobody."""
+    """Draws from the global generators."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + random.random() + float(np.random.random()))
@@ -82,7 +82,7 @@ TENSORS = {"0.weight": torch.arange(12.0).view(4, 3), "1.steps": torch.tensor(7)
 
 
 def made(folder: Path, at: int = 3, stages: int = 1, **changes: Any) -> Path:
-    """A checkpoint of so many stages, of which some is changed and sealed again."""
+    """Checkpoint with changed and resealed content."""
     path = folder / f"step-{at:08d}"
     path.mkdir(parents=True)
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""Runs that are saved and go on, in one process; other layouts are in tests/mpi/training."""
+"""Saved and resumed runs in a single process; other layouts are in tests/mpi/training."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def test_latest_starts_anew_where_there_is_none(tmp_path):
 
 
 def test_a_path_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="nowhere is not there"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
         train(tmp_path, "ckpt_path=nowhere")
 
 
 def test_checkpoints_of_an_earlier_run_are_not_lost(run_dir):
-    with pytest.raises(CheckpointError, match=r"up to step-00000008: add ckpt_path=latest"):
+    with pytest.raises(CheckpointError, match=r"up to step-00000008: resume with ckpt_path=latest"):
         train(run_dir)
     assert checkpoints(run_dir) == [2, 4, 6, 8]
 
@@ -118,8 +118,8 @@ def test_a_flipped_bit_is_seen_and_the_checkpoint_before_taken(file, run_dir, wh
         train(run_dir, "ckpt_path=latest", NO_BEST)
     (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
     assert f"step-00000008 is damaged: {'' if file.endswith('json') else file}" in warning
-    assert "the one before it is taken, step-00000006" in warning
-    assert "going on after step 6" in caplog.text
+    assert "trying the previous one, step-00000006" in warning
+    assert "resuming after step 6" in caplog.text
     assert losses(run_dir) == losses(whole)
 
 
@@ -131,17 +131,17 @@ def test_a_file_that_is_missing_or_cut_is_damage_too(run_dir, caplog):
     assert "No such file" in caplog.text
     size = cut.stat().st_size
     assert f"has {size} bytes instead of {size + 7}" in caplog.text
-    assert "the one before it is taken, step-00000004" in caplog.text
+    assert "trying the previous one, step-00000004" in caplog.text
 
 
 def test_where_all_are_damaged_there_is_an_error(run_dir):
     for step in (2, 4, 6, 8):
         flip(run_dir / "checkpoints" / f"step-{step:08d}" / "stage-00.safetensors")
-    with pytest.raises(CheckpointError, match="nor is any of the 3 others whole"):
+    with pytest.raises(CheckpointError, match="as are the 3 other checkpoints"):
         train(run_dir, "ckpt_path=latest")
     one = run_dir / "checkpoints" / "step-00000006"
     with pytest.raises(
-        CheckpointError, match=r"step-00000006 is damaged: stage-00\.safetensors is"
+        CheckpointError, match=r"step-00000006 is damaged: stage-00\.safetensors was"
     ):
         train(run_dir, f"ckpt_path={one}")
 
@@ -149,11 +149,11 @@ def test_where_all_are_damaged_there_is_an_error(run_dir):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("seed=1", "trained with seed=0, this run has seed=1"),
-        ("data.batch_size=5", "data.batch_size=4, this run has data.batch_size=5"),
+        ("seed=1", "trained with seed=0, but this run has seed=1"),
+        ("data.batch_size=5", "data.batch_size=4, but this run has data.batch_size=5"),
         ("data.samples=11", "data.samples=10"),
         ("optimizer=adamw", r"optimizer\._target_=torch\.optim\.SGD"),
-        ("++model.hidden=5", r"'0\.weight' is 4x3x3x3, that of model._target_ is 5x3x3x3"),
+        ("++model.hidden=5", r"'0\.weight' is 4x3x3x3, but that of model._target_ is 5x3x3x3"),
         ("++model._target_=spatialdl.models.resnet18", "of another network: it has no"),
     ],
 )
@@ -168,7 +168,7 @@ def test_what_else_is_different_is_said_and_holds(whole, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         train(tmp_path, f"ckpt_path={path}", "optimizer.lr=0.01", "parallel.microbatches=2")
     assert "optimizer.lr=0.01 (was 0.05)" in caplog.text
-    assert "batches are cut into 2 slices from here on" in caplog.text
+    assert "batches are now split into 2 slices" in caplog.text
     rates = [float(row["learning_rate"]) for row in table(tmp_path / "metrics.csv")]
     assert rates == [0.05] * 4 + [0.01] * 4
 
@@ -233,7 +233,7 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping.metric"])
 def test_a_metric_that_is_not_there_is_told_with_those_that_are(key, tmp_path):
-    with pytest.raises(ValueError, match=rf"trainer\.{key}=dice is no metric.*one of loss, accur"):
+    with pytest.raises(ValueError, match=rf"trainer\.{key}=dice is not a metric.*one of loss"):
         train(tmp_path, f"trainer.{key}=dice")
 
 
@@ -243,7 +243,7 @@ def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
     early += ("trainer.validate_every=1", "trainer.early_stopping.min_delta=1")  # never so much
     assert train(tmp_path, *early).progress.step == 3
     assert len(losses(tmp_path)) == 3
-    why = "Stopped early after step 3 of 8: accuracy has not got better than"
+    why = "Stopped early after step 3 of 8: accuracy has not improved on"
     assert why in caplog.text
     assert why in (tmp_path / "report.html").read_text()
     assert train(tmp_path, *early, "ckpt_path=latest").progress.step == 3

@@ -91,7 +91,7 @@ def test_what_is_no_tensor_is_told(tmp_path):
     found = copies(trainer.parts.pipeline, trainer.parts.update, 0)[stage_file(0)]
     assert found["number/0.weight/count"] == 3
     trainer.parts.update.optimizer.state[parameter]["history"] = [torch.zeros(2)]
-    with pytest.raises(CheckpointError, match=r"SGD keeps a list as 'history' of 0\.weight"):
+    with pytest.raises(CheckpointError, match=r"SGD has a list as 'history' of 0\.weight"):
         copies(trainer.parts.pipeline, trainer.parts.update, 0)
 
 
@@ -106,5 +106,5 @@ class Extra(torch.nn.Linear):
 def test_state_of_a_module_that_is_no_tensor_is_told(tmp_path):
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
     trainer.parts.pipeline.stages[0].add_module("extra", Extra(1, 1))
-    with pytest.raises(CheckpointError, match=r"keeps 'extra\._extra_state', a dict, in its state"):
+    with pytest.raises(CheckpointError, match=r"has 'extra\._extra_state', a dict, in its state"):
         copies(trainer.parts.pipeline, trainer.parts.update, 0)

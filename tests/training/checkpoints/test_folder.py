@@ -174,9 +174,9 @@ def test_every_way_to_name_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("nowhere", "is not there"),
-        (".", "has no whole checkpoint"),
-        ("text", "names no checkpoint"),
+        ("nowhere", "does not exist"),
+        (".", "has no complete checkpoint"),
+        ("text", "does not name an existing checkpoint"),
     ],
 )
 def test_what_is_no_checkpoint_is_told(tmp_path, path, sentence):

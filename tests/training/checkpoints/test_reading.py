@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or of others; ranks look together in tests/mpi/training."""
+"""Damaged and foreign checkpoints; several ranks are in tests/mpi/training."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_every_rank_has_its_own_random_states(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"step": 4}, "does not describe this folder"),
-        ({"format": FORMAT + 1}, r"is of version 3, this program reads 2: .* wrote it .*1\.2\.3"),
+        ({"step": 4}, "its step is not that of the folder"),
+        ({"format": FORMAT + 1}, r"has version 3, .*reads 2: .*wrote it .*1\.2\.3"),
         ({"files": []}, "files"),
-        ({"files": {"../stage-00.safetensors": {}}}, "is not the name of one of its files"),
+        ({"files": {"../stage-00.safetensors": {}}}, "is not a file name of a checkpoint"),
         ({"files__stage-00.safetensors__bytes": -1}, "bytes"),
-        ({"update__scheduler_steps": 9}, "there are 9 steps of its learning rate"),
+        ({"update__scheduler_steps": 9}, "scheduler_steps is 9, more than step"),
         ({"update__scaler": {"scale": 0, "steps": 1}}, "scale"),
         ({"layout__placement": None}, "placement"),
         ({"config": "none"}, "config"),
@@ -68,7 +68,7 @@ def test_a_changed_word_is_seen(tmp_path):
     content = json.loads((path / CONTENT).read_text())
     content["layout"]["parallel"] = "sp"
     (path / CONTENT).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+    with pytest.raises(CheckpointError, match="SHA-256 mismatch"):
         content_of(path)
 
 
@@ -80,7 +80,7 @@ def test_all_damages_are_told(tmp_path):
     content[-1] ^= 1  # of a tensor: the header is whole
     file.write_bytes(content)
     missing, differs = damages(path, SingleProcess())
-    assert differs == "stage-00.safetensors is not what was written (its SHA-256 differs)"
+    assert differs == "stage-00.safetensors was changed (SHA-256 mismatch)"
     assert RANDOM in missing
     file.write_bytes(content[:50])
     with pytest.raises(CheckpointError, match=r"stage-00\.safetensors: "):

@@ -23,7 +23,7 @@ def check(*overrides: str) -> None:
         ("early_stopping.patience=0", "patience=0 must be at least 1 validation"),
         ("early_stopping.min_delta=-1", "min_delta=-1 must be 0 or above"),
         ("early_stopping.min_delta=few", "min_delta=few must be 0 or above"),
-        ("checkpoint.local=/nowhere", "local=/nowhere is no folder"),
+        ("checkpoint.local=/nowhere", "local=/nowhere is not a folder"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(override, sentence):

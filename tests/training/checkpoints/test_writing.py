@@ -1,4 +1,4 @@
-"""Writing beside training: what is there at the end, and what is left where it fails."""
+"""Background writing of checkpoints: results, and leftovers of failures."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
     writer.start(tensors(), content(1))
     for _ in range(3):  # steps
         assert writer.status() == (1.0, 0.0)
-        writer.go_on(*writer.status())
+        writer.advance(*writer.status())
         assert not (tmp_path / "checkpoints" / "step-00000001").exists()
     gate.set()
     writer.start(tensors(2.0), content(2))  # waits for the first
@@ -118,7 +118,7 @@ def test_local_files_are_moved_and_none_is_left_there(tmp_path):
 
 
 def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypatch):
-    """By itself when it goes on; what others have there is theirs."""
+    """On resuming; folders of other runs are kept."""
     local = tmp_path / "local"
     local.mkdir()
     for run in ("one", "other"):
@@ -140,7 +140,7 @@ def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
     writer.wait()
     writer.close()
     assert weights(tmp_path, 5)[0] == 4.0
-    assert "cannot be written to" in caplog.text
+    assert "cannot write to" in caplog.text
 
 
 def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkeypatch):
@@ -223,7 +223,7 @@ def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeyp
         during.setattr(Checkpoints, "save", with_a_busy_neighbour)
         train(run, "trainer.checkpoint.every_steps=2", "trainer.checkpoint.best=null")
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    lost = [text.split(":")[0] for text in told if "no checkpoint" in text]
+    lost = [text.split(":")[0] for text in told if "cannot write checkpoint" in text]
     assert lost == ["step 4", "step 6"]
     assert checkpoints(run) == [2, 8]
     train(tmp_path / "whole")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.training.console.layout_text import DRAWN, WIDEST, drawn, ranks_text
+from spatialdl.training.console.layout_text import DRAWN, WIDEST, draw_layout, ranks_text
 
 SP_PP = """
   stage 0: 2x2 tiles    stage 1: whole
@@ -18,14 +18,14 @@ GEMS = """
   +------+          +------+
   | 0, 1 |       -> | 1, 0 |
   +------+          +------+
-  of two ranks in a tile, the second holds it in the copy in inverse order
+  of two ranks in a tile, the second holds it in the copy with inverse stage order
 """
 DP_SP = """
   stage 0: 1x2 tiles
   +---+---+
   | 0 | 1 |
   +---+---+
-  replica 1: the same on ranks 2 to 3
+  replica 1: same layout on ranks 2 to 3
 """
 LOCAL_DP = """
   stage 0: 2x1 tiles    stage 1: 2 by samples
@@ -43,7 +43,7 @@ TENSOR = """
   +---+                 +-------+
   | 1 |
   +---+
-  ranks with a + between them have the same tile, and divide its channels
+  ranks joined by + share a tile and split its channels
 """
 
 
@@ -59,7 +59,7 @@ TENSOR = """
     ],
 )
 def test_layouts(placement, picture):
-    assert drawn(placement) == picture.strip("\n").splitlines()
+    assert draw_layout(placement) == picture.strip("\n").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -75,25 +75,25 @@ def test_layouts(placement, picture):
     ],
 )
 def test_many_ranks_are_summarised(placement):
-    lines = drawn(placement)
+    lines = draw_layout(placement)
     assert max(map(len, lines)) <= WIDEST
     assert len(lines) <= 2 * DRAWN + 10
 
 
 def test_a_large_grid_has_its_corners():
-    text = "\n".join(drawn(Placement(1, ((8, 9),))))
+    text = "\n".join(draw_layout(Placement(1, ((8, 9),))))
     cells = [cell.strip() for cell in text.replace("\n", "").split("|")]
     assert {"0", "8", "63", "71"} <= set(cells)
     assert "..." in cells
 
 
 def test_replicas_are_told_by_their_ranks():
-    assert drawn(Placement(4, ((2, 1),)))[-1] == (
-        "  replicas 1 to 3: the same on ranks 2 to 7, 2 each"
+    assert draw_layout(Placement(4, ((2, 1),)))[-1] == (
+        "  replicas 1 to 3: same layout on ranks 2 to 7, 2 each"
     )
     assert [ranks_text([3]), ranks_text(range(3))] == ["rank 3", "ranks 0 to 2"]
     assert ranks_text([0, 2, 4]) == "ranks 0, 2, 4"
     assert ranks_text(range(0, 512, 8)) == "ranks 0, 8, 16, 24 ... 504"
     dealt = Placement(2, ((2, 1),), order=(0, 2, 1, 3))
-    assert drawn(dealt)[-1] == "  replica 1: the same on ranks 1, 3"
-    assert "  | 2 |" in drawn(dealt)
+    assert draw_layout(dealt)[-1] == "  replica 1: same layout on ranks 1, 3"
+    assert "  | 2 |" in draw_layout(dealt)

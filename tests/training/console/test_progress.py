@@ -14,7 +14,7 @@ TOLD = "loss 0.125, lr 0.05, 12.3 images/s, data wait 5%, memory 943.7 MB"
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when the test says so."""
+    """Clock controlled by the test."""
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now

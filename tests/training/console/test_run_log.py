@@ -31,7 +31,7 @@ def clean():
 def test_rank_0_says_a_warning_once_here_and_in_the_file(tmp_path, capsys):
     run_log.start_log(rank=0)
     log = logging.getLogger("spatialdl.somewhere")
-    with run_log.written_to(tmp_path / "train.log"):
+    with run_log.log_to_file(tmp_path / "train.log"):
         for _ in range(3):
             log.warning("slow disk %d", 1)
             log.info("going on")
@@ -69,7 +69,7 @@ def test_a_file_gets_what_is_said_meanwhile_behind_what_is_there(tmp_path):
     run_log.start_log(rank=0)
     log = logging.getLogger("spatialdl.somewhere")
     log.info("before")
-    with run_log.written_to(file):
+    with run_log.log_to_file(file):
         log.info("meanwhile")
     log.info("after")
     first, second = file.read_text().splitlines()
@@ -95,11 +95,11 @@ def test_a_full_disk_is_said_once_and_no_error_of_ours(tmp_path, capsys):
     (tmp_path / "train.log").symlink_to("/dev/full")
     run_log.start_log(rank=0)
     log = logging.getLogger("spatialdl.somewhere")
-    with run_log.written_to(tmp_path / "train.log"):
+    with run_log.log_to_file(tmp_path / "train.log"):
         for step in range(3):
             log.info("step %d", step)
         said = capsys.readouterr()
         assert said.out.count("step ") == 3
-        assert said.err == f"{tmp_path}/train.log cannot be written to: No space left on device\n"
+        assert said.err == f"cannot write to {tmp_path}/train.log: No space left on device\n"
         log.info("%d", "no number")
         assert "Logging error" in capsys.readouterr().err

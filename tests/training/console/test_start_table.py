@@ -47,13 +47,12 @@ def test_a_line_a_stage():
     placement = Placement(1, ((2, 1), (1, 1)))
     head, first, second = stage_lines(placement, (65, 48), held, 2.0)
     assert head.split() == [
-        *("stage", "a", "rank", "has", "parameters", "weights", "gradients", "optimizer"),
-        "together",
+        *("stage", "per", "rank", "parameters", "weights", "gradients", "optimizer", "total")
     ]
     assert "32 to 33 x 48 of 65 x 48 pixels" in first
-    assert first.endswith("1.00 M   4.0 MB     4.0 MB     8.0 MB   16.0 MB")
+    assert first.endswith("1.00 M   4.0 MB     4.0 MB     8.0 MB  16.0 MB")
     assert "whole activations" in second
-    assert second.endswith("2.50 M  10.0 MB    0 bytes    0 bytes   10.0 MB")
+    assert second.endswith("2.50 M  10.0 MB    0 bytes    0 bytes  10.0 MB")
 
 
 def test_many_stages_are_summarised():

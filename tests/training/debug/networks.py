@@ -1,4 +1,4 @@
-"""Networks that come to numbers that are not finite, at a place that a test says."""
+"""Networks with non-finite values at a chosen place."""
 
 from __future__ import annotations
 

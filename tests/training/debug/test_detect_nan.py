@@ -1,4 +1,4 @@
-"""One process; tests/mpi/training/debug has several ranks."""
+"""NaN detection in a single process; several ranks are in tests/mpi/training/debug."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ def after(*losses: float) -> Overfit:
     ("losses", "can_learn", "sentence"),
     [
         ((2.0, 1.0, 0.1), True, "fell from 2 to 0.1: the network can learn"),
-        ((2.0, 1.5, 1.0), False, "fell from 2 to 1, which is not near zero: more steps"),
+        ((2.0, 1.5, 1.0), False, "fell from 2 to 1, which is not near zero: try more"),
         ((2.0, 2.5), False, "the loss did not fall: it was 2 and is 2.5; change optimizer.lr"),
         ((2.0, 0.1, 1.0), False, "from 2 to 1, but was 0.1 before: the network can learn, but"),
-        ((2.0, float("nan")), False, "the loss is nan: debug=detect_nan tells where that begins"),
+        ((2.0, float("nan")), False, "the loss is nan: find the origin with debug=detect_nan"),
     ],
 )
 def test_the_verdict(losses, can_learn, sentence):

@@ -13,7 +13,7 @@ TENSORBOARD = OmegaConf.create({"logger": {"csv": {}, "tensorboard": {"images": 
 
 def test_unknown_loggers_and_missing_packages_are_refused(monkeypatch):
     check_loggers(TENSORBOARD.logger)
-    with pytest.raises(ValueError, match="logger=comet is unknown: take some of csv, tensorboard"):
+    with pytest.raises(ValueError, match="logger=comet is unknown: use some of csv, tensorboard"):
         check_loggers({"comet": {}})
     monkeypatch.setitem(choosing.PACKAGES, "wandb", "a_package_that_nobody_has")
     with pytest.raises(ValueError, match=r'logger=wandb needs .* pip install "spatialdl\[wandb\]"'):
@@ -52,7 +52,7 @@ def test_a_logger_that_fails_is_said_once_and_left_out(tmp_path, caplog):
     assert (full.steps, other.steps) == ([1], [1, 2, 3])
     assert (full.finished, other.finished) == (1, 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "logger=wandb: no space left; training goes on without it"
+        "logger=wandb: no space left; training continues without it"
     ]
     loggers.close()
     assert other.finished == 1

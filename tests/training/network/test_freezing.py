@@ -22,9 +22,9 @@ def test_patterns_choose_parameters_by_name():
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"no parameter is called layer1; did you mean layer\d"):
+    with pytest.raises(ValueError, match=r"no parameter matches layer1; did you mean layer\d"):
         frozen("conv1.*", "layer1")
-    with pytest.raises(ValueError, match=r"no parameter is called fc.wieght; .*fc.weight"):
+    with pytest.raises(ValueError, match=r"no parameter matches fc.wieght; .*fc.weight"):
         frozen("fc.wieght")
 
 

@@ -23,7 +23,7 @@ DATA = "data.image_size=[16,12] data.num_classes=3 data.samples=6 data.batch_siz
 
 
 class Net(nn.Module):
-    """Any number of outputs; may look at a value, which no network without memory can."""
+    """Any number of outputs; may read a value, which fails on the meta device."""
 
     def __init__(self, outputs: int, maps: bool = False, looks: bool = False) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class Wrapped(Net):
 
 
 WRONG = [
-    ("task=classification", Wrapped(3), r"SimpleNamespace \(wrap it .* returns the \.logits alone"),
+    ("task=classification", Wrapped(3), r"SimpleNamespace \(wrap it .* returns only \.logits"),
     ("task=classification", Net(1000), "has 1000 outputs for the 3 classes of the data.*=1000"),
     ("task=classification", Net(2), "has 2 outputs for the 3 classes"),
-    ("task=classification", Net(3, maps=True), "to classify, it must"),
+    ("task=classification", Net(3, maps=True), "but task=classification needs"),
     ("task=segmentation", Net(5, maps=True), "has 5 outputs for the 3 classes"),
-    ("task=segmentation", Net(3), "to segment, it must"),
-    ("task=multilabel data.targets=x", Net(4), r"it must give \(2, 3\)"),
-    ("task=regression data.targets=x", Net(1), r"it must give \(2, 3\)"),
+    ("task=segmentation", Net(3), "but task=segmentation needs"),
+    ("task=multilabel data.targets=x", Net(4), r"expected \(2, 3\)"),
+    ("task=regression data.targets=x", Net(1), r"expected \(2, 3\)"),
     (
         "task=classification task.loss._target_=torch.nn.CrossEntropyLoss",
         *(Net(1000), "has 1000 outputs for the 3 classes"),

@@ -19,7 +19,7 @@ def test_files_of_torchvision_expect_imagenet(tmp_path, monkeypatch, caplog):
     warn_of_other_input("resnet18", file, Normalisation(), 1)
     assert not caplog.text
     warn_of_other_input("resnet18", file, Normalisation(), 3)
-    assert "weights=resnet18 were trained on images of mean [0.485,0.456,0.406]" in caplog.text
+    assert "weights=resnet18 were trained with mean [0.485,0.456,0.406]" in caplog.text
     assert "set data.mean=imagenet data.std=imagenet" in caplog.text
 
 

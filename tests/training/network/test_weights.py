@@ -32,7 +32,7 @@ def names_of_others(blocks: tuple[int, ...], convolutions: int) -> set[str]:
 
 @pytest.fixture
 def trained():
-    """Weights and statistics that are not those of a new network."""
+    """Weights and statistics that differ from a new network."""
     torch.manual_seed(1)
     model = resnet18(5, width=2)
     for value in model.state_dict().values():
@@ -98,8 +98,8 @@ def test_a_head_of_another_size_is_left_out_and_said(trained, tmp_path, caplog, 
         load_weights(model, str(tmp_path / "a.pt"))
     assert same(model, trained, but="fc.")
     assert model.fc.weight.equal(head)
-    has = "5x16" if classes else "nothing"
-    assert f"fc.weight is new, {classes or 5}x16; the file has {has}" in caplog.text
+    has = "5x16" if classes else "none"
+    assert f"fc.weight is initialised, {classes or 5}x16; the file has {has}" in caplog.text
 
 
 def test_names_that_do_not_fit_are_listed_with_the_nearest(trained, tmp_path):
@@ -107,8 +107,8 @@ def test_names_that_do_not_fit_are_listed_with_the_nearest(trained, tmp_path):
     state["layer1.0.convolution1.weight"] = state.pop("layer1.0.conv1.weight")
     torch.save(state, tmp_path / "a.pt")
     sentence = (
-        r"it has no layer1.0.conv1.weight \(nearest: layer1.0.convolution1.weight\); it has in "
-        r"excess layer1.0.convolution1.weight \(nearest: layer1.0.conv1.weight\)"
+        r"missing key layer1.0.conv1.weight \(nearest: layer1.0.convolution1.weight\); unexpected "
+        r"key layer1.0.convolution1.weight \(nearest: layer1.0.conv1.weight\)"
     )
     model = resnet18(5, width=2)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -119,7 +119,7 @@ def test_names_that_do_not_fit_are_listed_with_the_nearest(trained, tmp_path):
 
 def test_other_shapes_than_the_head_s_are_refused(trained, tmp_path):
     torch.save(trained.state_dict(), tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"conv1.weight is 2x3x7x7 there, 2x1x7x7 here"):
+    with pytest.raises(ValueError, match=r"conv1.weight is 2x3x7x7 in the file, 2x1x7x7 here"):
         load_weights(resnet18(5, in_channels=1, width=2), str(tmp_path / "a.pt"))
     with pytest.raises(ValueError, match=r"and [0-9]+ more"):
         load_weights(nn.Sequential(nn.Conv2d(3, 2, 1), nn.Linear(2, 5)), str(tmp_path / "a.pt"))
@@ -127,13 +127,13 @@ def test_other_shapes_than_the_head_s_are_refused(trained, tmp_path):
 
 def test_what_is_no_state_dict_is_refused(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
-    with pytest.raises(ValueError, match=r"text.pt cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*text.pt"):
         load_weights(resnet18(), str(tmp_path / "text.pt"))
     (tmp_path / "text.safetensors").write_text("weights")
-    with pytest.raises(ValueError, match=r"text.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*text.safetensors"):
         load_weights(resnet18(), str(tmp_path / "text.safetensors"))
     torch.save({"epoch": 3}, tmp_path / "epoch.pt")
-    with pytest.raises(ValueError, match=r"epoch.pt holds no state dict, but dict epoch"):
+    with pytest.raises(ValueError, match=r"epoch.pt is not a state dict, but a dict: epoch"):
         load_weights(resnet18(), str(tmp_path / "epoch.pt"))
 
 
@@ -144,7 +144,7 @@ class Code:
 
 def test_code_in_a_file_is_not_run(tmp_path):
     torch.save({"conv1.weight": Code()}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="nothing but tensors"):
+    with pytest.raises(ValueError, match="must contain only tensors"):
         load_weights(resnet18(), str(tmp_path / "a.pt"))
 
 
@@ -155,7 +155,7 @@ def test_a_name_is_looked_up_in_the_cache_of_torch_hub(cache):
     for name in ("resnet18", "resnet18-f37072fd", "resnet18-f37072fd.pth", str(file)):
         assert find_weights(name) == file
     (cache / "resnet18-5c106cde.pth").touch()
-    with pytest.raises(ValueError, match=r"resnet18-5c106cde.pth or resnet18-f37072fd.pth in"):
+    with pytest.raises(ValueError, match=r"resnet18-5c106cde.pth and resnet18-f37072fd.pth;"):
         find_weights("resnet18")
 
 
@@ -178,7 +178,7 @@ def test_what_is_nowhere_is_not_downloaded(cache, tmp_path, name, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        ValueError, match=f"weights={re.escape(name)} is no file.*download it first"
+        ValueError, match=f"weights={re.escape(name)} is not a file.*download it first"
     ):
         find_weights(name)
 

@@ -77,7 +77,7 @@ def lamb(weight: np.ndarray, number: int, decay: float, betas: tuple[float, floa
 def _as_on_a_device(request, monkeypatch):
     """On a CPU parameters are stepped one by one."""
     if request.param == "together":
-        monkeypatch.setattr(LayerWise, "_together", lambda self, some: [some] if some else [])
+        monkeypatch.setattr(LayerWise, "_batches", lambda self, some: [some] if some else [])
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -41,7 +41,7 @@ def test_an_old_gpu_is_told_to_take_fp16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulates)
     tesla = SimpleNamespace(name="Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: tesla)
-    with pytest.raises(ValueError, match=r"Tesla T4, which has no torch.bfloat16: take fp16-mixed"):
+    with pytest.raises(ValueError, match=r"Tesla T4, which has no torch.bfloat16: use fp16-mixed"):
         precision_of("bf16-mixed", torch.device("cuda", 0))
     assert precision_of("fp16-mixed", torch.device("cuda", 0)).mixed is torch.float16
 

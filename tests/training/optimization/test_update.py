@@ -38,7 +38,7 @@ def backward(pipeline: PipelineRuntime, update: Update, factor: float = 1.0) -> 
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16])
 def test_only_float16_is_scaled(mixed):
     pipeline, update = made(mixed)
-    assert (update.scaler, update.scale, update.told) == (None, 1.0, {})
+    assert (update.scaler, update.scale, update.log_values) == (None, 1.0, {})
     backward(pipeline, update)
     update.step()
     assert not update.skipped
@@ -66,14 +66,14 @@ def test_where_gradients_overflow_nothing_moves_but_the_scale():
     backward(pipeline, update, factor=1e5)  # not in float16
     update.step()
     assert update.skipped
-    assert update.told == {"loss_scale": 65536, "skipped": 1}
+    assert update.log_values == {"loss_scale": 65536, "skipped": 1}
     assert update.scale == 32768
     assert all(map(torch.equal, kept, pipeline.parameters()))
     assert all(torch.equal(v, averages[name]) for name, v in update.average.state_dict().items())
     assert update.optimizer.param_groups[0]["lr"] == rate
     backward(pipeline, update)
     update.step()
-    assert update.told == {"loss_scale": 32768, "skipped": 0}
+    assert update.log_values == {"loss_scale": 32768, "skipped": 0}
     assert not any(map(torch.equal, kept, pipeline.parameters()))
 
 

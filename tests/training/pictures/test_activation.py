@@ -130,11 +130,11 @@ def goes_on(num_classes: int, in_channels: int) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        ("ends_with_a_map", "its last stage has no linear layer"),
-        ("flattens", "its last linear layer does not get one number a channel of a map"),
-        ("pools_the_most", "what its last linear layer gets is not the mean of the map before it"),
-        ("has_two_layers", "what its last linear layer gets is not the mean of the map before it"),
-        ("goes_on", "what leaves it is not what its last linear layer gives"),
+        ("ends_with_a_map", "the last stage has no linear layer"),
+        ("flattens", "the input of its last linear layer is not one number per map channel"),
+        ("pools_the_most", "the input of its last linear layer is not the mean of a feature map"),
+        ("has_two_layers", "the input of its last linear layer is not the mean of a feature map"),
+        ("goes_on", "its output is not that of its last linear layer"),
     ],
 )
 def test_networks_without_such_an_end_are_refused(network, why):

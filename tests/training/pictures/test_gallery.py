@@ -64,7 +64,7 @@ def test_masks_lie_over_their_images():
         image = ours.sources.validation.read(one.sample)
         np.testing.assert_array_equal(one.pictures["image"], image)
         np.testing.assert_array_equal(one.pictures["truth"], overlaid(image, mask.astype(int)))
-        assert one.title == f"{1 - one.error:.1%} of pixels right"
+        assert one.title == f"{1 - one.error:.1%} of pixels correct"
 
 
 VOLUMES = ["data.image_size=[10,20,16]", *TINY[2:]]
@@ -83,7 +83,7 @@ def test_volumes_show_three_slices():
         assert (
             one.pictures["predicted"].shape == expected.shape == (200, 160 + 4 + 160 + 4 + 200, 3)
         )
-        assert one.title == f"{1 - one.error:.1%} of voxels right"
+        assert one.title == f"{1 - one.error:.1%} of voxels correct"
         assert labelled(one).shape == (3 * 200 + 2 * 4 + 16, 528, 3)
 
 
@@ -122,7 +122,7 @@ def test_signals_are_lines():
         mask = ours.sources.validation.read_mask(one.sample)
         np.testing.assert_array_equal(one.pictures["image"], drawn_signal(signal))
         np.testing.assert_array_equal(one.pictures["truth"], drawn_signal(signal, mask))
-        assert one.title == f"{1 - one.error:.1%} of places right"
+        assert one.title == f"{1 - one.error:.1%} of positions correct"
 
 
 def classes_of_places(num_classes: int, in_channels: int) -> nn.Module:

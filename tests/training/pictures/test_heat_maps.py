@@ -100,9 +100,9 @@ def test_only_those_that_may_be_shown_are_kept():
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        (f"{NETWORKS}.pools_the_most", "is not the mean of the map before it"),
+        (f"{NETWORKS}.pools_the_most", "is not the mean of a feature map"),
         (f"{NETWORKS}.ends_with_a_map", "has no linear layer"),
-        (SMALL, "its last map has but one place"),
+        (SMALL, "its last map has only one position"),
     ],
 )
 def test_networks_without_are_said_once(network, why, caplog):

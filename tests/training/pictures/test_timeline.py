@@ -98,6 +98,6 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, caplog):
         SingleProcess(), torch.device("cpu"), placement, train, tmp_path / "gone"
     )
     timeline.step_done(last=True)
-    assert "the trace is not written: " in caplog.text
+    assert "cannot write the trace: " in caplog.text
     timeline.step_done(last=True)
     assert len(caplog.messages) == 1

@@ -37,4 +37,4 @@ def test_metrics_without_a_value_are_not_in_the_legend():
     )
     drawing = curves(rows(2), [{"step": 1, "loss": 1.0, **none}, {"step": 2, "loss": 0.5, **some}])
     assert ">accuracy</text>" in drawing
-    assert "accuracy of slides" not in drawing
+    assert "slide accuracy" not in drawing

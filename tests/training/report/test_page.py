@@ -74,7 +74,7 @@ def test_a_whole_run(tmp_path):
 def test_one_step_and_nothing_else(tmp_path, loss):
     text = page(tmp_path, steps=[step(1, loss)])
     assert "<svg" in text
-    for head in ("Validations", "Examples", "Where the time goes", "Classes"):
+    for head in ("Validations", "Examples", "Time of a step", "Classes"):
         assert f"<h2>{head}" not in text
 
 
@@ -94,9 +94,9 @@ def test_long_runs_stay_small(tmp_path):
 
 def test_memory_that_a_device_says_is_in_use_stands_beside_the_peak(tmp_path):
     found = page(tmp_path, summary={**SUMMARY, "device_memory_mb": [700.0, 1024.0]})
-    assert "in use on its device" in found
+    assert "device memory in use" in found
     assert readable_bytes(2**30) in found
-    assert "in use on its device" not in page(
+    assert "device memory in use" not in page(
         tmp_path, summary=SUMMARY | {"device_memory_mb": [None]}
     )
 

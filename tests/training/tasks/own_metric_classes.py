@@ -54,7 +54,7 @@ class RunningMean(Metric):
 
 
 class NoReduction(Metric):
-    """Of which nobody knows how to put it together."""
+    """State without a reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Edges(Metric):
 
 
 class Pairs(Metric):
-    """Gives what no table has a place for."""
+    """Returns an unsupported value."""
 
     def __init__(self) -> None:
         super().__init__()

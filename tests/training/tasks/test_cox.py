@@ -84,7 +84,7 @@ def test_no_samples_and_no_events_count_for_nothing() -> None:
     assert grad[-3:].eq(0).all()
     assert grad[:-3].ne(0).any()
     assert float(partial_likelihood(control, times, torch.zeros_like(events))) == 0
-    with pytest.raises(ValueError, match=r"gives \(45, 2\) for 45 slides.*\(45, 1\), a risk"):
+    with pytest.raises(ValueError, match=r"returns \(45, 2\) for 45 slides.*\(45, 1\), a risk"):
         Cox().loss(output.expand(45, 2), target)
 
 

@@ -160,11 +160,11 @@ def test_soft_dice_is_that_of_all_pixels_with_a_class():
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
-        (torch.zeros(1, 3), r"gives \(1, 3\) for 1 masks of 4x5.*must give \(1, classes, 4, 5\)"),
-        (torch.zeros(1, 3, 2, 2), r"gives \(1, 3, 2, 2\)"),
-        (torch.zeros(2, 3, 4, 5), r"gives \(2, 3, 4, 5\)"),
-        ([1], "gives list for 1 masks"),
-        (torch.zeros(1, 2, 4, 5), r"tells 2 classes apart.*a pixel of class 2.*by 255"),
+        (torch.zeros(1, 3), r"returns \(1, 3\) for 1 masks of 4x5.*needs \(1, classes, 4, 5\)"),
+        (torch.zeros(1, 3, 2, 2), r"returns \(1, 3, 2, 2\)"),
+        (torch.zeros(2, 3, 4, 5), r"returns \(2, 3, 4, 5\)"),
+        ([1], "returns list for 1 masks"),
+        (torch.zeros(1, 2, 4, 5), r"has 2 classes.*a pixel of class 2.*with 255"),
     ],
 )
 def test_outputs_that_fit_no_masks_are_refused(output, sentence):
@@ -178,12 +178,12 @@ def test_outputs_that_fit_no_masks_are_refused(output, sentence):
     [
         (
             torch.zeros(2, 5, 1, 1),
-            r"gives \(2, 5, 1, 1\) for 2 .* must give \(2, classes\)",
+            r"returns \(2, 5, 1, 1\) for 2 .* needs \(2, classes\)",
         ),
-        (torch.zeros(()), r"gives \(\) for 2 images"),
-        (torch.zeros(3, 5), r"gives \(3, 5\) for 2 images"),
-        ((torch.zeros(2, 5),), "gives tuple for 2 images"),
-        (torch.zeros(2, 3), r"tells 3 classes apart, but there is a label 4"),
+        (torch.zeros(()), r"returns \(\) for 2 images"),
+        (torch.zeros(3, 5), r"returns \(3, 5\) for 2 images"),
+        ((torch.zeros(2, 5),), "returns tuple for 2 images"),
+        (torch.zeros(2, 3), r"has 3 classes, but there is a label 4"),
     ],
 )
 def test_outputs_that_fit_no_labels_are_refused(output, sentence):
@@ -194,9 +194,9 @@ def test_outputs_that_fit_no_labels_are_refused(output, sentence):
 def test_other_outputs_that_do_not_fit_are_refused():
     target = torch.zeros(2, 3)
     for loss, what in ((multilabel_loss, "classes"), (regression_loss, "targets")):
-        with pytest.raises(ValueError, match=rf"gives \(2, 4\) for 2 images with 3 {what} each"):
+        with pytest.raises(ValueError, match=rf"returns \(2, 4\) for 2 images with 3 {what} each"):
             loss(torch.zeros(2, 4), target)
-    with pytest.raises(ValueError, match=r"class_weights has 4 weights, .* tells 5 classes apart"):
+    with pytest.raises(ValueError, match=r"class_weights has 4 weights, .* has 5 classes"):
         classification_loss(torch.zeros(2, 5), torch.tensor([0, 1]), WEIGHT)
 
 

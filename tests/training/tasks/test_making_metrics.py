@@ -1,4 +1,4 @@
-"""Single metrics, wrappers and collections, as a configuration names them."""
+"""Configured single metrics, wrappers and collections."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def test_metrics_of_a_collection_share_no_states():
                 {**ACCURACY, "name": "x_a"},
                 {"_target_": COLLECTION, "name": "x", "metrics": {"a": F1}},
             ],
-            "there are two called x_a: give one another name",
+            "two metrics have the name x_a: rename one",
         ),
         (
             [{"_target_": "torchmetrics.MetricTracker", "metric": ACCURACY}],
-            "MetricTracker, no torchmetrics.Metric or MetricCollection",
+            "MetricTracker, expected a torchmetrics.Metric or MetricCollection",
         ),
         (
             [{"_target_": "torchmetrics.MinMaxMetric", "base_metric": ACCURACY}],
-            "is a MinMaxMetric, which keeps what earlier updates gave",
+            "is a MinMaxMetric, which combines several validations",
         ),
         (
             [

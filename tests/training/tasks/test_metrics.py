@@ -39,7 +39,7 @@ def test_classification(classes):
 
 
 def pairs_won(told: torch.Tensor, wanted: torch.Tensor) -> float:
-    """AUROC by its meaning: how often one of the class is told to be it more than another."""
+    """AUROC by definition: share of pairs in which the sample of the class scores higher."""
     above = told[wanted][:, None] - told[~wanted]
     return float(((above > 0).double() + 0.5 * (above == 0)).mean())
 

@@ -1,4 +1,4 @@
-"""A loss of the user's: how it is named, what it must give, and that nothing else is dropped."""
+"""User losses: configuration, required result, and settings that conflict."""
 
 from __future__ import annotations
 
@@ -109,19 +109,19 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("task.loss=focal", "task.loss=focal is unknown to task=classification"),
-        ("task=regression task.loss=l2", "or one of yours by task.loss._target_=package.Loss"),
-        ("task.loss._target_=no.such.Loss", "task.loss._target_=no.such.Loss cannot be made"),
-        (f"task.loss._target_={HERE}.Weighted", "cannot be made: .*weights"),
+        ("task.loss=focal", "task.loss=focal is unknown for task=classification"),
+        ("task=regression task.loss=l2", "or your own loss, task.loss._target_=package.Loss"),
+        ("task.loss._target_=no.such.Loss", "task.loss._target_=no.such.Loss cannot be created"),
+        (f"task.loss._target_={HERE}.Weighted", "cannot be created: .*weights"),
         (f"task.loss._target_={HERE}.Learned", "has parameters, but only those of the network"),
         (f"task.loss._target_={HERE}.squared task.loss.powr=2", "nearest: task.loss.power"),
         ("task.loss.power=2", "name it, task.loss._target_=package.Class"),
-        (f"task.loss._target_={HERE}.HERE", "cannot be made"),
+        (f"task.loss._target_={HERE}.HERE", "cannot be created"),
         (
             f"task.loss._target_={HERE}.squared task.class_weights=[1,2,3]",
-            "task.class_weights=.* belongs to the loss of task=classification",
+            "task.class_weights=.* is a setting of the loss of task=classification",
         ),
-        (f"task=segmentation task.loss._target_={HERE}.squared task.dice=1", "task.dice=1 belongs"),
+        (f"task=segmentation task.loss._target_={HERE}.squared task.dice=1", "dice=1 is a setting"),
     ],
 )
 def test_what_cannot_be_is_told(words, sentence):
@@ -131,5 +131,5 @@ def test_what_cannot_be_is_told(words, sentence):
 
 @pytest.mark.parametrize("wrong", [per_sample, lambda output, target: 1.0])
 def test_a_loss_is_one_number(wrong):
-    with pytest.raises(ValueError, match=r"task.loss=mine gives .*: it must give one number"):
+    with pytest.raises(ValueError, match=r"task.loss=mine returns .*, expected a scalar"):
         OwnLoss("mine", wrong)(torch.randn(2, 3), torch.tensor([0, 1]))

@@ -1,4 +1,4 @@
-"""Metrics of the user's own: what is refused, before training, and how they are told."""
+"""User metrics: checks before training, and their output."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_what_they_get_of_each_task():
     assert own("multilabel", {**exact, "ignore_index": -1}).of_samples(shares, known) == {
         "MultilabelAccuracy": pytest.approx(2 / 3)
     }
-    with pytest.raises(ValueError, match="labels that are not known are -1: give it ignore_index"):
+    with pytest.raises(ValueError, match="unknown labels are -1: set ignore_index"):
         own("multilabel", exact).of_samples(shares, known)
 
 
 def test_torch_distributed_of_the_program_is_not_asked(monkeypatch):
-    """One rank computes for all: torchmetrics would wait there for the others, for ever."""
+    """One rank computes for all ranks, where torchmetrics would wait for its peers forever."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     error = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
     inner = {"_target_": "torchmetrics.BootStrapper", "base_metric": error}
@@ -90,11 +90,11 @@ def test_of_nothing_and_of_nan_they_have_no_value():
 
 def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_training():
     words = f"task.metrics=[{{_target_: {TM}.MulticlassF1Score, num_classes: 4}}]"
-    said = r"MulticlassF1Score refuses predictions float64 \(24, 3\) and targets int64 \(24,\)"
+    said = r"MulticlassF1Score rejects predictions float64 \(24, 3\) and targets int64 \(24,\)"
     with pytest.raises(ValueError, match=said):
         RunParts(config(words), SingleProcess())
     maps = ("model=unet", "++model.depth=1", "task=segmentation")
-    said = r"refuses predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
+    said = r"rejects predictions float64 \(1, 3, 12, 12\) and targets int64 \(1, 12, 12\)"
     with pytest.raises(ValueError, match=said):
         RunParts(config(*maps, words), SingleProcess())
 
@@ -104,11 +104,11 @@ def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_trainin
     [
         ({"_target_": f"{TM}.NoSuchScore"}, "NoSuchScore cannot be instantiated"),
         ({"_target_": f"{TM}.MulticlassF1Score"}, "cannot be instantiated: .*num_classes"),
-        ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU gives a ReLU, no torchmetrics.Metric or"),
-        ({"_target_": f"{OWN}.Pairs"}, "Pairs gives a tuple: take one that gives a number"),
+        ({"_target_": "torch.nn.ReLU"}, "torch.nn.ReLU creates a ReLU, expected a torchmetrics"),
+        ({"_target_": f"{OWN}.Pairs"}, "Pairs returns a tuple, expected a number"),
         (
             {"_target_": f"{TM}.MulticlassConfusionMatrix", "num_classes": 3},
-            r"MulticlassConfusionMatrix gives \(3, 3\): take one",
+            r"MulticlassConfusionMatrix returns \(3, 3\), expected",
         ),
     ],
 )
@@ -120,13 +120,11 @@ def test_what_is_no_metric_is_refused(metric, said):
 def test_what_cannot_be_put_together_from_ranks_is_refused():
     loose = own("segmentation", {"_target_": f"{OWN}.NoReduction"})
     tried(loose)
-    with pytest.raises(
-        ValueError, match=r"NoReduction cannot be put together from 2 ranks.*'last'"
-    ):
+    with pytest.raises(ValueError, match=r"NoReduction cannot be reduced over 2 ranks.*'last'"):
         tried(loose, copies=2)
     edges = own("segmentation", {"_target_": f"{OWN}.Edges"})
     tried(edges, copies=2)  # of replicas, which have whole maps
-    with pytest.raises(ValueError, match="Edges needs whole maps, but this layout cuts them"):
+    with pytest.raises(ValueError, match="Edges needs whole maps, but this layout splits them"):
         tried(edges, copies=2, parts=2)
     dice = {"_target_": "torchmetrics.segmentation.DiceScore", "num_classes": 3}
     with pytest.raises(ValueError, match="DiceScore needs whole maps"):
@@ -136,7 +134,7 @@ def test_what_cannot_be_put_together_from_ranks_is_refused():
 
 
 def test_wrappers_on_maps_have_the_value_of_what_they_wrap():
-    """They count no updates of their own."""
+    """Wrappers do not count updates."""
     inner = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
     kind = "torchmetrics.wrappers.LambdaInputTransformer"
     metrics = own("segmentation", inner, {"_target_": kind, "wrapped_metric": inner, "name": "in"})
@@ -161,14 +159,14 @@ def test_a_metric_that_draws_samples_draws_the_same_ones_and_shifts_no_others():
     torch.rand(5)
     assert metrics.of_samples(shares, torch.arange(9) % 3) == first
     assert first["BootStrapper_std"] > 0
-    with pytest.raises(ValueError, match=r"BootStrapper draws samples at random .* maps"):
+    with pytest.raises(ValueError, match=r"BootStrapper draws random samples .* maps"):
         tried(own("segmentation", boot))
 
 
 def test_pixels_of_no_class_need_ignore_index():
     target = torch.full((1, 4, 4), 255)
     metrics = own("segmentation", {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3})
-    with pytest.raises(ValueError, match="pixels of no class are 255: give it ignore_index: 255"):
+    with pytest.raises(ValueError, match="unlabelled pixels are 255: set ignore_index: 255"):
         metrics.of_maps(torch.device("cpu")).update_own(torch.zeros(1, 3, 4, 4), target)
 
 
@@ -184,7 +182,7 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
     assert metrics.is_smaller_better("ConcordanceCorrCoef", "key") is False
     assert metrics.is_smaller_better("rmse", "key") is None
     assert metrics.is_smaller_better(None, "key") is None
-    with pytest.raises(ValueError, match="key=Edges: whether larger or smaller values are better"):
+    with pytest.raises(ValueError, match="key=Edges: higher_is_better of its class is None"):
         metrics.is_smaller_better("Edges", "key")
     best = Best("off", "key", smaller=True)
     assert [best.update({"off": value}) for value in (2.0, 1.0, 3.0)] == [True, True, False]
@@ -198,9 +196,9 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
         ("task.metrics=[{num_classes: 3}]", "has no class"),
         (f"task.metrics=[{F1},{F1}]", "duplicate name MulticlassF1Score: rename one"),
         ("task.metrics=[{_target_: a.B, name: accuracy}]", "duplicate name accuracy"),
-        ("task.metrics=[{_target_: a.B, name: slide_x}]", "name=slide_x stands for metrics that"),
+        ("task.metrics=[{_target_: a.B, name: slide_x}]", "name=slide_x is reserved for"),
         ("task.metrics=[{_target_: a.B, name: a-b}]", "name=a-b must have only letters"),
-        ("trainer.checkpoint.best=MulticlassF1Score", "is no metric here"),
+        ("trainer.checkpoint.best=MulticlassF1Score", "is not a metric of this task"),
     ],
 )
 def test_lists_that_name_no_metrics_are_refused_before_ranks_start(words, said):

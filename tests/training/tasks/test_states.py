@@ -1,4 +1,4 @@
-"""States of metrics of several ranks together: as one metric that has seen everything."""
+"""Merged states of several ranks equal a single metric with all updates."""
 
 from __future__ import annotations
 

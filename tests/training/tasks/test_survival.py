@@ -31,7 +31,7 @@ def test_the_likelihood_is_that_of_hazards() -> None:
     survived = [1 - h[0], (1 - h[0]) * (1 - h[1]), likelihoods[2]]
     assert survival_of(output)[0].tolist() == pytest.approx([-sum(survived), *survived])
     assert survival_columns(3) == ["risk", "survival_1", "survival_2", "survival_3"]
-    with pytest.raises(ValueError, match=r"gives \(4, 2\) for 4 slides.*\(4, 3\)"):
+    with pytest.raises(ValueError, match=r"returns \(4, 2\) for 4 slides.*\(4, 3\)"):
         task.loss(output[:, :2], target)
 
 

@@ -50,12 +50,12 @@ def test_balanced_weights_follow_the_training_labels():
         (["task.class_weights=[1,2]"], r"task.class_weights has 2 weights for 3 classes"),
         (["task.class_weights=[1,2,-1]"], "must be numbers of at least 0"),
         (["task.class_weights=[0,0,0]"], "not all of them 0"),
-        (["task.class_weights=even"], "class_weights=even is unknown: take null, a list, or bal"),
+        (["task.class_weights=even"], "class_weights=even is unknown: use null, a list, or bal"),
         (["task.label_smoothing=1.5"], "task.label_smoothing=1.5 must lie between 0 and 1"),
         (["task.mixup=-1"], "task.mixup=-1 must be a number of at least 0"),
-        (["task=regression", "task.loss=l2"], "task.loss=l2 is unknown: take mse, l1 or huber"),
+        (["task=regression", "task.loss=l2"], "task.loss=l2 is unknown: use mse, l1 or huber"),
         (["task=regression", "task.huber_delta=0"], "must be above 0"),
-        (["task=segmentation", "task.class_weights=balanced"], "balanced is unknown: take null or"),
+        (["task=segmentation", "task.class_weights=balanced"], "balanced is unknown: use null or"),
         (["task=segmentation", "task.dice=much"], "task.dice=much must be a number"),
     ],
 )
@@ -66,5 +66,5 @@ def test_settings_that_make_no_sense_are_refused(overrides, sentence):
 
 def test_classes_that_do_not_occur_cannot_be_balanced():
     few = SyntheticDataset(2, (8, 8), 3)
-    with pytest.raises(ValueError, match="no training sample of the class 2: give a list"):
+    with pytest.raises(ValueError, match="no training sample of the class 2: set a list"):
         made("task.class_weights=balanced", data=few)

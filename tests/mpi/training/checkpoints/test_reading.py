@@ -1,4 +1,4 @@
-"""Ranks share the work of looking for damage, and all hear of all of it."""
+"""Ranks share the verification of files, and all report all damage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_ranks_hear_of_damage_in_any_file(folder):
             (paths[0] / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         WORLD.barrier()
         (said,) = damages(paths[0], WORLD)
-        assert said == f"{name} is not what was written (its SHA-256 differs)"
+        assert said == f"{name} was changed (SHA-256 mismatch)"
         assert first_whole(paths, WORLD) == paths[1]
         WORLD.barrier()
         if WORLD.rank == 0:
@@ -47,5 +47,5 @@ def test_all_ranks_hear_of_damage_in_any_file(folder):
         for path in paths:
             (path / "checkpoint.json").write_text("{")
     WORLD.barrier()
-    with pytest.raises(CheckpointError, match="nor is any of the 2 others whole"):
+    with pytest.raises(CheckpointError, match="as are the 2 other checkpoints"):
         first_whole(paths, WORLD)

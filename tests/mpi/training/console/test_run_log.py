@@ -1,4 +1,4 @@
-"""Warnings of ranks that only rank 0 may write."""
+"""Warnings of other ranks are logged by rank 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_ranks_warn_once_together(world, capsys):
         log.warning("all but the first are cold")
         assert run_log.kept_warnings() >= 2
     for _ in range(2):
-        run_log.tell_warnings(world)
+        run_log.log_warnings(world)
     assert run_log.kept_warnings() == 0
     said = capsys.readouterr().out
     if world.rank > 0 or world.size == 1:

@@ -1,4 +1,4 @@
-"""Every layout stops on all ranks at once, and they agree on what came first."""
+"""All ranks stop together in every layout and agree on the first value."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_four_ranks(overrides, where, world, tmp_path):
 @pytest.mark.world(4)
 def test_what_others_saw_is_told_as_well(world, tmp_path):
     text = first([*FOUR_TILES, *FORWARD, "+model.part=3"], world, tmp_path)
-    assert "rank 3 on" in text.partition("; what other ranks saw first: ")[0]
-    others = text.partition("; what other ranks saw first: ")[2]
+    assert "rank 3 on" in text.partition("; first on other ranks: ")[0]
+    others = text.partition("; first on other ranks: ")[2]
     # the convolution after it brings it to one neighbour, the statistics of the norm to all
     where = {0: "norm (BatchNorm2d)", 1: "norm (BatchNorm2d)", 2: "conv2 (Conv2d)"}
     for rank, name in where.items():

@@ -1,4 +1,4 @@
-"""Updates that all ranks make together: overflows of one stage, and what the trainer adds."""
+"""Collective updates: overflows in one stage, clipping and averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of images that no rank holds are those of one process."""
+"""Pictures of split images equal those of a single process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def examples(world, *overrides: str):
     loader = parts.validation_loader
     parts.validation.scores(parts.validation.own(map(loader.microbatches, loader.batches())))
     found = parts.validation.examples()
-    parts.close_feeds()
+    parts.close_loaders()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Samples with unknown labels count less, also where ranks divide the samples of a micro-batch."""
+"""Unknown labels reduce the weight of samples, also if ranks split a micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of the user's own in every layout as in one process, each sample counted once."""
+"""User metrics equal those of a single process in every layout."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def validated(task: str, layout: str, comm: Any) -> dict[str, Any]:
     found = {}
     for _ in range(2):  # of which the second must not go on from the first
         found = validation.scores(validation.own(map(loader.microbatches, loader.batches())))
-    parts.close_feeds()
+    parts.close_loaders()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Training and validation from shards with masks: every layout as one process."""
+"""Training and validation on shards with masks equal a single process in every layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def write(folder: Path) -> None:
-    """Seven images to train on and three to validate on, with pixels of no class."""
+    """Seven training and three validation images with unlabelled pixels."""
     draw = np.random.default_rng(0)
     with ShardWriter(
         folder, classes=("background", "gland", "tumour"), shard_size=20_000

@@ -1,4 +1,4 @@
-"""Losses, metrics and predictions of every task in every layout as in one process."""
+"""Losses, metrics and predictions of every task equal a single process in every layout."""
 
 from __future__ import annotations
 
