@@ -164,7 +164,7 @@ def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(p
     assert found == {"parallel=dp parallel.data=2", "parallel=sp parallel.grid=[2,1]", divided}
     note = table(rows, job, paper, len(rows)).splitlines()[-1]
     assert note.startswith("note: layouts with stages are left out: Handing cannot be cut into 2")
-    assert "hands a function or a module on" in note
+    assert "passes a function or a module on" in note
 
 
 def test_without_a_limit_of_the_users_it_is_the_memory_of_the_cluster(paper):

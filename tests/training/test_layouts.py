@@ -156,14 +156,14 @@ def test_grids_have_a_number_for_each_spatial_dim():
         ),
         (
             ["parallel=pp", "parallel.stages=4", "parallel.interleave=2"],
-            "schedule=gpipe with parallel.interleave=2.*is interleaved, and it is for these only",
+            "schedule=gpipe with parallel.interleave=2.* need parallel.schedule=interleaved, which is for",
         ),
         (["parallel=pp", "parallel.schedule=interleaved"], "interleaved with.*interleave=1"),
         (
             ["parallel=pp", "parallel.interleave=2", "parallel.schedule=interleaved"],
-            "2 stages on one group of ranks has nobody to take turns with",
+            "2 stages on one group of ranks has no other group to alternate with",
         ),
-        (["parallel.gems.variant=mast"], "1 stages on one group of ranks has nobody"),
+        (["parallel.gems.variant=mast"], "1 stages on one group of ranks has no other group"),
         (
             ["parallel.gems.variant=huge"],
             "gems.variant=huge is unknown: take one of none, basic, mast, master",
@@ -175,7 +175,7 @@ def test_grids_have_a_number_for_each_spatial_dim():
         ),
         (
             ["parallel.stages=4", "parallel.interleave=2", "parallel.schedule=zero_bubble"],
-            "schedule=zero_bubble with parallel.interleave=2.*for ranks that hold several stages",
+            "schedule=zero_bubble with parallel.interleave=2: ranks that hold several stages need",
         ),
         (
             ["parallel=sp", "parallel.cut=[layer2]"],

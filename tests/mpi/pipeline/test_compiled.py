@@ -29,7 +29,7 @@ FIRST = 1
 """So many are in every run; the others take their time to compile."""
 
 
-@pytest.mark.skipif(DEVICE.type == "sim", reason="inductor does not compile for it")
+@pytest.mark.skipif(DEVICE.type == "sim", reason="inductor does not support it")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(one, marks=[pytest.mark.slow] * (n >= FIRST)) for n, one in enumerate(CASES)],
