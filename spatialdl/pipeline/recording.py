@@ -307,7 +307,7 @@ class _Recorder:
         )
 
     @contextmanager
-    def _calls_seen(self) -> Iterator[None]:
+    def _recorded_calls(self) -> Iterator[None]:
         original = nn.Module.__call__
         recorder = self
 
