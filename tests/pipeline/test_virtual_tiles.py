@@ -392,7 +392,9 @@ def test_a_full_disk_ends_the_step_and_names_the_folder(after, tmp_path, monkeyp
     memory = Memory(200_000, DiskStore(tmp_path))
     pipeline = pipeline_of(resnet18(3, width=16).double(), memory, 64)
     monkeypatch.setattr(os, "pwrite", write)
-    with pytest.raises(OSError, match=f"No space left on device: {tmp_path}, where .* more room"):
+    with pytest.raises(
+        OSError, match=f"No space left on device: {tmp_path}, where .* more free space"
+    ):
         step(pipeline, image(2, 3, 64, 64))
     assert len(writes) == after
 

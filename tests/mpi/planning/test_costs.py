@@ -118,11 +118,11 @@ def loss_of(output: Tensor, mesh: Mesh) -> Tensor:
 
 def told(costs: NetworkCosts, which: DividedStage) -> list[Talk]:
     parts = costs.layers[which.first : which.after]
-    own = [talk for part in parts for talk in part.forward_talks]
-    back = [talk for part in reversed(parts) for talk in part.backward_talks]
+    own = [talk for part in parts for talk in part.forward_messages]
+    back = [talk for part in reversed(parts) for talk in part.backward_messages]
     loss = costs.loss
     if loss is not None and which.after == len(costs.layers):
-        own, back = own + loss.forward_talks, loss.backward_talks + back
+        own, back = own + loss.forward_messages, loss.backward_messages + back
     return own + back
 
 
