@@ -12,7 +12,7 @@ class Seen:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.told = None
+        self.on_operation = None
         self.needed: list[tuple[int, bool]] = []
         self.made: list[int] = []
         self.tiles: list[int] = []
