@@ -249,7 +249,7 @@ class StepWatch:
             for one in self._across:
                 one.stops = self._stops
             if self._shows or not self._across:
-                memory.told = partial(self._told, bar)
+                memory.on_operation = partial(self._told, bar)
             try:
                 yield
             except GivenUp:
@@ -257,7 +257,7 @@ class StepWatch:
                     module._buffers[name] = buffer
                 raise
             finally:
-                memory.told = None
+                memory.on_operation = None
                 for one in self._across:
                     one.stops = None
             self._operations = bar.n
