@@ -309,7 +309,7 @@ class _Watch:
         self._again |= under_checkpoint()
 
     def _before(self) -> str:
-        if not self._step.with_grad or self._step.others:
+        if not self._step.with_grad or self._step.non_tensors:
             return "it disables gradients, or returns more than tensors"
         if self._keeps:
             return "it changes its attributes"

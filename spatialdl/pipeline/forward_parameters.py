@@ -143,7 +143,7 @@ def check_unwritten(comm: Communicator, watched: Sequence[ForwardParameters]) ->
 
 
 class _Aliases(TorchFunctionMode):
-    """Records each ``parameter.data``, which has a version counter of its own."""
+    """Records each ``parameter.data``, which has a separate version counter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ class Forward:
         if name:
             raise CannotRecord(
                 f"its forward depends on '{name}', which changes from run to run outside of its "
-                "modules; keep it in a module of its own"
+                "modules; keep it in a separate module"
             )
         return recording
 
@@ -276,7 +276,7 @@ class _Recorder:
         if not shared or not shared[0]:
             raise CannotRecord(
                 f"its forward changes the attribute '{key}', which stages would treat as a "
-                "constant; keep it in a module of its own, or make it a buffer modified in place"
+                "constant; keep it in a separate module, or make it a buffer modified in place"
             )
         return ".".join(shared)
 
@@ -388,9 +388,13 @@ class _Recorder:
                 owner = self.owners[-1]
                 where = users_line()
                 leaves = tree_leaves(result) if isinstance(call, str) else ()
-                others = tuple(form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+                non_tensors = tuple(
+                    form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor)
+                )
                 self._steps.append(
-                    Step(call, own_args, own_kwargs, gives, owner, nth, with_grad, others, where)
+                    Step(
+                        call, own_args, own_kwargs, gives, owner, nth, with_grad, non_tensors, where
+                    )
                 )
                 operands = (
                     leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
@@ -400,7 +404,7 @@ class _Recorder:
             elif getattr(call, "__name__", "") in _NO_TENSOR:
                 raise CannotRecord(
                     f"its forward calls '{resolve_name(call)}', which is not recorded; call it in "
-                    "a module of its own"
+                    "a separate module"
                 )
             return result
         finally:
@@ -449,8 +453,8 @@ class _Recorder:
         if reference is None:
             raise CannotRecord(
                 f"its forward uses a tensor of shape {tuple(operand.shape)} of unknown origin (an "
-                "attribute that is not a buffer, code outside of PyTorch); do that in a module of "
-                "its own"
+                "attribute that is not a buffer, code outside of PyTorch); do that in a separate "
+                "module"
             )
         return reference
 

@@ -48,7 +48,7 @@ class Step:
         owner: path of the module whose forward makes the call.
         nth: number of earlier calls of the module.
         with_grad: whether it is differentiated.
-        others: forms of a module's non-tensor outputs, see `deep_state`.
+        non_tensors: forms of a module's non-tensor outputs, see `deep_state`.
         where: ``file:line`` of the call in the network's source.
     """
 
@@ -59,7 +59,7 @@ class Step:
     owner: str
     nth: int = 0
     with_grad: bool = True
-    others: tuple[Any, ...] = ()
+    non_tensors: tuple[Any, ...] = ()
     where: str = field(default="", compare=False)
 
     @property
@@ -98,7 +98,7 @@ class Step:
     @cached_property
     def constants(self) -> Any:
         """Forms of the non-tensor arguments and outputs."""
-        return form_of((self.args, self.kwargs)), self.others
+        return form_of((self.args, self.kwargs)), self.non_tensors
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -207,9 +207,9 @@ def run_step(
         result = call(*args, **kwargs)
     leaves = tree_leaves(result)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    if step.others:
-        others = tuple(form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
-        if others != step.others:
+    if step.non_tensors:
+        non_tensors = tuple(form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        if non_tensors != step.non_tensors:
             raise ValueError(
                 f"'{step.name}' returns different non-tensor values than when it was recorded, "
                 "and stages cannot exchange them: let it return tensors, or leave the network "

@@ -231,7 +231,7 @@ class _Table:
             if ranks > 1:
                 yield (
                     f"stage {stage} divides channels over {ranks} ranks, each of which sends "
-                    f"{costs.channels / 1e6:.2f} MB to the others"
+                    f"{costs.channels / 1e6:.2f} MB to its peers"
                 )
 
     def _tile(self, stage: int) -> tuple[str, str]:
