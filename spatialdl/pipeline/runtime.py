@@ -315,7 +315,9 @@ class PipelineRuntime:
         total: Tensor | float = 0.0  # read by the host at the end only, so devices run ahead
         todo = self._todo(self._train, microbatches)
         pending = self._post_first_receive(todo, microbatches)
-        last = {one.stage: number for number, one in enumerate(todo) if one.kind == "backward"}
+        last = {
+            action.stage: number for number, action in enumerate(todo) if action.kind == "backward"
+        }
         outputs: dict[int, Tensor] = {}
         criteria: Mapping[int, Criterion] | None = None
         for number, action in enumerate(todo):

@@ -79,8 +79,8 @@ class Lives:
             loss: whether part ``after`` is the loss, whose forward counts, too.
 
         Returns:
-            The peak without existing gradients, to which a running part's new ones add, and the
-            peak of a first backward that allocates gradients one by one.
+            The peak on top of existing gradients of all weights, including those that a running
+            part allocates anew; and the peak of a first backward that allocates them one by one.
         """
         stop = after + loss
         own = self._made(first, stop)
