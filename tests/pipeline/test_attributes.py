@@ -1,4 +1,4 @@
-"""Python state that forwards change, in stages: exact in one of them, or refused by name."""
+"""Python state that forwards change is exact in one stage, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are compiled, and how they are called; tests/mpi has what PyTorch makes of them."""
+"""Which steps are compiled, and how they are called; tests/mpi compares the results."""
 
 from __future__ import annotations
 

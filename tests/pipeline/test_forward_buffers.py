@@ -1,4 +1,4 @@
-"""Slices in any order come to what they come to one after the other, or are refused by name."""
+"""Updates of slices in any order equal those in sequence, or are refused by name."""
 
 from __future__ import annotations
 

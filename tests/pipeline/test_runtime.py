@@ -1,4 +1,4 @@
-"""The runtime in one process; every layout is proved equal to it in tests/mpi."""
+"""The runtime in a single process; tests/mpi compares every layout with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual tiles of one rank, against the network on the whole image; more in tests/mpi."""
+"""Virtual tiles of one rank, compared with the network on the whole image."""
 
 from __future__ import annotations
 

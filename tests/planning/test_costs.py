@@ -1,4 +1,4 @@
-"""Counts against arithmetic by hand, and against what PyTorch really keeps."""
+"""Counts compared with arithmetic by hand, and with what PyTorch saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages against arithmetic by hand: layers whose maps have 4, 16 and 6 channels."""
+"""Stages compared with arithmetic by hand: layers whose maps have 4, 16 and 6 channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled stages equal one process that compiles nothing, in every layout that may compile."""
+"""Compiled stages equal an uncompiled single process, in every supported layout."""
 
 from __future__ import annotations
 

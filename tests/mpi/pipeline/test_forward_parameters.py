@@ -1,4 +1,4 @@
-"""A forward that changes a parameter is refused where it would not be what one process does."""
+"""A forward that changes a parameter is refused where it would differ from one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts in a loop of the user's own: each equals plain PyTorch that accumulates over slices."""
+"""Layouts in a user's own loop equal plain PyTorch that accumulates over slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks that mix samples where ranks divide them are refused by name, others are not."""
+"""Networks that mix samples divided over ranks are refused by name, and only these."""
 
 from __future__ import annotations
 

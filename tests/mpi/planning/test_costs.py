@@ -1,4 +1,4 @@
-"""What a dry run counts of a divided stage is what its ranks send, hold and keep."""
+"""The counts of a divided stage equal what its ranks send, hold and keep."""
 
 from __future__ import annotations
 

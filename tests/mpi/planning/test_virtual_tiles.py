@@ -1,4 +1,4 @@
-"""What is counted of one virtual tile without data is what ranks with virtual tiles send."""
+"""The counts of one virtual tile equal what ranks with virtual tiles send."""
 
 from __future__ import annotations
 
