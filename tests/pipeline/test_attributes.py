@@ -19,7 +19,7 @@ CALLS = 0
 
 
 class Part(nn.Module):
-    """A part with a layer of its own; `function` is its forward."""
+    """A part with a layer; `function` is its forward."""
 
     def __init__(self, function, **attributes) -> None:
         super().__init__()

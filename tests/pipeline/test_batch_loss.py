@@ -32,7 +32,7 @@ def pipeline(mixed: torch.dtype | None = None) -> PipelineRuntime:
 
 
 def batch(count: int) -> list[Microbatch]:
-    """Of so many samples, in four micro-batches."""
+    """A batch in four micro-batches."""
     torch.manual_seed(1)
     found = []
     for number in range(4):

@@ -51,7 +51,7 @@ def names(recording: Recording) -> list[str]:
 
 
 def test_an_unusual_forward_runs_again_as_it_was():
-    """Loops, sizes that decide, tuples, writes in place and into views, tensors of its own."""
+    """Loops, branches on sizes, tuples, writes in place and into views, new tensors."""
 
     def forward(self, x):
         parts = []

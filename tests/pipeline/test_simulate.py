@@ -98,7 +98,7 @@ def test_ranks_that_wait_for_each_other_are_told_apart():
 
 
 def test_an_action_of_several_ranks_begins_when_all_are_there():
-    """As the ranks of a grid do, of which one is late with something of its own."""
+    """As on the ranks of a grid, one of which is late with another action."""
     own, together = Action("forward", 0, 0), Action("forward", 0, 1)
     busy, waiting = simulate([[own, together], [together]], StageSeconds.even(1)).spans
     assert [(span.action, span.start) for span in busy] == [(own, 0.0), (together, 1.0)]

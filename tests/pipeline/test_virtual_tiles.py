@@ -314,7 +314,7 @@ def test_pieces_make_up_the_tile(sizes):
 
 
 class Fails(nn.Module):
-    """In the forward or the backward of one virtual tile, while others wait for its pixels."""
+    """In the forward or the backward of one virtual tile, while its peers wait for its pixels."""
 
     def __init__(self, place: str, tile: int) -> None:
         super().__init__()

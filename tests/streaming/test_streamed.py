@@ -91,7 +91,7 @@ def test_volumes_and_signals_equal_one_process():
 
 
 class _Odd(nn.Module):
-    """Tied and frozen weights, dropout of pixels and of paths, recompute, a count of its own."""
+    """Tied and frozen weights, dropout of pixels and of paths, recompute, a counter."""
 
     def __init__(self) -> None:
         super().__init__()

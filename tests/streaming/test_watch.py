@@ -9,7 +9,7 @@ from spatialdl.streaming.watch import Watch, storages_of
 
 
 class Seen:
-    """Notes what it is told."""
+    """Records the calls that it receives."""
 
     def __init__(self) -> None:
         self.on_operation = None

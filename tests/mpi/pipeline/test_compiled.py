@@ -26,7 +26,7 @@ CASES = [
     Case("lp", "skips", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
 ]
 FIRST = 1
-"""So many are in every run; the others take their time to compile."""
+"""Number of cases in every run; the rest take long to compile."""
 
 
 @pytest.mark.skipif(DEVICE.type == "sim", reason="inductor does not support it")

@@ -69,7 +69,7 @@ class Late(nn.Conv2d):
 
 
 class Hooked(nn.Conv2d):
-    """By a hook of its own."""
+    """Changes it in a hook."""
 
     def __init__(self, *args: int) -> None:
         super().__init__(*args)

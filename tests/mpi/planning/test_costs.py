@@ -129,7 +129,7 @@ def told(costs: NetworkCosts, which: DividedStage) -> list[Talk]:
 def assert_counted(
     heard: list[Talk], costs: NetworkCosts, which: DividedStage, module: nn.Module, is_counted: bool
 ) -> None:
-    """Of the rank that the dry run is: others have smaller parts."""
+    """Of the rank of the dry run, which has the largest part."""
     if is_counted:
         assert heard == told(costs, which)
         own = sum(one.nbytes for one in module.parameters())
