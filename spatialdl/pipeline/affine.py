@@ -164,10 +164,10 @@ class Followed(TorchFunctionMode):
         factor = self._factors(tensor)[0]
         return factor * float(by) if name == "mul" else factor / float(by)
 
-    def _sum(self, name: str, left: Any, right: Any, alpha: Any = 1) -> float | None:
+    def _sum(self, name: str, tensor: Any, other: Any, alpha: Any = 1) -> float | None:
         if not isinstance(alpha, numbers.Real):
             return None
-        first, second = self._factors(left, right)
+        first, second = self._factors(tensor, other)
         if name == "rsub":
             return second - float(alpha) * first
         return first + (-1 if name == "sub" else 1) * float(alpha) * second
