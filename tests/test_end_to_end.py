@@ -141,7 +141,7 @@ def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
     )
     assert done.returncode != 0
     assert "Asks cannot be cut into 2 stages" in done.stderr
-    assert "take parallel=sp or dp, which cut no network" in done.stderr
+    assert "take parallel=sp or dp, which do not cut the network" in done.stderr
 
 
 def test_a_volume_on_three_ranks_equals_one_process(tmp_path):

@@ -37,7 +37,7 @@ def test_the_table_and_the_pictures_are_made(tmp_path, capsys):
         (["world=0"], "world=0 must be a whole number"),
         ([], "world has no value: add world="),
         (["world=2", "device_memory_gb=0"], "device_memory_gb=0 must be more than 0"),
-        (["world=2", "device_memory_gb=0.1"], "fits 0.10 GB a rank: the nearest, parallel="),
+        (["world=2", "device_memory_gb=0.1"], "fits 0.10 GB per rank: the closest one, parallel="),
         (["world=2", "parallel=auto"], "parallel=auto is for training: omit it"),
         (["world=3", "parallel=sp"], "world=3, but parallel=sp needs 2 ranks: leave world out"),
         (
@@ -64,7 +64,7 @@ def test_volumes_are_planned(tmp_path, capsys):
     words = ["model=unet3d", "model.width=2", "model.depth=1", "data.image_size=[16,12,8]"]
     words += ["cluster=nvlink_node", "data.batch_size=2", "world=4"]
     rows = plan.plan(config(*words), words, tmp_path)
-    assert "images of 16x12x8 a step" in capsys.readouterr().out
+    assert "images of 16x12x8 per step" in capsys.readouterr().out
     grids = {tuple(dict(row.layout.keys).get("grid", ())) for row in rows}
     assert {(2, 1, 1), (4, 1, 1), (2, 2, 1)} <= grids
     with Image.open(tmp_path / "layout.png") as picture:
@@ -97,7 +97,7 @@ def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cluster=abacus is unknown: take one of h100, inf"):
         auto.choose(auto_config("parallel.cluster=abacus"), 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match="knows nothing of this machine yet"):
+    with pytest.raises(ValueError, match="has no measurements of this machine"):
         auto.choose(auto_config(), 2, may_measure=False)
 
 
@@ -107,7 +107,7 @@ def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
         ("trainer.clip_norm=-1", "clip_norm=-1 must be above 0"),
         ("data.image_size=[0,48]", "image of 0x48 is smaller than the grid"),
         ("++model._target_=nobody.Knows", "nobody"),
-        ("trainer.precision=fp16-mixed", "are not known to the planner"),
+        ("trainer.precision=fp16-mixed", "the planner does not support"),
     ],
 )
 def test_other_mistakes_are_told_before_this_machine_is_measured(
@@ -140,7 +140,7 @@ def test_virtual_tiles_have_memory_store_and_time(tmp_path, capsys):
     words += ["data.image_size=[256,256]"]
     (row,) = plan.plan(config(*SMALL, *words), [*SMALL, *words], tmp_path)
     text = capsys.readouterr().out
-    assert "activations within 0.001 GB; the others of a rank are in pinned memory" in text
+    assert "activations of a rank within 0.001 GB, the rest stored in pinned host memory" in text
     assert row.prediction.placement.stream == (2, 2)
     (written,) = json.loads((tmp_path / "plan.json").read_text())
     assert written["overrides"] == ["parallel=sp", "parallel.stream=[2,2]"]

@@ -1,1 +1,1 @@
-"""Networks cut into stages, and the schedules that run them."""
+"""Cuts networks into stages, and runs them by schedules."""

@@ -1,4 +1,4 @@
-"""A schedule is data: for each group of ranks the list of actions that it carries out, in order."""
+"""Schedules as data: for each group of ranks the list of its actions, in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Kind = Literal["forward", "backward", "weight"]
 
 
 class Action(NamedTuple):
-    """One thing that the ranks of a stage do.
+    """One unit of work of a stage's ranks.
 
     Attributes:
-        kind: a schedule may have weight actions, each after its backward, which then leaves the
-            gradients of the weights to them.
-        copy: of the network; there is a second one under GEMS only.
+        kind: weight actions are optional; each follows its backward, which then leaves the
+            weight gradients to it.
+        copy: of the network; only GEMS has a second one.
     """
 
     kind: Kind
@@ -25,28 +25,28 @@ class Action(NamedTuple):
 
 
 Lists = Sequence[Sequence[Action]]
-"""One list of actions a group of ranks."""
+"""One list of actions per group of ranks."""
 
 
 def describe(action: Action) -> str:
-    """An action in a few words."""
-    other = " of the second copy" if action.copy else ""
-    return f"{action.kind} {action.microbatch}, stage {action.stage}{other}"
+    """Describe an action in a few words."""
+    copy = " of the second copy" if action.copy else ""
+    return f"{action.kind} {action.microbatch}, stage {action.stage}{copy}"
 
 
 def stages_of(lists: Lists) -> int:
-    """The number of stages that have something to do."""
+    """The number of stages in a schedule."""
     return 1 + max((action.stage for actions in lists for action in actions), default=-1)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the ranks of a placement do in a step.
+    """Actions of all ranks of a placement in a step.
 
     Attributes:
-        train: actions of a training step, one list a group of ranks.
-        evaluate: forwards alone.
-        microbatches: into which a batch is cut.
+        train: actions of a training step, one list per group of ranks.
+        evaluate: forwards only.
+        microbatches: number of micro-batches in a batch.
     """
 
     train: Lists
@@ -55,9 +55,9 @@ class Schedule:
 
 
 def repeated(schedule: Schedule, times: int) -> Schedule:
-    """The same order again and again, each time for as many micro-batches more.
+    """Repeat a schedule for `times` as many micro-batches.
 
-    Of no more micro-batches than before are activations held at once.
+    The peak number of micro-batches with live activations does not grow.
     """
 
     def again(lists: Lists) -> Lists:

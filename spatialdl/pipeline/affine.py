@@ -1,8 +1,8 @@
-"""What a forward does with the buffers that it updates, followed operation by operation.
+"""Tracks the updates of buffers in a forward, operation by operation.
 
 An exponential moving average, a running statistic or a counter is updated to ``factor * old +
-rest`` with a number as factor and a rest that does not depend on the old value. Of such an update
-it is known what several of them in a row come to. All other uses of a buffer are noted by name.
+rest``, with a number as factor and a rest that does not depend on the old value. Such updates can
+be composed. All other uses of a buffer are recorded by name.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _SHAPES = {
 
 
 class AffinePart:
-    """A tensor that is ``factor`` times the old value of a buffer, and a rest without it.
+    """State of a tensor that is ``factor`` times a buffer's old value plus a rest without it.
 
     Attributes:
-        version: of the tensor, after the last operation that was followed.
-        written: whether an operation has changed the value since it was a buffer's.
+        version: of the tensor, after the last tracked operation.
+        written: whether an operation has changed the value since it was the buffer's.
     """
 
     def __init__(self, buffer: int, version: int, factor: float = 1.0) -> None:
@@ -68,13 +68,13 @@ class AffinePart:
 
 
 class Followed(TorchFunctionMode):
-    """Within it the operations on some tensors, the values of buffers, are followed.
+    """Tracks the operations on buffers.
 
     Args:
-        buffers: tensors, each known by its place among them.
+        buffers: tensors, each identified by its index.
 
     Attributes:
-        uses: by place the name of an operation by which the old value goes somewhere else.
+        uses: by index, the name of an operation that uses the old value in another way.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
@@ -86,17 +86,17 @@ class Followed(TorchFunctionMode):
         self.uses: dict[int, str] = {}
 
     def part(self, tensor: Tensor) -> AffinePart | None:
-        """What is known about a tensor; None if no old value is in it."""
-        found: AffinePart | None = self._parts.get(own(tensor))
-        return found
+        """State of a tensor; None if it contains no old value."""
+        part: AffinePart | None = self._parts.get(own(tensor))
+        return part
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         backward = inside(func) if func in _BACKWARDS else None
         if backward is not None:
-            with self:  # PyTorch has put this mode aside, but what runs again there needs it
+            with self:  # PyTorch has disabled this mode, but recomputation in backward needs it
                 return backward(*args, **kwargs)
-        parts = [self.part(one) for one in tree_leaves((args, kwargs)) if _is_tensor(one)]
+        parts = [self.part(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
         before = [part for part in parts if part is not None]
         result = func(*args, **kwargs)
         if before and not self._follows(func, args, kwargs, result):
@@ -106,7 +106,7 @@ class Followed(TorchFunctionMode):
         return result
 
     def _follows(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Note what an operation does; whether it is one of those that are known."""
+        """Track an operation; return whether it is supported."""
         if func in _BATCH_NORMS:
             return self._batch_norm(func, args, kwargs)
         name = getattr(func, "__name__", "")
@@ -123,7 +123,7 @@ class Followed(TorchFunctionMode):
         return factor is not None and self._gives(args[0], result, self._place(args), factor)
 
     def _factor(self, name: str, args: Any, kwargs: Any, result: Any) -> float | None:
-        """How much of an old value is in a result; None if that is no number."""
+        """Factor of the old value in a result; None if it is not a number."""
         bare = _OTHER_NAMES.get(name.strip("_"), name.strip("_"))
         factor = None
         if name in _COPIES:
@@ -140,19 +140,21 @@ class Followed(TorchFunctionMode):
         return factor
 
     def _place(self, args: Any) -> int | None:
-        """The one buffer of which there is something in the operands."""
-        places = {part.buffer for one in args if _is_tensor(one) and (part := self.part(one))}
+        """Index of the only buffer among the operands; None if there is none or several."""
+        places = {
+            part.buffer for operand in args if _is_tensor(operand) and (part := self.part(operand))
+        }
         return places.pop() if len(places) == 1 else None
 
     def _any(self, args: Any) -> bool:
-        return any(_is_tensor(one) and self.part(one) is not None for one in args)
+        return any(_is_tensor(operand) and self.part(operand) is not None for operand in args)
 
     def _factors(self, *tensors: Any) -> list[float]:
-        parts = [self.part(one) if _is_tensor(one) else None for one in tensors]
+        parts = [self.part(tensor) if _is_tensor(tensor) else None for tensor in tensors]
         return [0.0 if part is None else part.factor for part in parts]
 
     def _copied(self, tensor: Tensor, *others: Any) -> float | None:
-        """Also as another type, unless that rounds."""
+        """Factor of a copy or conversion, unless it rounds."""
         rounds = tensor.is_floating_point() and not others[-1].is_floating_point()
         return None if rounds or self._any(others[:-1]) else self._factors(tensor)[0]
 
@@ -162,10 +164,10 @@ class Followed(TorchFunctionMode):
         factor = self._factors(tensor)[0]
         return factor * float(by) if name == "mul" else factor / float(by)
 
-    def _sum(self, name: str, one: Any, other: Any, alpha: Any = 1) -> float | None:
+    def _sum(self, name: str, tensor: Any, other: Any, alpha: Any = 1) -> float | None:
         if not isinstance(alpha, numbers.Real):
             return None
-        first, second = self._factors(one, other)
+        first, second = self._factors(tensor, other)
         if name == "rsub":
             return second - float(alpha) * first
         return first + (-1 if name == "sub" else 1) * float(alpha) * second
@@ -177,13 +179,13 @@ class Followed(TorchFunctionMode):
             return False
         if result is first:
             part = self.part(result)
-            if part is None:  # something was written into a tensor of its own
+            if part is None:  # a buffer's value was written into an untracked tensor
                 part = self._parts[own(result)] = AffinePart(place, result._version)
             if part.version != result._version or part.factor != factor:
                 part.write(factor)
             part.version = result._version
         elif result.requires_grad:
-            return False  # it is learnt from
+            return False  # it takes part in training
         else:
             part = self._parts[own(result)] = AffinePart(place, result._version, factor)
             part.written = True
@@ -218,17 +220,17 @@ class Followed(TorchFunctionMode):
         return True
 
     def _batch_norm(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """The running statistics move; nothing else depends on them in training."""
-        given = [
+        """Track an update of running statistics, on which nothing else depends in training."""
+        options = [
             args[place] if place < len(args) else kwargs.get(name)
             for place, name in zip(_BATCH_NORMS[func], _NAMES, strict=True)
         ]
-        running, training, momentum = given[:2], given[2], given[3]
+        running, training, momentum = options[:2], options[2], options[3]
         if "instance" in func.__name__:
             training = kwargs.get("use_input_stats", True if training is None else training)
         momentum = 0.1 if momentum is None else momentum
-        others = [one for one in (*args, *kwargs.values()) if _is_tensor(one)]
-        if not training or self._any([o for o in others if all(o is not r for r in running)]):
+        tensors = [leaf for leaf in (*args, *kwargs.values()) if _is_tensor(leaf)]
+        if not training or self._any([o for o in tensors if all(o is not r for r in running)]):
             return False
         for tensor in running:
             part = self.part(tensor) if _is_tensor(tensor) else None
@@ -239,9 +241,9 @@ class Followed(TorchFunctionMode):
 
 
 def own(tensor: Tensor) -> Tensor:
-    """By which a tensor is known: of one whose channels are divided, this rank's."""
+    """The tensor to track: this rank's part where channels are divided."""
     return tensor.part if isinstance(tensor, ChannelTensor) else tensor
 
 
-def _is_tensor(one: Any) -> bool:
-    return isinstance(one, Tensor)
+def _is_tensor(operand: Any) -> bool:
+    return isinstance(operand, Tensor)

@@ -1,7 +1,7 @@
-"""Attributes of modules that a forward reads and changes, which a list of steps cannot contain.
+"""Module attributes that a forward reads and changes, which a list of steps cannot contain.
 
-What code between the steps reads is a constant of the recording. What a module that is called as a
-whole reads is its own, in the one stage that has it.
+Attributes read by code between the steps are constants of the recording. Attributes read by a
+module that is called as a whole belong to the one stage that has the module.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spatialdl.pipeline.outer_state import form_of
 
 _ALWAYS = frozenset(vars(nn.Module())) - {"training"} | {"__dict__", "__class__"}
-"""What every module has; their content is looked at by itself."""
+"""Attributes of every module, whose content is handled separately."""
 
 
 class CodeRegion(NamedTuple):
-    """Where code runs: in a module that is called as a whole, or between the steps of one."""
+    """Place of code: in a module that is called as a whole, or between the steps of one."""
 
     path: str
     whole: bool
@@ -39,11 +39,11 @@ class AttributeKey(NamedTuple):
 
 
 class Attributes:
-    """Those of a network while its forward runs.
+    """Tracks attributes of a network while its forward runs.
 
     Args:
-        model: its modules; their classes are exchanged while it runs.
-        region: where the code that runs now is.
+        model: the network; the classes of its modules are replaced during the run.
+        region: returns the place of the running code.
     """
 
     def __init__(self, model: nn.Module, region: Callable[[], CodeRegion]) -> None:
@@ -58,11 +58,11 @@ class Attributes:
         self._registered: set[AttributeKey] = set()
         self._start: dict[AttributeKey, Any] = {}
         self._end: dict[AttributeKey, Any] = {}
-        self._within: dict[AttributeKey, set[int]] = {}
+        self._objects: dict[AttributeKey, set[int]] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around the forward."""
+        """Context of the forward."""
         self._start = self._forms()
         kinds: dict[str, Any] = {path: type(module) for path, module in self._modules.items()}
         _watching.append(self)
@@ -72,7 +72,7 @@ class Attributes:
             yield
         finally:
             for path, module in self._modules.items():
-                object.__setattr__(module, "__class__", kinds[path])  # not as a write
+                object.__setattr__(module, "__class__", kinds[path])  # not tracked as a write
             _watching.pop()
             self._end = self._forms()
         self._changed |= {
@@ -83,10 +83,10 @@ class Attributes:
 
     def read(self, module: nn.Module, name: str) -> None:
         region = self._region()
-        seen = id(module), name, region
-        if seen in self._seen:
+        access = id(module), name, region
+        if access in self._seen:
             return
-        self._seen.add(seen)
+        self._seen.add(access)
         key = AttributeKey(self._paths[id(module)], name)
         self._users[key].add(region)
         if key not in self._written:
@@ -111,26 +111,26 @@ class Attributes:
         """Attributes whose changes a cut would lose, with the code that must stay together.
 
         Args:
-            settled: whether this is not the first run, in which forwards prepare something.
+            settled: whether this is a repeated run; the first may initialize attributes.
         """
-        found = {}
+        lost = {}
         for group in self._together():
             users = set[CodeRegion]().union(*(self._users[key] for key in group))
             wholes = {region for region in users if region.whole}
             if users == wholes:
-                lost = len(wholes) > 1
+                is_lost = len(wholes) > 1
             else:
                 first = settled and bool(group & self._read_first)
-                lost = bool(wholes) or first or bool(group & self._registered)
-            if lost:
-                found[min(group)] = users
+                is_lost = bool(wholes) or first or bool(group & self._registered)
+            if is_lost:
+                lost[min(group)] = users
         for key in self.constants():
             if key.name == "training" and isinstance(self._modules[key.path], _BatchNorm):
-                found[key] = self._users[key]  # which does not train while it is recorded
-        return found
+                lost[key] = self._users[key]  # BatchNorm does not train while it is recorded
+        return lost
 
     def kept(self) -> set[AttributeKey]:
-        """Attributes other than tensors that the forward reads, and has changed in the end."""
+        """Non-tensor attributes that the forward reads, then changes."""
         return {
             key
             for key in self._read_first & self._changed - self._registered
@@ -138,7 +138,7 @@ class Attributes:
         }
 
     def constants(self) -> set[AttributeKey]:
-        """What code between the steps reads as it was before the forward."""
+        """Attributes whose old value is read by code between the steps."""
         return {
             key
             for key in self._read_first & self._start.keys()
@@ -146,28 +146,28 @@ class Attributes:
         }
 
     def _together(self) -> list[set[AttributeKey]]:
-        """The attributes that change, those that hold the same object in one set."""
+        """Groups of changed attributes; those that reference the same object are in one group."""
         groups: list[tuple[set[AttributeKey], set[int]]] = []
         for key in sorted(self._changed):
-            keys, within = {key}, self._within.get(key, set())
-            for group in [one for one in groups if one[1] & within]:
+            keys, objects = {key}, self._objects.get(key, set())
+            for group in [other for other in groups if other[1] & objects]:
                 groups.remove(group)
-                keys, within = keys | group[0], within | group[1]
-            groups.append((keys, within))
+                keys, objects = keys | group[0], objects | group[1]
+            groups.append((keys, objects))
         return [keys for keys, _ in groups]
 
     def _forms(self) -> dict[AttributeKey, Any]:
-        found = {}
+        forms = {}
         for path, module in self._modules.items():
             for name, value in own_attributes(module).items():
                 reached: dict[int, object] = {}
-                found[AttributeKey(path, name)] = form_of(value, reached)
-                self._within.setdefault(AttributeKey(path, name), set()).update(reached)
-        return found
+                forms[AttributeKey(path, name)] = form_of(value, reached)
+                self._objects.setdefault(AttributeKey(path, name), set()).update(reached)
+        return forms
 
 
 def own_attributes(module: nn.Module) -> Mapping[str, Any]:
-    """What a module keeps beside parameters, buffers and modules."""
+    """Attributes of a module other than parameters, buffers and modules."""
     return {name: value for name, value in vars(module).items() if name not in _ALWAYS}
 
 
@@ -176,9 +176,9 @@ _watching: list[Attributes] = []
 
 @cache
 def _watched(kind: Hashable) -> Any:
-    """A class whose instances report what is written, and if they are not of PyTorch what is read.
+    """Make a subclass that reports attribute writes, and reads unless it is PyTorch's class.
 
-    PyTorch's layers are called as a whole and read nothing but their own.
+    PyTorch's layers are called as a whole and read only their own attributes.
     """
     original: Any = kind
 
@@ -205,12 +205,12 @@ def _watched(kind: Hashable) -> Any:
 
 
 def is_of_torch(kind: type) -> bool:
-    """Whether a class of modules is PyTorch's."""
+    """Whether a module class is PyTorch's."""
     return kind.__module__.startswith("torch.nn.")
 
 
 def _value(module: nn.Module, name: str) -> object:
-    """As it is, without asking the module's own code."""
+    """Value of an attribute, without running the module's own code."""
     for place in (vars(module), module._buffers, module._parameters, module._modules):
         if name in place:
             return place[name]

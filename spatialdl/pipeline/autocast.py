@@ -1,8 +1,8 @@
-"""Mixed precision: what a stage runs under autocast, and the types of what it gives to others.
+"""Autocast of a stage, and the dtypes of its outputs.
 
-Under autocast the type of an activation is that of the operation which made it. Tensors on the
-``meta`` device are not cast, so types are found on fake tensors, which say that they are on the
-stages' own device.
+Under autocast the dtype of an activation is that of the operation that computed it. Tensors on the
+``meta`` device are not cast, so dtypes are found with fake tensors that report the stages' own
+device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spatialdl.pipeline.steps import IMAGE, Value
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """Autocast on `device` to `dtype`; nothing for None."""
+    """Context of autocast on `device` to `dtype`; does nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -30,13 +30,13 @@ def value_types(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[Value, torch.dtype]:
-    """Types of the values that stages give under autocast; they do not depend on the layout.
+    """Dtypes of the values that stages output under autocast; independent of the layout.
 
     Args:
         stages: the first ones of a network, on the ``meta`` device, in evaluation.
         image: (N, C, *spatial), on the ``meta`` device.
         device: of the stages.
-        dtype: to which autocast casts.
+        dtype: of autocast.
 
     Raises:
         ValueError: if a stage cannot be run without data.
@@ -50,14 +50,14 @@ def value_types(
                 values |= run_stage(_fake_copy(stage), values, len(image))
             except Exception as error:
                 raise ValueError(
-                    f"which types stage {number} gives to others under autocast cannot be found "
+                    f"the dtypes of the outputs of stage {number} under autocast cannot be found "
                     f"without data ({error}): take trainer.precision=float32"
                 ) from error
     return {value: tensor.dtype for value, tensor in values.items()}
 
 
 def _fake_copy(stage: nn.Module) -> nn.Module:
-    """A copy on the default device, to be made among fake tensors."""
+    """Copy a stage to the default device, under a fake-tensor mode."""
     memo: dict[int, object] = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
         for p in stage.parameters()

@@ -1,7 +1,7 @@
-"""Where to cut a list of steps, so that the heaviest stage is as light as can be.
+"""Finds the cut of a list of steps that minimizes the cost of the heaviest stage.
 
-What a stage takes from others and gives to them counts as work, too, so that of two cuts that are
-as good the one is chosen that moves less.
+Inputs and outputs of a stage add to its cost, so that of equally good cuts the one with less
+traffic wins.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from spatialdl.random import keyed
 from spatialdl.spatial.shadow import computed_attributes, meta_copy
 
 OPERATIONS_PER_ELEMENT = 20
-"""What a memory-bound operation costs per element of its output, in multiply-adds."""
+"""Cost of a memory-bound operation per element of its output, in multiply-adds."""
 
 REPEATS = 3
-"""How often a step is timed; the first time is not counted."""
+"""Timed runs of a step, after one warm-up run."""
 
 
 MOST = 1024
-"""Pixels a side of the images on which steps are timed."""
+"""Maximum side, in pixels, of the images on which steps are timed."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the steps of a network cost, and what it costs to pass their values on.
+    """Costs of a network's steps, and of passing their values between stages.
 
     Attributes:
         steps: in any unit.
-        values: for both sides, in the same unit; 0 for those that are not here.
+        values: for both sides, in the same unit; values without an entry cost 0.
     """
 
     steps: Sequence[float]
@@ -52,11 +52,11 @@ class StepCosts:
 
 
 Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], StepCosts]
-"""From a network, its recording, and the (N, C, *spatial) that this is for, to what it costs."""
+"""Computes costs from a network, its recording, and the image shape (N, C, *spatial) of it."""
 
 
 def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
-    """Time by operation counts; what is bound by memory costs by the element."""
+    """Estimate time by operation counts; memory-bound operations cost by the element."""
     counts = []
     values = _image(model, image, torch.device("meta"))
     shadow = meta_copy(model)
@@ -74,10 +74,10 @@ def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) ->
 def memory(
     model: nn.Module, recording: Recording, image: tuple[int, ...], samples: int
 ) -> StepCosts:
-    """Bytes that a step keeps for backward, and three times its weights.
+    """Bytes that each step saves for backward, and three times its weights.
 
     Args:
-        samples: whose activations are held at the same time.
+        samples: number of samples whose activations are held at the same time.
     """
     shadow = meta_copy(model)
     switch_to(shadow, training=True)
@@ -109,12 +109,12 @@ def memory(
 def measured(
     model: nn.Module, recording: Recording, image: tuple[int, ...], device: torch.device
 ) -> StepCosts:
-    """Seconds of forward and backward of each step on this device, one after the other.
+    """Measure seconds of forward and backward of each step on this device, one by one.
 
-    Larger images are tried at `MOST` pixels a side: a whole one may be more than a device holds.
+    Images have at most `MOST` pixels a side, as whole ones may exceed device memory.
 
     Raises:
-        ValueError: if the network does something else at this size.
+        ValueError: if the network has a different number of steps at this size.
     """
     small = (*image[:2], *(min(side, MOST) for side in image[2:]))
     if small != image:
@@ -122,11 +122,13 @@ def measured(
         recording = Forward(model, small[1:]).of(small[0], training=True)
         if len(recording.steps) != steps:
             raise ValueError(
-                f"parallel.balance=measured tries the layers at {small[2]}x{small[3]} pixels, but "
+                f"parallel.balance=measured times the layers at {small[2]}x{small[3]} pixels, but "
                 f"there the network has {len(recording.steps)} steps instead of {steps}: take "
                 "parallel.balance=time"
             )
-    memo: dict[int, object] = {id(one): one.detach() for one in computed_attributes(model)}
+    memo: dict[int, object] = {
+        id(attribute): attribute.detach() for attribute in computed_attributes(model)
+    }
     model = copy.deepcopy(model, memo).to(device)
     values = _image(model, image, device)
     seconds = []
@@ -138,9 +140,9 @@ def measured(
             started = time.perf_counter()
             with keyed(0, 0):
                 run_step(step, model, inputs, device)
-            outputs = [one for value in step.gives if (one := inputs[value]).requires_grad]
+            outputs = [output for value in step.gives if (output := inputs[value]).requires_grad]
             if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             _wait(device)
             times.append(time.perf_counter() - started)
         seconds.append(median(times[1:]))
@@ -149,14 +151,14 @@ def measured(
 
 
 def weighing(kind: str, comm: Communicator, device: torch.device, microbatches: int) -> Weigh:
-    """A way to find out costs, by which all ranks find the same ones.
+    """Return a cost function with the same result on all ranks.
 
     Args:
         kind: "time" by operation counts, "measured" on the device of rank 0, or "memory".
-        microbatches: of a sample or more, whose activations a stage may hold.
+        microbatches: whose activations a stage may hold, of a sample each or more.
 
     Raises:
-        ValueError: if there is no such way.
+        ValueError: if `kind` is unknown.
     """
     if kind == "time":
         return estimated
@@ -167,14 +169,14 @@ def weighing(kind: str, comm: Communicator, device: torch.device, microbatches: 
 
     def together(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
         costs = measured(model, recording, image, device) if comm.rank == 0 else None
-        found: StepCosts = comm.bcast(costs)
-        return found
+        shared: StepCosts = comm.bcast(costs)
+        return shared
 
     return together
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """Not the value itself, which a step may write into."""
+    """A leaf that requires grad, times 1 so that the step may write into it."""
     return value.clone().requires_grad_(value.is_floating_point()) * 1
 
 
@@ -194,11 +196,11 @@ def balance(
     widths: Sequence[int],
     places: Container[int] | None = None,
 ) -> list[int]:
-    """Cut so that the largest ``cost / width`` of a stage is smallest; exact.
+    """Minimize the largest ``cost / width`` of a stage; exact.
 
     Args:
         widths: ranks of each stage.
-        places: steps with which a stage may begin, at least as many as stages; if not given, any.
+        places: steps at which a stage may begin, at least as many as stages; by default any.
 
     Returns:
         Bounds: stage s has the steps ``[bounds[s], bounds[s + 1])``, at least one.
@@ -207,7 +209,7 @@ def balance(
 
     @cache
     def best(stage: int, stop: int) -> tuple[float, tuple[int, ...]]:
-        """Heaviest stage, and bounds, of the first `stage` + 1 stages over `stop` steps."""
+        """Cost of the heaviest stage, and bounds, of stages 0 to `stage` over `stop` steps."""
         if stage == 0:
             return table[0][stop] / widths[0], (0, stop)
         options = [(inf, (0,) * (stage + 2))]
@@ -223,13 +225,13 @@ def balance(
 
 
 def _stage_costs(costs: StepCosts, recording: Recording) -> list[list[float]]:
-    """``[start][stop]``: the steps between them, what they take, and what they give."""
+    """``[start][stop]``: cost of the steps between them, with their inputs and outputs."""
     sums = [0.0, *accumulate(costs.steps)]
     uses: dict[Value, list[int]] = defaultdict(list)
     for number, step in enumerate(recording.steps):
         for value in set(step.takes):
             uses[value].append(number)
-    for value in tree_leaves(recording.output, is_leaf=lambda one: isinstance(one, Value)):
+    for value in tree_leaves(recording.output, is_leaf=lambda leaf: isinstance(leaf, Value)):
         if isinstance(value, Value):
             uses[value].append(len(recording.steps) - 1)
     table = []
@@ -237,11 +239,11 @@ def _stage_costs(costs: StepCosts, recording: Recording) -> list[list[float]]:
         changes = [0.0] * (len(recording.steps) + 2)
         for value, numbers in uses.items():
             cost = costs.values.get(value, 0.0)
-            if value.step < start:  # taken, if any step in it does
+            if value.step < start:  # an input, if any step of the stage takes it
                 first = next((n for n in numbers if n >= start), None)
                 if first is not None and value.step >= 0:
                     changes[first + 1] += cost
-            elif numbers[-1] > value.step:  # given, if a later step takes it
+            elif numbers[-1] > value.step:  # an output, if a later step takes it
                 changes[value.step + 1] += cost
                 changes[numbers[-1] + 1] -= cost
         passing = list(accumulate(changes))[: len(sums)]

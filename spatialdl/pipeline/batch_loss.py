@@ -1,4 +1,4 @@
-"""A loss that compares the samples of a batch, which lie in several micro-batches and replicas."""
+"""Losses that compare the samples of a batch, across micro-batches and replicas."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class Width(NamedTuple):
 
 
 class BatchLoss:
-    """The loss of a batch, and what each micro-batch has to do with it.
+    """Loss of a whole batch, split into a criterion for each micro-batch.
 
     Outputs and targets of the whole batch are gathered between the forwards and the backwards of a
-    step, in float64; each rank has the loss and its gradient. A micro-batch has one sample on a
-    replica or none. Rows without a sample are outputs of 0 with targets of NaN.
+    step, in float64; each rank computes the loss and its gradient. A micro-batch has at most one
+    sample on a replica. Rows without a sample have outputs of 0 and targets of NaN.
 
     Args:
-        criterion: of outputs (N, columns) and targets (N, columns), one a replica and micro-batch.
+        criterion: of outputs (N, columns) and targets (N, columns); N is replicas times
+            micro-batches.
         width: of both.
-        mesh: over which outputs leave the network.
+        mesh: the mesh of the last stage.
     """
 
     def __init__(self, criterion: Criterion, width: Width, mesh: Mesh) -> None:
@@ -44,17 +45,17 @@ class BatchLoss:
         microbatches: Sequence[Microbatch],
         device: torch.device,
     ) -> dict[int, Criterion]:
-        """A criterion for each micro-batch of this rank; all ranks of the mesh must call it.
+        """Return the criterion of each of this rank's micro-batches; collective over the mesh.
 
         Their values are the loss of the batch. Their gradients, weighted by the shares of the
         micro-batches, add up to its gradient.
 
         Args:
-            outputs: (1, columns) by micro-batch, of those with a sample.
+            outputs: (1, columns) by micro-batch, for those with a sample.
             microbatches: of this rank.
 
         Raises:
-            ValueError: an output has another shape.
+            ValueError: if an output has another shape.
         """
         mesh, width = self._mesh, self._width
         rows = torch.zeros(
@@ -68,7 +69,7 @@ class BatchLoss:
             self._check(output)
             if mesh.counts:
                 is_there = target.new_ones(1, 1)
-                row = [one.detach().double() for one in (wide(output), target, is_there)]
+                row = [column.detach().double() for column in (wide(output), target, is_there)]
                 rows[number, mesh.replica] = torch.cat(row, 1)[0]
         rows = mesh.comm.all_reduce(rows)
         of_all, targets, is_there = torch.split(rows.flatten(0, 1), [*width, 1], 1)
@@ -86,13 +87,13 @@ class BatchLoss:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         if shape != (1, self._width.output):
             raise ValueError(
-                f"the network gives {shape} for a sample, but its loss compares the samples of a "
+                f"the network returns {shape} for a sample, but its loss compares the samples of a "
                 f"batch by (1, {self._width.output})"
             )
 
 
 class _Part:
-    """The criterion of a micro-batch: a loss and a gradient that are known."""
+    """Criterion of a micro-batch, from the known loss and gradient of the batch."""
 
     def __init__(self, loss: Tensor, grad: Tensor) -> None:
         self._loss, self._grad = loss, grad
@@ -106,7 +107,7 @@ def check_forwards_first(lists: Lists) -> None:
     """Refuse a schedule that begins a backward before its last forward.
 
     Raises:
-        ValueError: naming the reason.
+        ValueError: with the reason.
     """
     for actions in lists:
         kinds = [action.kind for action in actions]

@@ -1,4 +1,4 @@
-"""Which ranks share BatchNorm's statistics of a micro-batch; how what forward updates is kept."""
+"""Ranks that share a micro-batch's BatchNorm statistics, and the state that forwards update."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _Keeper = SliceStatistics | SpectralNorms | ForwardParameters | ForwardBuffers |
 
 
 class Sharing:
-    """Those of a pipeline; all its ranks make it, and call it together.
+    """Shared statistics and updated state of a pipeline; collective over all its ranks.
 
     Args:
         placed: the stages of this rank.
-        stages: their layers by number; BatchNorm layers get hooks.
+        stages: their modules by number; BatchNorm layers get hooks.
         holders: by stage the ranks that hold it.
         placement: of the pipeline.
-        over_replicas: whether BatchNorm sees a micro-batch's samples on all data replicas.
+        over_replicas: whether BatchNorm normalizes over the samples of all data replicas.
         microbatches: in a training step.
         comm: of the pipeline.
         units: by stage the modules whose weights are gathered, where state is sharded.
@@ -54,21 +54,21 @@ class Sharing:
         self._data, self._over_replicas = placement.data, over_replicas and placement.data > 1
         self._replica = placed[0].position.replica
         self._kept: dict[int, list[_Keeper]] = {}
-        self._alone: set[int] = set()  # stages whose slices are all of this rank
+        self._local: set[int] = set()  # stages whose slices all run on this rank
         self._spectral: list[SpectralNorms] = []
         for stage, module in stages.items():
             if placement.network_copies * placement.batch_parts(stage) > 1:
                 self._parameters.append(ForwardParameters(module, units.get(stage, ())))
-                others = self._keepers(module, holders[stage])
-                self._kept[stage] = [self._parameters[-1], *others]
-            elif microbatches > 1:  # a layer that runs again in backward counts there, too
+                keepers = self._keepers(module, holders[stage])
+                self._kept[stage] = [self._parameters[-1], *keepers]
+            elif microbatches > 1:  # recomputation in backward also updates statistics
                 statistics = SliceStatistics(module, SingleProcess(), in_order=True)
                 self._kept[stage] = [statistics, BuffersInOrder(module, statistics.modules)]
-                self._alone.add(stage)
+                self._local.add(stage)
         self._samples: list[dict[int, int]] = []
-        # all ranks ask or none, whichever of them have spectral norms
+        # all ranks synchronize or none, even if only some have spectral norms
         spectral = placement.data > 1 and any(comm.allgather(bool(self._spectral)))
-        self._asks = self._over_replicas or spectral
+        self._synchronizes = self._over_replicas or spectral
 
     def _keepers(self, stage: nn.Module, comm: Communicator) -> list[_Keeper]:
         statistics, spectral = SliceStatistics(stage, comm), SpectralNorms(stage, comm)
@@ -78,11 +78,13 @@ class Sharing:
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Agree on the ranks that share each micro-batch of a step."""
-        rows = {self._replica: [one.samples for one in microbatches]}
-        if self._asks:
+        rows = {self._replica: [microbatch.samples for microbatch in microbatches]}
+        if self._synchronizes:
             own = torch.tensor([self._replica, *rows[self._replica]])
-            everybody = gather_over_ranks(self._comm, own, "samples of micro-batches").tolist()
-            rows = {replica: row for replica, *row in sorted(everybody)}
+            rows_of_replicas = gather_over_ranks(
+                self._comm, own, "samples of micro-batches"
+            ).tolist()
+            rows = {replica: row for replica, *row in sorted(rows_of_replicas)}
         of_replicas = [{r: row[n] for r, row in rows.items()} for n in range(len(microbatches))]
         self._samples = [
             {r: n for r, n in row.items() if n > 0 and (self._over_replicas or r == self._replica)}
@@ -98,31 +100,31 @@ class Sharing:
             spectral.begin(sorted(order))
 
     def _slice(self, microbatch: int, replica: int) -> int:
-        """The number of a slice in the order of one process."""
+        """Number of a slice in the order of a single process."""
         return microbatch if self._over_replicas else microbatch * self._data + replica
 
     @contextmanager
     def slice_of(self, placed: StageRuntime, number: int) -> Iterator[None]:
-        """Around the forward and the backward of a stage on a micro-batch."""
+        """Context of the forward and the backward of a stage for a micro-batch."""
         stage = placed.position.stage
-        with ExitStack() as around:
-            around.enter_context(self._over(placed, number))
+        with ExitStack() as stack:
+            stack.enter_context(self._over(placed, number))
             if stage in self._kept:
-                first = stage in self._alone or placed.ranks_of(self._samples[number]).rank == 0
+                first = stage in self._local or placed.ranks_of(self._samples[number]).rank == 0
                 for keeper in self._kept[stage]:
                     which = self._slice(number, self._replica)
-                    around.enter_context(keeper.slice(which, counts=first))
+                    stack.enter_context(keeper.slice(which, counts=first))
             yield
 
     def _over(self, placed: StageRuntime, number: int) -> AbstractContextManager[object]:
-        """BatchNorm sees all samples that are shared."""
+        """Context in which BatchNorm normalizes over all shared samples."""
         parts = prod(placed.mesh.grid)
         if not self._over_replicas and placed.mesh.batch == 1:
             return nullcontext()
         return BatchNormOver(placed.ranks_of(self._samples[number]), parts)
 
     def fold(self, microbatches: int) -> None:
-        """At the end of a step: what its slices come to in the running statistics.
+        """At the end of a step, fold its slices into running statistics and other state.
 
         Raises:
             UnsupportedSpatialOp: on all ranks, if a forward of the first step changes a parameter.

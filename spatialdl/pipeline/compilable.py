@@ -1,4 +1,4 @@
-"""Which layouts can be compiled. No PyTorch here, so that a command can refuse others first."""
+"""Checks which layouts can be compiled, without PyTorch, for commands before ranks start."""
 
 from __future__ import annotations
 
@@ -6,76 +6,76 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
 
 LEAST_TIMEOUT_S = 600
-"""Other ranks wait while one compiles."""
+"""Minimum ``comm.timeout``, as ranks wait while one compiles."""
 
 
 def check_compilable(
     placement: Placement, schedule: Schedule, recompute: str, shard_state: bool
 ) -> None:
-    """Refuse to compile what would not be one process's numbers, or cannot be compiled.
+    """Refuse layouts that cannot be compiled, or whose results would change.
 
     Raises:
-        ValueError: naming the setting that does not go with it.
+        ValueError: with the incompatible setting.
     """
     grid = next((grid for grid in placement.grids if max(grid) > 1), None)
     if grid is not None:
         raise _refused(
             f"parallel.grid={list(grid)}",
-            "the operations of split images talk to other ranks",
+            "operations on split images communicate",
             "take parallel=lp, pp, dp, gems or none",
         )
     if placement.most_batch_parts > 1:
         local = f"parallel.local_dp={max(placement.batch)}"
-        raise _refused(
-            local, "stages that divide samples talk to other ranks", "take parallel.data"
-        )
+        raise _refused(local, "stages that divide samples communicate", "take parallel.data")
     if placement.most_tensor_parts > 1:
         raise _refused(
             f"parallel.tensor={max(placement.tensor)}",
-            "layers whose channels are divided talk to other ranks",
+            "layers with divided channels communicate",
             "take parallel.data",
         )
     if recompute != "none":
         raise _refused(
             f"parallel.recompute={recompute}",
-            "what runs again in backward is not compiled",
+            "recomputed blocks are not compiled",
             "leave one of them out",
         )
     if shard_state:
         raise _refused(
             "parallel.shard_state=true", "FSDP2 gathers weights by hooks", "leave one of them out"
         )
-    if any(one.kind == "weight" for actions in schedule.train for one in actions):
+    if any(action.kind == "weight" for actions in schedule.train for action in actions):
         raise _refused(
             "parallel.schedule=zero_bubble",
-            "compiled backwards give the gradients of weights at once",
+            "compiled backwards compute weight gradients at once",
             "take gpipe, 1f1b or interleaved",
         )
 
 
 def check_run(timeout: float | None, deterministic: bool) -> None:
-    """Refuse settings of a run that compiling would break.
+    """Refuse settings of a run that compilation would break.
 
     Args:
         timeout: ``comm.timeout``, seconds.
-        deterministic: whether all runs are to give the same bits.
+        deterministic: whether runs must be bitwise reproducible.
 
     Raises:
-        ValueError: if compiling may take longer, or bits would differ where a run resumes.
+        ValueError: if compilation may exceed the timeout, or bits would differ after a resume.
     """
     if deterministic:
         raise _refused(
             "trainer.deterministic=true",
-            "the first step of a run that resumes is not compiled and rounds otherwise",
+            "the first step after a resume is not compiled and rounds differently",
             "leave one of them out",
         )
     if timeout and timeout < LEAST_TIMEOUT_S:
         raise _refused(
             f"comm.timeout={timeout:g}",
-            "ranks wait while another one compiles",
+            "ranks wait while one compiles",
             f"take at least {LEAST_TIMEOUT_S} seconds, or null",
         )
 
 
 def _refused(setting: str, reason: str, remedy: str) -> ValueError:
-    return ValueError(f"trainer.compile=true does not go with {setting}, as {reason}: {remedy}")
+    return ValueError(
+        f"trainer.compile=true cannot be combined with {setting}, as {reason}: {remedy}"
+    )

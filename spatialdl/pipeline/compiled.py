@@ -1,8 +1,8 @@
-"""Stages whose steps run as `torch.compile` makes them, where that gives the same numbers.
+"""Stages whose steps are compiled by `torch.compile`, where results stay the same.
 
-Steps that draw random numbers, write into buffers other than BatchNorm's, have hooks or run again
-in backward stay as they are; what lies between them is compiled. Which these are is seen in a first
-run, which compiles nothing.
+Steps that draw random numbers, write into buffers other than BatchNorm's, have hooks or are
+recomputed in backward run eagerly; the steps between them are compiled. A first, eager run finds
+out which these are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "fallback_random": True,
     "emulate_precision_casts": True,
 }
-"""Of inductor: numbers as PyTorch draws them, and rounds them between operations."""
+"""Options of inductor: PyTorch's random numbers, and its rounding between operations."""
 
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"),
@@ -40,7 +40,7 @@ _HOOKS = (
 
 
 def compile_stages(stages: Iterable[nn.Module]) -> None:
-    """From now on run stages of `pipeline.partition.cut` compiled."""
+    """Switch stages of `pipeline.partition.cut` to compiled steps."""
     for stage in stages:
         if not isinstance(stage, Stage):
             raise TypeError(f"{type(stage).__name__} was not cut to be compiled")
@@ -48,10 +48,10 @@ def compile_stages(stages: Iterable[nn.Module]) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse to compile where that would fail in the first step.
+    """Check for a compiler, rather than fail in the first step.
 
     Raises:
-        ValueError: if there is no compiler, or none for the device.
+        ValueError: if there is no compiler, or inductor does not support the device.
     """
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -61,28 +61,27 @@ def check_compiler(device: torch.device) -> None:
     init_backend_registration()
     if get_scheduling_for_device(device.type) is None:
         raise ValueError(
-            f"trainer.compile=true: PyTorch's inductor does not compile for {device.type}: leave "
-            "it out"
+            f"trainer.compile=true: PyTorch's inductor does not support {device.type}: leave it out"
         )
     if device.type != "cpu" and not has_triton():
         raise ValueError(
-            f"trainer.compile=true needs Triton for {device.type}, which is not installed here: "
+            f"trainer.compile=true needs Triton for {device.type}, which is not installed: "
             "install PyTorch with it, or leave it out"
         )
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ValueError(
-            "trainer.compile=true needs a C++ compiler when it runs, and there is none here: "
-            "install g++ or name one by CXX=..., or leave it out"
+            "trainer.compile=true needs a C++ compiler at run time, and none was found: "
+            "install g++, set CXX=..., or leave it out"
         ) from error
 
 
 class CompiledSteps:
-    """Runs the steps of a stage; what is alike in all runs is compiled."""
+    """Runs the steps of a stage, compiled where they do not differ from run to run."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, bool, bool], tuple[Recording, list[_Run]]] = {}
+        self._runs: dict[tuple[int, bool, bool], tuple[Recording, list[_Run]]] = {}
 
     def __deepcopy__(self, memo: object) -> CompiledSteps:
         return CompiledSteps()
@@ -95,26 +94,26 @@ class CompiledSteps:
         values: dict[Value, Tensor],
         device: torch.device,
     ) -> None:
-        """Run all steps of a stage for a number of samples; what they give is added to `values`."""
+        """Run all steps of a stage for `samples` samples and add their outputs to `values`."""
         key = samples, stage.training, torch.is_grad_enabled()
-        known, runs = self._found.get(key, (None, []))
+        known, runs = self._runs.get(key, (None, []))
         if known is not recording:
-            reasons = self._watched(stage, recording, values, device)
+            reasons = self._first_run(stage, recording, values, device)
             steps = stage._span(recording)
             runs = [
                 _Run(stage, steps, numbers, device, is_compiled)
                 for numbers, is_compiled in _bounds(stage, steps, reasons)
             ]
-            self._found[key] = recording, runs
-            _tell(runs, reasons, stage.training)
+            self._runs[key] = recording, runs
+            _log_runs(runs, reasons, stage.training)
             return
         for run in runs:
             run(stage, recording, values, device)
 
-    def _watched(
+    def _first_run(
         self, stage: Stage, recording: Recording, values: dict[Value, Tensor], device: torch.device
     ) -> list[str]:
-        """Run the steps as they are, and find out by step why it cannot be compiled, or ""."""
+        """Run the steps eagerly; return per step why it cannot be compiled, or ""."""
         kept = {key.path for key in stage._network.kept}
         calls: Counter[nn.Module] = Counter()
         reasons = []
@@ -128,7 +127,7 @@ class CompiledSteps:
 def _bounds(
     stage: Stage, steps: Sequence[Step], reasons: Sequence[str]
 ) -> Iterator[tuple[range, bool]]:
-    """Consecutive steps that run together, and whether they are compiled: not a layer alone."""
+    """Yield runs of steps and whether to compile each; a single layer is not worth it."""
     start = 0
     for stop in range(1, len(steps) + 1):
         if stop < len(steps) and bool(reasons[stop]) == bool(reasons[start]):
@@ -143,25 +142,25 @@ def _paths(steps: Sequence[Step]) -> list[str]:
     return [step.call for step in steps if isinstance(step.call, str)]
 
 
-def _tell(runs: Sequence[_Run], reasons: Sequence[str], training: bool) -> None:
+def _log_runs(runs: Sequence[_Run], reasons: Sequence[str], training: bool) -> None:
     compiled = sum(len(run.numbers) for run in runs if run.is_compiled)
-    left = Counter(reason for reason in reasons if reason)
+    skipped = Counter(reason for reason in reasons if reason)
     log.log(
         logging.INFO if compiled else logging.WARNING,
         "trainer.compile: %d of %d steps of this stage are compiled in %s%s",
         compiled,
         len(reasons),
         "training" if training else "evaluation",
-        "".join(f"; {count} not: {reason}" for reason, count in left.items()),
+        "".join(f"; {count} not: {reason}" for reason, count in skipped.items()),
     )
 
 
 class _Run:
-    """Consecutive steps of a stage, compiled or as they are.
+    """Consecutive steps of a stage, compiled or eager.
 
     Args:
         steps: of the stage.
-        numbers: of these steps among them.
+        numbers: of the steps of this run.
         is_compiled: whether they are compiled.
     """
 
@@ -175,14 +174,14 @@ class _Run:
     ) -> None:
         self.numbers, self.is_compiled = numbers, is_compiled
         own = [steps[number] for number in numbers]
-        given = [value for step in own for value in step.gives]
+        outputs = [value for step in own for value in step.gives]
         self._dropped = {value for number in numbers for value in stage._drop[number]}
-        taken = dict.fromkeys(value for step in own for value in step.takes)
-        self._takes = tuple(value for value in taken if value not in given)
-        self._gives = tuple(value for value in given if value not in self._dropped)
+        inputs = dict.fromkeys(value for step in own for value in step.takes)
+        self._takes = tuple(value for value in inputs if value not in outputs)
+        self._gives = tuple(value for value in outputs if value not in self._dropped)
         layers = [stage.get_submodule(path) for path in _paths(own)]
         self._modules = [module for layer in layers for module in layer.modules()]
-        self._norms = [one for one in self._modules if isinstance(one, _BatchNorm)]
+        self._norms = [module for module in self._modules if isinstance(module, _BatchNorm)]
         self._plain = _function(own, self._takes, self._gives, device)
         self._compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(
             self._plain, fullgraph=True, dynamic=False, options=OPTIONS
@@ -195,18 +194,18 @@ class _Run:
         values: dict[Value, Tensor],
         device: torch.device,
     ) -> None:
-        """Run the steps; what they give is added to `values`, what they take last is dropped."""
-        # PyTorch does not look for hooks that are there for a while only
+        """Run the steps: add their outputs to `values`, drop inputs after their last use."""
+        # torch.compile does not notice hooks that exist temporarily
         if not self.is_compiled or any(map(_has_hooks, self._modules)):
             for number in self.numbers:
                 stage.run_part([number], recording, values, device)
             return
         tensors = [values[value] for value in self._takes]
-        with ExitStack() as around:
+        with ExitStack() as stack:
             for norm in self._norms:
-                around.enter_context(_hooks_around(norm))
-            # modes that look at each function of PyTorch have seen the first run
-            around.enter_context(torch._C.DisableTorchFunction())
+                stack.enter_context(_hooks_around(norm))
+            # function modes already saw the first run
+            stack.enter_context(torch._C.DisableTorchFunction())
             outputs = self._outputs(stage, tensors)
         values.update(zip(self._gives, outputs, strict=True))
         for value in self._dropped:
@@ -217,11 +216,11 @@ class _Run:
 
         try:
             return self._compiled(stage, *tensors)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before anything has run
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before any step has run
             reason = str(error).strip().partition("\n")[0]
             first, last = self.numbers[0], self.numbers[-1]
             log.warning(
-                "trainer.compile: steps %d to %d of this stage stay as they are: %s",
+                "trainer.compile: steps %d to %d of this stage are not compiled: %s",
                 *(first, last, reason),
             )
             self._compiled = self._plain
@@ -231,9 +230,9 @@ class _Run:
 def _function(
     steps: Sequence[Step], takes: Sequence[Value], gives: Sequence[Value], device: torch.device
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The steps as a function of a stage and tensors, with code of its own.
+    """Make a function of a stage and tensors from steps, with its own code object.
 
-    PyTorch counts by code object how often it has compiled, and gives up after a few times.
+    PyTorch limits recompilations per code object.
     """
 
     def run(stage: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -251,16 +250,19 @@ def _function(
 
 @contextmanager
 def _hooks_around(norm: _BatchNorm) -> Iterator[None]:
-    """Around compiled steps that call a BatchNorm once: its hooks, instead of around its call.
+    """Run the hooks of a BatchNorm around compiled steps that call it once.
 
-    Uncompiled forwards, of which autograd has kept the running statistics, do not count a version.
+    Running statistics keep their version counter, as uncompiled forwards may have saved them for
+    backward.
     """
     hooks = {name: getattr(norm, name) for name in _HOOKS}
     for hook in hooks["_forward_pre_hooks"].values():
         hook(norm, ())
     for name in _HOOKS:
         setattr(norm, name, OrderedDict())
-    running = [one for one in (norm.running_mean, norm.running_var) if one is not None]
+    running = [
+        statistic for statistic in (norm.running_mean, norm.running_var) if statistic is not None
+    ]
     try:
         with _unsafe_preserve_version_counter(tuple(running)):
             yield
@@ -272,10 +274,10 @@ def _hooks_around(norm: _BatchNorm) -> Iterator[None]:
 
 
 class _Watch:
-    """Around a step: finds out what keeps it from being compiled.
+    """Context of a step that finds out why it cannot be compiled.
 
     Attributes:
-        reason: of that, after the step; empty if nothing does.
+        reason: set after the step; empty if it can be compiled.
     """
 
     def __init__(self, stage: Stage, step: Step, kept: set[str], calls: Counter[nn.Module]) -> None:
@@ -287,14 +289,14 @@ class _Watch:
         self._keeps = path is not None and any(f"{k}.".startswith(f"{path}.") for k in kept)
         attributes = {name: getattr(stage.get_submodule(h), n) for name, h, n in _split(step)}
         self._state = [*attributes.values(), *_state(root)]
-        self._norms = [one for one in self._modules if isinstance(one, _BatchNorm)]
+        self._norms = [module for module in self._modules if isinstance(module, _BatchNorm)]
         self._again = False
 
     def __enter__(self) -> _Watch:
-        self._versions = [one._version for one in self._state]
+        self._versions = [tensor._version for tensor in self._state]
         self._drawn = numbers_drawn()
         self.reason = self._before()
-        self._handles = [one.register_forward_pre_hook(self._called) for one in self._norms]
+        self._handles = [norm.register_forward_pre_hook(self._called) for norm in self._norms]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -307,17 +309,17 @@ class _Watch:
         self._again |= under_checkpoint()
 
     def _before(self) -> str:
-        if not self._step.with_grad or self._step.others:
-            return "it switches gradients off, or returns more than tensors"
+        if not self._step.with_grad or self._step.non_tensors:
+            return "it disables gradients, or returns more than tensors"
         if self._keeps:
-            return "it changes attributes of its own"
+            return "it changes its attributes"
         if any(_has_hooks(module) for module in self._modules):
             return "it has hooks"
         for norm in self._norms:
             if norm.training and (norm.momentum is None or not is_plain(norm)):
-                return "BatchNorm with an average over all batches, or a forward of its own"
+                return "BatchNorm with a cumulative average, or a custom forward"
             if norm.training and StatisticsOver.comm is not None:
-                return "BatchNorm over replicas talks to other ranks"
+                return "BatchNorm over replicas communicates"
         return ""
 
     def _after(self) -> str:
@@ -327,7 +329,7 @@ class _Watch:
             return "BatchNorm in torch.utils.checkpoint"
         if any(self._calls[norm] > 1 for norm in self._norms):
             return "it calls a BatchNorm twice"
-        if [one._version for one in self._state] != self._versions:
+        if [tensor._version for tensor in self._state] != self._versions:
             return "it writes into buffers or weights"
         return ""
 
@@ -343,13 +345,13 @@ def _state(root: nn.Module) -> Iterator[Tensor]:
     yield from root.parameters()
     for module in root.modules():
         if not (isinstance(module, _BatchNorm) and is_plain(module)):
-            yield from (one for one in module._buffers.values() if one is not None)
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks other than those that keep BatchNorm's statistics, which `_Segment` calls itself."""
+    """Whether it has hooks other than those of `SliceStatistics`, which `_Run` calls."""
     hooks = [
         *(*module._forward_pre_hooks.values(), *module._forward_hooks.values()),
         *(*module._backward_pre_hooks.values(), *module._backward_hooks.values()),
     ]
-    return any(not isinstance(getattr(one, "__self__", None), SliceStatistics) for one in hooks)
+    return any(not isinstance(getattr(hook, "__self__", None), SliceStatistics) for hook in hooks)

@@ -1,9 +1,9 @@
-"""Buffers that forward updates, over replicas as one process would have kept them.
+"""Updates buffers that forwards change as a single process would, over all replicas.
 
-Averages that move along, counters, running statistics of layers of one's own: all that is not
-PyTorch's BatchNorm, which `pipeline.statistics` keeps. Every slice of a batch starts from the
-buffers of the step's beginning; each leaves them as ``factor * old + rest``, see `pipeline.affine`,
-and at the end of the step these updates are carried out in the order of the slices.
+These are moving averages, counters and running statistics of custom layers: all but PyTorch's
+BatchNorm, see `pipeline.statistics`. Every slice of a batch starts from the buffers at the start
+of the step and leaves them as ``factor * old + rest``, see `pipeline.affine`. At the end of the
+step the updates are applied in the order of the slices.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.affine import Followed
 
 REMEDY = (
-    "keep it in a plain moving average, or take a layout whose ranks have no samples of their own "
+    "keep it in a plain moving average, or take a layout that does not divide samples over ranks "
     "(parallel=sp, lp or pp)"
 )
-UNSEEN = "writes into it by code that is not seen, or by another name"
+UNTRACKED = "writes into it by code that is not tracked, or by an alias"
 
 
 class _Place(NamedTuple):
-    """Where a buffer is."""
+    """Location of a buffer."""
 
     module: nn.Module
     name: str
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """What a slice does with a buffer: ``factor * old + rest``."""
+    """Update of a buffer by one slice: ``factor * old + rest``."""
 
     slice: int
     factor: float
@@ -50,12 +50,12 @@ class _Update(NamedTuple):
 
 
 class ForwardBuffers:
-    """Keeps what slices do with the buffers of a stage until `fold`.
+    """Collects the updates of a stage's buffers by slices until `fold`.
 
     Args:
-        stage: its buffers are watched.
+        stage: the module that has the buffers.
         comm: the ranks that have this stage.
-        apart: modules whose buffers are kept elsewhere.
+        apart: modules whose buffers are handled elsewhere.
     """
 
     def __init__(self, stage: nn.Module, comm: Communicator, apart: Collection[nn.Module]) -> None:
@@ -66,15 +66,15 @@ class ForwardBuffers:
 
     @contextmanager
     def slice(self, number: int, counts: bool) -> Iterator[None]:
-        """What is called inside sees a slice of the batch.
+        """Context of the calls for one slice of the batch.
 
         Args:
-            number: of the slice, from 0 in the order of one process.
-            counts: of the ranks that share the slice, exactly one says yes.
+            number: of the slice, from 0 in the order of a single process.
+            counts: True on exactly one of the ranks that share the slice.
 
         Raises:
-            UnsupportedSpatialOp: if a buffer is updated in a way of which is not known what several
-                slices come to.
+            UnsupportedSpatialOp: if a buffer is updated in a way that cannot be combined over
+                slices.
         """
         moving = self._places if self._moving is None else self._moving
         old = [place.tensor for place in moving]
@@ -82,23 +82,25 @@ class ForwardBuffers:
         if not moving:
             yield
         else:
-            clones = {id(one): one.clone() for one in old if one is not None}  # some are shared
-            fresh = [clones.get(id(one)) for one in old]
-            followed = Followed([one for one in fresh if one is not None])
+            clones = {
+                id(buffer): buffer.clone() for buffer in old if buffer is not None
+            }  # some are shared
+            fresh = [clones.get(id(buffer)) for buffer in old]
+            followed = Followed([buffer for buffer in fresh if buffer is not None])
             try:
-                # swapped, not overwritten: autograd has kept the old ones for the slices before
-                for place, one in zip(moving, fresh, strict=True):
-                    place.module._buffers[place.name] = one
+                # swapped, not overwritten: autograd saved the old ones for earlier slices
+                for place, buffer in zip(moving, fresh, strict=True):
+                    place.module._buffers[place.name] = buffer
                 with followed:
                     yield
                 self._keep(moving, old, fresh, followed, number, counts)
             finally:
-                for place, one in zip(moving, old, strict=True):
-                    place.module._buffers[place.name] = one
+                for place, buffer in zip(moving, old, strict=True):
+                    place.module._buffers[place.name] = buffer
         for place, state in zip(self._places, before, strict=True):
             if _state(place.tensor) != state:
                 known = place in moving
-                raise _refusal(place, UNSEEN if known else "it did not in the first step")
+                raise _refusal(place, UNTRACKED if known else "not in the first step")
 
     def _keep(
         self,
@@ -109,15 +111,15 @@ class ForwardBuffers:
         number: int,
         counts: bool,
     ) -> None:
-        known = [place for place, one in zip(moving, fresh, strict=True) if one is not None]
-        for place, before, one in zip(moving, old, fresh, strict=True):
+        known = [place for place, buffer in zip(moving, fresh, strict=True) if buffer is not None]
+        for place, before, buffer in zip(moving, old, fresh, strict=True):
             now = _now(place)
-            if one is None and now is None:
+            if buffer is None and now is None:
                 continue
-            if one is None or now is None or before is None or now.shape != one.shape:
+            if buffer is None or now is None or before is None or now.shape != buffer.shape:
                 raise _refusal(place, "changes its shape")
             part = followed.part(now)
-            seen = now is not one or (part is not None and part.written)
+            seen = now is not buffer or (part is not None and part.written)
             unseen = part is not None and part.version != now._version
             first = self._moving is None
             if not seen and not unseen and not (first and not _equal(now, before)):
@@ -126,7 +128,7 @@ class ForwardBuffers:
             if use is not None:
                 raise _refusal(place, f"uses its old value in '{use}'")
             if unseen or not seen:
-                raise _refusal(place, UNSEEN)
+                raise _refusal(place, UNTRACKED)
             if part is not None and known[part.buffer] is not place:
                 raise _refusal(place, f"fills it from '{known[part.buffer].path}'")
             if counts:
@@ -136,7 +138,7 @@ class ForwardBuffers:
 
     @torch.no_grad()
     def fold(self, slices: int) -> None:
-        """Carry out the updates of all slices of the batch; all ranks must call it."""
+        """Apply the updates of all slices of the batch; collective."""
         places = self._places if self._moving is None else self._moving
         if not places:
             return
@@ -146,20 +148,22 @@ class ForwardBuffers:
             for update in self._updates[place.path]:
                 own[0, row, update.slice] += 1
                 own[1, row, update.slice] *= update.factor
-        own[1] -= 1.0  # of ranks that have nothing of a slice nothing is added
+        own[1] -= 1.0  # so that ranks without the slice add 0 to the sum
         table = sum_over_ranks(self._comm, own, "updates of buffers")
         updated, factors = (table[0].sum(1) > 0).tolist(), table[1] + 1.0
         if self._moving is None:
             self._moving = [
                 place
                 for place, moves in zip(places, updated, strict=True)
-                if moves or isinstance(place.module, _NormBase)  # may be frozen for a while
+                if moves or isinstance(place.module, _NormBase)  # may be frozen temporarily
             ]
         rows = [row for row, moves in enumerate(updated) if moves]
         if not rows:
             return
         tensors = [places[row].tensor for row in rows]
-        device = next((one.device for one in tensors if one is not None), torch.device("cpu"))
+        device = next(
+            (tensor.device for tensor in tensors if tensor is not None), torch.device("cpu")
+        )
         parts = [self._own_part(places[row], factors[row]).to(device) for row in rows]
         total = sum_over_ranks(self._comm, torch.cat(parts), "buffers that forward updates")
         sums = torch.split(total, [len(part) for part in parts])
@@ -167,14 +171,14 @@ class ForwardBuffers:
             _set(places[row], float(factors[row].prod()), rest)
 
     def _own_part(self, place: _Place, factors: Tensor) -> Tensor:
-        """What this rank's slices add to a buffer."""
+        """Contribution of this rank's slices to a buffer."""
         updates, self._updates[place.path] = self._updates[place.path], []
         buffer = place.tensor
         total = torch.zeros(0, dtype=torch.float64)
         if buffer is not None:
             total = buffer.new_zeros(buffer.numel(), dtype=torch.float64)
         own: dict[int, Tensor] = {}
-        for number, factor, rest in updates:  # of one slice in forward, then in backward
+        for number, factor, rest in updates:  # a slice has one in forward, maybe one in backward
             own[number] = rest if number not in own else factor * own[number] + rest
         for number, rest in own.items():
             total += float(factors[number + 1 :].prod()) * rest.reshape(-1)
@@ -182,13 +186,13 @@ class ForwardBuffers:
 
 
 class BuffersInOrder:
-    """Buffers of a stage whose micro-batches are all of this rank: forwards update them in order.
+    """Checks the buffers of a stage whose micro-batches all run on this rank, in order.
 
-    What runs again in backward, after the forwards of later micro-batches, would not.
+    Forwards update them in order; recomputation in backward, after later forwards, would not.
 
     Args:
-        stage: its buffers are watched.
-        apart: modules whose buffers are kept elsewhere.
+        stage: the module that has the buffers.
+        apart: modules whose buffers are handled elsewhere.
     """
 
     def __init__(self, stage: nn.Module, apart: Collection[nn.Module]) -> None:
@@ -197,7 +201,7 @@ class BuffersInOrder:
 
     @contextmanager
     def slice(self, number: int, counts: bool) -> Iterator[None]:
-        """Around the forward of a micro-batch, then around its backward.
+        """Context of the forward of a micro-batch, then of its backward.
 
         Raises:
             UnsupportedSpatialOp: if backward changes a buffer.
@@ -207,8 +211,8 @@ class BuffersInOrder:
             yield
             return
         buffers = [place.tensor for place in self._places]
-        states = [_state(one) for one in buffers]
-        with Followed([one for one in buffers if one is not None]) as followed:
+        states = [_state(buffer) for buffer in buffers]
+        with Followed([buffer for buffer in buffers if buffer is not None]) as followed:
             yield
         for place, state in zip(self._places, states, strict=True):
             tensor = place.tensor
@@ -216,34 +220,34 @@ class BuffersInOrder:
             if _state(tensor) != state or (part is not None and part.written):
                 raise UnsupportedSpatialOp(
                     f"the forward of {type(place.module).__name__} updates its buffer "
-                    f"'{place.path}' once more in backward, where torch.utils.checkpoint runs it "
-                    "again; later micro-batches have updated it by then, other than in one "
-                    "process: take parallel.microbatches=1, or parallel.recompute=block instead "
+                    f"'{place.path}' again in backward, where torch.utils.checkpoint reruns it; "
+                    "later micro-batches have updated it by then, unlike in a single process: "
+                    "take parallel.microbatches=1, or parallel.recompute=block instead "
                     "of the checkpoint"
                 )
 
     def fold(self, slices: int) -> None:
-        """A step ends."""
+        """End the step."""
         self._forward.clear()
 
 
 def _places(stage: nn.Module, apart: Collection[nn.Module]) -> list[_Place]:
-    found = []
+    places = []
     for path, module in stage.named_modules():
         if module not in apart:
-            found += [
+            places += [
                 _Place(module, name, f"{path}.{name}" if path else name) for name in module._buffers
             ]
-    return found
+    return places
 
 
 def _now(place: _Place) -> Tensor | None:
-    """What a forward has left in a buffer; of divided channels this rank's."""
+    """The buffer after a forward; this rank's part if channels are divided."""
     now, seen = place.tensor, vars(place.module).get(place.name)
     if not (isinstance(now, ChannelTensor) and isinstance(seen, ChannelTensor)):
         return now
     if (now.at, now.partition) != (seen.at, seen.partition):
-        raise _refusal(place, "divides its channels otherwise")
+        raise _refusal(place, "divides its channels differently")
     return now.part
 
 
@@ -251,8 +255,8 @@ def _state(tensor: Tensor | None) -> tuple[int, int]:
     return id(tensor), 0 if tensor is None else tensor._version
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _set(place: _Place, factor: float, rest: Tensor) -> None:
@@ -265,7 +269,7 @@ def _set(place: _Place, factor: float, rest: Tensor) -> None:
 def _refusal(place: _Place, what: str) -> UnsupportedSpatialOp:
     kind = type(place.module).__name__
     return UnsupportedSpatialOp(
-        f"the forward of {kind} updates its buffer '{place.path}', but {what}: what several "
-        "replicas, copies or ranks that divide a batch come to is then not that of one process; "
-        f"{REMEDY}"
+        f"the forward of {kind} updates its buffer '{place.path}', but {what}: the combined update "
+        "of several replicas, copies or ranks that divide a batch then differs from that of a "
+        f"single process; {REMEDY}"
     )

@@ -1,8 +1,8 @@
-"""Forwards that change a parameter, which several replicas cannot do as one process does.
+"""Detects forwards that change a parameter, which replicas would repeat.
 
-Each replica would change it as often as it has samples, and sharded state may lose what was
-written. The first step compares values, and looks for writes by ``parameter.data``, of which no
-version is counted; later steps compare versions and addresses only, which no device waits for.
+Each replica would change it once per slice, and sharded state may lose the write. The first step
+compares values, and looks for writes by ``parameter.data``, which bypass the version counter. Later
+steps compare versions and addresses only, without synchronization.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spatialdl.errors import UnsupportedSpatialOp
 
 
 class _Seen(NamedTuple):
-    """A parameter before a forward; its values as a number, in the first step only."""
+    """A parameter before a forward; with a digest of its values in the first step."""
 
     tensor: Tensor
     state: tuple[int, ...]
@@ -30,14 +30,14 @@ class _Seen(NamedTuple):
 
 
 class ForwardParameters:
-    """Finds the parameters of a stage into which its forwards write.
+    """Finds the parameters of a stage that its forwards change.
 
     Args:
-        stage: its parameters are watched.
-        units: modules in it whose weights are gathered for their forward, by hooks; or none.
+        stage: the module that has the parameters.
+        units: modules in it whose weights are gathered for their forward by hooks, if any.
 
     Attributes:
-        written: the name of a parameter that a forward has changed; empty if none.
+        written: name of a parameter that a forward has changed; empty if none.
     """
 
     def __init__(self, stage: nn.Module, units: Sequence[nn.Module] = ()) -> None:
@@ -52,7 +52,7 @@ class ForwardParameters:
             self._register(unit, f"{paths[unit]}." if paths[unit] else "")
 
     def _register(self, unit: nn.Module, prefix: str) -> None:
-        """Look at a unit between the hooks that gather, the first, and give back, the last."""
+        """Compare a unit's parameters between the hooks that gather (first) and reshard (last)."""
         seen: dict[str, _Seen] = {}
 
         def before(module: nn.Module, args: Any) -> None:
@@ -72,7 +72,7 @@ class ForwardParameters:
 
     @contextmanager
     def slice(self, number: int, counts: bool) -> Iterator[None]:
-        """Around the forward of a slice of the batch, then around its backward.
+        """Context of the forward of a slice of the batch, then of its backward.
 
         Raises:
             UnsupportedSpatialOp: if the forward changes a parameter, but did not in the first step.
@@ -89,7 +89,7 @@ class ForwardParameters:
         finally:
             self._in_forward = False
         self._compare(seen, self._look(self._stage))
-        for parameter, alias, version in aliases.found:
+        for parameter, alias, version in aliases.aliases:
             if alias._version != version and id(parameter) in self._names:
                 self.written = self.written or self._names[id(parameter)]
         if self.written and not self._is_first:
@@ -97,28 +97,30 @@ class ForwardParameters:
 
     @torch.no_grad()
     def _look(self, module: nn.Module, prefix: str = "") -> dict[str, _Seen]:
-        found = {}
+        parameters = {}
         with torch._C.DisableTorchFunction():
-            for name, one in module.named_parameters(prefix.removesuffix(".")):
-                local = shard_of(one)
-                state = one._version, local._version, local.data_ptr()
-                found[name] = _Seen(one, state, digest(one) if self._is_first else None)
-                self._names[id(one)] = name
-        return found
+            for name, parameter in module.named_parameters(prefix.removesuffix(".")):
+                local = shard_of(parameter)
+                state = parameter._version, local._version, local.data_ptr()
+                parameters[name] = _Seen(
+                    parameter, state, digest(parameter) if self._is_first else None
+                )
+                self._names[id(parameter)] = name
+        return parameters
 
     def _compare(self, before: dict[str, _Seen], after: dict[str, _Seen]) -> None:
         with torch._C.DisableTorchFunction():
             for name, old in before.items():
                 new = after.get(name)
                 if new is not None and type(new.tensor) is not type(old.tensor):
-                    continue  # gathered or given back meanwhile
+                    continue  # gathered or resharded in between
                 if new is None or new.tensor is not old.tensor or new.state != old.state:
                     self.written = self.written or name
                 elif old.values is not None and new.values is not None:
                     self._flags.setdefault(name, []).append(old.values != new.values)
 
     def fold(self, slices: int) -> None:
-        """A step ends; after the first one, compare values."""
+        """End the step; after the first one, compare values."""
         self._forward.clear()
         self._names.clear()
         if self._flags and not self.written:
@@ -129,36 +131,36 @@ class ForwardParameters:
 
 
 def check_unwritten(comm: Communicator, watched: Sequence[ForwardParameters]) -> None:
-    """At the end of the first step; all ranks of a pipeline must call it.
+    """Check the first step of all stages; collective over the pipeline's ranks.
 
     Raises:
-        UnsupportedSpatialOp: on all ranks, if a forward on one of them has changed a parameter.
+        UnsupportedSpatialOp: on all ranks, if a forward on any rank has changed a parameter.
     """
-    own = next((one.written for one in watched if one.written), "")
+    own = next((stage.written for stage in watched if stage.written), "")
     written = next((name for name in comm.allgather(own) if name), "")
     if written:
         raise _refusal(written)
 
 
 class _Aliases(TorchFunctionMode):
-    """Notes each ``parameter.data``, which counts versions of its own."""
+    """Records each ``parameter.data``, which has a separate version counter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Tensor, Tensor, int]] = []
+        self.aliases: list[tuple[Tensor, Tensor, int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
         if is_data and isinstance(args[0], nn.Parameter):
-            self.found.append((args[0], result, result._version))
+            self.aliases.append((args[0], result, result._version))
         return result
 
 
 def _refusal(name: str) -> UnsupportedSpatialOp:
     return UnsupportedSpatialOp(
         f"the forward changes the parameter '{name}', which replicas, copies and ranks that divide "
-        "a batch would each do as often as they have samples, other than one process: do it after "
+        "a batch would each do once per slice, unlike a single process: do it after "
         "the optimizer's step, or in a parametrization (torch.nn.utils.parametrize), or take "
         "parallel=sp, lp or pp"
     )

@@ -1,4 +1,4 @@
-"""Pipelines, GEMS, and all other layouts in a training loop of the user's own."""
+"""Pipeline: pipelines, GEMS and all other layouts in a user's own training loop."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ _SCHEDULES = (*SCHEDULES, "gems", *GEMS[:2])
 
 
 class Pipeline:
-    """A network over stages, grids and replicas of ranks, for a training loop of your own.
+    """A network over stages, grids and replicas of ranks, for your own training loop.
 
-    Every rank makes it with the same network and arguments, and calls the same methods. Weights and
-    buffers become those of rank 0. As one process that accumulates over the same slices of a batch:
-    micro-batch by micro-batch, within it replica by replica, each as even as possible.
+    Construction and all methods are collective, with the same network and arguments on every rank.
+    Weights and buffers are broadcast from rank 0. Results match a single process that accumulates
+    over the same slices of a batch: micro-batch by micro-batch, replica by replica within it, each
+    as even as possible.
 
     ::
 
@@ -48,43 +49,42 @@ class Pipeline:
         )
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         for images, labels in loader:
-            loss = pipeline.step(images, labels)  # forward, backward, gradients averaged
+            loss = pipeline.step(images, labels)  # forward, backward, averaged gradients
             optimizer.step()
 
     Args:
         model: the whole network.
-        layout: a mesh of `init_mesh` for a network in one stage, or a `Placement`; None for the
-            keywords `grid` to `interleave`.
+        layout: a mesh of `init_mesh` for a network in one stage, or a `Placement`; None to use
+            the keywords `grid` to `interleave`.
         image_size: (channels, *size) of the whole images.
         criterion: the mean loss of outputs and targets.
         schedule: "gpipe", "1f1b", "zero_bubble", "interleaved" (ranks hold several stages each),
-            "gems" or "mast", or "basic" (a second copy of the network in inverse order).
-        microbatches: into which a batch is cut; with GEMS an even number.
-        grid: into how many parts each spatial dim is cut in stages that cut images.
-        stages: into which the network is cut.
-        spatial_stages: so many of the first stages cut images; by default one, with "interleaved"
+            "gems" or "mast", or "basic" (a second copy of the network in reverse order).
+        microbatches: number of micro-batches in a batch; even with GEMS.
+        grid: number of parts along each spatial dim, in stages that cut images.
+        stages: number of stages.
+        spatial_stages: number of first stages that cut images; by default 1, with "interleaved"
             all.
         data: replicas, each with its own slice of every micro-batch.
         tensor: ranks that divide the channels of weights and activations in each stage.
-        interleave: stages that each rank holds with "interleaved".
-        cut: names of the modules with which stages 2, 3 ... begin; by default so that all take
-            equally long.
+        interleave: stages of each rank with "interleaved".
+        cut: names of the modules at which stages 2, 3 ... begin; by default balanced by time.
         gather_before: modules that get whole images.
-        recompute: "block" or "stage" if these run again in backward.
-        sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all replicas.
+        recompute: "block" or "stage" to recompute these in backward.
+        sync_batchnorm: whether BatchNorm normalizes over the samples of all replicas.
         seed: of random numbers that the network draws, such as dropout.
         device: of weights and tensors.
-        mixed: torch.bfloat16 for autocast to it.
-        comm: the ranks, as of `init_mesh`.
-        timeout: as of `init_mesh`.
-        check: False does not compare the batches of the ranks, which is done now and then.
+        mixed: torch.bfloat16 to run under autocast.
+        comm: the ranks, see `init_mesh`.
+        timeout: see `init_mesh`.
+        check: False to skip the occasional comparison of the ranks' batches.
 
     Attributes:
-        steps: made so far; random numbers depend on it, so set it where training goes on.
-        runtime: what carries out the schedule, with the stages of this rank.
+        steps: number of finished steps; seeds random numbers, so set it when training resumes.
+        runtime: executes the schedule and holds the stages of this rank.
 
     Raises:
-        ValueError: if layout, schedule, network and number of ranks do not fit together.
+        ValueError: if layout, schedule, network and number of ranks are incompatible.
     """
 
     def __init__(
@@ -114,24 +114,25 @@ class Pipeline:
         check: bool | None = None,
     ) -> None:
         size = tuple(image_size)
-        if not 2 <= len(size) <= 4 or any(type(one) is not int or one < 1 for one in size):
+        if not 2 <= len(size) <= 4 or any(type(extent) is not int or extent < 1 for extent in size):
             raise ValueError(
-                f"image_size is (channels, *size) of images, as (3, 512, 512), got {image_size}"
+                "image_size must be (channels, *size) of images, such as (3, 512, 512), got "
+                f"{image_size}"
             )
         if mixed not in (None, torch.bfloat16):
             raise ValueError(f"mixed={mixed} is not supported: take torch.bfloat16, or None")
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule={schedule} is unknown: take one of {', '.join(_SCHEDULES)}")
         if type(microbatches) is not int or microbatches < 1:
-            raise ValueError(f"microbatches={microbatches} is a whole number of at least 1")
+            raise ValueError(f"microbatches={microbatches} must be a whole number of at least 1")
         degrees = (grid, stages, spatial_stages, data, tensor, interleave)
         if layout is not None and degrees != (None, 1, None, 1, 1, None):
             raise ValueError(
-                "grid, stages, data, tensor and interleave stand for a layout: leave out either"
+                "layout replaces grid, stages, data, tensor and interleave: leave out either"
             )
         if isinstance(layout, Mesh):
             if comm is not None:
-                raise ValueError("a mesh has ranks of its own: leave comm out beside it")
+                raise ValueError("a mesh already has its ranks: leave comm out beside it")
             placement, world = _of_mesh(layout, schedule), layout.comm
         else:
             placement = layout or _placement(grid or (1,) * (len(size) - 1), *degrees[1:], schedule)
@@ -173,36 +174,36 @@ class Pipeline:
         return any(self.runtime.last(number) is not None for number in self._microbatches)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the stages that this rank holds, for any optimizer that looks at each by itself."""
+        """Iterate over parameters of this rank's stages, for elementwise optimizers."""
         return self.runtime.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the stages that this rank holds, under the names of the whole network."""
+        """Iterate over parameters of this rank's stages, with the whole network's names."""
         return self.runtime.named_parameters()
 
     def step(
         self, images: Tensor | None, targets: Tensor | None, samples: int | None = None
     ) -> float:
-        """Forward and backward of a batch; averaged gradients are left in the parameters.
+        """Run forward and backward of a batch; leave averaged gradients in the parameters.
 
-        Gradients of the step before are dropped. Every rank must call it with the same batch.
+        Drops the gradients of the previous step. Collective, with the same batch on every rank.
 
         Args:
-            images: (N, C, *size), the whole batch, of which this rank's part is taken; or
+            images: (N, C, *size), the whole batch, of which this rank takes its part; or
                 (N, C, *own), this rank's `box` of all N images; or None where `box` is None.
             targets: (N, ...), the whole batch; or None where `needs_targets` is False.
-            samples: N, where neither of them is given.
+            samples: N, needed only without images and targets.
 
         Returns:
             The loss of the whole batch, the same on every rank.
 
         Raises:
-            ValueError: if they do not fit, or ranks have different ones.
+            ValueError: if shapes or sizes are wrong, or batches differ between ranks.
         """
         count = self._count(images, targets, samples)
         self._check_alike(images, targets, count)
         if targets is None and self.needs_targets:
-            raise ValueError("this rank holds the last stage, and needs targets")
+            raise ValueError("this rank holds the last stage, so step needs targets")
         microbatches = self._cut(images, targets, count)
         own = self.runtime.train_step(microbatches, self.steps)
         self.steps += 1
@@ -210,22 +211,21 @@ class Pipeline:
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients that `step` has left, by their norm over the whole network.
+        """Clip the gradients of the last `step` by their norm over the whole network.
 
         Args:
-            max_norm: what they are scaled down to.
+            max_norm: maximum norm.
 
         Returns:
-            The norm before, the same on every rank.
+            The norm before clipping, the same on every rank.
         """
         return self.runtime.gradients.clip(max_norm)
 
     def evaluate(self, images: Tensor | None, samples: int | None = None) -> Tensor:
-        """The outputs (N, ...) for a batch, on every rank, all of which must call it.
+        """Return the outputs (N, ...) for a batch on every rank; collective.
 
         Args:
-            images: as of `step`.
-            samples: likewise.
+            images, samples: see `step`.
         """
         count = self._count(images, None, samples)
         microbatches = self._cut(images, None, count)
@@ -236,37 +236,39 @@ class Pipeline:
             whole = output.full_tensor() if isinstance(output, SpatialTensor) else output
             if mesh is not None and mesh.counts:
                 pieces.append((starts[number].start, whole.cpu()))
-        everybody = [piece for own in self._world.allgather(pieces) for piece in own]
-        ordered = sorted(everybody, key=lambda piece: piece[0])
+        gathered = [piece for own in self._world.allgather(pieces) for piece in own]
+        ordered = sorted(gathered, key=lambda piece: piece[0])
         return torch.cat([output for _, output in ordered]).to(self.runtime.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of the whole network under its own names, on the CPU of every rank; all must call it."""
+        """Return the whole network's state on the CPU of every rank; collective."""
         own = self.runtime.state_dict()
         placement, rank = self.runtime.placement, self._world.rank
         gives: dict[str, Tensor] = {}
         for stage, module in self.runtime.stages.items():
             if placement.ranks(stage, 0)[0] == rank:
                 gives |= {name: own[name].detach().cpu() for name in module.state_dict()}
-        found = {name: one for each in self._world.allgather(gives) for name, one in each.items()}
-        return {name: found[name] for name in self._names}
+        state = {
+            name: tensor for each in self._world.allgather(gives) for name, tensor in each.items()
+        }
+        return {name: state[name] for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights of a whole network; every rank calls it.
+        """Load the state of a whole network; collective.
 
         Args:
-            state: of the whole network, as `state_dict` gives it.
+            state: of the whole network, as returned by `state_dict`.
 
         Raises:
-            ValueError: if names are missing, or there are others.
+            ValueError: if names are missing or unexpected.
         """
         if set(state) != set(self._names):
             missing = next((name for name in self._names if name not in state), None)
             other = next((name for name in state if name not in self._names), None)
-            what = (
-                f"has no {missing}" if missing is not None else f"has {other}, the network has not"
+            difference = (
+                f"has no {missing}" if missing is not None else f"has {other}, unlike the network"
             )
-            raise ValueError(f"the state dict is of another network: it {what}")
+            raise ValueError(f"the state dict is of another network: it {difference}")
         for module in self.runtime.stages.values():
             own = {name: state[name] for name in module.state_dict()}
             module.load_state_dict(own_state(module, own))
@@ -276,7 +278,7 @@ class Pipeline:
         return range(self.runtime.schedule.microbatches)
 
     def _count(self, images: Tensor | None, targets: Tensor | None, samples: int | None) -> int:
-        given = {
+        counts = {
             name: int(count)
             for name, count in (
                 ("images", None if images is None else len(images)),
@@ -285,70 +287,72 @@ class Pipeline:
             )
             if count is not None
         }
-        if not given:
-            raise ValueError("without images and targets, say how many samples the batch has")
-        if len(set(given.values())) > 1:
-            said = ", ".join(f"{count} {name}" for name, count in given.items())
-            raise ValueError(f"a batch has as many targets as images, got {said}")
-        count = next(iter(given.values()))
+        if not counts:
+            raise ValueError("without images and targets, give the number of samples=")
+        if len(set(counts.values())) > 1:
+            sizes = ", ".join(f"{count} {name}" for name, count in counts.items())
+            raise ValueError(f"images and targets must have the same length, got {sizes}")
+        count = next(iter(counts.values()))
         if count < 1:
             raise ValueError("a batch has at least one sample")
         return count
 
     def _check_alike(self, images: Tensor | None, targets: Tensor | None, count: int) -> None:
-        """In the first steps, and then now and then."""
+        """Compare the batches of the ranks in the first steps, and occasionally later."""
         if not self._compares or self._world.size == 1 or not is_due(self.steps + 1):
             return
         whole = images is not None and tuple(images.shape[1:]) == self._size
         own = (count, whole and not isinstance(images, SpatialTensor), targets is not None)
-        everybody = self._world.allgather(own)
-        for rank, (other, _, _) in enumerate(everybody):
+        batches = self._world.allgather(own)
+        for rank, (other, _, _) in enumerate(batches):
             if other != count:
                 raise ValueError(
                     f"ranks have batches of different size: {count} on rank {self._world.rank}, "
                     f"{other} on rank {rank}: give all ranks the same batch"
                 )
         named = {}
-        if images is not None and all(one[1] for one in everybody):
+        if images is not None and all(batch[1] for batch in batches):
             named["images"] = images
-        if targets is not None and all(one[2] for one in everybody):
+        if targets is not None and all(batch[2] for batch in batches):
             named["targets"] = targets
         difference = first_difference(self._world, named) if named else None
         if difference:
             raise ValueError(
-                f"{difference}: give every rank the same whole batch, of which it takes its part: "
-                "load, shuffle and augment alike on all ranks ("
+                f"{difference}: give every rank the same whole batch, of which it takes its part; "
+                "load, shuffle and augment identically on all ranks ("
                 f"{HOW_TO_SWITCH_OFF.replace('init_mesh', 'Pipeline')})"
             )
 
     def _starts(self, count: int) -> list[range]:
         """The samples of this replica in each micro-batch."""
         placement, replica = self.runtime.placement, self.runtime.replica
-        found = []
+        ranges = []
         for start, stop in pairwise(even_bounds(count, len(self._microbatches))):
             cuts = even_bounds(stop - start, placement.data)
-            found.append(range(start + cuts[replica], start + cuts[replica + 1]))
-        return found
+            ranges.append(range(start + cuts[replica], start + cuts[replica + 1]))
+        return ranges
 
     def _cut(self, images: Tensor | None, targets: Tensor | None, count: int) -> list[Microbatch]:
-        """This rank's part of a batch, as the runtime takes it."""
+        """This rank's part of a batch, as micro-batches for the runtime."""
         tiles, device = self._tiles(images), self.runtime.device
-        found = []
+        microbatches = []
         for number, own in enumerate(self._starts(count)):
-            some, tile, target = slice(own.start, own.stop), None, None
+            samples, tile, target = slice(own.start, own.stop), None, None
             if tiles is not None and self.runtime.first(number) is not None:
-                tile = tiles[some].to(device)
+                tile = tiles[samples].to(device)
             if targets is not None and self.runtime.last(number) is not None:
-                target = targets[some].to(device)
-            found.append(Microbatch(len(own), len(own) / count, tile, target))
-        return found
+                target = targets[samples].to(device)
+            microbatches.append(Microbatch(len(own), len(own) / count, tile, target))
+        return microbatches
 
     def _tiles(self, images: Tensor | None) -> Tensor | None:
         box = self.box
         if box is None:
             return None
         if images is None:
-            raise ValueError(f"this rank holds the first stage, and needs images, or its box {box}")
+            raise ValueError(
+                f"this rank holds the first stage, so it needs images, or its box {box}"
+            )
         if isinstance(images, SpatialTensor):
             images = images.to_local()
         own = tuple(stop - start for start, stop in zip(box[::2], box[1::2], strict=True))
@@ -356,7 +360,7 @@ class Pipeline:
             return images
         if tuple(images.shape[1:]) != self._size:
             raise ValueError(
-                f"images are (N, {', '.join(map(str, self._size))}), or this rank's box of them, "
+                f"images must be (N, {', '.join(map(str, self._size))}), or this rank's box, "
                 f"(N, {self._size[0]}, {', '.join(map(str, own))}), got {tuple(images.shape)}"
             )
         pixels = (slice(*bounds) for bounds in zip(box[::2], box[1::2], strict=True))
@@ -366,12 +370,12 @@ class Pipeline:
 def _of_mesh(mesh: Mesh, schedule: str) -> Placement:
     if mesh.tensor > 1:
         raise ValueError(
-            "a mesh with a tensor axis has ranks that Pipeline does not see: give Pipeline grid=, "
-            "data= and tensor= in place of the mesh"
+            "a mesh with a tensor axis has ranks that Pipeline cannot place: give Pipeline grid=, "
+            "data= and tensor= instead of the mesh"
         )
     if schedule not in SCHEDULES[:3]:
         raise ValueError(
-            f"schedule={schedule} needs stages, a mesh is one: give stages= in its place"
+            f"schedule={schedule} needs stages, but a mesh is one stage: give stages= instead"
         )
     return Placement(mesh.data, (mesh.grid,))
 
@@ -392,7 +396,7 @@ def _placement(
     numbers = {"stages": stages, "data": data, "tensor": tensor, "interleave": interleave}
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value} is a whole number of at least 1")
+            raise ValueError(f"{name}={value} must be a whole number of at least 1")
     if not 0 <= cut <= stages or (cut == 0 and prod(grid) > 1):
         raise ValueError(
             f"spatial_stages={cut} of stages={stages} cannot cut images by grid={grid}"

@@ -1,4 +1,4 @@
-"""Gradients of the stages that a rank holds: averaged, unscaled, clipped."""
+"""Averages, unscales and clips the gradients of a rank's stages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CPU = torch.device("cpu")
 
 
 class Gradients:
-    """Those of a pipeline; all its ranks call it together.
+    """Gradients of a pipeline; its methods are collective over all ranks.
 
     Args:
         stages: those of this rank, by number.
-        sharded: the same ones, where state is sharded.
+        sharded: the same stages where state is sharded.
         comm: all ranks.
         device: of the stages.
-        channels: by stage over how many ranks it divides the channels of its weights.
-        divided: the parameters that are, by their ids; the others are whole on each of these ranks.
+        channels: by stage, the number of ranks that divide the channels of its weights.
+        divided: ids of the divided parameters; other parameters are whole on each of these ranks.
     """
 
     def __init__(
@@ -42,30 +42,30 @@ class Gradients:
     ) -> None:
         self.stages, self._sharded, self._comm = stages, sharded, comm
         self._device, self._channels, self._divided = device, channels, divided
-        # by number, because ranks that share several stages must have them in one order
+        # in number order, so that ranks that share several stages reduce them in the same order
         self._reducer = Reducer(stages[number] for number in sorted(stages, reverse=True))
 
     def begin(self) -> None:
-        """At the beginning of a step."""
+        """Prepare for a step."""
         self._reducer.follow()
 
     def before_backward(self, stage: int, is_last: bool) -> None:
-        """Before each backward of a stage; gradients are averaged once, with the last of a step."""
+        """Prepare for a backward of a stage; the last one of a step averages gradients."""
         if stage in self._sharded:
             self._sharded[stage].before_backward(is_last)
         elif is_last:
             self._reducer.last_backward(self.stages[stage].module)
 
     def average(self) -> None:
-        """Average those that backward has added up in all ranks that hold a stage."""
+        """Average the accumulated gradients over all ranks that hold a stage."""
         for sharded in self._sharded.values():
             sharded.check_gradients()
         self._reducer.reduce()
 
     def unscale(self, scale: float) -> bool:
-        """Divide all by `scale`, unless one is not finite on any rank.
+        """Divide all gradients by `scale` if all are finite on every rank.
 
-        The host waits for the device once.
+        Synchronizes host and device once.
 
         Returns:
             Whether all are finite, the same on every rank.
@@ -79,16 +79,16 @@ class Gradients:
         return True
 
     def clip(self, limit: float) -> Tensor:
-        """Scale all so that their common norm is at most `limit`.
+        """Scale the gradients so that their total norm is at most `limit`.
 
-        As ``torch.nn.utils.clip_grad_norm_`` does it for a whole network.
+        Matches ``torch.nn.utils.clip_grad_norm_`` on the whole network.
 
         Returns:
-            The norm as it was, float64 (), the same on every rank.
+            The norm before clipping, float64 (), the same on every rank.
         """
         norm = self._squares().sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        if factor.device.type == "cpu" and factor >= 1:  # on a device it is not asked for
+        if factor.device.type == "cpu" and factor >= 1:  # on a device the check would synchronize
             return norm
         for grads in self._by_stage():
             if grads:
@@ -96,10 +96,10 @@ class Gradients:
         return norm
 
     def _squares(self) -> Tensor:
-        """The sum of the squares of all gradients of the network, each counted once.
+        """Sum of squares of all gradients of the network, each counted once.
 
-        Over ranks also where each has all of them: different CPUs may round norms differently, and
-        weights must stay the same.
+        Reduced even where every rank has all of them: CPU types may round norms differently, and
+        weights must stay identical.
         """
         own = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, stage in self.stages.items():
@@ -108,14 +108,14 @@ class Gradients:
             for p in stage.module.parameters():
                 if p.grad is not None:
                     (parts if id(p) in self._divided else wholes).append(shard_of(p.grad))
-            for some, copies in ((parts, 1), (wholes, self._channels.get(number, 1))):
-                if some:
-                    squares = norms(some, 2, torch.float64).square().sum()
+            for grads, copies in ((parts, 1), (wholes, self._channels.get(number, 1))):
+                if grads:
+                    squares = norms(grads, 2, torch.float64).square().sum()
                     own += squares / (stage.comm.size * copies)
         return self._comm.all_reduce(own.view(1))[0]
 
     def _by_stage(self) -> list[list[Tensor]]:
-        """The gradients of each stage, or this rank's shards of them."""
+        """Gradients of each stage, or this rank's shards of them."""
         return [
             [shard_of(p.grad) for p in stage.module.parameters() if p.grad is not None]
             for stage in self.stages.values()
@@ -123,6 +123,6 @@ class Gradients:
 
 
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:
-    """A norm of each tensor that is not empty, in few kernels."""
-    some = [one for one in tensors if one.numel()]
-    return torch.stack(torch._foreach_norm(some, order, dtype)) if some else torch.zeros(0)
+    """Norm of each non-empty tensor, in few kernels."""
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    return torch.stack(torch._foreach_norm(nonempty, order, dtype)) if nonempty else torch.zeros(0)

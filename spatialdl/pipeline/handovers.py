@@ -1,4 +1,4 @@
-"""How what a stage makes gets to the stages after, and gradients back, on one rank."""
+"""Hand-overs of activations and gradients between stages, on one rank."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from spatialdl.pipeline.action import Kind, Lists, Schedule
 from spatialdl.pipeline.shapes import Border
 
 MOST_LANES = 16
-"""Of a rank: PyTorch has 32 streams for all groups, and two in one would wait for each other."""
+"""Maximum lanes of a rank: PyTorch has 32 streams for all groups; lanes must not share one."""
 
 _Pair = tuple[int, int]
-"""Which part of the channels the giver has of its weights, and which the taker."""
+"""Index of the channel part at the giver and at the taker."""
 
 _Key = tuple[int, Border, Direction, _Pair]
 
 
 @dataclass(frozen=True)
 class StageLink:
-    """One rank's side of a border, each stage of which may divide channels over several ranks.
+    """One rank's side of a border, where each stage may divide channels over several ranks.
 
-    What passes is whole, and alike on the ranks that divide the channels of a part. So each of the
-    taker's is given it by one of the giver's, and each of the giver's gets the gradient from one
-    of the taker's.
+    What passes is whole, and identical on the ranks that divide the channels of a part. So each
+    rank of the taker receives from one rank of the giver, and each rank of the giver receives the
+    gradient from one rank of the taker.
 
     Attributes:
-        forward: of the giver all by which it sends; of the taker the one by which it receives.
-        backward: of the taker all by which it sends gradients; of the giver likewise the one.
+        forward: all hand-overs to send by, at the giver; the one to receive by, at the taker.
+        backward: all to send gradients by, at the taker; the one to receive by, at the giver.
     """
 
     forward: tuple[Handover, ...]
     backward: tuple[Handover, ...]
 
     def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
-        """See `Handover.send`, as for the others below."""
-        for one in self.forward:
-            one.send(tile, what, microbatch)
+        """See `Handover.send`; likewise the methods below."""
+        for handover in self.forward:
+            handover.send(tile, what, microbatch)
 
     def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         self.forward[0].expect(what, microbatch, device)
@@ -55,8 +55,8 @@ class StageLink:
         return self.forward[0].receive(what, microbatch, device)
 
     def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
-        for one in self.backward:
-            one.send_back(grad, what, microbatch)
+        for handover in self.backward:
+            handover.send_back(grad, what, microbatch)
 
     def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
         self.backward[0].expect_back(what, microbatch, device)
@@ -65,17 +65,17 @@ class StageLink:
         return self.backward[0].receive_back(what, microbatch, device)
 
     def wait_sent(self) -> None:
-        for one in (*self.forward, *self.backward):
-            one.wait_sent()
+        for handover in (*self.forward, *self.backward):
+            handover.wait_sent()
 
 
 class Handovers:
-    """All borders of a network, of which this rank takes part in some.
+    """Links of this rank over the borders of a network.
 
     Args:
-        comm: all ranks of the placement, which make it together.
-        borders: over which something passes.
-        device: of what passes.
+        comm: all ranks of the placement; construction is collective.
+        borders: all over which tensors pass.
+        device: of the tensors.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Handovers:
                     self._lanes[key] = Lane(self._comm, ranks, device)
 
     def at(self, position: Position) -> dict[Border, StageLink]:
-        """By border those of a stage."""
+        """The links of a stage, by border."""
         return {
             border: self._link(position, border)
             for border in self.borders
@@ -116,7 +116,9 @@ class Handovers:
             pair: self._handover(position, border, pair)
             for pair in dict.fromkeys(pair for pairs in own.values() for pair in pairs)
         }
-        forward, backward = (tuple(made[pair] for pair in own[one]) for one in DIRECTIONS)
+        forward, backward = (
+            tuple(made[pair] for pair in own[direction]) for direction in DIRECTIONS
+        )
         return StageLink(forward, backward)
 
     def _handover(self, position: Position, border: Border, pair: _Pair) -> Handover:
@@ -133,7 +135,7 @@ class Handovers:
 
 
 def _pairs(placement: Placement, border: Border, direction: Direction) -> list[_Pair]:
-    """Which ranks that divide channels talk to each other across a border."""
+    """Pairs of channel parts that communicate across a border."""
     giving, taking = (placement.tensor_parts(stage) for stage in border)
     if direction == "forward":
         return [(taker % giving, taker) for taker in range(taking)]
@@ -153,24 +155,24 @@ def _sides(
 def lanes_of(
     placement: Placement, schedule: Schedule, borders: Sequence[Border], replica: int
 ) -> Mapping[_Key, list[int]]:
-    """The ranks of each lane of a replica, in the order in which they are to be made.
+    """The ranks of each lane of a replica, in creation order.
 
-    Empty if the schedule lets micro-batches overtake each other, or there would be too many.
+    Empty if the schedule lets micro-batches overtake each other, or a rank exceeds `MOST_LANES`.
     """
     if not (keeps_order(schedule.train) and keeps_order(schedule.evaluate)):
         return {}
-    found: dict[_Key, list[int]] = {}
+    lanes: dict[_Key, list[int]] = {}
     for copy, border, direction in product(range(placement.copies), borders, DIRECTIONS):
         for pair in _pairs(placement, border, direction):
             senders, receivers = _sides(placement, border, pair, replica, copy)
-            if not set(senders) & set(receivers):  # or it would wait for itself
-                found[copy, border, direction, pair] = [*senders, *receivers]
-    lanes = Counter(rank for ranks in found.values() for rank in ranks)
-    return found if max(lanes.values(), default=0) <= MOST_LANES else {}
+            if not set(senders) & set(receivers):  # a rank in both would wait for itself
+                lanes[copy, border, direction, pair] = [*senders, *receivers]
+    per_rank = Counter(rank for ranks in lanes.values() for rank in ranks)
+    return lanes if max(per_rank.values(), default=0) <= MOST_LANES else {}
 
 
 def keeps_order(lists: Lists) -> bool:
-    """Whether all stages take the micro-batches in one order, and their gradients in one, too."""
+    """Whether all stages run forwards in one order, and backwards in one order."""
     orders: dict[tuple[Kind, int], dict[int, list[int]]] = {}
     for actions in lists:
         for kind, stage, microbatch, copy in actions:

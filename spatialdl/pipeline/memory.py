@@ -1,7 +1,7 @@
 """Tensors that share memory in a recorded forward, and the cuts that would separate them.
 
-A stage receives copies. Where one of several tensors that share memory is written to, the others
-must be in the same stage, or they would keep their old content.
+A stage receives copies. Tensors that share memory with one that is written to must be in the same
+stage, or they would keep their old content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spatialdl.pipeline.steps import Joint, Step, Value, itself
 
 @dataclass
 class _Member:
-    """One of the tensors that share memory; kept alive, so that its id stays its own."""
+    """A tensor that shares memory; kept alive, so that its id stays unique."""
 
     tensor: Tensor
     step: int
@@ -29,11 +29,11 @@ class _Member:
 
 
 class _Write(NamedTuple):
-    """Of which some tensors that share the memory may not know: what autograd saved changes."""
+    """A write to shared memory; hidden if a version counter missed it, so autograd cannot tell."""
 
     step: int
     memory: int
-    given: frozenset[int]
+    arguments: frozenset[int]
     hidden: bool
 
 
@@ -46,11 +46,11 @@ class SharedStorage:
         self._writes: list[_Write] = []
 
     def note(self, tensor: Tensor, step: int, value: Value | None = None) -> None:
-        """Add a tensor, or what it is now.
+        """Add a tensor, or update its entry.
 
         Args:
-            step: that gives it.
-            value: None for parameters and buffers, which outlast the forward.
+            step: that returns it.
+            value: None for parameters and buffers, which outlive the forward.
         """
         member = self._members.get(id(tensor))
         if member is None:
@@ -62,59 +62,72 @@ class SharedStorage:
             member.values.append(value)
 
     def written(self) -> list[Tensor]:
-        """The tensors into whose memory something was written since they were noted."""
-        with torch._C.DisableTorchFunction():  # each of them would ask all modes
-            bumped = [one for one in self._members.values() if one.tensor._version != one.version]
-        memories = dict.fromkeys(_memory_of(one.tensor) for one in bumped)
-        return [one.tensor for memory in memories for one in self._sharing[memory]]
+        """Tensors whose memory was written to since they were noted."""
+        with torch._C.DisableTorchFunction():  # function modes would run for each tensor
+            bumped = [
+                member
+                for member in self._members.values()
+                if member.tensor._version != member.version
+            ]
+        storages = dict.fromkeys(_memory_of(member.tensor) for member in bumped)
+        return [member.tensor for storage in storages for member in self._sharing[storage]]
 
-    def note_write(self, step: int, written: Iterable[Tensor], given: Iterable[Tensor]) -> None:
-        """A step wrote into memory.
+    def note_write(self, step: int, written: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
+        """Record a write to memory by a step.
 
         Args:
-            written: the tensors that share it.
-            given: the arguments of the step.
+            written: the tensors that share the memory.
+            arguments: of the step.
         """
-        ids = frozenset(map(id, given))
+        ids = frozenset(map(id, arguments))
         for memory in {_memory_of(tensor) for tensor in written}:
-            hidden = any(one.tensor._version == one.version for one in self._sharing[memory])
+            hidden = any(
+                member.tensor._version == member.version for member in self._sharing[memory]
+            )
             self._writes.append(_Write(step, memory, ids, hidden))
 
     def joints(self, steps: Sequence[Step], last_use: Mapping[Value, int]) -> list[Joint]:
-        """The steps that must be in one stage because of what they write.
+        """Find steps that must be in the same stage because of their writes.
 
         Args:
-            last_use: of each value that is used, the number of the last step that takes it.
+            last_use: number of the last step that takes a value, for each value that is used.
         """
-        found = []
+        joints = []
         for number, step in enumerate(steps):
-            if step.call is itself:  # or another stage would give what it was before the write
+            if step.call is itself:  # in another stage it would return the value before the write
                 writing = max(write.step for write in self._writes if write.step < number)
-                found.append(_joint(steps, writing, number, writing))
+                joints.append(_joint(steps, writing, number, writing))
         for write in self._writes:
             sharing = self._sharing[write.memory]
-            before = [one for one in sharing if one.step < write.step]
+            before = [member for member in sharing if member.step < write.step]
             uses = {
-                id(one): max((last_use.get(value, -1) for value in one.values), default=-1)
-                for one in sharing
+                id(member): max((last_use.get(value, -1) for value in member.values), default=-1)
+                for member in sharing
             }
             alive = [
-                one
-                for one in before
-                if one.lasting or id(one.tensor) in write.given or uses[id(one)] > write.step
+                member
+                for member in before
+                if member.lasting
+                or id(member.tensor) in write.arguments
+                or uses[id(member)] > write.step
             ]
             if len(alive) > 1:
-                made = sorted(one.step for one in before)
+                made = sorted(member.step for member in before)
                 first = made[0] if write.hidden and made[0] >= 0 else made[1]
-                found.append(_joint(steps, first, write.step, write.step))
-            if any(one.lasting for one in sharing):
-                # the next micro-batch writes again, while a view would be on its way to others
-                views = [one for one in sharing if not one.lasting and uses[id(one)] > one.step]
-                last = len(steps) - 1
-                found += [
-                    _joint(steps, one.step, min(uses[id(one)], last), write.step) for one in views
+                joints.append(_joint(steps, first, write.step, write.step))
+            if any(member.lasting for member in sharing):
+                # the next micro-batch writes again while a view may still be in flight
+                views = [
+                    member
+                    for member in sharing
+                    if not member.lasting and uses[id(member)] > member.step
                 ]
-        return found
+                last = len(steps) - 1
+                joints += [
+                    _joint(steps, member.step, min(uses[id(member)], last), write.step)
+                    for member in views
+                ]
+        return joints
 
 
 def _joint(steps: Sequence[Step], first: int, last: int, write: int) -> Joint:

@@ -1,4 +1,4 @@
-"""A stage on its device: parameters keep what is attached to them."""
+"""Moves a stage to a device; parameters keep hooks and attributes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 def moved(stage: nn.Module, device: torch.device) -> nn.Module:
-    """Move a stage, in place; parameters stay shared, and keep hooks and attributes.
+    """Move a stage in place; parameters stay shared, and keep hooks and attributes.
 
-    For a device that PyTorch itself does not have ``Module.to`` makes new parameters, one for each
-    module that uses a shared one, and without the hooks of the old ones.
+    For out-of-tree devices ``Module.to`` makes new parameters, one for each module that uses a
+    shared one, and without the hooks of the old ones.
     """
     before = [(module, dict(module._parameters)) for module in stage.modules()]
     stage.to(device)

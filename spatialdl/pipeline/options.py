@@ -1,4 +1,4 @@
-"""What a pipeline may do otherwise than one process does by itself."""
+"""Options of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from spatialdl.streaming.memory import Memory
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a `Pipeline` works; what is left out does as one process does.
+    """How a `Pipeline` works; the defaults match training in a single process.
 
     Attributes:
-        cut: layers before which to cut, see `pipeline.partition.cut`.
-        balance: what is alike in all stages where `cut` does not say, see `pipeline.balance`.
+        cut: layers at which stages begin, see `pipeline.partition.cut`.
+        balance: what is equal in all stages without `cut`, see `pipeline.balance`.
         gather_before: modules that get whole images, see `spatial.gather`.
-        recompute: "block" or "stage" if these run again in backward, see `spatial.recompute`.
-        sync_batchnorm: whether BatchNorm sees a micro-batch's samples on all data replicas.
+        recompute: "block" or "stage" to recompute these in backward, see `spatial.recompute`.
+        sync_batchnorm: whether BatchNorm normalizes over the samples of all data replicas.
         seed: of the random numbers that the network draws in training.
-        backend: of torch.distributed, through which gradients are averaged; None for that of the
-            pipeline's ranks, see `comm.groups`; with one they must be all ranks of the world.
-        shard_state: whether data replicas share parameters, gradients and optimizer state out
-            among them, over `backend` or that of the ranks, see `pipeline.sharded`.
+        backend: of torch.distributed, to average gradients; must span all ranks of the world.
+            None for that of the pipeline's ranks, see `comm.groups`.
+        shard_state: whether data replicas shard parameters, gradients and optimizer state, over
+            `backend` or that of the ranks, see `pipeline.sharded`.
         device: of stages and tensors; by default the CPU.
-        mixed: float16 or bfloat16 if stages and loss run under autocast to it.
-        nodes: of the ranks, if gradients are to be averaged by nodes where that saves time.
+        mixed: float16 or bfloat16 to run stages and loss under autocast.
+        nodes: of the ranks, to average gradients hierarchically where that saves time.
         compiled: whether stages are compiled, see `pipeline.compiled`.
-        tensor_plan: how weights are divided by channels where that is not to be found out, see
+        tensor_plan: how weights are divided by channels where it cannot be inferred, see
             `channels.uses.check_plan`.
-        sample_weights: how much the samples of a target count in the mean of the criterion, (N,);
-            None, or where it gives None, all alike.
-        memory: holds what virtual tiles need later, if ranks have any (`Placement.stream`).
-        batch_loss: the columns of outputs and targets, if the criterion compares the samples of a
-            batch, see `pipeline.batch_loss`; of networks of one stage.
+        sample_weights: maps targets to weights (N,) of samples in the mean of the criterion;
+            None, or a result of None, for equal weights.
+        memory: stores tensors of virtual tiles, if ranks have any (`Placement.stream`).
+        batch_loss: columns of outputs and targets, if the criterion compares the samples of a
+            batch, see `pipeline.batch_loss`; for networks of one stage.
     """
 
     cut: Names = None

@@ -1,6 +1,6 @@
-"""State outside of modules that a forward reads: global variables, closures, attributes of classes.
+"""State outside of modules that a forward reads: globals, closures, class attributes.
 
-It has no place in any stage: what changes there between two runs is refused.
+It belongs to no stage, so networks in which it changes between two runs are refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DESCRIPTORS = (FunctionType, classmethod, staticmethod, property)
 
 
 class OuterState:
-    """What the code of a forward finds outside of its modules.
+    """State that the code of a forward reads outside of its modules.
 
     Attributes:
-        found: forms by name, as they were when the code that reads them was first called; those of
-            classes as they were in the end.
-        draws: the generator from which the forward has drawn random numbers; empty if none.
+        found: forms by name, at the first call of the code that reads them; those of classes at
+            the end.
+        draws: non-PyTorch generator that the forward draws random numbers from; empty if none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,10 +39,10 @@ class OuterState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around the forward; random generators are as before when it ends."""
+        """Context of the forward; restores random generators afterwards."""
         python, numpy = random.getstate(), np.random.get_state()
         before, collects = sys.gettrace(), gc.isenabled()
-        gc.disable()  # callbacks of the garbage collector are no part of the forward
+        gc.disable()  # callbacks of the garbage collector are not part of the forward
         sys.settrace(self._called)
         try:
             yield
@@ -59,7 +59,7 @@ class OuterState:
             self._look_at_classes()
 
     def differs(self, other: OuterState) -> str:
-        """The name of something that differs; empty if nothing does."""
+        """Name of an entry that differs; empty if none."""
         names = self.found.keys() & other.found.keys()
         return next((name for name in sorted(names) if self.found[name] != other.found[name]), "")
 
@@ -97,38 +97,38 @@ _PLAIN = (
 )
 
 
-def form_of(one: object, reached: dict[int, object] | None = None) -> Any:
-    """What an object holds, as far as Python shows it.
+def form_of(value: object, reached: dict[int, object] | None = None) -> Any:
+    """Comparable form of an object's content, as far as Python exposes it.
 
-    Tensors, modules and what shows nothing of its content are all alike.
+    Tensors, modules and opaque objects all have the form of their type.
 
     Args:
-        reached: gets the objects within it that can change, by their ids.
+        reached: collects the mutable objects within it, by id.
     """
-    return _form(one, {} if reached is None else reached)
+    return _form(value, {} if reached is None else reached)
 
 
-def _form(one: Any, reached: dict[int, object]) -> Any:  # noqa: PLR0911, one line a kind
-    if isinstance(one, float):
-        return float, one.hex()  # not a number is itself
-    if isinstance(one, _PLAIN):
-        return type(one), str(one)
-    if isinstance(one, Tensor | nn.Module | ModuleType | BuiltinFunctionType):
-        return type(one).__name__
-    if id(one) in reached:
+def _form(value: Any, reached: dict[int, object]) -> Any:  # noqa: PLR0911, one line a kind
+    if isinstance(value, float):
+        return float, value.hex()  # so that NaN equals itself
+    if isinstance(value, _PLAIN):
+        return type(value), str(value)
+    if isinstance(value, Tensor | nn.Module | ModuleType | BuiltinFunctionType):
+        return type(value).__name__
+    if id(value) in reached:
         return "seen"
-    reached[id(one)] = one
-    if isinstance(one, np.ndarray):
-        return one.shape, str(one.dtype), one.tobytes()
-    if isinstance(one, MethodType):
-        return one.__name__, _form(one.__self__, reached)
-    if isinstance(one, FunctionType):
-        cells = [_content(cell) for cell in one.__closure__ or ()]
-        return one.__qualname__, _form([cells, vars(one)], reached)
-    if isinstance(one, Set):
-        return type(one), sorted(str(_form(k, reached)) for k in one)
-    parts = one if isinstance(one, Sequence) else _parts(one)
-    return type(one), [_form(part, reached) for part in parts]
+    reached[id(value)] = value
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes()
+    if isinstance(value, MethodType):
+        return value.__name__, _form(value.__self__, reached)
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return value.__qualname__, _form([cells, vars(value)], reached)
+    if isinstance(value, Set):
+        return type(value), sorted(str(_form(k, reached)) for k in value)
+    parts = value if isinstance(value, Sequence) else _parts(value)
+    return type(value), [_form(part, reached) for part in parts]
 
 
 def _content(cell: Any) -> Any:
@@ -138,14 +138,14 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _parts(one: Any) -> list[Any]:
-    """What a copy of an object would be made of."""
-    if isinstance(one, Mapping):
-        return [*one.keys(), *one.values()]
+def _parts(value: Any) -> list[Any]:
+    """The parts that a copy of an object consists of."""
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
     try:
-        reduced = one.__reduce_ex__(4)
-    except Exception:  # what cannot be copied, as a lock or a generator
-        return [vars(one)] if hasattr(one, "__dict__") else []
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # objects that cannot be copied, such as locks and generators
+        return [vars(value)] if hasattr(value, "__dict__") else []
     if isinstance(reduced, str):
         return [reduced]
     arguments, state, items, pairs = (*reduced[1:5], None, None, None)[:4]

@@ -1,4 +1,4 @@
-"""A stage at work on this rank's tile, apart from what it hands over to other stages."""
+"""Runs a stage on this rank's tile, without hand-overs to other stages."""
 
 from __future__ import annotations
 
@@ -24,59 +24,59 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 Shapes = Mapping[Value, HandoverShape]
-"""What a stage is given for a micro-batch; of the images both layouts are that of the stage."""
+"""Shapes of a stage's inputs for a micro-batch; for images both layouts are the stage's."""
 
 
 class Made(Protocol):
-    """What a forward has made, until its backward."""
+    """Results of a forward, kept until its backward."""
 
     def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
-        """This rank's part of a value, as it is handed over."""
+        """This rank's part of a value, in the form for hand-over."""
 
     @property
     def output(self) -> Any:
-        """What the network returns; None where it goes on."""
+        """Return value of the network; None before the last stage."""
 
     def outputs(self) -> Iterator[tuple[Mesh, Any]]:
-        """The same tile by tile, each with the mesh over which it lies; what was given may go."""
+        """Yield the output by tile with the mesh of each; may free the inputs."""
 
     def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
-        """Returns the mean loss, float64 (), which is not waited for.
+        """Return the mean loss, float64 (), not yet synchronized.
 
         Args:
-            weight: with which it counts in the objective.
+            weight: weight of the loss in the objective.
         """
 
     def backward_of(self, grads: Mapping[Value, Tensor], shapes: Shapes) -> None:
-        """The backward of values that were handed over, from their gradients on this rank."""
+        """Run backward from the gradients of sent values on this rank."""
 
     def gradient(self, value: Value, shape: HandoverShape) -> Tensor:
-        """That of what the stage was given."""
+        """Gradient of an input of the stage."""
 
 
 class TileWorker(Protocol):
-    """Runs a stage on what this rank has of its input."""
+    """Runs a stage on this rank's part of its input."""
 
     def forward(
         self, tiles: dict[Value, Any], shapes: Shapes, samples: int, device: torch.device
     ) -> Made:
-        """What the stage makes of its input; the ranks of its mesh call it together.
+        """Run the stage; collective over its mesh.
 
         Args:
-            tiles: on this rank; leaves, of which some want gradients.
-            samples: on this rank.
+            tiles: inputs on this rank; leaves, some of which require gradients.
+            samples: number of samples on this rank.
         """
 
 
 @dataclass(frozen=True)
 class TileRegion:
-    """What a rank with virtual tiles has of a micro-batch's images, or of their masks.
+    """Region of a micro-batch's images, or masks, on a rank with virtual tiles.
 
     Attributes:
         shape: of the rank's box: (N, C, *spatial), of masks (N, *spatial).
-        dtype: of what is read.
+        dtype: of the data read.
         size: of the spatial dims of the whole image.
-        read: gives a part, from slices of all dims or with ``...`` of the last ones.
+        read: returns a part, from slices of all dims or with ``...`` of the last ones.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class TileRegion:
 
 
 class _Enter(torch.autograd.Function):
-    """A stage may begin with an operation in place, which autograd forbids on a leaf."""
+    """Identity, as autograd forbids operations in place on a leaf, with which a stage may begin."""
 
     @staticmethod
     def forward(ctx: Any, tile: Tensor) -> Tensor:
@@ -101,15 +101,15 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(tile: Tensor) -> Tensor:
-    """The same tensor, into which the first operation of a stage may write."""
+    """Alias a tensor so that the first operation of a stage may write into it."""
     entered: Tensor = _Enter.apply(tile)  # type: ignore[no-untyped-call]
     return entered
 
 
 def received(tile: Tensor, shape: HandoverShape, mesh: Mesh) -> Tensor:
-    """What a stage gets for what a rank of its mesh has received."""
+    """Make the input of a stage from what a rank of its mesh has received."""
     if isinstance(shape, SplitShape):
-        return shape.given_to(mesh, enter(tile))
+        return shape.stage_input(mesh, enter(tile))
     tile = enter(tile)
     if len(shape.receiver.boxes) == 1 or mesh.parts == 1:
         return tile
@@ -121,9 +121,9 @@ class OwnTile:
 
     Args:
         module: its layers.
-        mesh: the ranks that have the tiles.
-        recompute: whether only its input is kept for backward, and it runs again there.
-        mixed: the type to which autocast casts, if it does.
+        mesh: the ranks of the tiles.
+        recompute: whether backward reruns the stage from its saved input.
+        mixed: dtype of autocast, if enabled.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class OwnTile:
                 outputs = run_stage(self.module, values, samples)
         if self.mesh.tensor > 1:
             outputs = whole_outputs(outputs)
-        if IMAGE in values:  # which later stages may want
+        if IMAGE in values:  # later stages may take it
             outputs = {IMAGE: values[IMAGE]} | outputs
         return MadeOfTile(self.mesh, tiles, outputs, partial(autocast, device, self._mixed))
 
 
 class MadeOfTile:
-    """See `Made`.
+    """Results on one tile, see `Made`.
 
     Args:
-        tiles: what the stage was given.
-        values: what it gives, and the images.
-        around_loss: contexts for the criterion.
+        tiles: inputs of the stage.
+        values: its outputs, and the images.
+        loss_context: makes the context of the criterion.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class MadeOfTile:
         mesh: Mesh,
         tiles: dict[Value, Tensor],
         values: dict[Value, Any],
-        around_loss: Callable[[], AbstractContextManager[object]],
+        loss_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._mesh, self._tiles, self._values = mesh, tiles, values
-        self._around_loss = around_loss
+        self._loss_context = loss_context
 
     def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
-        given = self._values[value]
-        local: Tensor = given._tile if isinstance(given, SpatialTensor) else given
+        output = self._values[value]
+        local: Tensor = output._tile if isinstance(output, SpatialTensor) else output
         return shape.leaving(local, self._mesh.part) if isinstance(shape, SplitShape) else local
 
     @property
@@ -181,7 +181,7 @@ class MadeOfTile:
         yield self._mesh, self.output
 
     def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
-        with self._around_loss():
+        with self._loss_context():
             loss = criterion(self.output, target)
         value = loss.detach().double()
         if loss.requires_grad:
@@ -189,7 +189,7 @@ class MadeOfTile:
         return value
 
     def backward_of(self, grads: Mapping[Value, Tensor], shapes: Shapes) -> None:
-        """A value need not depend on any weight."""
+        """Run backward from outputs that require gradients; the rest depend on no weight."""
         roots, seeds = [], []
         for value, grad in grads.items():
             output = self._values[value]

@@ -1,4 +1,4 @@
-"""Cutting a network into stages, at named places or so that they are balanced."""
+"""Cuts a network into stages, at named places or balanced."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def cut(
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
 
-    State-dict names do not change by cutting. What no step uses, as a head that is left out, goes
-    with what stands before it in the network.
+    State-dict names do not depend on the cut. Parameters that no step uses stay with the stage of
+    those before them.
 
     Args:
         model: a network whose forward can be recorded; with one stage, any network.
-        widths: ranks of each stage, between which its work is divided.
-        names: modules with which the second and later stages begin; if not given, the cut that
-            makes the heaviest stage lightest.
+        widths: number of ranks per stage, between which its work is divided.
+        names: modules at which the second and later stages begin; by default the cut that
+            minimizes the cost of the heaviest stage.
         image_size: (C, H, W).
-        recompute: whether blocks, and the loose layers of a chain, run again in backward.
-        weigh: what is balanced.
-        divided: whether ranks run it on samples of their own.
-        compiled: whether to cut a network of one stage, too, see `pipeline.compiled`.
+        recompute: whether blocks, and loose layers of a chain, are recomputed in backward.
+        weigh: the cost to balance.
+        divided: whether ranks run the network on different samples.
+        compiled: whether to wrap a network of one stage, too, see `pipeline.compiled`.
 
     Returns:
-        For several stages each is a `Stage`; for one the network itself, unless it is a chain with
-        layers to recompute, writes into its weights, or is to be compiled.
+        A `Stage` each. A single stage is the network itself unless it is a chain with layers to
+        recompute, writes into its weights, or is to be compiled.
 
     Raises:
-        ValueError: if the network cannot be cut so, or has no blocks to recompute.
+        ValueError: if the network cannot be cut this way, or has no blocks to recompute.
     """
     blocks = recompute_blocks(model) if recompute else []
     network = Forward(model, image_size)
@@ -79,33 +79,33 @@ def cut(
 
 
 def _one_stage(model: nn.Module, recording: Recording) -> list[int]:
-    """The bounds of a stage that is to be compiled, of the whole network."""
+    """Bounds of the single stage of a network to compile."""
     if recording.loose:
         raise _cannot_compile(
             model,
             f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
-            "nn.Dropout or the like",
+            "nn.Dropout or similar",
         )
     if any(step.call == "" for step in recording.steps):
-        raise _cannot_compile(model, "it is one layer, or has hooks of its own")
+        raise _cannot_compile(model, "it is a single layer, or has hooks")
     return [0, len(recording.steps)]
 
 
 def _cannot_compile(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"trainer.compile=true cannot tell the steps of {type(model).__name__} apart: {reason}; "
+        f"trainer.compile=true cannot record the steps of {type(model).__name__}: {reason}; "
         "leave it out"
     )
 
 
 def _check_divided(model: nn.Module, network: Forward, divided: bool) -> None:
-    """Ranks with samples of their own would each count for themselves."""
+    """Refuse networks that change attributes: ranks with different samples would diverge."""
     if divided and network.kept:
         names = ", ".join(sorted(map(str, network.kept)))
         raise ValueError(
             f"the forward of {type(model).__name__} changes {names} each time, which replicas, "
-            "GEMS and parallel.local_dp cannot keep alike: make it a buffer that is changed in "
-            "place, or take parallel=sp, lp or pp"
+            "GEMS and parallel.local_dp cannot synchronize: make it a buffer modified in place, "
+            "or take parallel=sp, lp or pp"
         )
 
 
@@ -116,15 +116,15 @@ def cut_bounds(
     names: Names,
     costs: Callable[[], StepCosts],
 ) -> list[int]:
-    """The steps with which the stages begin, and the end.
+    """Step numbers at which the stages begin, and the end.
 
     Args:
         recording: of `model` in training.
         widths, names: see `cut`.
-        costs: of the steps, asked for where no names are given.
+        costs: of the steps; called only without names.
 
     Raises:
-        ValueError: if the network cannot be cut so.
+        ValueError: if the network cannot be cut this way.
     """
     _check_steps(model, recording, len(widths))
     joints = joints_of(model, recording)
@@ -141,13 +141,13 @@ def cut_bounds(
 
 
 def _check_steps(model: nn.Module, recording: Recording, stages: int) -> None:
-    """That there are enough, which draw the same random numbers in every layout."""
+    """Check that there are enough steps and that random numbers do not depend on the layout."""
     if recording.loose:
         raise cannot_cut(
             model,
             stages,
             f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
-            "nn.Dropout or the like, which draws the same numbers in every layout",
+            "nn.Dropout or similar, which draws the same numbers in every layout",
         )
     if len(recording.steps) < stages:
         count = len(recording.steps)
@@ -169,9 +169,9 @@ def _whole(
         return Stage(model, network, 0, len(steps), owned, recompute)
     if recompute and not blocks:
         raise ValueError(
-            f"parallel.recompute=block finds no blocks in {type(model).__name__}: blocks are the "
-            "elements of an nn.Sequential or nn.ModuleList whose class comes there twice or more, "
-            "with at least two convolutions or linear layers each; leave it out, or call "
+            f"parallel.recompute=block finds no blocks in {type(model).__name__}: a block is an "
+            "element of an nn.Sequential or nn.ModuleList whose class occurs there at least twice, "
+            "with at least two convolutions or linear layers; leave it out, or call "
             "torch.utils.checkpoint in the network"
         )
     if writes_weights and not recording.loose:
@@ -182,18 +182,18 @@ def _whole(
 
 
 def cannot_cut(model: nn.Module, stages: int, reason: str) -> ValueError:
-    """The refusal of a network that cannot be cut into so many stages."""
+    """The error for a network that cannot be cut into `stages` stages."""
     return ValueError(
         f"{type(model).__name__} cannot be cut into {stages} stages: {reason}; use fewer stages, "
-        "or take parallel=sp or dp, which cut no network"
+        "or take parallel=sp or dp, which do not cut the network"
     )
 
 
 def joints_of(model: nn.Module, recording: Recording) -> list[Joint]:
-    """Steps that must be in one stage: they share a weight, or memory that is written to.
+    """Find steps that must be in the same stage: they share a weight, or memory written to.
 
-    A weight in two stages would be trained apart in each of them. Buffers that no step changes may
-    be in several.
+    Two stages would train copies of a weight separately. Buffers that no step changes may be in
+    several stages.
     """
     constant = {id(buffer) for buffer in model.buffers()}
     for path, buffer in model.named_buffers():
@@ -202,71 +202,71 @@ def joints_of(model: nn.Module, recording: Recording) -> list[Joint]:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             constant -= {id(buffer) for buffer in module.buffers()}
-    found = list(recording.joints)
+    joints = list(recording.joints)
     users: dict[int, tuple[int, str]] = {}
     for number, step in enumerate(recording.steps):
-        for path, one in state_of(model, step):
-            first, where = users.get(id(one), (number, path))
-            if first != number and id(one) not in constant:
-                found.append(Joint(first, number, f"'{where}' and '{path}' share a weight"))
-            users[id(one)] = number, path
-    return found
+        for path, tensor in state_of(model, step):
+            first, where = users.get(id(tensor), (number, path))
+            if first != number and id(tensor) not in constant:
+                joints.append(Joint(first, number, f"'{where}' and '{path}' share a weight"))
+            users[id(tensor)] = number, path
+    return joints
 
 
 def _check_together(joints: Sequence[Joint], bounds: Sequence[int]) -> None:
     for first, last, reason in joints:
-        one, two = (bisect_right(bounds, step) - 1 for step in (first, last))
-        if one != two:
+        stage_of_first, stage_of_last = (bisect_right(bounds, step) - 1 for step in (first, last))
+        if stage_of_first != stage_of_last:
             raise ValueError(
-                f"{reason}, but lie in stages {one} and {two}: choose parallel.cut so that one "
-                "stage holds both"
+                f"{reason}, but are in stages {stage_of_first} and {stage_of_last}: choose "
+                "parallel.cut so that one stage holds both"
             )
 
 
 def free_places(joints: Sequence[Joint], steps: int) -> set[int]:
-    """The steps with which a stage may begin."""
+    """Step numbers at which a stage may begin."""
     taken = {place for joint in joints for place in range(joint.first + 1, joint.last + 1)}
     return set(range(steps)) - taken
 
 
 def state_of(model: nn.Module, step: Step) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that a step uses, by the path of the module or of themselves."""
-    found: list[tuple[str, Tensor]] = []
+    """Parameters and buffers that a step uses, each with the module's path or its own."""
+    state: list[tuple[str, Tensor]] = []
     if isinstance(step.call, str):
         module = model.get_submodule(step.call)
-        found = [(step.call, one) for one in (*module.parameters(), *module.buffers())]
+        state = [(step.call, tensor) for tensor in (*module.parameters(), *module.buffers())]
     for path in step.attributes:
         holder, _, name = path.rpartition(".")
-        found.append((path, getattr(model.get_submodule(holder), name)))
-    return found
+        state.append((path, getattr(model.get_submodule(holder), name)))
+    return state
 
 
 def leftovers(model: nn.Module, recording: Recording, bounds: Sequence[int]) -> list[list[str]]:
-    """Per stage the parameters and buffers that no step uses: with the one that comes before."""
+    """Per stage, the parameters and buffers without a step; they follow the one before them."""
     stage_of: dict[int, int] = {}
     for number, (start, stop) in enumerate(pairwise(bounds)):
         for step in recording.steps[start:stop]:
-            for _, one in state_of(model, step):
-                stage_of[id(one)] = number
-    found: list[list[str]] = [[] for _ in bounds[1:]]
+            for _, tensor in state_of(model, step):
+                stage_of[id(tensor)] = number
+    leftover: list[list[str]] = [[] for _ in bounds[1:]]
     stage = 0
     everything = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    for path, one in everything:
-        if id(one) in stage_of:
-            stage = stage_of[id(one)]
+    for path, tensor in everything:
+        if id(tensor) in stage_of:
+            stage = stage_of[id(tensor)]
         else:
-            found[stage].append(path)
-    return found
+            leftover[stage].append(path)
+    return leftover
 
 
 def named_bounds(recording: Recording, names: Sequence[str], stages: int) -> list[int]:
-    """The steps with which stages begin, and the end.
+    """Step numbers at which the named stages begin, and the end.
 
     Raises:
-        ValueError: if the network does not call modules of these names, or not in this order.
+        ValueError: if the network does not call modules of these names, or in another order.
     """
     if len(names) != stages - 1:
         raise ValueError(
@@ -276,14 +276,14 @@ def named_bounds(recording: Recording, names: Sequence[str], stages: int) -> lis
     paths = [step.path for step in recording.steps]
     bounds = [0]
     for name in names:
-        found = [i for i, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
-        if not found:
+        places = [i for i, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
+        if not places:
             known = dict.fromkeys(path for path in paths[1:] if path)
             raise ValueError(
                 f"parallel.cut: the network calls no module '{name}'; it can be cut before "
                 f"{', '.join(known)}"
             )
-        bounds.append(found[0])
+        bounds.append(places[0])
     bounds.append(len(paths))
     if any(stop <= start for start, stop in pairwise(bounds)):
         raise ValueError(

@@ -1,13 +1,13 @@
-"""The forward of a network as a list of steps, found by running it once without data.
+"""Records the forward of a network as a list of steps, by running it once without data.
 
-A network is run on the ``meta`` device, where tensors have shapes but no memory. What it calls, its
-modules and the functions between them, is written down: so ordinary Python, with loops and sizes
-that decide, becomes a list that can be cut anywhere. Sizes are part of what is written down, so
-each number of samples has a recording of its own.
+A network runs on the ``meta`` device, where tensors have shapes but no memory. Its calls of
+modules, and of functions between them, are recorded, so ordinary Python with loops and branches on
+sizes becomes a list that can be cut anywhere. Sizes are part of a recording, so each number of
+samples has its own.
 
-What is kept whole: modules of ``torch.nn``; blocks, which are the elements of a ``nn.Sequential``,
-``nn.ModuleList`` or ``nn.ModuleDict``; modules with hooks; and those whose forward cannot be
-written down.
+Some modules stay whole: those of ``torch.nn``; blocks, which are the elements of a
+``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict``; modules with hooks; and modules whose
+forward cannot be recorded.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from spatialdl.random.streams import numbers_drawn
 from spatialdl.spatial.shadow import meta_copy
 
 RUNS = 2
-"""How often a forward is run again to see whether anything changes."""
+"""Maximum number of repeated runs until a forward reaches a steady state."""
 
-_UNSEEN = ("__set__", "__delete__", "backward", "register_hook")
-"""Names of functions that change something and return no tensor."""
+_NO_TENSOR = ("__set__", "__delete__", "backward", "register_hook")
+"""Names of functions with a side effect that return no tensor."""
 
 
 class CannotRecord(Exception):
-    """Why a forward cannot be written down."""
+    """A forward cannot be recorded; the message has the reason."""
 
 
 def switch_to(shadow: nn.Module, training: bool) -> None:
-    """Training or evaluation, but for BatchNorm, which in training refuses a single value."""
+    """Set the mode, but keep BatchNorm in evaluation, as it refuses a single value in training."""
     shadow.train(training)
     for layer in shadow.modules():
         if isinstance(layer, _BatchNorm):
@@ -69,21 +69,21 @@ class Forward:
     """The forward of a network, recorded for any number of samples.
 
     Args:
-        model: stays as it is; a copy without memory is run.
+        model: not modified; a copy without memory is run.
         image_size: (channels, H, W).
 
     Attributes:
-        kept: attributes that change from forward to forward, and that it reads.
+        kept: attributes that the forward reads and changes from call to call.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...]) -> None:
         self._shadow, self._image_size = meta_copy(model), image_size
         self._dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-        self._whole: set[str] = set()  # paths of modules whose forward cannot be written down
+        self._whole: set[str] = set()  # paths of modules whose forward cannot be recorded
         self._found: dict[tuple[int, bool], Recording] = {}
         self._first: Recording | None = None
-        self._modules = {path: weakref.ref(one) for path, one in model.named_modules()}
-        self._outside: dict[AttributeKey, Any] = {}  # forms of what code between the steps reads
+        self._modules = {path: weakref.ref(module) for path, module in model.named_modules()}
+        self._outside: dict[AttributeKey, Any] = {}  # forms of what code between steps reads
         self.kept: set[AttributeKey] = set()
         self._sets_modes = any(
             type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
@@ -94,10 +94,10 @@ class Forward:
         return self
 
     def of(self, samples: int, training: bool) -> Recording:
-        """What the network does with so many samples.
+        """Return the recording for `samples` samples.
 
         Raises:
-            CannotRecord: with the reason; also if it is not the same for other numbers of samples.
+            CannotRecord: with the reason; also if the steps depend on the number of samples.
         """
         key = samples, training
         if key not in self._found:
@@ -108,13 +108,13 @@ class Forward:
         return self._found[key]
 
     def set_modes(self, stage: nn.Module, training: bool) -> None:
-        """Modes and frozen weights of a part, as ``train()`` of the whole network sets them.
+        """Set modes and frozen weights of a part as ``train()`` of the whole network does.
 
-        Networks override it to keep some BatchNorm layers in evaluation mode; a part does not
-        contain the modules that do so.
+        Networks override ``train()`` to keep some BatchNorm layers in evaluation mode; a part does
+        not contain the modules with the override.
 
         Args:
-            stage: modules and parameters of the network under their own names.
+            stage: modules and parameters of the network under the network's names.
         """
         if not self._sets_modes:
             return
@@ -133,7 +133,7 @@ class Forward:
             module.training = modules[name].training
 
     def look_for_changes(self) -> None:
-        """Record again if attributes that the recordings contain have been set from outside."""
+        """Drop the recordings if attributes that they contain were set from outside."""
         for key, form in self._outside.items():
             module = self._modules[key.path]()
             if module is None:
@@ -146,7 +146,7 @@ class Forward:
                 self._found.clear()
 
     def _record(self, samples: int, training: bool) -> Recording:
-        """Once, and for the first numbers of samples again and again until nothing changes."""
+        """Record; the first time in a mode, repeat until the forward reaches a steady state."""
         switch_to(self._shadow, training)
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
         is_known = any(mode == training for _, mode in self._found)
@@ -162,7 +162,7 @@ class Forward:
         if name:
             raise CannotRecord(
                 f"its forward depends on '{name}', which changes from run to run outside of its "
-                "modules; let a module of its own keep it"
+                "modules; keep it in a separate module"
             )
         return recording
 
@@ -175,11 +175,12 @@ class Forward:
                 where = recorder.owners[-1]
                 if where == "":
                     raise CannotRecord(str(error)) from error
-                self._whole.add(where)  # it may be called as it is
+                self._whole.add(where)  # it is called without recording its inside
                 continue
             if recorder.outer.draws:
                 raise CannotRecord(
-                    f"its forward draws random numbers by {recorder.outer.draws}: use PyTorch's"
+                    f"its forward draws random numbers by {recorder.outer.draws}: draw them by "
+                    "PyTorch"
                 )
             self.kept |= recorder.state.kept() if settled else set()
             parted = recorder.state.parted(settled=settled)
@@ -196,16 +197,14 @@ class Forward:
                 self._outside[key] = form_of(own_attributes(module).get(key.name))
 
 
-def _check_constants(one: Recording, two: Recording) -> None:
-    """What the same forward is given must be the same each time."""
-    for first, second in zip(one.steps, two.steps, strict=False):
+def _check_constants(before: Recording, after: Recording) -> None:
+    """Check that two runs of the same forward pass the same constants."""
+    for first, second in zip(before.steps, after.steps, strict=False):
         if first.form != second.form or first.constants != second.constants:
             where = f" ({first.where})" if first.where else ""
-            raise CannotRecord(
-                f"its forward does something else each time it runs, at '{first.name}'{where}"
-            )
-    if len(one.steps) != len(two.steps) or one.output != two.output:
-        raise CannotRecord("its forward does something else each time it runs")
+            raise CannotRecord(f"its forward differs from run to run, at '{first.name}'{where}")
+    if len(before.steps) != len(after.steps) or before.output != after.output:
+        raise CannotRecord("its forward differs from run to run")
 
 
 def _check_form(first: Recording, other: Recording, samples: int, training: bool) -> None:
@@ -217,14 +216,14 @@ def _check_form(first: Recording, other: Recording, samples: int, training: bool
             return
         one = two = (first.steps or other.steps)[-1]
     raise CannotRecord(
-        f"for {samples} samples in {'training' if training else 'evaluation'} its forward goes "
-        f"another way than before, at '{two.name}' instead of '{one.name}'"
+        f"for {samples} samples in {'training' if training else 'evaluation'} its forward takes "
+        f"another branch than before, at '{two.name}' instead of '{one.name}'"
     )
 
 
 @dataclass
 class _Recorder:
-    """Runs a forward once and writes down what it calls."""
+    """Runs a forward once and records its calls."""
 
     model: nn.Module
     whole: set[str]
@@ -254,7 +253,7 @@ class _Recorder:
         self._written_state: set[str] = set()
         self._drawing: set[str] = set()
         self._loose = ""
-        self._inside = False  # of a step
+        self._inside = False  # whether a step is running
         self._called_whole = ""
         self.state = Attributes(self.model, self._region)
         self.outer = OuterState(self.model)
@@ -276,9 +275,8 @@ class _Recorder:
             shared.pop()
         if not shared or not shared[0]:
             raise CannotRecord(
-                f"its forward changes the attribute '{key}', which stages would take for a "
-                "constant; let a module of its own keep it, or make it a buffer that is changed in "
-                "place"
+                f"its forward changes the attribute '{key}', which stages would treat as a "
+                "constant; keep it in a separate module, or make it a buffer modified in place"
             )
         return ".".join(shared)
 
@@ -288,14 +286,14 @@ class _Recorder:
             torch.enable_grad(),
             torch.device("meta"),
             keyed(0, 0),
-            self._calls_seen(),
+            self._recorded_calls(),
             self.state.watched(),
             self.outer.watched(),
         ):
             result = self.model(image)
         output = tree_map(self._as_value, result)
-        if not any(isinstance(one, Value) for one in tree_leaves(output, is_leaf=is_reference)):
-            raise CannotRecord("its forward gives no tensor")
+        if not any(isinstance(leaf, Value) for leaf in tree_leaves(output, is_leaf=is_reference)):
+            raise CannotRecord("its forward returns no tensor")
         steps, last_use = without_unused(self._steps, output)
         return Recording(
             steps,
@@ -309,7 +307,7 @@ class _Recorder:
         )
 
     @contextmanager
-    def _calls_seen(self) -> Iterator[None]:
+    def _recorded_calls(self) -> Iterator[None]:
         original = nn.Module.__call__
         recorder = self
 
@@ -378,10 +376,10 @@ class _Recorder:
         self._inside = True
         try:
             if self._memory.written():
-                raise CannotRecord("its forward writes into a tensor by what is not of PyTorch")
+                raise CannotRecord("its forward writes into a tensor by code outside of PyTorch")
             own_args, own_kwargs = tree_map(self._as_value, (args, kwargs))
             result = run()
-            tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             written = self._memory.written()
             if tensors or written or isinstance(call, str):
                 number = len(self._steps)
@@ -390,17 +388,23 @@ class _Recorder:
                 owner = self.owners[-1]
                 where = users_line()
                 leaves = tree_leaves(result) if isinstance(call, str) else ()
-                others = tuple(form_of(one) for one in leaves if not isinstance(one, Tensor))
-                self._steps.append(
-                    Step(call, own_args, own_kwargs, gives, owner, nth, with_grad, others, where)
+                non_tensors = tuple(
+                    form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor)
                 )
-                given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-                self._memory.note_write(number, written, given)
+                self._steps.append(
+                    Step(
+                        call, own_args, own_kwargs, gives, owner, nth, with_grad, non_tensors, where
+                    )
+                )
+                operands = (
+                    leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+                )
+                self._memory.note_write(number, written, operands)
                 self._note_all(tensors, gives, written)
-            elif getattr(call, "__name__", "") in _UNSEEN:
+            elif getattr(call, "__name__", "") in _NO_TENSOR:
                 raise CannotRecord(
-                    f"its forward calls '{resolve_name(call)}', which is not recorded; do that in "
-                    "a module of its own"
+                    f"its forward calls '{resolve_name(call)}', which is not recorded; call it in "
+                    "a separate module"
                 )
             return result
         finally:
@@ -409,13 +413,13 @@ class _Recorder:
     def _note_all(
         self, tensors: Sequence[Tensor], gives: Sequence[Value], written: Sequence[Tensor]
     ) -> None:
-        """What a step returns, and what it has written in place, which is a new value from here on.
+        """Assign values to the outputs of a step, and new values to what it modified in place.
 
-        Parameters and buffers stay themselves.
+        Parameters and buffers are not renamed.
         """
         if torch._C._is_any_autocast_enabled():
-            raise CannotRecord("its forward switches autocast on; do that inside of a block")
-        given = set(map(id, tensors))
+            raise CannotRecord("its forward enables autocast; do that inside of a block")
+        returned = set(map(id, tensors))
         for tensor in written:
             if id(tensor) in self._attributes:
                 self._written_state.add(self._attributes[id(tensor)].path)
@@ -427,7 +431,7 @@ class _Recorder:
             if id(tensor) not in self._attributes:
                 self._note(tensor, value)
         for tensor in written:
-            if id(tensor) not in given and id(tensor) not in self._attributes:
+            if id(tensor) not in returned and id(tensor) not in self._attributes:
                 self._rename(tensor)
 
     def _rename(self, tensor: Tensor) -> None:
@@ -440,30 +444,30 @@ class _Recorder:
         self._memory.note(tensor, value.step, value)
         self._sizes[value] = tensor.numel()
 
-    def _as_value(self, one: Any) -> Any:
-        if isinstance(one, nn.Module | FunctionType | MethodType | partial):
-            raise CannotRecord("its forward hands a function or a module on, as a checkpoint does")
-        if not isinstance(one, Tensor):
-            return one
-        found = self._values.get(id(one)) or self._attributes.get(id(one))
-        if found is None:
+    def _as_value(self, operand: Any) -> Any:
+        if isinstance(operand, nn.Module | FunctionType | MethodType | partial):
+            raise CannotRecord("its forward passes a function or a module on, as a checkpoint does")
+        if not isinstance(operand, Tensor):
+            return operand
+        reference = self._values.get(id(operand)) or self._attributes.get(id(operand))
+        if reference is None:
             raise CannotRecord(
-                f"its forward uses a tensor of shape {tuple(one.shape)} of which is not seen where "
-                "it comes from (an attribute that is no buffer, code that is not of PyTorch); let "
-                "a module of its own do that"
+                f"its forward uses a tensor of shape {tuple(operand.shape)} of unknown origin (an "
+                "attribute that is not a buffer, code outside of PyTorch); do that in a separate "
+                "module"
             )
-        return found
+        return reference
 
 
 class _Functions(TorchFunctionMode):
-    """Hands every function of PyTorch that is called on."""
+    """Passes every call of a PyTorch function to a callback."""
 
-    def __init__(self, seen: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    def __init__(self, record: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         super().__init__()
-        self._seen = seen
+        self._record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._seen(func, args, kwargs or {})
+        return self._record(func, args, kwargs or {})
 
 
 replays(_Recorder.record.__code__)

@@ -1,8 +1,8 @@
-"""Running a schedule: what this rank holds of a network, micro-batch by micro-batch.
+"""The runtime that executes a schedule on one rank, micro-batch by micro-batch.
 
-All modes of parallelism are this one runtime: one stage on one rank is ordinary training, one
-stage on a grid is spatial parallelism, several replicas are data parallelism, several stages are a
-pipeline, or layer parallelism if there is one micro-batch; a second copy of the network in inverse
+One runtime covers all modes of parallelism. One stage on one rank is ordinary training, one stage
+on a grid is spatial parallelism, several replicas are data parallelism, several stages are a
+pipeline (layer parallelism with one micro-batch), and a second copy of the network in reverse
 order is GEMS.
 """
 
@@ -47,7 +47,7 @@ from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.stage_groups import stage_groups, stage_reducers
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
-from spatialdl.pipeline.step_context import StepContext, are_weights_apart
+from spatialdl.pipeline.step_context import StepContext, defers_weight_gradients
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.streaming.memory import Memory
@@ -59,26 +59,27 @@ if TYPE_CHECKING:
 
 
 class PipelineRuntime:
-    """This rank's stages of a network that is spread over the ranks of `comm`.
+    """Stages of a network spread over the ranks of `comm`, as this rank holds them.
 
     Args:
-        model: the whole network, the same on every rank.
-        placement: which ranks hold which stages; fits the size of `comm`.
+        model: the whole network, identical on every rank.
+        placement: maps stages to ranks; must fit the size of `comm`.
         schedule: made for this placement.
         comm: the ranks.
         criterion: the mean loss of outputs and targets.
         image_size: global (channels, *size) of the images.
-        options: how it works.
+        options: pipeline options.
 
     Attributes:
-        stages: by number the stages that this rank holds, their layers under their own names.
-        sharded: the same ones, where state is sharded.
-        divided: by the ids of parameters that are divided by channels the ranks that divide them.
-        gradients: what `train_step` leaves in the stages, to be unscaled and clipped.
-        doing: the action of a training step that is under way.
-        memory: holds what virtual tiles need later; None without any.
+        stages: modules of the stages on this rank, by stage number, with the network's names.
+        sharded: the same stages where state is sharded.
+        divided: maps ids of parameters divided by channels to the ranks that divide them.
+        gradients: the gradients that `train_step` leaves in the stages, to unscale and clip.
+        doing: the current action of a training step.
+        memory: stores tensors of virtual tiles between uses; None without virtual tiles.
 
     Raises:
+        ValueError: if network, placement, schedule and options are incompatible.
         ValueError: if network, placement, schedule and options do not fit together.
     """
 
@@ -112,34 +113,36 @@ class PipelineRuntime:
         to = (self.device, self.mixed) if self.mixed else None
         self._shapes = HandoverShapes(stages, placement, image_size, dtype, to)
         placed = self._place(stages)
-        self._placed = {(one.position.copy, one.position.stage): one for one in placed}
+        self._placed = {
+            (runtime.position.copy, runtime.position.stage): runtime for runtime in placed
+        }
         self._divide(placed)
         self._check_samples_apart(dtype)
-        meshes = {one.position.stage: one.mesh for one in placed}
-        holders = stage_groups(placement, meshes, comm)
+        meshes = {runtime.position.stage: runtime.mesh for runtime in placed}
+        groups = stage_groups(placement, meshes, comm)
         self.sharded = self._shard(blocks) if options.shard_state else {}
-        self.divided = self._divided_parameters(meshes)  # of which sharding has made others
+        self.divided = self._divided_parameters(meshes)  # after sharding, which replaces some
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
-        apart = are_weights_apart(self._train)
+        deferred = defers_weight_gradients(self._train)
         backend = None if self.sharded else options.backend
         nodes = None if self.sharded else options.nodes
-        reducers = stage_reducers(holders, meshes, placement, comm, backend, nodes)
-        replicated = self._replicated(meshes, reducers, apart)
+        reducers = stage_reducers(groups, meshes, placement, comm, backend, nodes)
+        replicated = self._replicated(meshes, reducers, deferred)
         channels = {stage: mesh.tensor for stage, mesh in meshes.items()}
         self.gradients = Gradients(
             *(replicated, self.sharded, comm, self.device), channels, self.divided
         )
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
-        sharing = Sharing(placed, self.stages, holders, placement, sync, microbatches, comm, units)
-        self._context = StepContext(sharing, placement, self.replica, options.seed, apart)
+        sharing = Sharing(placed, self.stages, groups, placement, sync, microbatches, comm, units)
+        self._context = StepContext(sharing, placement, self.replica, options.seed, deferred)
         self._batch_loss: BatchLoss | None = None
         if options.batch_loss is not None:
             check_forwards_first(schedule.train)
             [one] = placed
             self._batch_loss = BatchLoss(criterion, options.batch_loss, one.mesh)
-        if options.compiled:  # not before all looks at it have been taken
+        if options.compiled:  # last: everything above reads the stages uncompiled
             compile_stages(self.stages.values())
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
@@ -156,11 +159,11 @@ class PipelineRuntime:
             *(options.recompute == "block", weigh, divided, options.compiled),
         )
         for stage in stages if len(stages) > 1 else ():
-            stage.train()  # which may freeze weights
+            stage.train()  # an override of train() may freeze weights
         return stages
 
     def _place(self, stages: list[nn.Module]) -> list[StageRuntime]:
-        """Those of this rank, where they compute."""
+        """Return the runtimes of this rank's stages, their modules on the device."""
         comm, placement = self._comm, self.placement
         learns = [any(p.requires_grad for p in stage.parameters()) for stage in stages]
         positions = placement.positions(comm.rank)
@@ -179,7 +182,7 @@ class PipelineRuntime:
         ]
 
     def _divide(self, placed: list[StageRuntime]) -> None:
-        """Leave this rank its part of the weights of stages that divide channels."""
+        """Divide the weights of stages that divide channels and keep this rank's part."""
         if self.placement.most_tensor_parts == 1:
             return
         arriving = self._shapes.arriving(SAMPLES)
@@ -200,16 +203,20 @@ class PipelineRuntime:
         }
 
     def _check_samples_apart(self, dtype: torch.dtype) -> None:
-        """Where ranks have some samples of a micro-batch each, or BatchNorm sees those of all."""
+        """Check networks whose samples are divided over ranks or normalized across replicas."""
         local = self.placement.most_batch_parts
-        over = self.options.sync_batchnorm and self.placement.data > 1
-        if local == 1 and not over:
+        across_replicas = self.options.sync_batchnorm and self.placement.data > 1
+        if local == 1 and not across_replicas:
             return
-        stages = [one for _, one in sorted(self._placed.items()) if over or one.mesh.batch > 1]
+        stages = [
+            runtime
+            for _, runtime in sorted(self._placed.items())
+            if across_replicas or runtime.mesh.batch > 1
+        ]
         reason = (
-            f"parallel.sync_batchnorm=true lets BatchNorm see the samples of {self.placement.data} "
-            "replicas as those of one batch"
-            if over
+            f"parallel.sync_batchnorm=true synchronizes BatchNorm over the samples of "
+            f"{self.placement.data} replicas"
+            if across_replicas
             else f"parallel.local_dp={local} divides the samples of a micro-batch over ranks"
         )
         to = dtype, self.device, self.mixed
@@ -221,51 +228,50 @@ class PipelineRuntime:
 
         backend = self.options.backend or backend_of(self._comm, self.device)
         start(backend)
-        found = {}
+        shards = {}
         for placed in self._placed.values():
             _, stage, part, _, tensor = placed.position
             replicas = range(self.placement.data)
             ranks = [self.placement.ranks(stage, n, tensor=tensor)[part] for n in replicas]
             module, mesh = self.stages[stage], placed.mesh
-            found[stage] = ShardedStage(module, blocks, mesh, ranks, backend, self.device)
-        return found
+            shards[stage] = ShardedStage(module, blocks, mesh, ranks, backend, self.device)
+        return shards
 
     def _replicated(
-        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator], apart: bool
+        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator], deferred: bool
     ) -> dict[int, Replicated]:
-        """This rank's stages; ranks that share several ask for these in one order."""
-        found = {}
+        """This rank's stages in stage order, so that ranks sharing several create them alike."""
+        replicated = {}
         for stage, comm in sorted(reducers.items()):
-            one = meshes[stage].replicated(self.stages[stage], bool(self.sharded))
+            stage_weights = meshes[stage].replicated(self.stages[stage], bool(self.sharded))
             if not self.sharded:
-                # weights whose gradients wait for weight actions must not have hooks
-                lane = None if apart else lane_of(comm)
-                copies = one.copies * self.placement.copies
-                one = replace(one, comm=comm, copies=copies, lane=lane)
-            found[stage] = one
-        return found
+                # no hooks on weights whose gradients are deferred to weight actions
+                lane = None if deferred else lane_of(comm)
+                copies = stage_weights.copies * self.placement.copies
+                stage_weights = replace(stage_weights, comm=comm, copies=copies, lane=lane)
+            replicated[stage] = stage_weights
+        return replicated
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all stages that this rank holds."""
+        """Iterate over the parameters of all stages on this rank."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all stages that this rank holds, under the names of the whole network."""
+        """Iterate over the parameters of this rank's stages, with the whole network's names."""
         for module in self.stages.values():
             yield from module.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of all stages that this rank holds, under the names of the whole network.
+        """Return the state of this rank's stages, with the whole network's names.
 
-        All ranks must call it where state is sharded, or divided by channels: they get whole
-        tensors.
+        Collective where state is sharded or divided by channels; the result has whole tensors.
         """
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for stage, module in self.stages.items():
             own = self.sharded[stage].state_dict() if self.sharded else None
-            found |= whole_state(module, own)
-        return found
+            state |= whole_state(module, own)
+        return state
 
     def first(self, microbatch: int) -> Mesh | None:
         """The mesh over which a micro-batch enters the network; None if this rank is not in it."""
@@ -279,25 +285,25 @@ class PipelineRuntime:
 
     @property
     def across(self) -> list[Across]:
-        """What virtual tiles of this rank exchange with those of others, by stage and copy."""
-        found = [placed.across for placed in self._placed.values()]
-        return [one for one in found if one is not None]
+        """Exchanges between virtual tiles of this rank and of its peers, by stage and copy."""
+        exchanges = [placed.across for placed in self._placed.values()]
+        return [exchange for exchange in exchanges if exchange is not None]
 
     def own_outputs(self, microbatch: int, samples: int) -> range:
-        """The samples of a micro-batch whose outputs leave from this rank; it has a `last`."""
+        """Samples of a micro-batch whose outputs this rank has; for ranks with a `last` mesh."""
         return self._placed[self._copies[microbatch], self.placement.stages - 1].own(samples)
 
     def train_step(
         self, microbatches: Sequence[Microbatch], step: int, scale: float = 1.0
     ) -> float:
-        """Forward and backward of all micro-batches; averaged gradients are left in the stages.
+        """Run forward and backward of all micro-batches; leave averaged gradients in the stages.
 
         Args:
-            step: number of the optimizer step; each draws random numbers of its own.
-            scale: of the gradients that are left, so that small ones do not vanish in float16.
+            step: number of the optimizer step; seeds its random numbers.
+            scale: loss scale of the gradients, against underflow in float16.
 
         Returns:
-            This rank's part of the loss; over all ranks it adds up to that of the whole batch.
+            This rank's part of the loss; the sum over all ranks is the loss of the whole batch.
         """
         for module in self.stages.values():
             start_training(module)
@@ -306,22 +312,24 @@ class PipelineRuntime:
         self._scale = scale
         self.gradients.begin()
         self._context.begin(microbatches, step)
-        total: Tensor | float = 0.0  # the host waits for it in the end only
+        total: Tensor | float = 0.0  # read by the host at the end only, so devices run ahead
         todo = self._todo(self._train, microbatches)
-        coming = self._given(todo, microbatches)
-        last = {one.stage: number for number, one in enumerate(todo) if one.kind == "backward"}
+        pending = self._post_first_receive(todo, microbatches)
+        last = {
+            action.stage: number for number, action in enumerate(todo) if action.kind == "backward"
+        }
         outputs: dict[int, Tensor] = {}
         criteria: Mapping[int, Criterion] | None = None
         for number, action in enumerate(todo):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
-            self._expect(action, coming, microbatches)
+            self._post_receive(action, pending, microbatches)
             self.doing, name = action, describe(action)
             waiting.doing(name)
             with trace.span("compute", name, action):
                 if action.kind == "forward":
                     with self._context.forward(placed, action.microbatch, microbatch):
-                        if self._batch_loss is None:  # and nobody holds the output here
+                        if self._batch_loss is None:  # do not keep a reference to the output
                             self._run(placed, action.microbatch, microbatch)
                         else:
                             outputs[action.microbatch] = self._run(
@@ -348,30 +356,31 @@ class PipelineRuntime:
         if self.placement.most_tensor_parts > 1:
             for module in self.stages.values():
                 settle(module)
-        # where nothing else has waited for the other ranks, this does
+        # the only wait for peers if nothing before it has synchronized
         return noted("the end of the step", self._comm.world_ranks, float, total)
 
     @property
     def loss_parts(self) -> int:
-        """How many losses backward adds up on the last stages, of which the mean counts."""
+        """Number of losses that backward sums on the last stages, of which the mean counts."""
         last = self.placement.stages - 1
         parts = self.placement.widths[last] // self.placement.tensor_parts(last)
         return self.placement.network_copies * parts
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[int, Tensor]:
-        """Outputs (n, ...) by micro-batch: of the samples that leave from this rank, never half."""
-        return {number: self._never_half(made.output) for number, made in self._made(microbatches)}
+        """Return outputs (n, ...) by micro-batch for this rank's samples, in full precision."""
+        return {
+            number: self._full_precision(made.output) for number, made in self._made(microbatches)
+        }
 
     @torch.no_grad()
     def evaluate_tiles(
         self, microbatches: Sequence[Microbatch]
     ) -> Iterator[tuple[int, Mesh, Tensor]]:
-        """The same, but maps virtual tile by virtual tile, so that none is ever whole.
+        """Evaluate with maps returned by virtual tile, so that no map is ever whole.
 
-        Returns:
-            The number of the micro-batch, the mesh over which its output leaves, and that. All of
-            them must be taken.
+        Yields:
+            Micro-batch number, mesh of its output, and the output. Consume all of them.
         """
         if not self.placement.stream:
             for number, output in self.evaluate(microbatches).items():
@@ -381,23 +390,23 @@ class PipelineRuntime:
             return
         for number, made in self._made(microbatches):
             for mesh, output in made.outputs():
-                yield number, mesh, self._never_half(output)
+                yield number, mesh, self._full_precision(output)
 
-    def _never_half(self, output: Tensor) -> Tensor:
+    def _full_precision(self, output: Tensor) -> Tensor:
         return output.float() if self.mixed else output
 
     def _made(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Made]]:
-        """What the last stage makes of each micro-batch, in evaluation."""
+        """Yield the last stage's results for each micro-batch, in evaluation mode."""
         for module in self.stages.values():
             module.eval()
         with ExitStack() as stack:
             for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
             todo = self._todo(self._evaluate, microbatches)
-            coming = self._given(todo, microbatches)
+            pending = self._post_first_receive(todo, microbatches)
             for action in todo:
                 placed = self._placed[action.copy, action.stage]
-                self._expect(action, coming, microbatches)
+                self._post_receive(action, pending, microbatches)
                 made = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
                     yield action.microbatch, made
@@ -415,25 +424,27 @@ class PipelineRuntime:
             if self._placed[action.copy, action.stage].own(microbatches[action.microbatch].samples)
         ]
 
-    def _given(self, todo: Sequence[Action], microbatches: Sequence[Microbatch]) -> deque[Action]:
-        """The actions that need what others give; the first one is expected."""
-        coming = deque(action for action in todo if action.kind != "weight")
-        self._expect_next(coming, microbatches)
-        return coming
+    def _post_first_receive(
+        self, todo: Sequence[Action], microbatches: Sequence[Microbatch]
+    ) -> deque[Action]:
+        """Return the actions that need received tensors; post the receives of the first."""
+        pending = deque(action for action in todo if action.kind != "weight")
+        self._post_next(pending, microbatches)
+        return pending
 
-    def _expect(
-        self, action: Action, coming: deque[Action], microbatches: Sequence[Microbatch]
+    def _post_receive(
+        self, action: Action, pending: deque[Action], microbatches: Sequence[Microbatch]
     ) -> None:
-        """While an action runs, what the next one needs may already arrive."""
+        """Post the receives of the action after this one, to overlap them with it."""
         if action.kind != "weight":
-            coming.popleft()
-            self._expect_next(coming, microbatches)
+            pending.popleft()
+            self._post_next(pending, microbatches)
 
-    def _expect_next(self, coming: deque[Action], microbatches: Sequence[Microbatch]) -> None:
-        if coming:
-            following = coming[0]
-            shapes = self._shapes.of(microbatches[following.microbatch].samples)
-            self._placed[following.copy, following.stage].expect(following, shapes, self.device)
+    def _post_next(self, pending: deque[Action], microbatches: Sequence[Microbatch]) -> None:
+        if pending:
+            upcoming = pending[0]
+            shapes = self._shapes.of(microbatches[upcoming.microbatch].samples)
+            self._placed[upcoming.copy, upcoming.stage].expect(upcoming, shapes, self.device)
 
     def _check_samples(self, microbatches: Sequence[Microbatch]) -> None:
         for number, microbatch in enumerate(microbatches):
@@ -451,7 +462,7 @@ class PipelineRuntime:
     def _criteria(
         self, outputs: Mapping[int, Tensor], microbatches: Sequence[Microbatch]
     ) -> Mapping[int, Criterion]:
-        """By micro-batch; all ranks ask for it once a step, when the forwards are done."""
+        """Criterion of each micro-batch; collective, once a step, after the forwards."""
         if self._batch_loss is None:
             return dict.fromkeys(range(len(microbatches)), self.criterion)
         return self._batch_loss.gather(outputs, microbatches, self.device)
@@ -459,7 +470,7 @@ class PipelineRuntime:
     def _backward(
         self, placed: StageRuntime, number: int, microbatch: Microbatch, criterion: Criterion
     ) -> Tensor | float:
-        """This rank's part of the loss; the ranks of a grid agree on it, the first one counts."""
+        """This rank's part of the loss; of a grid's ranks, which agree, only the first counts."""
         shapes = self._shapes.of(microbatch.samples)
         share = microbatch.share * self._part_of(placed.own(microbatch.samples), microbatch)
         weight = share * self.placement.network_copies * placed.mesh.batch * self._scale
@@ -467,14 +478,14 @@ class PipelineRuntime:
         return loss * share if placed.mesh.counts else 0.0
 
     def _part_of(self, own: range, microbatch: Microbatch) -> float | Tensor:
-        """What some of its samples count in the mean loss of a micro-batch; stays on a device."""
+        """Weight of this rank's samples in a micro-batch's mean loss; stays on its device."""
         target = microbatch.target
         if len(own) == microbatch.samples or target is None or self.options.sample_weights is None:
             return len(own) / microbatch.samples
         weights = self.options.sample_weights(target)
         if weights is None:
             return len(own) / microbatch.samples
-        weights = weights.double()  # a quotient of whole numbers would be float32
+        weights = weights.double()  # a quotient of integers would be float32
         total = weights.sum()
         part = weights[own.start : own.stop].sum() / total.where(total > 0, 1.0)
         return float(part) if part.is_cpu else part

@@ -1,9 +1,9 @@
-"""Whether what a stage computes for a sample depends on the other samples of its batch.
+"""Checks whether a stage's result for a sample depends on other samples of the batch.
 
-Where the samples of a micro-batch are divided over ranks, BatchNorm is put together from all of
-them. Any other statistic over samples would silently be that of a rank's samples. No list of
-operations is complete, so the stage is run: with three samples, with two of these, and with these
-at other places beside one that is not a number, which spreads to all that depends on it.
+Where the samples of a micro-batch are divided over ranks, BatchNorm is computed over all of them.
+Any other statistic over samples would silently cover one rank's samples only. No list of
+operations is complete, so the stage is run: with three samples, with two of these, and with the two
+moved behind a sample of NaN, which spreads to all that depends on it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from spatialdl.random.plain import PLAIN
 from spatialdl.spatial.tensor import SpatialTensor
 
 ALL, FEWER = 3, 2
-"""Samples of the runs, for each rank that has some; of the third run, the first are strangers."""
+"""Samples of the runs per rank that has any; in the third run, the first ones are foreign."""
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 class _Seen(NamedTuple):
-    """Tensors at one moment of a forward.
+    """Tensors at one point of a forward.
 
     Attributes:
-        where: in words.
-        tensors: this rank's parts of them.
+        where: a description of the point.
+        tensors: this rank's parts of the tensors.
     """
 
     where: str
@@ -60,35 +60,35 @@ def check_samples_apart(
     comm: Communicator,
     reason: str,
 ) -> None:
-    """Refuse stages that mix samples; all ranks must call it, without steps under way.
+    """Refuse stages that mix samples; collective, and only between steps.
 
     Args:
-        stages: those of this rank of which ranks share micro-batches.
-        shapes: of what they are given.
+        stages: this rank's stages with micro-batches shared between ranks.
+        shapes: of their inputs.
         image: global (channels, *spatial).
         dtype: of the images.
-        mixed: the type to which autocast casts, if it does.
+        mixed: dtype of autocast, if enabled.
         comm: all ranks.
-        reason: why samples must be apart.
+        reason: why samples must be independent.
 
     Raises:
-        UnsupportedSpatialOp: on all ranks, with the place.
+        UnsupportedSpatialOp: on all ranks, with the place in the network.
     """
-    found = ""
+    mixing = ""
     for placed in stages:
         probe = _Probe(placed, shapes, image, dtype, device, mixed)
-        found = found or probe.mixing()  # all ranks of a stage run it
-    places = [place for place in comm.allgather(found) if place]
+        mixing = mixing or probe.mixing()  # all ranks of a stage run it
+    places = [place for place in comm.allgather(mixing) if place]
     if places:
         raise UnsupportedSpatialOp(
             f"{reason}, but this network computes something over the samples of a batch other than "
-            f"by BatchNorm: found after {places[0]}; ranks would each compute it over their own "
-            "samples"
+            f"by BatchNorm: found after {places[0]}; each rank would compute it over its own "
+            "samples only"
         )
 
 
 class _Probe:
-    """A stage that is run for samples of random numbers; see `check_samples_apart`."""
+    """Runs of a stage on random samples; see `check_samples_apart`."""
 
     def __init__(
         self,
@@ -107,38 +107,40 @@ class _Probe:
         }
 
     def mixing(self) -> str:
-        """Where samples are mixed, in words; empty if each is apart from the others."""
+        """Describe where samples are mixed; empty if all are independent."""
         tiles = {value: self._tile(value, part) for value, part in self._parts[ALL].items()}
         dims = {
             value: _sample_dim(tile.shape, self._shape(self._parts[FEWER][value]))
             for value, tile in tiles.items()
         }
-        some = {value: _part(tile, dims[value], 0) for value, tile in tiles.items()}
+        fewer = {value: _part(tile, dims[value], 0) for value, tile in tiles.items()}
         strangers = [_moved(tiles, dims, fill) for fill in (float("nan"), 3.0)]
 
         def moved(follow: bool) -> list[_Seen]:
             try:
                 return self._run(ALL, strangers[0], follow)
-            except Exception:  # a forward may refuse what is not a number
+            except Exception:  # a forward may refuse NaN
                 return self._run(ALL, strangers[1], follow)
 
-        found = ""
-        for follow in (False, True):  # the place, only if there is one
-            runs = self._run(ALL, tiles, follow), self._run(FEWER, some, follow), moved(follow)
-            seen = zip(*runs, strict=False)
-            found = next((one.where for one, *others in seen if not _apart(one, *others)), found)
-            if not found:
+        place = ""
+        for follow in (False, True):  # search for the place only if samples are mixed
+            runs = self._run(ALL, tiles, follow), self._run(FEWER, fewer, follow), moved(follow)
+            moments = zip(*runs, strict=False)
+            place = next(
+                (whole.where for whole, *rest in moments if not _apart(whole, *rest)), place
+            )
+            if not place:
                 break
-        return found
+        return place
 
     def _shape(self, part: HandoverShape) -> tuple[int, ...]:
-        """Of what this rank gets; where ranks divide the samples, of all of them."""
+        """Shape of this rank's input; of all ranks' input where ranks divide the samples."""
         if self._placed.mesh.parts == 1:
             return part.shape
         return part.local_shape(part.receiver, self._placed.position.part)
 
     def _tile(self, value: Value, part: HandoverShape) -> Tensor:
-        """What is not cut is the same on all ranks."""
+        """Random input; identical on all ranks if it is not cut."""
         shape = self._shape(part)
         seed = 1 + (shape != part.shape) * (1 + self._placed.position.part)
         draw = torch.Generator().manual_seed(seed)
@@ -148,7 +150,7 @@ class _Probe:
 
     @torch.no_grad()
     def _run(self, number: int, tiles: dict[Value, Tensor], follow: bool) -> list[_Seen]:
-        """What the stage gives and leaves in its buffers; before it, what its modules see."""
+        """Record the stage's outputs and buffers, and on `follow` the tensors of its modules."""
         stage, seen = self._placed.module, list[_Seen]()
         values = {
             value: received(tiles[value].clone(), shape, self._placed.mesh)
@@ -169,25 +171,25 @@ class _Probe:
 def _moved(
     tiles: dict[Value, Tensor], dims: dict[Value, int | None], fill: float
 ) -> dict[Value, Tensor]:
-    """The first samples in the places of the last, behind a stranger."""
-    found = dict(tiles)
+    """Move the first samples to the end, behind foreign ones of value `fill`."""
+    moved = dict(tiles)
     for value, dim in dims.items():
         tile = tiles[value]
         if dim is not None and tile.is_floating_point():
             own = _part(tile, dim, 0)
             rows = tile.shape[dim] - own.shape[dim]
-            found[value] = torch.cat([torch.full_like(tile.narrow(dim, 0, rows), fill), own], dim)
-    return found
+            moved[value] = torch.cat([torch.full_like(tile.narrow(dim, 0, rows), fill), own], dim)
+    return moved
 
 
 @contextmanager
 def _as_it_was(stage: nn.Module) -> Iterator[None]:
-    """Buffers, modes and numbers in attributes are the same afterwards."""
+    """Restore buffers, modes and attributes afterwards."""
     attributes = [(module, dict(vars(module))) for module in stage.modules()]
     buffers = [(module, dict(module._buffers)) for module in stage.modules()]
     for module, own in buffers:
         module._buffers.update(
-            {name: None if one is None else one.clone() for name, one in own.items()}
+            {name: None if buffer is None else buffer.clone() for name, buffer in own.items()}
         )
     try:
         yield
@@ -202,7 +204,7 @@ def _as_it_was(stage: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _followed(stage: nn.Module, seen: list[_Seen] | None) -> Iterator[None]:
-    """Note what modules take and give."""
+    """Record the inputs and outputs of modules."""
     handles = []
 
     def watch(path: str, module: nn.Module) -> None:
@@ -210,7 +212,7 @@ def _followed(stage: nn.Module, seen: list[_Seen] | None) -> Iterator[None]:
 
         def before(module: nn.Module, args: Any) -> None:
             if seen is not None:
-                seen.append(_Seen(f"what comes before '{path}' ({kind})", _local(args)))
+                seen.append(_Seen(f"the operations before '{path}' ({kind})", _local(args)))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if seen is not None:
@@ -230,12 +232,12 @@ def _followed(stage: nn.Module, seen: list[_Seen] | None) -> Iterator[None]:
 
 
 def _local(result: Any) -> list[Tensor]:
-    tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return [(x._tile if isinstance(x, SpatialTensor) else x).detach().clone() for x in tensors]
 
 
 def _sample_dim(whole: Sequence[int], some: Sequence[int]) -> int | None:
-    """The dim along which the samples lie one after the other; None if it has none."""
+    """The dim of the samples; None if there is none."""
     differing = [
         dim
         for dim, (n, m) in enumerate(zip(whole, some, strict=True))
@@ -245,7 +247,7 @@ def _sample_dim(whole: Sequence[int], some: Sequence[int]) -> int | None:
 
 
 def _part(tensor: Tensor, dim: int | None, first: int) -> Tensor:
-    """Two thirds, that is `FEWER` of its samples; all of what has none."""
+    """`FEWER` of `ALL` samples; the whole tensor if it has no sample dim."""
     if dim is None:
         return tensor
     rows = tensor.shape[dim] // ALL
@@ -253,7 +255,7 @@ def _part(tensor: Tensor, dim: int | None, first: int) -> Tensor:
 
 
 def _apart(whole: _Seen, some: _Seen, moved: _Seen) -> bool:
-    """Whether the two samples come out the same, whatever is beside them."""
+    """Whether the results of the two samples do not depend on the third."""
     if not len(whole.tensors) == len(some.tensors) == len(moved.tensors):
         return False
     return all(map(_equal, whole.tensors, some.tensors, moved.tensors))
@@ -278,7 +280,7 @@ def _equal(whole: Tensor, some: Tensor, moved: Tensor) -> bool:
 
 
 class _Calm(TorchFunctionMode):
-    """Without what samples share by design or chance: BatchNorm, dropout, random numbers."""
+    """Replaces what samples share by design or chance: BatchNorm, dropout, random numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -304,7 +306,7 @@ class _Calm(TorchFunctionMode):
         )
 
     def _inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self:  # what it calls may draw
+        with self:  # its inside may draw random numbers
             return function(*args, **kwargs)
 
 
@@ -315,7 +317,7 @@ def _trains(args: Any, kwargs: Any) -> bool:
 def _normalised(
     x: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any, **_: Any
 ) -> Tensor:
-    """Of a size like what BatchNorm gives, by a sample's own values."""
+    """Normalize to the magnitude of BatchNorm, by a sample's own values."""
     y = x / (x.abs().mean(tuple(range(1, x.dim())), keepdim=True) + 1e-3)
     per_channel = (1, -1, *(1,) * (x.dim() - 2))
     y = y if weight is None else y * weight.view(per_channel)

@@ -1,4 +1,4 @@
-"""In which order the groups of ranks do their forwards and backwards.
+"""Schedules: the order of forwards and backwards on each group of ranks.
 
 GPipe (Huang et al. 2019, section 2.3) on three stages and four micro-batches, time to the right:
 
@@ -6,7 +6,7 @@ GPipe (Huang et al. 2019, section 2.3) on three stages and four micro-batches, t
     stage 1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3
     stage 2  .  .  F0 F1 F2 F3 B0 B1 B2 B3
 
-1F1B (Narayanan et al. 2021, section 2.2) holds no more micro-batches than stages are to come:
+1F1B (Narayanan et al. 2021, section 2.2) holds at most as many micro-batches as stages follow:
 
     stage 0  F0 F1 F2 .  .  B0 F3 .  B1 .  B2 .  B3
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
@@ -15,30 +15,30 @@ GPipe (Huang et al. 2019, section 2.3) on three stages and four micro-batches, t
 Layer parallelism is a pipeline with one micro-batch.
 
 Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): each group of ranks holds several stages,
-so that bubbles become shorter. Two groups, four stages, four micro-batches; a digit is a
-micro-batch, the stages 2 and 3 have primes:
+which shortens bubbles. Two groups, four stages, four micro-batches; a digit is a micro-batch, the
+stages 2 and 3 have primes:
 
     group 0 (stages 0, 2)  F0 F1 F0' F1' F2 .  F3 .. B0' ...
     group 1 (stages 1, 3)  .  F0 F1  F0' B0' F1' B1' ...
 
-Zero bubble (ZB-H1; Qi et al. 2024, "Zero bubble pipeline parallelism", section 2): 1F1B whose
-weight gradients come later, to fill the time in which ranks would wait. Nobody but the optimizer
-waits for the gradient of a weight, so a backward gives that of the stage's input only, and the
-weights' are an action of their own. Every action one unit of time:
+Zero bubble (ZB-H1; Qi et al. 2024, "Zero bubble pipeline parallelism", section 2): 1F1B with
+deferred weight gradients, which fill the time in which ranks would wait. Only the optimizer needs
+the gradient of a weight, so a backward computes that of the stage's input, and the gradients of
+its weights are an action of their own. Every action takes one unit of time:
 
     stage 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
     stage 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-Gradients go back to the first stage as fast as they can, as the weights of stage s wait for s more
-micro-batches. With P stages, at least P micro-batches and even costs F, B, W of a forward, a
-backward and a weight action (W no larger than the others), a rank waits for (P - 1)(F + B - W)
-(table 1), with 1F1B for (P - 1)(F + B + W). Activations are held of P - s micro-batches as with
-1F1B, and of s + 1 what the weights wait for.
+Gradients reach the first stage as early as possible, as weight gradients of stage s are deferred
+by s micro-batches. With P stages, at least P micro-batches and even costs F, B, W of a forward, a
+backward and a weight action (W no larger than F and B), a rank waits for (P - 1)(F + B - W) (table
+1), with 1F1B for (P - 1)(F + B + W). A rank holds the activations of P - s micro-batches as with
+1F1B, and the deferred inputs and gradients of s + 1.
 
 GEMS (Jain et al. 2020, "GEMS: GPU-enabled memory-aware model-parallelism system for distributed DNN
-training"): a second copy of the network on the same ranks, in inverse order. A batch is cut into
-chunks that the copies take in turn; the ranks that are done first with one copy begin with the
+training"): a second copy of the network on the same ranks, in reverse order. A batch is cut into
+chunks that alternate between the copies; ranks that finish early with one copy begin with the
 other. Three groups, two chunks of one micro-batch; digits are stages, those of the second copy
 have primes, a backward takes two units of time:
 
@@ -50,12 +50,12 @@ have primes, a backward takes two units of time:
              group 1  .  F1 F1'.  .  B1 -- B1'-- .  .
              group 2  F0'.  F2 B2 -- .  .  .  .  B0'--
 
-``mast`` lets a chunk begin when the activations of the one before are gone, ``basic`` has two
-chunks at once: faster, but it holds the activations of both.
+``mast`` starts a chunk when the activations of the one before are freed; ``basic`` runs two chunks
+at once: faster, but it holds the activations of both.
 
-In the long run ``mast`` waits for (P - 1) / (P + 1/2) of the time with P groups, one micro-batch a
+Asymptotically ``mast`` waits for (P - 1) / (P + 1/2) of the time with P groups, one micro-batch per
 chunk, and backwards of two forwards (Li, Hoefler 2021, "Chimera", table 2), but it holds the
-activations of one chunk only. GEMS-MASTER is the same over more than two chunks.
+activations of one chunk only. GEMS-MASTER is the same with more than two chunks.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ GEMS = ("basic", "mast", "master")
 
 
 def make_schedule(name: str, placement: Placement, microbatches: int, times: int = 1) -> Schedule:
-    """The schedule of a name of `SCHEDULES`, or for a mirrored placement of `GEMS`.
+    """Return the schedule named in `SCHEDULES`, or in `GEMS` for a mirrored placement.
 
     Args:
-        times: pairs of chunks of GEMS-MASTER.
+        times: number of chunk pairs, for GEMS-MASTER.
 
     Raises:
-        ValueError: if it does not fit the placement or the micro-batches.
+        ValueError: if it does not fit the placement or the number of micro-batches.
     """
     _check(name, placement, times)
     groups = placement.groups
@@ -98,26 +98,25 @@ def make_schedule(name: str, placement: Placement, microbatches: int, times: int
 def _check(name: str, placement: Placement, times: int) -> None:
     known = GEMS if placement.mirrored else SCHEDULES
     if name not in known:
-        raise ValueError(f"the schedule {name} is unknown here: take one of {', '.join(known)}")
+        raise ValueError(f"unknown schedule {name} for this layout: take one of {', '.join(known)}")
     if times != 1 and name != "master":
         raise ValueError(f"parallel.times={times} is for parallel.variant=master, not for {name}")
     if (name == "interleaved") != (placement.interleave > 1):
         raise ValueError(
-            f"parallel.schedule={name} with parallel.interleave={placement.interleave}: the "
-            "schedule for ranks that hold several stages is interleaved, and it is for these only"
+            f"parallel.schedule={name} with parallel.interleave={placement.interleave}: ranks that "
+            "hold several stages need parallel.schedule=interleaved, which is for them only"
         )
     if placement.groups == 1 and (placement.interleave > 1 or placement.mirrored):
         raise ValueError(
-            f"a layout of {placement.stages} stages on one group of ranks has nobody to take "
-            "turns with: take more stages"
+            f"a layout of {placement.stages} stages on one group of ranks has no other group to "
+            "alternate with: take more stages"
         )
 
 
 def gpipe(stages: int, microbatches: int) -> Lists:
-    """All forwards, then all backwards in the same order; one list a stage.
+    """All forwards, then all backwards in the same order.
 
-    Gradients of the micro-batches are added up in the order in which one process that accumulates
-    over the same micro-batches adds them.
+    Gradients accumulate over micro-batches in the same order as in a single process.
     """
     return [
         [Action("forward", stage, m) for m in range(microbatches)]
@@ -127,9 +126,9 @@ def gpipe(stages: int, microbatches: int) -> Lists:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Lists:
-    """As many forwards as stages are to come, then a backward and a forward in turn.
+    """As many forwards as stages remain, then alternate backwards and forwards.
 
-    The bubble is GPipe's; activations are held of at most ``stages - stage`` micro-batches.
+    The bubble is GPipe's; a stage holds activations of at most ``stages - stage`` micro-batches.
     """
     lists = []
     for stage in range(stages):
@@ -144,22 +143,22 @@ def one_f_one_b(stages: int, microbatches: int) -> Lists:
 
 
 def forward_only(groups: int, microbatches: int, interleave: int = 1) -> Lists:
-    """Evaluation: forwards alone, block by block where a group holds several stages."""
+    """Evaluation: forwards only, in blocks where a group holds several stages."""
     trained = interleaved(groups, microbatches, interleave)
     return [[action for action in actions if action.kind == "forward"] for actions in trained]
 
 
-# --- stages dealt out in turn
+# --- interleaved stages
 
 
 def interleaved(groups: int, microbatches: int, interleave: int) -> Lists:
-    """1F1B over stages that are dealt out to the groups in turn.
+    """1F1B over stages assigned to the groups round-robin.
 
-    Micro-batches pass in blocks of at least as many as there are groups: a block goes through all
-    stages of a group before the next one begins.
+    Micro-batches run in blocks of at least as many as there are groups: a block passes all stages
+    of a group before the next block begins.
 
     Args:
-        interleave: stages that each group holds.
+        interleave: number of stages of each group.
     """
     return [_interleaved_group(group, groups, microbatches, interleave) for group in range(groups)]
 
@@ -169,8 +168,8 @@ def _interleaved_group(group: int, groups: int, microbatches: int, interleave: i
     stages = range(group, groups * interleave, groups)
     forwards = [Action("forward", s, m) for s, m in _in_blocks(stages, bounds)]
     backwards = [Action("backward", s, m) for s, m in _in_blocks(stages[::-1], bounds)]
-    # before the first backward comes: the first block through all stages but the last, and what
-    # the groups behind this one need to get there and back
+    # Forwards before the first backward: the first block through all stages but the last, plus
+    # the round trip through the groups behind this one.
     ahead = (interleave - 1) * max(b - a for a, b in pairwise(bounds)) + 2 * (groups - 1 - group)
     ahead = min(ahead, len(forwards))
     actions = forwards[:ahead]
@@ -192,9 +191,9 @@ def _in_blocks(stages: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, 
 
 
 def zero_bubble(stages: int, microbatches: int) -> Lists:
-    """The order of 1F1B, with the weights of a stage as many micro-batches late as it has before.
+    """1F1B with the weight gradients of stage s deferred by s micro-batches.
 
-    Weights get their gradients in the order of the micro-batches.
+    Weight gradients accumulate in the order of the micro-batches.
     """
     return [_zero_bubble_stage(stage, stages, microbatches) for stage in range(stages)]
 
@@ -219,13 +218,13 @@ BOTH: tuple[Kind, ...] = ("forward", "backward")
 
 
 def mast(groups: int, microbatches: int, times: int = 1) -> Lists:
-    """Chunk after chunk, so that a group holds the activations of one chunk.
+    """Chunk after chunk, so that a group holds the activations of only one.
 
     Args:
         times: pairs of chunks in a batch.
 
     Raises:
-        ValueError: if the micro-batches cannot be dealt out to the chunks evenly.
+        ValueError: if the micro-batches do not divide evenly into chunks.
     """
     size = _chunk_size(microbatches, times)
     return [
@@ -240,7 +239,7 @@ def mast(groups: int, microbatches: int, times: int = 1) -> Lists:
 
 
 def basic(groups: int, microbatches: int, times: int = 1) -> Lists:
-    """Two chunks at once, one in each copy, each as in GPipe."""
+    """Two chunks at once, one in each copy, each in GPipe order."""
     size = _chunk_size(microbatches, times)
     lists: list[list[Action]] = [[] for _ in range(groups)]
     for start in range(0, microbatches, COPIES * size):
@@ -251,7 +250,7 @@ def basic(groups: int, microbatches: int, times: int = 1) -> Lists:
 
 
 def both_forwards(groups: int, microbatches: int, times: int = 1) -> Lists:
-    """Evaluation: forwards alone, both copies at once."""
+    """Evaluation: forwards only, both copies at once."""
     size = _chunk_size(microbatches, times)
     return _both_ways(groups, range(microbatches), size, ("forward",))
 
@@ -259,10 +258,10 @@ def both_forwards(groups: int, microbatches: int, times: int = 1) -> Lists:
 def _both_ways(
     groups: int, microbatches: range, size: int, kinds: Sequence[Kind]
 ) -> list[list[Action]]:
-    """Each copy as if it were alone; what comes together on a group is done as it would begin."""
+    """Simulate each copy by itself; merge actions of a group by start time."""
     spans: list[list[ActionSpan]] = [[] for _ in range(groups)]
     for copy in range(COPIES):
-        alone = [
+        unmerged = [
             [
                 action
                 for kind in kinds
@@ -271,7 +270,9 @@ def _both_ways(
             ]
             for group in range(groups)
         ]
-        for own, more in zip(spans, simulate(alone, StageSeconds.even(groups)).spans, strict=True):
+        for own, more in zip(
+            spans, simulate(unmerged, StageSeconds.even(groups)).spans, strict=True
+        ):
             own.extend(more)
     return [
         [span.action for span in sorted(own, key=lambda span: (span.start, span.action.copy))]
@@ -285,11 +286,11 @@ def _action(kind: Kind, group: int, groups: int, microbatch: int, size: int) -> 
 
 
 def _chunk_size(microbatches: int, times: int) -> int:
-    """Micro-batches of a chunk."""
+    """Micro-batches per chunk."""
     chunks = COPIES * times
     if microbatches % chunks:
         raise ValueError(
-            f"GEMS deals micro-batches out to 2 copies, parallel.gems.times={times} times, so "
+            f"GEMS distributes micro-batches over 2 copies, parallel.gems.times={times} times, so "
             f"their number must be a multiple of {chunks}: parallel.microbatches={microbatches} "
             f"is not, take {microbatches // chunks * chunks + chunks}"
         )

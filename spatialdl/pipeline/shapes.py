@@ -1,4 +1,4 @@
-"""What passes between stages, found out without data and without talking."""
+"""Shapes of the tensors that pass between stages, computed without data or communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
 class Border(NamedTuple):
-    """Two stages of which the first gives something to the second, which need not be the next."""
+    """Two stages, not necessarily adjacent, of which the first sends tensors to the second."""
 
     giver: int
     taker: int
@@ -34,15 +34,15 @@ class Border(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitShape(HandoverShape):
-    """Of a split tensor whose spatial dims are not the last ones: tokens, channels-last maps.
+    """Shape of a split tensor whose spatial dims are not last: tokens, channels-last maps.
 
-    It travels as an image (N, ..., *spatial), to any grid. Tokens that belong to no pixel lie in a
-    corner before the pixels, by which the image is larger: as many as they are along its first
-    spatial dim, by one along the others. The rest of what it is larger by is zero and not read.
+    It is sent as an image (N, ..., *spatial), to any grid. Tokens that belong to no pixel are in a
+    corner before the pixels. The image is larger by the number of tokens along its first spatial
+    dim, and by one along the others. The rest of the added area is zero and ignored.
 
     Attributes:
         seen: the global shape of the tensor; `shape` is that of the image.
-        dims: where the spatial dims are in it.
+        dims: its spatial dims.
         pixels: the layouts of the spatial dims on the two stages.
     """
 
@@ -52,7 +52,7 @@ class SplitShape(HandoverShape):
 
     @classmethod
     def of(cls, output: SpatialTensor, receiver: Layout) -> SplitShape:
-        """What a stage gives to one that has the spatial dims on the layout `receiver`."""
+        """Shape of a stage's output, sent to one with the spatial dims on layout `receiver`."""
         seen, dims, sender = tuple(output.shape), output.spatial_dims, output.spatial_layout
         _, pixels, _ = apart(torch.empty(seen, device="meta"), dims)
         image = to_image(pixels, dims.of_pixels, sender.size)
@@ -61,7 +61,7 @@ class SplitShape(HandoverShape):
         return cls(shape, output.dtype, before, after, seen, dims, (sender, receiver))
 
     def leaving(self, tile: Tensor, part: int) -> Tensor:
-        """The tile of a part of the sender as it travels."""
+        """The tile of a part of the sender, in the form that is sent."""
         extents = self.pixels[0].boxes[part].shape[1:]
         before, own, after = apart(tile, self.dims.of_part(part))
         image = to_image(own, self.dims.of_pixels, extents)
@@ -76,7 +76,7 @@ class SplitShape(HandoverShape):
         return larger
 
     def tile_of(self, image: Tensor, layout: Layout, part: int) -> Tensor:
-        """The inverse, on either side; differentiable."""
+        """Invert `leaving`, on either side; differentiable."""
         dims, is_whole = self.dims, prod(layout.grid) == 1
         own = image[_behind(image, layout.boxes[0 if is_whole else part].shape[1:])]
         pixels = from_image(own, dims.of_pixels, (len(image), *self.seen[1:]))
@@ -86,15 +86,15 @@ class SplitShape(HandoverShape):
         before, after = torch.split(tokens, [dims.prefix, dims.suffix], dims.at[0])
         return torch.cat([before, pixels, after], dims.at[0])
 
-    def given_to(self, mesh: Mesh, received: Tensor) -> Tensor:
-        """What a stage gets: a split tensor, or the whole one."""
+    def stage_input(self, mesh: Mesh, received: Tensor) -> Tensor:
+        """Make the input of a stage from a received tile: a split tensor, or the whole one."""
         layout = self.pixels[1]
         tile = self.tile_of(received, layout, mesh.part)
         return tile if prod(layout.grid) == 1 else from_tile(tile, layout, mesh, self.dims)
 
 
 def _with_corner(layout: Layout, dims: SpatialDims) -> Layout:
-    """Of images with a corner for tokens that belong to no pixel: see `SplitShape`."""
+    """Layout of images with a corner for tokens that belong to no pixel, see `SplitShape`."""
     if not dims.beside:
         return layout
     sizes = (dims.beside, *(1,) * (len(layout.cuts) - 1))
@@ -106,12 +106,12 @@ def _with_corner(layout: Layout, dims: SpatialDims) -> Layout:
 
 
 def _corner(dims: SpatialDims) -> tuple[Any, ...]:
-    """Where in an image the tokens are that belong to no pixel."""
+    """Slices of an image that select the tokens that belong to no pixel."""
     return last_slices((slice(dims.beside), *(slice(1),) * (len(dims.at) - 1)))
 
 
 def _behind(image: Tensor, sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Where in a larger image the pixels are, of which there are so many along the last dims."""
+    """Slices of a larger image that select the pixels, `sizes` of them along the last dims."""
     return last_slices(
         slice(larger - size, None)
         for larger, size in zip(image.shape[-len(sizes) :], sizes, strict=True)
@@ -120,7 +120,7 @@ def _behind(image: Tensor, sizes: Sequence[int]) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def over_ranks(shape: HandoverShape, stream: tuple[int, ...]) -> HandoverShape:
-    """How what virtual tiles give and get is handed over, put together to tiles of ranks.
+    """Shape for the hand-over between ranks, whose tiles combine their virtual tiles.
 
     Args:
         stream: virtual tiles of a rank along each spatial dim; () for none.
@@ -135,11 +135,11 @@ def over_ranks(shape: HandoverShape, stream: tuple[int, ...]) -> HandoverShape:
 
 
 Passing = dict[Border, dict[Value, HandoverShape]]
-"""What passes each border for a micro-batch, in order."""
+"""Shapes of all values by border for a micro-batch, in order."""
 
 
 def borders(stages: Sequence[nn.Module]) -> dict[Border, tuple[Value, ...]]:
-    """All borders over which something passes, and what."""
+    """All borders that values pass, and the values."""
     return border_values(
         [takes_of(stage) for stage in stages],
         [stage.gives if isinstance(stage, Stage) else () for stage in stages],
@@ -149,30 +149,30 @@ def borders(stages: Sequence[nn.Module]) -> dict[Border, tuple[Value, ...]]:
 def border_values(
     takes: Sequence[Sequence[Value]], gives: Sequence[Sequence[Value]]
 ) -> dict[Border, tuple[Value, ...]]:
-    """The same from what stages take and give; the first one gives the image, too."""
-    found: dict[Border, tuple[Value, ...]] = {}
-    for taker, taken in enumerate(takes):
+    """Borders from the inputs and outputs of stages; the first one outputs the image, too."""
+    borders: dict[Border, tuple[Value, ...]] = {}
+    for taker, inputs in enumerate(takes):
         for giver in range(taker):
-            given = (*gives[giver], IMAGE) if giver == 0 else gives[giver]
-            both = tuple(value for value in taken if value in given)
-            if both:
-                found[Border(giver, taker)] = both
-    return found
+            outputs = (*gives[giver], IMAGE) if giver == 0 else gives[giver]
+            shared = tuple(value for value in inputs if value in outputs)
+            if shared:
+                borders[Border(giver, taker)] = shared
+    return borders
 
 
 class HandoverShapes:
-    """What passes each border of a network that is cut into stages.
+    """Shapes of what passes each border of a network.
 
-    Every rank runs copies of the stages without memory, so that both sides of a border know.
+    Every rank runs copies of the stages without memory, so both sides of a border have the shapes.
 
     Args:
         stages: all of them.
         image_size: global (channels, *spatial).
         dtype: of the images.
-        mixed: the device of the stages and the type to which autocast casts there, if it does.
+        mixed: the device of the stages and the dtype of autocast, if enabled.
 
     Attributes:
-        borders: all over which something passes, and what.
+        borders: all borders that values pass, and the values.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class HandoverShapes:
         dtype: torch.dtype,
         mixed: tuple[torch.device, torch.dtype] | None = None,
     ) -> None:
-        self._stages = [meta_copy(stage) for stage in stages[:-1]]  # nothing follows the last
+        self._stages = [meta_copy(stage) for stage in stages[:-1]]  # the last one sends nothing
         self._first, self.borders = stages[0], borders(stages)
         self._placement, self._image_size, self._dtype = placement, image_size, dtype
         self._found: dict[int, Passing] = {}
@@ -191,7 +191,7 @@ class HandoverShapes:
         self._types: dict[Value, torch.dtype] = {}
 
     def of(self, samples: int) -> Passing:
-        """What passes for a micro-batch of `samples`."""
+        """Shapes by border for a micro-batch of `samples`."""
         if samples not in self._found:
             if isinstance(self._first, Stage):
                 for own in {samples, *own_counts(self._placement, samples)}:
@@ -200,7 +200,7 @@ class HandoverShapes:
         return self._found[samples]
 
     def arriving(self, samples: int) -> list[dict[Value, Tensor]]:
-        """What each stage gets for a micro-batch, without data, as its first rank gets it."""
+        """Inputs of each stage for a micro-batch as its first rank gets them, without data."""
         self.of(samples)
         return self._dry_run(samples)[1]
 
@@ -211,22 +211,24 @@ class HandoverShapes:
             image = torch.empty((samples, *self._image_size), dtype=self._dtype, device="meta")
             self._types = value_types(self._stages, image, *self._mixed)
         return {
-            border: {value: replace(part, dtype=self._types[value]) for value, part in one.items()}
-            for border, one in passing.items()
+            border: {
+                value: replace(part, dtype=self._types[value]) for value, part in values.items()
+            }
+            for border, values in passing.items()
         }
 
     @torch.no_grad()
     def _dry_run(self, samples: int) -> tuple[Passing, list[dict[Value, Tensor]]]:
-        found: Passing = {}
+        passing: Passing = {}
         arrived = self.entering(samples)
         for number, dry in enumerate(self._stages):
-            with torch.device("meta"):  # where layers make tensors of their own, too
-                given = arrived[number] | run_stage(dry, arrived[number], samples)
-            found |= self.pass_on(number, given, arrived, samples)
-        return found, arrived
+            with torch.device("meta"):  # also for tensors that layers create
+                outputs = arrived[number] | run_stage(dry, arrived[number], samples)
+            passing |= self.pass_on(number, outputs, arrived, samples)
+        return passing, arrived
 
     def entering(self, samples: int) -> list[dict[Value, Tensor]]:
-        """What arrives at each stage before any of them has run: the images at the first."""
+        """Inputs of each stage before any has run: the images at the first one."""
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
         grids = self._placement.tile_grids
         layout = Layout.even(samples, self._image_size[1:], grids[0])
@@ -237,26 +239,26 @@ class HandoverShapes:
     def pass_on(
         self,
         giver: int,
-        given: Mapping[Value, Tensor],
+        outputs: Mapping[Value, Tensor],
         arrived: Sequence[dict[Value, Tensor]],
         samples: int,
     ) -> Passing:
-        """Add what a stage has given to what arrives at later ones.
+        """Add the outputs of a stage to the inputs of later ones.
 
         Raises:
-            ValueError: if it cannot pass a border.
+            ValueError: if an output cannot pass a border.
         """
-        found: Passing = {}
+        passing: Passing = {}
         for border, values in self.borders.items():
             if border.giver == giver:
-                found[border] = {
-                    value: _handover_shape(given[value], border, self._placement, samples)
+                passing[border] = {
+                    value: _handover_shape(outputs[value], border, self._placement, samples)
                     for value in values
                 }
                 grid = self._placement.tile_grids[border.taker]
-                for value, shape in found[border].items():
+                for value, shape in passing[border].items():
                     arrived[border.taker][value] = _arrived(shape, grid)
-        return found
+        return passing
 
 
 def own_samples(placement: Placement, stage: int, part: int, samples: int) -> range:
@@ -269,20 +271,20 @@ def own_samples(placement: Placement, stage: int, part: int, samples: int) -> ra
 
 
 def own_counts(placement: Placement, samples: int) -> set[int]:
-    """How many samples ranks may have, beside none."""
-    found = {
+    """Non-zero numbers of samples that ranks may have."""
+    counts = {
         len(own_samples(placement, stage, part, samples))
         for stage in range(placement.stages)
         for part in range(placement.batch_parts(stage))
     }
-    return found - {0}
+    return counts - {0}
 
 
 def _arrived(part: HandoverShape, grid: tuple[int, ...]) -> Tensor:
     if isinstance(part, SplitShape):
         shape = part.shape if prod(grid) == 1 else part.local_shape(part.receiver, 0)
         image = torch.empty(shape, dtype=part.dtype, device="meta")
-        return part.given_to(dry_mesh(grid), image)
+        return part.stage_input(dry_mesh(grid), image)
     whole = torch.empty(part.shape, dtype=part.dtype, device="meta")
     return _meta_input(whole, part.receiver, grid)
 
@@ -303,8 +305,8 @@ def _handover_shape(
         if parts[0] > 1:
             raise ValueError(
                 f"a tensor of {shape} would pass between stages {border.giver} and "
-                f"{border.taker}, of which ranks hold some of {samples} samples each: its first "
-                "dim must be the samples; choose another place by parallel.cut"
+                f"{border.taker}, whose ranks hold some of {samples} samples each: its first dim "
+                "must be the samples; choose another place by parallel.cut"
             )
         parts = 1, 1
     rows = shape[0] if shape else 1
@@ -329,7 +331,7 @@ def _handover_shape(
 
 
 def _receiver(sender: Layout, parts: tuple[int, int], grids: tuple[tuple[int, ...], ...]) -> Layout:
-    """How the stage after has what is on the layout `sender` on the one before."""
+    """Layout on the receiving stage of a tensor with layout `sender` on the sending one."""
     if parts[1] > 1:
         return Layout.by_sample(sender.samples, sender.size, parts[1])
     is_same = grids[0] == grids[1] and parts[0] == 1

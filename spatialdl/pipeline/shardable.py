@@ -1,4 +1,4 @@
-"""Which layouts can shard their state; no PyTorch here, as it is asked before ranks start."""
+"""Checks which layouts can shard their state, without PyTorch, as it runs before ranks start."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from spatialdl.pipeline.action import Schedule
 
 
 def check_shardable(placement: Placement, schedule: Schedule) -> None:
-    """Refuse what FSDP2 cannot do, or what we have not taught it.
+    """Refuse layouts that sharding over FSDP2 does not support.
 
     Raises:
-        ValueError: naming what stands in the way.
+        ValueError: with the incompatible setting.
     """
     kinds = {action.kind for actions in schedule.train for action in actions}
     reasons = {
-        "parallel.data=1, and the replicas are what state is sharded over: set parallel.data": (
+        "parallel.data=1, as state is sharded over replicas: set parallel.data": (
             placement.data == 1
         ),
-        "GEMS, whose two copies of a stage lie on different ranks: take parallel=dp+pp": (
+        "GEMS, whose two copies of a stage are on different ranks: take parallel=dp+pp": (
             placement.mirrored
         ),
-        f"parallel.interleave={placement.interleave}: take one stage a rank": (
+        f"parallel.interleave={placement.interleave}: take one stage per rank": (
             placement.interleave > 1
         ),
-        "parallel.schedule=zero_bubble, where gradients of weights come late: take 1f1b": (
+        "parallel.schedule=zero_bubble, which defers weight gradients: take 1f1b": (
             "weight" in kinds
         ),
         f"parallel.local_dp={placement.most_batch_parts}, which may leave a rank without "
         "samples: leave it out": placement.most_batch_parts > 1,
     }
-    for reason, stands in reasons.items():
-        if stands:
-            raise ValueError(f"parallel.shard_state=true does not go with {reason}")
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"parallel.shard_state=true cannot be combined with {reason}")
 
 
 def check_samples(samples: int, microbatches: int, replicas: int, what: str) -> None:
     """Refuse a batch that leaves a replica without samples in a micro-batch.
 
-    FSDP2 gathers weights for every micro-batch, and needs every replica for that.
+    FSDP2 gathers weights for every micro-batch, which needs every replica.
 
     Args:
-        samples: of the batch.
-        what: the batch is called in the message.
+        samples: in the batch.
+        what: name of the batch in the message.
 
     Raises:
         ValueError: with the arithmetic.
@@ -51,5 +51,5 @@ def check_samples(samples: int, microbatches: int, replicas: int, what: str) -> 
             f"parallel.shard_state=true needs samples for every replica in every micro-batch, but "
             f"{what} has {samples} for parallel.microbatches={microbatches} x "
             f"parallel.data={replicas}: choose data.batch_size so that at least "
-            f"{microbatches * replicas} or none are left, or fewer micro-batches"
+            f"{microbatches * replicas} or none remain, or fewer micro-batches"
         )

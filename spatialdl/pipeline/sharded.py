@@ -1,11 +1,11 @@
-"""Stages whose parameters, gradients and optimizer state are sharded over the data replicas.
+"""Stages with parameters, gradients and optimizer state sharded over the data replicas.
 
-By FSDP2 (Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; the third stage of
-Rajbhandari et al., "ZeRO", 2020): each replica keeps a part of every parameter, weights are
-gathered for a forward or backward and given back after it. The ranks that hold the same part of
-the grid in all replicas shard with each other, so that the grid's ranks of one replica have the
-same shards, whose gradients are averaged among them. Where channels are divided, what is sharded is
-this rank's part of a weight.
+Uses FSDP2 (Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; the third stage of
+Rajbhandari et al., "ZeRO", 2020): each replica keeps a part of every parameter; weights are
+gathered for a forward or backward and freed after it. Ranks with the same part of the grid in all
+replicas shard with each other. So the grid's ranks of one replica have the same shards, whose
+gradients are averaged among them. Where channels are divided, this rank's part of a weight is
+sharded.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from spatialdl.pipeline.own_tile import enter
 
 
 class ShardedStage:
-    """The state of a stage, sharded; those ranks of the replicas that hold one part make it.
+    """Sharded state of a stage; construction is collective over `ranks`.
 
     Args:
         module: the stage, on its device; its parameters become DTensors.
-        blocks: modules in it whose weights are gathered apart from the others'.
+        blocks: modules in it whose weights are gathered separately.
         mesh: of the stage.
-        ranks: of the world that shard, replica by replica.
-        backend: of torch.distributed over which they do.
+        ranks: of the world that shard, in replica order.
+        backend: of torch.distributed.
         device: of the stage.
 
     Attributes:
         units: the modules whose weights are gathered together, the stage first.
 
     Raises:
-        ValueError: if the backend cannot do it here, there are parameters of several types, or one
-            has a hook that FSDP2 would not call.
+        ValueError: if the backend does not support the device, parameters have different dtypes,
+            or one has a hook that FSDP2 would not call.
     """
 
     def __init__(
@@ -61,40 +61,40 @@ class ShardedStage:
         types = {parameter.dtype for parameter in module.parameters()}
         if len(types) > 1:
             raise ValueError(
-                f"parallel.shard_state=true needs parameters of one type in a stage, got "
+                f"parallel.shard_state=true needs parameters of one dtype in a stage, got "
                 f"{', '.join(sorted(map(str, types)))}: convert the network"
             )
         if (backend == "gloo") != (device.type == "cpu") and backend != "mpi4py":
             raise ValueError(
-                f"parallel.shard_state=true cannot shard what is on {device.type} over "
+                f"parallel.shard_state=true cannot shard tensors on {device.type} over "
                 f"comm.backend={backend}: take mpi4py"
             )
         self._module, self._group = module, new_group(backend, ranks)
-        over = DeviceMesh.from_group(self._group, device.type)
-        # between blocks channels may be divided, which FSDP2 does not know: only the stage takes
-        # and gives whole tensors
+        replicas = DeviceMesh.from_group(self._group, device.type)
+        # FSDP2 does not support divided channels between blocks: only the stage takes and returns
+        # whole tensors
         inside = set(module.modules()) - {module} if mesh.tensor == 1 else set()
         hooks = _Hooks(module)
         for unit in (*(block for block in blocks if block in inside), module):
             unit.register_forward_hook(_without_views)
-            fully_shard(unit, mesh=over, reshard_after_forward=True)
-            unit.register_forward_pre_hook(_writable)  # after that of FSDP2, as the next
+            fully_shard(unit, mesh=replicas, reshard_after_forward=True)
+            unit.register_forward_pre_hook(_writable)  # after that of FSDP2, like the next one
             unit.register_forward_pre_hook(hooks.register)
         self.units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         if mesh.tensor > 1:
-            with held_weights(module):  # FSDP2 looks for them as attributes, at first
+            with held_weights(module):  # FSDP2 first looks them up as attributes
                 module.unshard()  # type: ignore[operator]
                 module.reshard()  # type: ignore[operator]
         self._parameters = list(module.parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As it would be without sharding; all replicas must ask."""
+        """Return the state as without sharding; collective over the replicas."""
         return {name: self.full(value) for name, value in self._module.state_dict().items()}
 
     def full(self, value: Tensor) -> Tensor:
-        """A whole parameter, or what an optimizer keeps of it; all replicas must ask.
+        """Gather a parameter, or optimizer state of it; collective over the replicas.
 
-        By the group, not by its name, as DTensors do it: cached meshes may have one that ended.
+        Uses the group itself, not its name as DTensors do: cached meshes may have a destroyed one.
         """
         if not isinstance(value, DTensor):
             return value
@@ -102,34 +102,34 @@ class ShardedStage:
         rows = self._most_rows(value.shape[0])
         own = local.new_zeros(rows, *value.shape[1:])
         own[: len(local)] = local
-        everybody = local.new_empty(rows * size, *value.shape[1:])
-        dist.all_gather_into_tensor(everybody, own, group=self._group)
-        return everybody[: value.shape[0]]
+        gathered = local.new_empty(rows * size, *value.shape[1:])
+        dist.all_gather_into_tensor(gathered, own, group=self._group)
+        return gathered[: value.shape[0]]
 
     def rows(self, rows: int) -> slice:
-        """Those of a whole parameter with so many that this replica holds."""
+        """This replica's rows of a whole parameter with `rows` rows."""
         most = self._most_rows(rows)
         return slice(most * self._group.rank(), min(rows, most * (self._group.rank() + 1)))
 
     def _most_rows(self, rows: int) -> int:
-        """All replicas hold as many, but for the last ones, which have fewer or none."""
+        """Rows per replica; the last replicas have fewer or none."""
         return -(-rows // self._group.size())
 
     def before_backward(self, is_last: bool) -> None:
-        """Gradients are reduced over the replicas once, with the last backward of a step."""
+        """Prepare a backward; only the last one of a step reduces gradients over the replicas."""
         root = self.units[0]
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
 
     def check_gradients(self) -> None:
-        """Before the gradients that FSDP2 has averaged over the replicas are so over the grid.
+        """Check gradients that FSDP2 has averaged over the replicas, before the grid's average.
 
         Raises:
             ValueError: if a parameter has a gradient on some replicas only.
         """
-        present = torch.tensor([one.grad is not None for one in self._parameters])
-        everybody = gather_over_ranks(self._mesh.comm, present.to(torch.int32), "sharded gradients")
-        of_replicas = everybody.view(self._mesh.data, -1, len(self._parameters))
+        present = torch.tensor([parameter.grad is not None for parameter in self._parameters])
+        gathered = gather_over_ranks(self._mesh.comm, present.to(torch.int32), "sharded gradients")
+        of_replicas = gathered.view(self._mesh.data, -1, len(self._parameters))
         uneven = (of_replicas != of_replicas[:1]).any(0).any(0)
         if uneven.any():
             raise ValueError(
@@ -139,7 +139,7 @@ class ShardedStage:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Whole weights for forwards only, of which a replica may have none."""
+        """Gather whole weights for forwards only, of which a replica may have none."""
         root = self.units[0]
         root.set_reshard_after_forward(False)
         for unit in self.units:
@@ -153,7 +153,7 @@ class ShardedStage:
 
 
 class _Hooks:
-    """Gradient hooks of a stage's parameters, which FSDP2 replaces by others.
+    """Gradient hooks of a stage's parameters, which FSDP2 replaces with other parameters.
 
     They get whole gradients of a replica, as without sharding.
 
@@ -161,7 +161,7 @@ class _Hooks:
         stage: before it is sharded.
 
     Raises:
-        ValueError: if a parameter has a hook that runs once its gradient is accumulated.
+        ValueError: if a parameter has a post-accumulate-grad hook.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -174,15 +174,15 @@ class _Hooks:
                     full = f"{path}.{name}" if path else name
                     raise ValueError(
                         f"parallel.shard_state=true: '{full}' has a hook of "
-                        "register_post_accumulate_grad_hook, but its gradient is never whole once "
-                        "it is accumulated: use register_hook, or leave shard_state out"
+                        "register_post_accumulate_grad_hook, but its accumulated gradient is "
+                        "never whole: use register_hook, or leave shard_state out"
                     )
                 if parameter._backward_hooks:
                     self._of[module, name] = list(parameter._backward_hooks.values())
         self._registered: set[int] = set()
 
     def register(self, unit: nn.Module, args: Any) -> None:
-        """Before the forward of a unit, whose parameters are whole by now, and stay the same."""
+        """Register hooks before a unit's forward, on whole parameters that then stay the same."""
         if not self._of:
             return
         inside = set(unit.modules())
@@ -197,7 +197,7 @@ class _Hooks:
 
 
 def _writable(module: nn.Module, args: Any) -> Any:
-    """What FSDP2 hands on are views, into which a first layer may not write."""
+    """Replace FSDP2's views, into which a first layer may not write."""
 
     def own(value: Tensor) -> Tensor:
         return enter(value) if value.requires_grad else value
@@ -206,9 +206,9 @@ def _writable(module: nn.Module, args: Any) -> Any:
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copies of views: what is written into one loses the hook that gathers for backward.
+    """Clone views: a view written in place loses the hook that gathers weights for backward.
 
-    With all channels, which FSDP2 does not know to be divided.
+    Outputs get all channels, as FSDP2 does not support divided ones.
     """
 
     def own(value: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a schedule costs before it is run: its timeline, its bubble, what it holds at its peak.
+"""Simulates a schedule: its timeline, its bubble, its peak of held micro-batches.
 
-An action starts when its rank is free and what it needs has arrived: a forward the output of the
-stage before, a backward the gradient of the stage after. A weight action needs its own backward
-only. Messages leave by themselves.
+An action starts when its rank is free and its inputs have arrived: the output of the stage before
+for a forward, the gradient of the stage after for a backward. A weight action needs its own
+backward only. Messages take no rank's time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a micro-batch in each stage, and of a hand-over between two of them.
+    """Seconds of a micro-batch in each stage, and of a hand-over between two stages.
 
     Attributes:
-        backward: with the weights' gradients, unless the schedule has weight actions.
-        weight: of weight actions; may be left out for schedules that have none.
+        backward: including weight gradients, unless the schedule has weight actions.
+        weight: of weight actions; empty for schedules without them.
     """
 
     forward: Sequence[float]
@@ -37,9 +37,9 @@ class StageSeconds:
     def even(
         cls, stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 1.0
     ) -> StageSeconds:
-        """All stages alike; a backward takes two forwards, as it does for most networks.
+        """Equal stages; a backward takes two forwards, as in most networks.
 
-        If weight actions take half of it away, pass ``backward=1.0``.
+        If weight actions take half of the backward, pass ``backward=1.0``.
         """
         return cls((forward,) * stages, (backward,) * stages, weight=(weight,) * stages)
 
@@ -47,14 +47,14 @@ class StageSeconds:
         costs: Sequence[float] = getattr(self, action.kind)
         if action.stage >= len(costs):
             raise ValueError(
-                f"the costs name {len(costs)} stages for {action.kind}, but the schedule has "
-                f"{describe(action)}: give Costs({action.kind}=...) for all stages"
+                f"the costs have {len(costs)} stages for {action.kind}, but the schedule has "
+                f"{describe(action)}: give StageSeconds({action.kind}=...) for all stages"
             )
         return costs[action.stage]
 
 
 class ActionSpan(NamedTuple):
-    """When an action runs, in seconds from the begin of the step."""
+    """Start and end of an action, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -63,10 +63,10 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedTimeline:
-    """A step as it would go if every action took what it costs.
+    """Timeline of a step in which every action takes its cost.
 
     Attributes:
-        spans: per rank what it does, in order.
+        spans: per rank, its actions in order.
     """
 
     spans: tuple[tuple[ActionSpan, ...], ...]
@@ -77,32 +77,32 @@ class SimulatedTimeline:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time, 0 to 1, in which they wait."""
+        """Idle fraction of the time of all ranks, 0 to 1."""
         busy = sum(span.end - span.start for spans in self.spans for span in spans)
         return 1 - busy / (len(self.spans) * self.seconds) if self.seconds else 0.0
 
     @property
     def peak_held(self) -> tuple[int, ...]:
-        """Per rank, how many forwards are held at most that have not come back yet."""
+        """Per rank, the peak number of forwards whose backward has not run yet."""
         change = {"forward": 1, "backward": -1}
         changes = ((change.get(span.action.kind, 0) for span in spans) for spans in self.spans)
         return tuple(max(accumulate(rank, initial=0)) for rank in changes)
 
 
 def simulate(schedule: Lists, costs: StageSeconds) -> SimulatedTimeline:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
-        schedule: what each rank does, in order. An action that several ranks do, as those of a
-            grid, they begin together.
+        schedule: per rank, its actions in order. Ranks that share an action, such as those of a
+            grid, start it together.
 
     Raises:
-        ValueError: if ranks would wait for each other for ever, with what each of them waits for.
+        ValueError: if the schedule deadlocks; the message has the action that each rank waits at.
     """
     stages = stages_of(schedule)
     todo = [list(actions)[::-1] for actions in schedule]
     ranks = Counter(action for actions in schedule for action in actions)
-    ready: dict[Action, list[int]] = {}  # ranks that have come to an action
+    ready: dict[Action, list[int]] = {}  # ranks that have reached an action
     free = [0.0] * len(todo)
     spans: list[list[ActionSpan]] = [[] for _ in todo]
     ended: dict[Action, float] = {}
@@ -112,16 +112,16 @@ def simulate(schedule: Lists, costs: StageSeconds) -> SimulatedTimeline:
     while ready:
         can_start = [
             action
-            for action, there in ready.items()
-            if len(there) == ranks[action] and needs(action, stages) <= ended.keys()
+            for action, waiting in ready.items()
+            if len(waiting) == ranks[action] and needs(action, stages) <= ended.keys()
         ]
         if not can_start:
-            raise ValueError(f"the ranks wait for each other for ever: {_waiting(todo)}")
+            raise ValueError(f"the schedule deadlocks, ranks are stuck: {_waiting(todo)}")
         for action in can_start:
-            there = ready.pop(action)
-            start = max(_arrival(action, stages, ended, costs), *(free[rank] for rank in there))
+            waiting = ready.pop(action)
+            start = max(_arrival(action, stages, ended, costs), *(free[rank] for rank in waiting))
             ended[action] = start + costs.of(action)
-            for rank in there:
+            for rank in waiting:
                 spans[rank].append(ActionSpan(action, start, ended[action]))
                 free[rank] = ended[action]
                 todo[rank].pop()
@@ -131,10 +131,10 @@ def simulate(schedule: Lists, costs: StageSeconds) -> SimulatedTimeline:
 
 
 def merged(schedule: Lists) -> list[Action]:
-    """All actions in an order in which none comes before what it needs.
+    """All actions in an order in which each follows its dependencies.
 
-    A rank that is in several groups does its actions in this order: whoever waits for an action
-    waits for an earlier one, so that nobody waits for ever.
+    A rank in several groups runs its actions in this order. Every wait is then for an earlier
+    action, which rules out deadlocks.
     """
     spans = simulate(schedule, StageSeconds.even(stages_of(schedule))).spans
     ordered = sorted(
@@ -146,13 +146,13 @@ def merged(schedule: Lists) -> list[Action]:
 
 
 def actions_of(rank: int, placement: Placement, schedule: Lists) -> list[Action]:
-    """What a rank does of a schedule for groups of ranks."""
+    """This rank's actions in a schedule for groups of ranks."""
     held = {(position.copy, position.stage) for position in placement.positions(rank)}
     return [action for action in merged(schedule) if (action.copy, action.stage) in held]
 
 
 def needs(action: Action, stages: int) -> set[Action]:
-    """What must have ended before `action` can start."""
+    """Actions that must have ended before `action` can start."""
     if action.kind == "weight":
         return {action._replace(kind="backward")}
     neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
@@ -162,8 +162,10 @@ def needs(action: Action, stages: int) -> set[Action]:
 
 def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: StageSeconds) -> float:
     needed = needs(action, stages)
-    travel = {other: costs.handover * (other.stage != action.stage) for other in needed}
-    return max((ended[other] + travel[other] for other in needed), default=0.0)
+    travel = {
+        dependency: costs.handover * (dependency.stage != action.stage) for dependency in needed
+    }
+    return max((ended[dependency] + travel[dependency] for dependency in needed), default=0.0)
 
 
 def _waiting(todo: Sequence[Sequence[Action]]) -> str:
@@ -172,14 +174,13 @@ def _waiting(todo: Sequence[Sequence[Action]]) -> str:
 
 
 def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> StageSeconds:
-    """Medians over the micro-batches of what forwards, backwards and weight actions took.
+    """Median seconds of forwards, backwards and weight actions over the micro-batches.
 
-    An action ends with its slowest rank. The time in which it waited for another stage does not
-    count.
+    Waits for other stages do not count.
 
     Args:
         ranks: per rank the spans of one or more steps.
-        stages: of the network; those that nobody recorded cost nothing.
+        stages: of the network; stages without spans cost 0.
     """
     seconds: dict[tuple[Kind, int], list[float]] = {}
     for spans in ranks:
@@ -193,7 +194,7 @@ def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> StageS
 
 
 def busy_times(spans: Sequence[trace.Span]) -> list[tuple[Action, float]]:
-    """Actions of one rank with their seconds, hand-overs taken away."""
+    """Actions of one rank with their seconds, without hand-overs."""
     waits = [span for span in spans if span.kind == "hand-over"]
     found = []
     for span in spans:

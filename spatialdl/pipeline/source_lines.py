@@ -1,4 +1,4 @@
-"""Which line of the user's network is being run."""
+"""Finds the line of the user's network that is running."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LIBRARIES = (
     ),
     f"{_PACKAGE / 'check.py'}",
 )
-"""Files that are nobody's network."""
+"""Files that are not part of a user's network."""
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is PyTorch's or part of the machinery here; models that come along are not."""
+    """Whether a file is PyTorch's or part of this machinery; models of the package are not."""
     return file.startswith((*LIBRARIES, "<"))
 
 
@@ -31,10 +31,10 @@ _replaying: dict[CodeType, str] = {}
 
 
 def replays(code: CodeType, name: str = "") -> None:
-    """Tell that a function runs the network: nobody who calls it is part of that.
+    """Register a function that runs a network; its callers are not part of the network.
 
     Args:
-        name: of its local that knows ``where`` what it runs was written down.
+        name: of its local variable whose ``where`` has the line of the recorded call.
     """
     _replaying[code] = name
 

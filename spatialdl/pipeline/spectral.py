@@ -1,8 +1,8 @@
-"""Spectral norm's vectors over replicas: as many power iterations as in one process.
+"""Spectral norm's vectors over replicas, with as many power iterations as in a single process.
 
-Each forward in training refines the vectors and uses them, by the weights alone, whatever the
-samples. One process that accumulates over all slices of a batch does one more for every slice; so
-each slice here gets the vectors that it would have there, and the step ends with the last ones.
+Each forward in training refines the vectors, from the weights alone, and uses them. A single
+process that accumulates over all slices of a batch refines them once per slice. So each slice here
+gets the vectors that it would have there, and the step ends with the last ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spatialdl.errors import UnsupportedSpatialOp
 
 
 class SpectralNorms:
-    """Those of a stage; see `torch.nn.utils.spectral_norm`, of which there are two.
+    """Spectral norms of a stage, by either implementation in PyTorch.
 
     Args:
         stage: its layers get hooks.
@@ -48,14 +48,14 @@ class SpectralNorms:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules whose buffers the vectors are."""
+        """The modules that have the vectors as buffers."""
         return [norm.module for norm in self._norms]
 
     def begin(self, order: Sequence[int]) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            order: the slices with samples, in the order of one process.
+            order: the slices with samples, in the order of a single process.
         """
         self._order = order
         for norm in self._norms:
@@ -63,7 +63,7 @@ class SpectralNorms:
 
     @contextmanager
     def slice(self, number: int, counts: bool) -> Iterator[None]:
-        """What is called inside sees a slice of the batch; see `pipeline.statistics`."""
+        """Context of the calls for one slice of the batch; see `pipeline.statistics`."""
         for norm in self._norms:
             norm.index, norm.counts = self._order.index(number), counts
         try:
@@ -74,7 +74,7 @@ class SpectralNorms:
 
     @torch.no_grad()
     def fold(self, slices: int) -> None:
-        """Leave the vectors of the last slice; all ranks must call it.
+        """Set the vectors of the last slice; collective.
 
         Raises:
             UnsupportedSpatialOp: if a norm was not computed once for each slice.
@@ -83,33 +83,33 @@ class SpectralNorms:
             return
         own = torch.tensor([[norm.calls, norm.has_states] for norm in self._norms])
         table = gather_over_ranks(self._comm, own, "calls of spectral norms")
-        calls, holders = table[..., 0].sum(0).tolist(), table[..., 1]
+        calls, has_states = table[..., 0].sum(0).tolist(), table[..., 1]
         for row, (norm, count) in enumerate(zip(self._norms, calls, strict=True)):
             if count not in (0, len(self._order)):
                 raise UnsupportedSpatialOp(
                     f"the spectral norm of '{norm.path}' is computed {count} times in the forwards "
-                    f"of {len(self._order)} slices of a batch, but replicas know what comes of one "
-                    "time each: use its weight once in a forward, not under a checkpoint, or take "
-                    "a layout without replicas (parallel=sp, lp or pp)"
+                    f"of {len(self._order)} slices of a batch, but replicas can only reproduce "
+                    "one computation each: use its weight once in a forward, not under a "
+                    "checkpoint, or take a layout without replicas (parallel=sp, lp or pp)"
                 )
             if count:
                 norm.finish()
-            if count and not all(holders[:, row]):
-                self._copy(norm, int(holders[:, row].argmax()))
+            if count and not all(has_states[:, row]):
+                self._copy(norm, int(has_states[:, row].argmax()))
 
     def _copy(self, norm: _Norm, root: int) -> None:
-        """From a rank that had samples to those without."""
+        """Copy the vectors from a rank that had samples to those without."""
         for vector in norm.vectors:
             own = vector if self._comm.rank == root else torch.zeros_like(vector)
             vector.copy_(sum_over_ranks(self._comm, own, "vectors of spectral norms"))
 
 
 class _Norm:
-    """One spectral norm, and its vectors before each slice of a step, and after the last.
+    """A spectral norm with its vectors before each slice of a step, and after the last.
 
     Args:
         names: of its two vectors.
-        refine: the vectors once, as forward does; gets what a forward pre-hook gets.
+        refine: runs a power iteration as in forward; takes the arguments of a forward pre-hook.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class _Norm:
 
     @torch.no_grad()
     def before(self, module: nn.Module, args: Any) -> None:
-        """Before the vectors are refined for a slice."""
+        """Set the vectors before forward refines them for a slice."""
         if self.index is None or not module.training:
             return
-        if not self._states:  # all at once: sharded weights are whole now, and may not be later
+        if not self._states:  # all slices now: sharded weights are whole, and may not be later
             self._states.append([vector.clone() for vector in self.vectors])
             for _ in range(self._slices):
                 self._refine(module, args)
@@ -165,9 +165,9 @@ def _refine_by(norm: SpectralNorm, module: nn.Module, args: Any) -> None:
 
 
 def _register_before(key: int, module: nn.Module, hook: Callable[..., None]) -> None:
-    """Add a hook before another one; both after those that gather weights."""
+    """Add a hook before another one; both stay after those that gather weights."""
     hooks = module._forward_pre_hooks
-    later = list(hooks)[list(hooks).index(key) :]
+    following = list(hooks)[list(hooks).index(key) :]
     module.register_forward_pre_hook(hook)
-    for one in later:
-        hooks.move_to_end(one)  # type: ignore[attr-defined]
+    for other in following:
+        hooks.move_to_end(other)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A part of a network: consecutive steps of its forward, with the modules that they call."""
+"""Stage: consecutive steps of a network's forward with the modules that they call."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_l
 from spatialdl.spatial.tensor import SpatialTensor
 
 OUTPUT = Value(-2)
-"""What a network returns, which need not be one tensor."""
+"""The return value of a network, which need not be one tensor."""
 
 SAMPLES = 2
-"""For which a network is recorded to find out how to cut it; BatchNorm wants more than one."""
+"""Samples of the recording that decides the cut; BatchNorm needs more than one."""
 
-_RESTS = "rests_in_training"  # an attribute, so that copies of the layer have it too
+_FROZEN = "rests_in_training"  # an attribute, so that copies of the layer have it too
 
 
 class Stage(nn.Module):
-    """Steps ``[start, stop)`` of a network, its modules under the names that they have in it.
+    """Steps ``[start, stop)`` of a network, with its modules under the network's names.
 
-    ``forward`` takes the tensors of `takes` and the number of samples, and gives those of `gives`.
-    Modules that draw random numbers do so by their names, the same in every stage.
+    ``forward`` maps the tensors of `takes`, given the number of samples, to those of `gives`.
+    Modules draw random numbers by their names, which do not depend on the cut.
 
     Attributes:
         takes, gives: values that pass its borders.
-        writes: values among those that it takes into which it writes.
+        writes: the inputs that it writes into.
 
     Args:
-        owns: names of parameters, buffers and modules that are kept here beside those of its steps.
-        recompute: whether loose layers run again in backward, see `pieces`.
+        owns: names of parameters, buffers and modules to keep here beside those of its steps.
+        recompute: whether loose layers are recomputed in backward, see `pieces`.
     """
 
     def __init__(
@@ -69,33 +69,33 @@ class Stage(nn.Module):
             _place_tensor(self, path, model)
         self._pieces = self._recomputed() if recompute else []
         self._written_state = recording.written_state
-        self._run_steps: StepRunner = _run_parts  # or as `pipeline.compiled` does
+        self._run_steps: StepRunner = _run_parts  # replaced by `pipeline.compiled`
 
     def _span(self, recording: Recording) -> tuple[Step, ...]:
-        """Its steps of a recording."""
+        """The steps of this stage in a recording."""
         return recording.steps[self._start : self._stop]
 
     @property
     def paths(self) -> list[str]:
-        """Of the modules that it calls, in order."""
+        """Paths of the modules that it calls, in order."""
         return [step.call for step in self._steps if isinstance(step.call, str)]
 
     def train(self, mode: bool = True) -> Stage:
-        """Training or evaluation mode, as the whole network sets it."""
+        """Set training or evaluation mode as the whole network does."""
         super().train(mode)
         self._network.look_for_changes()
         self._network.set_modes(self, mode)
         return self
 
     def prepare(self, samples: int) -> None:
-        """Find out beforehand what is done with so many samples."""
+        """Record the forward for `samples` samples in both modes."""
         for training in (True, False):
             self._network.of(samples, training)
 
     def forward(self, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
         recording = self._network.of(samples, self.training)
         values = dict(values)
-        device = next((one.device for one in values.values()), torch.device("cpu"))
+        device = next((value.device for value in values.values()), torch.device("cpu"))
         with _copies_saved(self._written()):
             self._run_steps(self, recording, samples, values, device)
         outputs: dict[Value, Any] = {value: values[value] for value in self.gives}
@@ -104,7 +104,7 @@ class Stage(nn.Module):
         return outputs
 
     def _written(self) -> list[Tensor]:
-        """The parameters and buffers into which its forward writes."""
+        """Parameters and buffers that the forward writes into."""
         names = self._written_state
         if not names:
             return []
@@ -112,11 +112,11 @@ class Stage(nn.Module):
             *self.named_parameters(remove_duplicate=False),
             *self.named_buffers(remove_duplicate=False),
         )
-        return [one for name, one in state if name in names]
+        return [tensor for name, tensor in state if name in names]
 
     @property
     def parts(self) -> list[list[int]]:
-        """Its steps, counted from its first; those that run again in backward are together."""
+        """Step numbers, counted from the first step, grouped by what is recomputed together."""
         return self._pieces or [[number] for number in range(len(self._steps))]
 
     def run_part(
@@ -126,7 +126,7 @@ class Stage(nn.Module):
         values: dict[Value, Tensor],
         device: torch.device,
     ) -> None:
-        """Run one of `parts`; what it gives is added to `values`, what it takes last is dropped."""
+        """Run one of `parts`: add its outputs to `values`, drop inputs after their last use."""
         if self._runs_again(part):
             self._run_again(recording, part, values, device)
         else:
@@ -157,9 +157,9 @@ class Stage(nn.Module):
         takes, gives = self._steps[numbers[0]].takes, self._steps[numbers[-1]].gives
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            found = dict(zip(takes, tensors, strict=True))
-            self._run(recording, numbers, found, device)
-            return tuple(found[value] for value in gives)
+            local = dict(zip(takes, tensors, strict=True))
+            self._run(recording, numbers, local, device)
+            return tuple(local[value] for value in gives)
 
         modules = [self.get_submodule(str(self._steps[number].call)) for number in numbers]
         outputs = recompute(run, *(values[value] for value in takes), modules=modules)
@@ -173,16 +173,16 @@ class Stage(nn.Module):
         return saves and not isinstance(module, Recomputed)
 
     def _recomputed(self) -> list[list[int]]:
-        """Steps in pieces that run again together."""
-        found: list[list[int]] = []
+        """Step numbers in groups that are recomputed together."""
+        chunks: list[list[int]] = []
         for chain in _chains(self._steps, self._keeps):
             if not isinstance(self._steps[chain[0]].call, str):
-                found.append(chain)
+                chunks.append(chain)
                 continue
             layers = [self.get_submodule(str(self._steps[number].call)) for number in chain]
             bounds = [0, *accumulate(len(piece) for piece in pieces(layers))]
-            found += [chain[a:b] for a, b in pairwise(bounds)]
-        return found
+            chunks += [chain[a:b] for a, b in pairwise(bounds)]
+        return chunks
 
 
 def _run_parts(
@@ -200,7 +200,7 @@ StepRunner = Callable[[Stage, Recording, int, dict[Value, Tensor], torch.device]
 
 
 def run_stage(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:
-    """The outputs of a stage, or of a whole network."""
+    """Return the outputs of a stage, or of a whole network."""
     if isinstance(module, Stage):
         outputs: dict[Value, Any] = module(values, samples)
         return outputs
@@ -213,21 +213,21 @@ replays(run_stage.__code__)
 def run_stage_again(
     module: nn.Module, values: dict[Value, Tensor], samples: int
 ) -> dict[Value, Any]:
-    """The same, once more with the same values: what the stage writes into is copied."""
+    """Rerun a stage with the same values; copies inputs that it writes into."""
     written = module.writes if isinstance(module, Stage) else values.keys()
     kept = {value: x.clone() if value in written else x for value, x in values.items()}
     return run_stage(module, kept, samples)
 
 
 def takes_of(module: nn.Module) -> tuple[Value, ...]:
-    """What a stage, or a whole network, is given."""
+    """Inputs of a stage, or of a whole network."""
     return module.takes if isinstance(module, Stage) else (IMAGE,)
 
 
 def crossing(
     recording: Recording, start: int, stop: int
 ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """The values that the steps ``[start, stop)`` take from before, and give to later steps."""
+    """Values that the steps ``[start, stop)`` take from earlier and give to later steps."""
     inside = recording.steps[start:stop]
     takes = {value for step in inside for value in step.takes if value.step < start}
     if start == 0:
@@ -241,31 +241,31 @@ def crossing(
 
 
 def values_in(output: Any) -> list[Value]:
-    """The values in what a network returns."""
-    leaves = tree_leaves(output, is_leaf=lambda one: isinstance(one, Value))
-    return [one for one in leaves if isinstance(one, Value)]
+    """The `Value` leaves of a network's output."""
+    leaves = tree_leaves(output, is_leaf=lambda leaf: isinstance(leaf, Value))
+    return [leaf for leaf in leaves if isinstance(leaf, Value)]
 
 
 def _unused_after(steps: Sequence[Step], keeps: Sequence[Value]) -> list[list[Value]]:
-    """For each step the values that nobody wants after it, so that their memory is free."""
+    """Per step, the values with no later use, so that their memory can be freed."""
     wanted = set(keeps)
-    found: list[list[Value]] = []
+    unused_after: list[list[Value]] = []
     for step in reversed(steps):
         unused = [value for value in (*step.takes, *step.gives) if value not in wanted]
         wanted.update(unused)
-        found.append(unused)
-    return found[::-1]
+        unused_after.append(unused)
+    return unused_after[::-1]
 
 
 def is_chain(recording: Recording) -> bool:
-    """Whether a forward is modules alone, of which each gets what the one before gives."""
+    """Whether a forward only calls modules, each on the output of the one before."""
     steps = recording.steps
     all_modules = all(isinstance(step.call, str) and step.call for step in steps)
     return all_modules and len(list(_chains(steps, values_in(recording.output)))) == 1
 
 
 def _chains(steps: Sequence[Step], keeps: Sequence[Value]) -> Iterator[list[int]]:
-    """Runs of modules of which each gets what the one before gives, and nobody else does."""
+    """Yield runs of modules, each the sole consumer of the output of the one before."""
     uses = Counter(value for step in steps for value in step.takes) + Counter(keeps)
     chain: list[int] = []
     for number, step in enumerate(steps):
@@ -281,36 +281,36 @@ def _chains(steps: Sequence[Step], keeps: Sequence[Value]) -> Iterator[list[int]
 
 
 def pieces(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Layers of a chain in pieces that run again in backward together; or alone, as they are.
+    """Group the layers of a chain into pieces, each recomputed as a whole in backward.
 
-    A piece begins at a convolution or linear layer, so that its input is not written into, and
-    holds two of them and what follows them. Blocks, which run again by themselves, stay alone.
+    A piece begins at a convolution or linear layer, so that its input is not modified in place. It
+    holds two such layers and what follows them. Blocks, which recompute themselves, stay single.
     """
-    found: list[list[nn.Module]] = []
+    result: list[list[nn.Module]] = []
     weights = WEIGHTS  # of the piece at the end of `found`
     for layer in layers:
         own = weight_layers(layer)
         is_block = isinstance(layer, Recomputed)
         begins = own > 0 and weights + own > WEIGHTS
-        if is_block or begins or not found or weights == 0:
-            found.append([layer])
+        if is_block or begins or not result or weights == 0:
+            result.append([layer])
             weights = 0 if is_block else own
         else:
-            found[-1].append(layer)
+            result[-1].append(layer)
             weights += own
-    return found
+    return result
 
 
 # --- random numbers
 
 
 def scope_of(step: Step) -> AbstractContextManager[None]:
-    """Where a step draws its random numbers, see `random.scope`."""
+    """The scope of a step's random numbers, see `random.scope`."""
     return scope(f"{step.path}#{step.nth}" if step.nth else step.path)
 
 
 class _Entered(threading.local):
-    """Copies of a network may run on threads that take turns, with the same hooks."""
+    """Per-thread hook state: copies of a network on threads that take turns share its hooks."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -318,7 +318,7 @@ class _Entered(threading.local):
 
 
 def scope_by_name(model: nn.Module, recording: Recording) -> None:
-    """Let the modules of an uncut network draw random numbers as its stages would."""
+    """Make the modules of an uncut network draw the random numbers that its stages draw."""
     often = Counter(step.call for step in recording.steps)
     thread = _Entered()
 
@@ -328,7 +328,7 @@ def scope_by_name(model: nn.Module, recording: Recording) -> None:
     def enter(path: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             nth, thread.calls[path] = thread.calls[path], thread.calls[path] + 1
-            once = often[path] == 1  # it may run again in backward
+            once = often[path] == 1  # the call may be repeated by recomputation
             thread.scopes.append(scope(path if once or not nth else f"{path}#{nth}"))
             thread.scopes[-1].__enter__()
 
@@ -348,7 +348,7 @@ def scope_by_name(model: nn.Module, recording: Recording) -> None:
 
 
 def _modules(model: nn.Module, steps: Sequence[Step]) -> Iterator[tuple[str, nn.Module]]:
-    """What the steps call, under all of its names, outer modules first."""
+    """Yield the modules that the steps call, under all of their names, outer ones first."""
     called = {id(model.get_submodule(step.call)) for step in steps if isinstance(step.call, str)}
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) in called:
@@ -384,10 +384,10 @@ def _place_tensor(stage: nn.Module, path: str, model: nn.Module) -> None:
 
 @contextmanager
 def _copies_saved(state: Sequence[Tensor]) -> Iterator[None]:
-    """Let autograd save copies of tensors that a forward writes into, and all else as it is.
+    """Make autograd save copies of tensors that the forward modifies, and no other copies.
 
-    Several micro-batches are under way at once: the forward of the second one would change what
-    autograd has saved for the backward of the first.
+    Several micro-batches are in flight at once: the forward of the second would modify what
+    autograd saved for the backward of the first.
     """
     if not state or not torch.is_grad_enabled():
         yield
@@ -404,21 +404,21 @@ def _copies_saved(state: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _memory(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # no operation of the forward, which may be followed
+    with torch._C.DisableTorchFunction():  # not recorded as an operation of the forward
         return tensor.untyped_storage().data_ptr()
 
 
 def rest_in_training(layer: nn.Module) -> None:
-    """Keep a layer in evaluation mode while others train: BatchNorm, with its statistics frozen.
+    """Keep a layer in evaluation mode during training: BatchNorm with frozen statistics.
 
-    Weights that do not learn are no such sign: in PyTorch their BatchNorm goes on counting.
+    Frozen weights do not imply it: in PyTorch their BatchNorm still updates its statistics.
     """
-    setattr(layer, _RESTS, True)
+    setattr(layer, _FROZEN, True)
 
 
 def start_training(stage: nn.Module) -> None:
-    """Put a stage into training mode, but not the layers that rest."""
+    """Set training mode, except in layers of `rest_in_training`."""
     stage.train()
     for layer in stage.modules():
-        if getattr(layer, _RESTS, False):
+        if getattr(layer, _FROZEN, False):
             layer.eval()

@@ -1,4 +1,4 @@
-"""Which ranks hold a stage, in whichever copy of the network, and how they talk to each other."""
+"""Groups of the ranks that hold a stage, in any copy of the network."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spatialdl.parallel.placement import Placement
 
 
 def stage_ranks(placement: Placement, stage: int, tensor: int = 0) -> list[int]:
-    """The ranks of the world that hold the same of a stage.
+    """Ranks of the world that hold the same part of a stage.
 
     Args:
-        tensor: which part of the channels.
+        tensor: index of the channel part.
     """
     return sorted(
         {
@@ -30,7 +30,7 @@ def stage_ranks(placement: Placement, stage: int, tensor: int = 0) -> list[int]:
 def stage_groups(
     placement: Placement, meshes: Mapping[int, Mesh], comm: Communicator
 ) -> dict[int, Communicator]:
-    """For each stage of this rank those who hold it too; all of them must ask.
+    """Communicators of the ranks that hold each of this rank's stages; collective.
 
     Args:
         meshes: by the stages of this rank.
@@ -38,7 +38,7 @@ def stage_groups(
     """
     if placement.copies == 1:
         return {stage: mesh.comm for stage, mesh in meshes.items()}
-    # by number, because ranks with several stages must make these in one order
+    # by number, so that ranks with several stages create these in the same order
     return {
         stage: comm.subset(stage_ranks(placement, stage, meshes[stage].channels))
         for stage in sorted(meshes)
@@ -53,16 +53,16 @@ def stage_reducers(
     backend: str | None,
     nodes: Nodes | None,
 ) -> Mapping[int, Communicator]:
-    """The same ranks as `stage_groups`, as they add up gradients; they all must ask.
+    """Communicators of the same ranks as `stage_groups`, for averaging gradients; collective.
 
     Args:
         meshes: by the stages of this rank.
         comm: all ranks of the placement.
-        backend: of torch.distributed, if that is to add them up.
-        nodes: of the ranks, if gradients are to be added up by nodes where that saves time.
+        backend: of torch.distributed, if it is to reduce gradients.
+        nodes: of the ranks, to reduce gradients hierarchically where that saves time.
 
     Raises:
-        ValueError: if the backend cannot be had here.
+        ValueError: if the backend is not available.
     """
     if backend is not None and comm.size > 1:
         from spatialdl.comm.groups import BackendCommunicator, start
@@ -72,9 +72,9 @@ def stage_reducers(
             stage: BackendCommunicator(
                 stage_ranks(placement, stage, meshes[stage].channels), backend
             )
-            if one.size > 1
-            else one
-            for stage, one in holders.items()
+            if holder.size > 1
+            else holder
+            for stage, holder in holders.items()
         }
     if nodes is not None:
         node = nodes.of[comm.rank]

@@ -1,4 +1,4 @@
-"""One stage of one copy of the network as a rank holds it: its forward, its backward."""
+"""Runtime of one stage of one network copy on a rank: its forward and backward."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from spatialdl.streaming.memory import Memory
 
 @dataclass
 class Microbatch:
-    """What a rank brings to one micro-batch of its replica.
+    """This rank's part of one micro-batch of its replica.
 
     Attributes:
-        samples: how many, on all ranks of the replica alike; 0 is left out by all of them.
-        share: of the whole batch's samples that these are; their mean loss counts so much.
+        samples: number of samples, the same on all ranks of the replica; they all skip 0.
+        share: fraction of the whole batch's samples; weight of their mean loss.
         tile: (N, C, *own), this rank's box of the images; on the first stage only.
         target: (N,) or (N, targets), or this rank's box of masks; on the last stage only.
-        size: of the spatial dims of this image, where images differ in size, of which a micro-batch
-            then has one on a replica; of networks of one stage only.
-        place: of that image in its batch, by which random numbers are drawn.
-        images, masks: where ranks have virtual tiles, in the place of the tile, and of masks.
+        size: sizes of the spatial dims where images differ in size; a micro-batch then has one
+            image on a replica. For networks of one stage only.
+        place: index of that image in its batch, which selects its random numbers.
+        images, masks: replace `tile` and the masks on ranks with virtual tiles.
     """
 
     samples: int
@@ -50,16 +50,16 @@ class Microbatch:
 
 
 class StageRuntime:
-    """A stage at work on this rank; the ranks of its mesh make it together.
+    """Execution of a stage on this rank; construction is collective over its mesh.
 
     Args:
         module: its layers.
         comm: all ranks of the placement.
         handovers: over all borders of the network.
-        learns: per stage of the network whether it has anything to learn.
-        recompute: whether only its input is kept for backward, and it runs again there.
-        mixed: the type to which autocast casts, if it does.
-        memory: holds what virtual tiles need later, if ranks have any.
+        learns: per stage of the network, whether it has trainable parameters.
+        recompute: whether backward reruns the stage from its saved input.
+        mixed: dtype of autocast, if enabled.
+        memory: stores tensors of virtual tiles between uses, if ranks have any.
     """
 
     def __init__(
@@ -84,43 +84,43 @@ class StageRuntime:
             self._worker = OwnTile(module, self.mesh, recompute, mixed)
         else:
             self._worker = VirtualTiles(module, self.mesh, recompute, mixed, memory)
-        # a gradient passes a border if anything before it learns: so that both sides agree,
-        # it follows from the whole network
+        # Gradients cross a border if any stage before it learns. Both sides derive this from the
+        # whole network, so they agree.
         self._learns = {b for b in handovers.borders if any(learns[: b.giver + 1])}
         own = handovers.at(position)
-        self._before = {b: one for b, one in own.items() if b.taker == position.stage}
-        self._after = {b: one for b, one in own.items() if b.giver == position.stage}
+        self._before = {b: handover for b, handover in own.items() if b.taker == position.stage}
+        self._after = {b: handover for b, handover in own.items() if b.giver == position.stage}
         self._made: dict[int, Made] = {}
         self._some: dict[tuple[int, ...], Communicator] = {}
 
     @property
     def across(self) -> Across | None:
-        """What its virtual tiles exchange with those of other ranks, if there are any."""
+        """Exchange of its virtual tiles with those of peers, if there are any."""
         return self._worker.across if isinstance(self._worker, VirtualTiles) else None
 
     def own(self, samples: int) -> range:
-        """Those of the samples of a micro-batch that this rank works on."""
+        """Samples of a micro-batch that this rank works on."""
         return own_samples(self._placement, self.position.stage, self.position.part, samples)
 
     def arriving(
         self, passing: Passing, images: tuple[int, ...], dtype: torch.dtype
     ) -> dict[Value, HandoverShape]:
-        """All that this stage is given for a micro-batch.
+        """Shapes of all inputs of this stage for a micro-batch.
 
         Args:
             passing: what passes the borders.
             images: global shape (samples, channels, *spatial).
             dtype: of the images.
         """
-        found: dict[Value, HandoverShape] = {}
+        shapes: dict[Value, HandoverShape] = {}
         if self.is_first:
-            found[IMAGE] = self._entering(images, dtype)
+            shapes[IMAGE] = self._entering(images, dtype)
         for border in self._before:
-            found |= passing[border]
-        return found
+            shapes |= passing[border]
+        return shapes
 
     def expect(self, action: Action, passing: Passing, device: torch.device) -> None:
-        """Be ready for what others give to an action; another one may run meanwhile."""
+        """Post the receives of an action, so that they overlap the current one."""
         if action.kind == "forward":
             for border, handover in self._before.items():
                 for shape in passing[border].values():
@@ -139,14 +139,14 @@ class StageRuntime:
         image_size: tuple[int, ...],
         device: torch.device,
     ) -> Made:
-        """What this stage makes of a micro-batch; what others take is on its way to them.
+        """Run the forward of a micro-batch and send its outputs without waiting.
 
         Args:
             passing: what passes the borders.
             image_size: global sizes of the spatial dims.
 
         Raises:
-            ValueError: if the first stage is not given its images.
+            ValueError: if the first stage has no images.
         """
         tiles: dict[Value, Any] = {}
         shapes: dict[Value, HandoverShape] = {}
@@ -190,16 +190,16 @@ class StageRuntime:
         weight: float | Tensor,
         device: torch.device,
     ) -> Tensor | float:
-        """The backward of a micro-batch; its gradients are on their way to the stages before.
+        """Run the backward of a micro-batch and send input gradients without waiting.
 
         Args:
-            weight: with which the mean loss counts in the objective.
+            weight: weight of the mean loss in the objective.
 
         Returns:
-            The mean loss on the last stage, float64 (), which is not waited for; else 0.
+            The mean loss on the last stage, float64 (), not yet synchronized; else 0.
 
         Raises:
-            ValueError: if the last stage is not given its targets.
+            ValueError: if the last stage has no targets.
         """
         made = self._made.pop(number)
         value: Tensor | float = 0.0
@@ -222,7 +222,7 @@ class StageRuntime:
     def _gradients_of(
         self, number: int, passing: Passing, device: torch.device
     ) -> tuple[dict[Value, Tensor], dict[Value, HandoverShape]]:
-        """Of what was handed over; what several stages were given gets one from each of them."""
+        """Receive the gradients of sent values; sum those of values sent to several stages."""
         grads: dict[Value, Tensor] = {}
         shapes: dict[Value, HandoverShape] = {}
         for border, handover in reversed(self._after.items()):
@@ -234,10 +234,10 @@ class StageRuntime:
         return grads, shapes
 
     def ranks_of(self, samples: Mapping[int, int]) -> Communicator:
-        """The ranks of this stage that work on a micro-batch; at the first time all must ask.
+        """Ranks of this stage that work on a micro-batch; the first call is collective.
 
         Args:
-            samples: of some data replicas.
+            samples: number of samples by data replica.
         """
         width = self.mesh.size // self.mesh.data
         ranks = tuple(
@@ -255,6 +255,6 @@ class StageRuntime:
         return self._some[ranks]
 
     def wait_sent(self) -> None:
-        """Wait until all that was sent has left; the end of a step."""
+        """Wait until all sends have completed, at the end of a step."""
         for handover in (*self._before.values(), *self._after.values()):
             handover.wait_sent()

@@ -1,10 +1,10 @@
-"""BatchNorm's running statistics over replicas, as one process would have kept them.
+"""Updates BatchNorm's running statistics as a single process would, over all replicas.
 
-Each replica sees its own slices of a batch only. One process that accumulates over all slices
-would update its running statistics slice by slice: in forward, and once more in backward where
-``torch.utils.checkpoint`` runs a layer again. An update is linear, so that after K slices
-each has its own weight in the outcome: every rank keeps the statistics of its slices, and at the
-end of the step what they come to is added up over all ranks.
+Each replica has its own slices of a batch only. A single process that accumulates over all slices
+updates running statistics slice by slice: in forward, and once more in backward where
+``torch.utils.checkpoint`` reruns a layer. Updates are linear, so after K slices each has its own
+weight in the result. Every rank keeps the statistics of its slices, and their weighted sum is
+reduced over all ranks at the end of the step.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class _Kept(NamedTuple):
 
 
 class SliceStatistics:
-    """Keeps the statistics of a stage's BatchNorm layers until `fold`.
+    """Collects the statistics of a stage's BatchNorm layers by slice until `fold`.
 
     Args:
         stage: its layers get hooks.
         comm: the ranks that have this stage.
-        in_order: whether the forwards of this rank are all there are, in the order of the slices;
-            then only layers that run again in backward, under a checkpoint, are seen to.
+        in_order: whether this rank runs all forwards, in the order of the slices; then only layers
+            that a checkpoint reruns in backward are handled.
     """
 
     def __init__(self, stage: nn.Module, comm: Communicator, in_order: bool = False) -> None:
@@ -71,24 +71,24 @@ class SliceStatistics:
 
     @contextmanager
     def slice(self, number: int, counts: bool) -> Iterator[None]:
-        """What is called inside sees a slice of the batch.
+        """Context of the calls for one slice of the batch.
 
         Args:
-            number: of the slice, from 0 in the order of one process.
-            counts: of the ranks that share the slice, exactly one says yes.
+            number: of the slice, from 0 in the order of a single process.
+            counts: True on exactly one of the ranks that share the slice.
         """
         self._slice, self._counts = number, counts
         yield
 
     def _start(self, norm: nn.Module, args: Any) -> None:
-        """With momentum 1, fresh buffers receive the statistics of this slice as they are."""
+        """Set momentum 1 and fresh buffers, which receive the unweighted statistics of a slice."""
         if not (isinstance(norm, _BatchNorm) and norm.training) or replaying():
             return
         if self._in_order and not self._runs_again(norm):
             return
         self._before[norm] = norm.momentum, *_buffers(norm)
         norm.momentum = 1.0
-        # swapped, not overwritten: autograd has kept the old ones for the slices before
+        # swapped, not overwritten: autograd saved the old ones for earlier slices
         norm.running_mean, norm.running_var, norm.num_batches_tracked = map(
             torch.zeros_like, _buffers(norm)
         )
@@ -111,13 +111,13 @@ class SliceStatistics:
             raise UnsupportedSpatialOp(
                 f"a {type(norm).__name__} is called both inside and outside of "
                 "torch.utils.checkpoint, and micro-batches would update its running statistics in "
-                "another order than one process: take parallel.microbatches=1, or two layers"
+                "another order than a single process: take parallel.microbatches=1, or two layers"
             )
         return True
 
     @torch.no_grad()
     def fold(self, slices: int) -> None:
-        """Fold in the statistics of all slices of the batch; all ranks must call it."""
+        """Fold in the statistics of all slices of the batch; collective."""
         if not self._norms:
             return
         own = torch.zeros(len(self._norms), slices, dtype=torch.int64)
@@ -128,19 +128,19 @@ class SliceStatistics:
         parts = [self._own_part(norm, row) for norm, row in zip(self._norms, calls, strict=True)]
         total = sum_over_ranks(self._comm, torch.cat(parts), "batch_norm statistics")
         values = torch.split(total, [len(part) for part in parts])
-        # layers of which as much is left, as a rule all of them, in few kernels
+        # layers with the same remaining weight, usually all, in few kernels
         alike: dict[object, list[int]] = {}
         for number, (norm, row) in enumerate(zip(self._norms, calls, strict=True)):
             key = norm if norm.momentum is None else (norm.momentum, sum(row))
             alike.setdefault(key, []).append(number)
-        for some in alike.values():
-            updates, parts = sum(calls[some[0]]), [values[n] for n in some]
+        for norms in alike.values():
+            updates, parts = sum(calls[norms[0]]), [values[n] for n in norms]
             if updates:
-                _add([self._norms[n] for n in some], updates, torch.cat(parts))
+                _add([self._norms[n] for n in norms], updates, torch.cat(parts))
         torch._foreach_add_([_buffers(norm)[2] for norm in self._norms], [sum(r) for r in calls])
 
     def _own_part(self, norm: _BatchNorm, calls: list[int]) -> Tensor:
-        """What this rank's slices add to the layer's statistics."""
+        """Contribution of this rank's slices to the layer's statistics."""
         kept, self._kept[norm] = self._kept[norm], []
         weights = _weights(norm, sum(calls))
         places = [0, *accumulate(calls)]  # of each slice's first call among all calls
@@ -152,7 +152,7 @@ class SliceStatistics:
 
 
 def under_checkpoint() -> bool:
-    """Whether what is called now runs again in backward, or does so now; not by ourselves."""
+    """Whether a foreign checkpoint reruns the current call in backward, now or later."""
     if torch._C._current_graph_task_id() != -1:
         return True
     frame: FrameType | None = sys._getframe()
@@ -166,13 +166,13 @@ def under_checkpoint() -> bool:
 
 
 def is_plain(norm: _BatchNorm) -> bool:
-    """Whether the forward is PyTorch's own; what others do is found in `pipeline.affine`."""
+    """Whether the forward is PyTorch's own; `pipeline.affine` handles other ones."""
     own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     return type(norm).forward in own and "forward" not in vars(norm)
 
 
 def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
-    # not as attributes: where channels are divided, forwards see those of the whole shape
+    # not by attribute access: where channels are divided, forwards see those of the whole shape
     names = ("running_mean", "running_var", "num_batches_tracked")
     mean, variance, count = (norm._buffers[name] for name in names)
     if mean is None or variance is None or count is None:
@@ -181,25 +181,25 @@ def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add(norms: Sequence[_BatchNorm], updates: int, values: Tensor) -> None:
-    """Carry out updates of the running statistics of some layers of the same momentum.
+    """Apply updates of the running statistics of some layers with the same momentum.
 
     Args:
-        norms: one layer if its momentum is None, which averages over all updates there have been.
-        updates: how many.
+        norms: one layer if its momentum is None, which averages over all updates so far.
+        updates: number of updates.
         values: means and variances of each layer, float64, times `_weights`.
     """
-    running = [one for norm in norms for one in _buffers(norm)[:2]]
+    running = [buffer for norm in norms for buffer in _buffers(norm)[:2]]
     updated, momentum = torch.cat(running).double(), norms[0].momentum
-    if momentum is None:  # on the device, which knows their number: the host would wait for it
+    if momentum is None:  # the count stays on the device, as reading it would synchronize
         before = _buffers(norms[0])[2]
         updated.mul_(before).add_(values).div_(before + updates)
     else:
         updated.mul_((1.0 - momentum) ** updates).add_(values)
-    torch._foreach_copy_(running, torch.split(updated, [len(one) for one in running]))
+    torch._foreach_copy_(running, torch.split(updated, [len(buffer) for buffer in running]))
 
 
 def _weights(norm: _BatchNorm, updates: int) -> list[float]:
-    """What each of some updates counts in the outcome; for averages, before they are divided."""
+    """Weight of each update in the result; for cumulative averages, before the division."""
     if norm.momentum is None:
         return [1.0] * updates
     return [norm.momentum * (1.0 - norm.momentum) ** after for after in reversed(range(updates))]

@@ -1,4 +1,4 @@
-"""What surrounds each forward and backward of a step: random numbers, statistics, late weights."""
+"""Contexts of forwards and backwards: random numbers, statistics, deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -15,75 +15,75 @@ from spatialdl.spatial.deferred_layers import DeferWeightGradients
 
 
 class StepContext:
-    """That of one rank; all ranks of a pipeline begin and end their steps together.
+    """Contexts of one rank's steps; all ranks of a pipeline begin and end steps together.
 
-    Random numbers and statistics are those of one process that accumulates over the slices of a
-    batch, micro-batch by micro-batch, within it replica by replica.
+    Random numbers and statistics match a single process that accumulates over the slices of a
+    batch: micro-batch by micro-batch, replica by replica within it.
 
     Args:
-        sharing: of what forwards update.
+        sharing: of the state that forwards update.
         placement: of the pipeline.
         replica: of this rank.
         seed: of the random numbers that the network draws.
-        weights_apart: whether backwards leave the gradients of weights to weight actions.
+        defer_weights: whether backwards defer weight gradients to weight actions.
     """
 
     def __init__(
-        self, sharing: Sharing, placement: Placement, replica: int, seed: int, weights_apart: bool
+        self, sharing: Sharing, placement: Placement, replica: int, seed: int, defer_weights: bool
     ) -> None:
         self._sharing, self._data, self._replica = sharing, placement.data, replica
-        self._seed, self._step, self._weights_apart = seed, 0, weights_apart
-        self._later: dict[Action, DeferredGradients] = {}
+        self._seed, self._step, self._defer_weights = seed, 0, defer_weights
+        self._deferred: dict[Action, DeferredGradients] = {}
 
     def begin(self, microbatches: Sequence[Microbatch], step: int) -> None:
-        """A step begins; `step` others were before."""
+        """Begin the step numbered `step`, from 0."""
         self._step = step
         self._sharing.begin(microbatches)
 
     @contextmanager
     def forward(self, placed: StageRuntime, number: int, microbatch: Microbatch) -> Iterator[None]:
-        """Around the forward of a stage on a micro-batch."""
+        """Context of a stage's forward of a micro-batch."""
         piece = number * self._data + self._replica
-        if microbatch.size is not None:  # replicas have none or one, in whatever micro-batch
+        if microbatch.size is not None:  # a replica has at most one image, in any micro-batch
             piece = microbatch.place
         own = placed.own(microbatch.samples)
-        some = own if len(own) < microbatch.samples else None
+        divided = own if len(own) < microbatch.samples else None
         with (
-            DeferWeightGradients() if self._weights_apart else nullcontext(),
-            keyed(self._seed, self._step, piece, some),
+            DeferWeightGradients() if self._defer_weights else nullcontext(),
+            keyed(self._seed, self._step, piece, divided),
             self._sharing.slice_of(placed, number),
         ):
             yield
 
     @contextmanager
     def backward(self, placed: StageRuntime, action: Action) -> Iterator[None]:
-        """Around a backward; the gradients of weights wait for a weight action, if there is one."""
+        """Context of a backward; defers weight gradients if there are weight actions."""
         with self._sharing.slice_of(placed, action.microbatch):
-            if not self._weights_apart:
+            if not self._defer_weights:
                 yield
                 return
-            later = self._later[action._replace(kind="weight")] = DeferredGradients()
-            with later.gather(), DeferWeightGradients():
+            deferred = self._deferred[action._replace(kind="weight")] = DeferredGradients()
+            with deferred.gather(), DeferWeightGradients():
                 yield
 
     def add_weights(self, action: Action) -> None:
-        """Carry out a weight action."""
-        self._later.pop(action).add_all()
+        """Run a weight action."""
+        self._deferred.pop(action).add_all()
 
     def end(self, microbatches: int) -> None:
-        """Leave what the step's slices come to in running statistics and other buffers.
+        """Fold the updates of the step's slices into running statistics and other buffers.
 
         Raises:
-            UnsupportedSpatialOp: on all ranks, if a forward of the first step changes a parameter.
+            UnsupportedSpatialOp: on all ranks, if the first step's forward changes a parameter.
         """
         self._sharing.fold(microbatches)
 
 
-def are_weights_apart(actions: Sequence[Action]) -> bool:
-    """Whether backwards leave the gradients of weights to weight actions.
+def defers_weight_gradients(actions: Sequence[Action]) -> bool:
+    """Whether backwards defer weight gradients to weight actions.
 
     Raises:
-        ValueError: if some do, and others do not.
+        ValueError: if only some backwards have a weight action.
     """
     weights = {action._replace(kind="backward") for action in actions if action.kind == "weight"}
     left = [a for a in actions if a.kind == "backward" and a not in weights]

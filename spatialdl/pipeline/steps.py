@@ -1,6 +1,6 @@
-"""What a network does, as a list of calls: data that can be cut, run and counted.
+"""The forward of a network as a list of calls that can be cut, run and counted.
 
-See `pipeline.recording` for where it comes from.
+`pipeline.recording` makes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spatialdl.pipeline.source_lines import replays
 
 
 class Value(NamedTuple):
-    """A tensor on its way through the network: the how-manieth of which step."""
+    """A tensor in the forward: step number and output index."""
 
     step: int
     part: int = 0
@@ -30,7 +30,7 @@ IMAGE = Value(-1)
 
 
 class Attribute(NamedTuple):
-    """A parameter or buffer that is used outside of its module."""
+    """A parameter or buffer used outside of its module."""
 
     path: str
 
@@ -41,14 +41,14 @@ class Step:
 
     Attributes:
         call: path of a module, or a function.
-        args, kwargs: of the call, with `Value` and `Attribute` in the places of tensors.
-        gives: the tensors in what it returns, in order.
-        takes: the tensors that it is given.
-        attributes: paths of parameters and buffers that it is given.
+        args, kwargs: of the call, with `Value` and `Attribute` in place of tensors.
+        gives: output tensors, in order.
+        takes: input tensors.
+        attributes: paths of parameters and buffers among the arguments.
         owner: path of the module whose forward makes the call.
-        nth: how often the module has been called before.
+        nth: number of earlier calls of the module.
         with_grad: whether it is differentiated.
-        others: forms of what a module returns beside tensors, see `deep_state`.
+        non_tensors: forms of a module's non-tensor outputs, see `deep_state`.
         where: ``file:line`` of the call in the network's source.
     """
 
@@ -59,12 +59,12 @@ class Step:
     owner: str
     nth: int = 0
     with_grad: bool = True
-    others: tuple[Any, ...] = ()
+    non_tensors: tuple[Any, ...] = ()
     where: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         if isinstance(self.call, str):
             return self.call
         kind = getattr(self.call, "__self__", None)
@@ -74,7 +74,7 @@ class Step:
 
     @property
     def path(self) -> str:
-        """Where in the network it is."""
+        """Path of the module that is called, or that makes the call."""
         return self.call if isinstance(self.call, str) else self.owner
 
     def __deepcopy__(self, memo: object) -> Step:
@@ -82,58 +82,60 @@ class Step:
 
     @cached_property
     def takes(self) -> tuple[Value, ...]:
-        return tuple(one for one in self._references if isinstance(one, Value))
+        return tuple(reference for reference in self._references if isinstance(reference, Value))
 
     @cached_property
     def attributes(self) -> tuple[str, ...]:
-        return tuple(one.path for one in self._references if isinstance(one, Attribute))
+        return tuple(
+            reference.path for reference in self._references if isinstance(reference, Attribute)
+        )
 
     @cached_property
     def _references(self) -> tuple[Value | Attribute, ...]:
         operands = tree_leaves((self.args, self.kwargs), is_leaf=is_reference)
-        return tuple(one for one in operands if is_reference(one))
+        return tuple(reference for reference in operands if is_reference(reference))
 
     @cached_property
     def constants(self) -> Any:
-        """What it is given and returns beside tensors."""
-        return form_of((self.args, self.kwargs)), self.others
+        """Forms of the non-tensor arguments and outputs."""
+        return form_of((self.args, self.kwargs)), self.non_tensors
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What must be alike for every number of samples, in training and in evaluation."""
+        """The part that must not depend on the number of samples or the mode."""
         return self.call, self._references, self.gives, self.owner, self.with_grad
 
 
 def itself(x: Tensor) -> Tensor:
-    """What was written in place, as a new value, also for another stage."""
+    """A tensor after a write in place, as a new value that may pass to another stage."""
     return x
 
 
 def _nothing() -> None:
-    """In the place of a step that is not needed, so that the others keep their numbers."""
+    """Placeholder of a dropped step, so that step numbers do not change."""
 
 
 def without_unused(steps: Sequence[Step], output: Any) -> tuple[tuple[Step, ...], dict[Value, int]]:
-    """The steps without new names of values that no step takes, which need not pass to others.
+    """Drop renamings of values that no later step takes, so that they need not pass borders.
 
     Args:
         output: of the network, with its values.
 
     Returns:
-        As many steps, and for each value that is used the number of the last step that takes it;
-        that of the output is behind all steps.
+        As many steps, and for each used value the number of the last step that takes it; the
+        output counts as a step after all.
     """
     leaves = tree_leaves(output, is_leaf=is_reference)
-    last_use = {one: len(steps) for one in leaves if isinstance(one, Value)}
-    found: list[Step] = []
+    last_use = {leaf: len(steps) for leaf in leaves if isinstance(leaf, Value)}
+    kept: list[Step] = []
     for number in reversed(range(len(steps))):
         step = steps[number]
         if step.call is itself and step.gives[0] not in last_use:
             step = Step(_nothing, (), {}, (), step.owner)
         for value in step.takes:
             last_use.setdefault(value, number)
-        found.append(step)
-    return tuple(reversed(found)), last_use
+        kept.append(step)
+    return tuple(reversed(kept)), last_use
 
 
 def is_reference(one: object) -> bool:
@@ -141,11 +143,11 @@ def is_reference(one: object) -> bool:
 
 
 class Joint(NamedTuple):
-    """Two steps that must be in one stage.
+    """Two steps that must be in the same stage.
 
     Attributes:
-        first, last: their numbers.
-        reason: that they have in common, for messages.
+        first, last: step numbers.
+        reason: why, for messages.
     """
 
     first: int
@@ -155,16 +157,16 @@ class Joint(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a forward calls, in order.
+    """The calls of a forward, in order.
 
     Attributes:
-        output: what the network returns, with `Value` in the places of tensors.
+        output: return value of the network, with `Value` in place of tensors.
         sizes: elements of each value.
-        written: values that are written into once they are there.
-        written_state: paths of parameters and buffers that the forward writes into.
-        joints: steps that must be in one stage, as they share memory.
+        written: values modified in place after their step.
+        written_state: paths of parameters and buffers that the forward modifies.
+        joints: steps that must be in the same stage because they share memory.
         drawing: paths of modules that draw random numbers.
-        loose: a function outside of these that draws some; empty if there is none.
+        loose: a function outside of these that draws random numbers; empty if none.
     """
 
     steps: tuple[Step, ...]
@@ -180,47 +182,47 @@ class Recording:
 def run_step(
     step: Step, module_of: nn.Module, values: dict[Value, Tensor], device: torch.device
 ) -> Any:
-    """Carry out a step; what it gives is added to `values`.
+    """Run a step and add its outputs to `values`.
 
     Args:
-        module_of: has modules, parameters and buffers under their paths.
-        device: on which tensors are made that the network makes without others.
+        module_of: holds modules, parameters and buffers under their paths.
+        device: of tensors that the network creates from no other tensor.
 
     Returns:
-        What the call returned.
+        The result of the call.
     """
 
-    def filled(one: Any) -> Any:
-        if isinstance(one, Value):
-            return values[one]
-        if isinstance(one, Attribute):
-            holder, _, name = one.path.rpartition(".")
+    def filled(operand: Any) -> Any:
+        if isinstance(operand, Value):
+            return values[operand]
+        if isinstance(operand, Attribute):
+            holder, _, name = operand.path.rpartition(".")
             return getattr(module_of.get_submodule(holder), name)
-        is_meta = isinstance(one, torch.device) and one.type == "meta"
-        return device if is_meta else one
+        is_meta = isinstance(operand, torch.device) and operand.type == "meta"
+        return device if is_meta else operand
 
     args, kwargs = tree_map(filled, (step.args, step.kwargs), is_leaf=is_reference)
     call = module_of.get_submodule(step.call) if isinstance(step.call, str) else step.call
     with torch.set_grad_enabled(torch.is_grad_enabled() and step.with_grad):
         result = call(*args, **kwargs)
     leaves = tree_leaves(result)
-    given = (one for one in leaves if isinstance(one, Tensor))
-    if step.others:
-        others = tuple(form_of(one) for one in leaves if not isinstance(one, Tensor))
-        if others != step.others:
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    if step.non_tensors:
+        non_tensors = tuple(form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        if non_tensors != step.non_tensors:
             raise ValueError(
-                f"'{step.name}' returns other numbers beside its tensors than when it was "
-                "recorded, which other stages cannot know: let it return tensors, or leave the "
-                "network uncut (parallel=sp or dp)"
+                f"'{step.name}' returns different non-tensor values than when it was recorded, "
+                "and stages cannot exchange them: let it return tensors, or leave the network "
+                "uncut (parallel=sp or dp)"
             )
-    values.update(zip(step.gives, given, strict=True))
+    values.update(zip(step.gives, tensors, strict=True))
     return result
 
 
 def output_of(recording: Recording, values: dict[Value, Tensor]) -> Any:
-    """What the network returns."""
+    """Fill the network's output structure with tensors."""
     return tree_map(
-        lambda one: values[one] if isinstance(one, Value) else one,
+        lambda leaf: values[leaf] if isinstance(leaf, Value) else leaf,
         recording.output,
         is_leaf=is_reference,
     )

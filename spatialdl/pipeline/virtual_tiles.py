@@ -1,4 +1,4 @@
-"""A stage at work on this rank's tile, cut into virtual tiles that take turns."""
+"""Runs a stage on this rank's tile in virtual tiles that take turns."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from spatialdl.streaming.memory import Memory
 
 
 class VirtualTiles:
-    """Runs a stage on virtual tiles, one after the other; see `own_tile.Worker`.
+    """Runs a stage on virtual tiles one after the other; see `own_tile.TileWorker`.
 
     Args:
         module: its layers, without hooks.
-        mesh: the ranks that have the stage; `Mesh.stream` says how they cut their tiles.
+        mesh: the ranks of the stage; `Mesh.stream` defines the virtual tiles of a rank.
         recompute, mixed: see `OwnTile`.
-        memory: holds what the virtual tiles need later.
+        memory: stores tensors of virtual tiles between uses.
 
     Attributes:
-        across: what they exchange with virtual tiles of other ranks, if there are any.
+        across: their exchange with virtual tiles of other ranks, if there are any.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class VirtualTiles:
         return MadeOfTiles(self, made)
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
-        """What `work` returns for each virtual tile of this rank, in turns."""
+        """Run `work` for each virtual tile of this rank, in turns; return the results."""
 
         def watched(number: int) -> Any:
             with self.memory.watch(number):
@@ -87,44 +87,46 @@ class VirtualTiles:
 
         try:
             with self._copies.in_place():
-                found = self._turns.run([partial(watched, number) for number in range(self.count)])
+                results = self._turns.run(
+                    [partial(watched, number) for number in range(self.count)]
+                )
         except GivenUp:
             self._finish()
             raise
         self._finish()
-        return found
+        return results
 
     def _finish(self) -> None:
         if self.across is not None:
             self.across.finish()
 
     def pass_gradients_on(self) -> None:
-        """To the network's own parameters, as one backward of this rank."""
+        """Accumulate gradients of the copies in the network's parameters, in one backward."""
         weights = self._copies.trained
-        found = zip(weights, self._copies.take_gradients(weights), strict=True)
-        there = [(weight, grad) for weight, grad in found if grad is not None]
-        if there:
-            own, grads = zip(*there, strict=True)
+        pairs = zip(weights, self._copies.take_gradients(weights), strict=True)
+        present = [(weight, grad) for weight, grad in pairs if grad is not None]
+        if present:
+            own, grads = zip(*present, strict=True)
             self.memory.release(grads)
-            torch._foreach_div_(grads, self.count)  # as over ranks: of the mean of their losses
+            torch._foreach_div_(grads, self.count)  # mean of the tiles' losses, as over ranks
             torch.autograd.backward(own, grads)
 
     # --- pieces of this rank's tile
 
     def slices(self, number: int, layout: Layout) -> tuple[Any, ...]:
-        """Where in this rank's tile a virtual one lies, along all spatial dims."""
+        """Slices of this rank's tile that select a virtual tile, along all spatial dims."""
         boxes = [layout.boxes[mesh.part] for mesh in self.meshes]
         _, *spatial = boxes[number].slices_in(_around(boxes))
         return last_slices(spatial)
 
     def piece(self, number: int, tile: Any, layout: Layout) -> Any:
-        """The part of this rank's tile in a virtual one; all of what is not split."""
+        """The part of this rank's tile in a virtual tile; the whole tensor if not split."""
         if len(layout.boxes) == 1 and not isinstance(tile, TileRegion):
             return tile
         return tile[self.slices(number, layout)]
 
     def together(self, pieces: Sequence[Tensor], layout: Layout) -> Tensor:
-        """This rank's tile, from the pieces of its virtual ones."""
+        """Assemble this rank's tile from the pieces of its virtual tiles."""
         box = _around([layout.boxes[mesh.part] for mesh in self.meshes])
         shape = (*pieces[0].shape[: -len(box.spatial)], *box.shape[1:])
         tile = torch.empty(shape, dtype=pieces[0].dtype, device=pieces[0].device)
@@ -140,7 +142,7 @@ class VirtualTiles:
 
 
 class MadeOfTiles:
-    """See `own_tile.Made`; what is made of each virtual tile."""
+    """Results on virtual tiles, see `own_tile.Made`."""
 
     def __init__(self, tiles: VirtualTiles, made: list[Made]) -> None:
         self._tiles, self._made = tiles, made
@@ -156,7 +158,7 @@ class MadeOfTiles:
         return self._own_copy(pieces[0])
 
     def _own_copy(self, tensor: Tensor) -> Tensor:
-        """Of memory that nobody stores, while others read it or it is on its way to them."""
+        """Copy into memory that is not offloaded, as peers read it or a send is in flight."""
         self._tiles.memory.bring([tensor])
         return tensor.detach().clone()
 
@@ -168,13 +170,13 @@ class MadeOfTiles:
         return self._tiles.each(lambda number: tree_map(as_image, self._made[number].output))
 
     def outputs(self) -> Iterator[tuple[Mesh, Any]]:
-        found = self._images()
+        images = self._images()
         self._made = []
-        if not isinstance(found[0], SpatialTensor):
-            yield self._tiles.mesh, tree_map(self._whole, *found)
+        if not isinstance(images[0], SpatialTensor):
+            yield self._tiles.mesh, tree_map(self._whole, *images)
             return
         for mesh in self._tiles.meshes:
-            image = found.pop(0)  # which is in memory until the next one
+            image = images.pop(0)  # held in memory until the next one
             self._tiles.memory.bring([image._tile])
             yield mesh, image
 
@@ -217,7 +219,7 @@ class MadeOfTiles:
             for value, grad in grads.items():
                 layout = shapes[value].sender
                 piece = tiles.piece(number, grad, layout)
-                # the objective of a stage is the mean over its ranks, virtual ones here
+                # a stage's objective is the mean over its ranks, here the virtual ones
                 own[value] = piece * count if len(layout.boxes) > 1 else piece
             self._made[number].backward_of(own, shapes)
 
@@ -234,5 +236,5 @@ class MadeOfTiles:
 
 
 def _around(boxes: Sequence[Box]) -> Box:
-    """The box that these make up."""
+    """The bounding box of `boxes`."""
     return Box((min(s for s, _ in dim), max(e for _, e in dim)) for dim in zip(*boxes, strict=True))

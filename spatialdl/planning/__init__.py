@@ -1,1 +1,1 @@
-"""What a layout will cost: operations counted without data, and a cluster that carries them out."""
+"""Predicts the costs of a layout: operations counted without data, and a model of a cluster."""

@@ -1,4 +1,4 @@
-"""``parallel=auto``: the layout that the planner puts first."""
+"""``parallel=auto``: the planner's best layout."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from spatialdl.planning.search import Row, limit, search, table
 from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
 
 KEYS = ("world", "device_memory_gb", "cluster")
-"""Of ``parallel=auto`` alone."""
+"""Keys of ``parallel=auto`` only."""
 
 SHOWN = 5
 
 _OWN = {"tensor": 1, "tensor_plan": None, "late": None}
-"""How it divides channels it says itself; as they come."""
+"""Defaults of keys that it sets itself."""
 
 
 def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[DictConfig, Row]:
-    """The configuration with the best layout in place of ``parallel=auto``; tells what it found.
+    """Replace ``parallel=auto`` by the best layout; prints the best ones.
 
     Args:
-        world: ranks that it shall have.
-        may_measure: whether this machine is measured if it was not; not while ranks are running.
+        world: number of ranks.
+        may_measure: whether to measure this machine if necessary; False while ranks run.
 
     Raises:
-        ValueError: if nothing fits, or there is no such cluster.
+        ValueError: if nothing fits, or the cluster is unknown.
     """
     settings = config.parallel
     for key, default in _OWN.items():
         if settings[key] != default:
             raise ValueError(
-                f"parallel=auto says itself how channels are divided: leave parallel.{key}="
+                f"parallel=auto chooses how channels are divided: leave parallel.{key}="
                 f"{settings[key]} out, or name a layout"
             )
     base = settings.copy()
@@ -47,8 +47,8 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
         base.name = "none"
     if settings.cluster == MEASURED and not may_measure and measured() is None:
         raise ValueError(
-            "parallel=auto knows nothing of this machine yet: measure it once by "
-            "`python -m spatialdl.plan --calibrate world=1`, or name parallel.cluster"
+            "parallel=auto has no measurements of this machine: run "
+            "`python -m spatialdl.plan --calibrate world=1` once, or name parallel.cluster"
         )
     plain = config.copy()
     plain.parallel = base
@@ -64,34 +64,34 @@ def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[Di
 
 
 def choose_alone(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """As `choose`, before any rank runs; and the words that say the same.
+    """Like `choose`, before any rank runs; also returns the overrides of the layout.
 
     Raises:
-        ValueError: if the configuration does not say for how many ranks, or names no network.
+        ValueError: if the configuration has no number of ranks, or no network.
     """
     world = config.parallel.world
     if world is None:
         raise ValueError(
-            "parallel=auto does not know for how many ranks: add parallel.world=..., or start it "
+            "parallel=auto needs the number of ranks: add parallel.world=..., or start it "
             "with mpiexec or srun"
         )
     fit_model_keys(config, overrides)
     chosen, row = choose(config, world)
     own = r"\+*parallel(=|\.(world|dev|clus|stream=))"
-    others = [one for one in overrides if not re.match(own, one)]
-    return chosen, [*row.layout.overrides(), *others]
+    kept = [word for word in overrides if not re.match(own, word)]
+    return chosen, [*row.layout.overrides(), *kept]
 
 
 def cluster_file(name: str) -> DictConfig:
-    """The settings of a cluster that comes along.
+    """Load the settings of an included cluster.
 
     Raises:
-        ValueError: if there is none of this name.
+        ValueError: if the name is unknown.
     """
     folder = Path(str(files("spatialdl.conf"))) / "cluster"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
         raise ValueError(f"parallel.cluster={name} is unknown: take one of {', '.join(known)}")
-    found = OmegaConf.load(folder / f"{name}.yaml")
-    assert isinstance(found, DictConfig)
-    return found
+    settings = OmegaConf.load(folder / f"{name}.yaml")
+    assert isinstance(settings, DictConfig)
+    return settings

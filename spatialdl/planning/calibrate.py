@@ -1,5 +1,5 @@
-"""Measuring this machine: what its cores compute, how its ranks talk, what a rank takes before it
-trains. The result is kept in the user's cache and is the cluster ``this_machine``.
+"""Measures this machine: computation of its cores, communication between ranks, and base memory.
+The result is cached in the user's cache directory as cluster ``this_machine``.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ TINY_RUN = (
 )
 FITTED = ("conv", "conv_input", "conv_strided_input", "conv_weight")
 DISK_BLOCK, DISK_BLOCKS = 16 * 2**20, 16
-"""Bytes that are written at once, and how often."""
+"""Bytes per write, and number of writes."""
 
 WORKER = (sys.executable, "-m", "spatialdl.planning.calibrate_worker")
 
 
 def cache_file() -> Path:
-    """Where the measurements of this machine are kept."""
+    """Path of the cached measurements of this machine."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "spatialdl" / "this_machine.json"
 
 
 def measured() -> dict[str, Any] | None:
-    """What was measured before, as settings of a cluster; None if nothing was."""
+    """Cached measurements as settings of a cluster; None without any."""
     try:
-        found: dict[str, Any] = json.loads(cache_file().read_text())
+        settings: dict[str, Any] = json.loads(cache_file().read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return settings
 
 
 def calibrate() -> dict[str, Any]:
-    """Measure this machine, and keep the result; takes one to two minutes."""
+    """Measure this machine and cache the result; takes one to two minutes."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     ranks = max(2, cores)
-    found = run_worker([*mpiexec_command(ranks), *WORKER], environment(1), show=True)
+    results = run_worker([*mpiexec_command(ranks), *WORKER], environment(1), show=True)
     with tqdm(["none", "dp"], desc="memory", leave=False) as layouts:
         base_alone, base = (_base_mb(layout) for layout in layouts)
-    link = _link(found["exchange"])
+    link = _link(results["exchange"])
     settings = {
         "name": "this_machine",
         "memory_gb": _memory_gb(),
         "ranks_per_node": 2**20,
         "cores": cores,
-        "rates": rates_of(found["busy"]),
-        "rates_alone": rates_of(found["alone"]),
-        "lone_speed": _ratio(found["busy"], found["lone"]),
+        "rates": rates_of(results["busy"]),
+        "rates_alone": rates_of(results["alone"]),
+        "lone_speed": _ratio(results["busy"], results["lone"]),
         "base_mb": base,
         "base_mb_alone": base_alone,
         "within_node": link,
         "between_nodes": link,
-        "reduce": _link(found["all_reduce"]),
+        "reduce": _link(results["all_reduce"]),
         "disk_bytes_per_second": _disk_speed(),
     }
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as out:  # commands beside this one read it
+    with replacing(path) as out:  # atomically, as concurrent commands may read it
         out.write(f"{json.dumps(settings, indent=2)}\n".encode())
     return settings
 
@@ -90,21 +90,21 @@ def rates_of(operations: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]]:
     kinds: dict[str, list[tuple[float, float, float]]] = {}
     for kind, flops, size, seconds in operations:
         kinds.setdefault(kind, []).append((flops, size, seconds))
-    found = {}
+    rates = {}
     for kind, rows in kinds.items():
         table = np.array(rows)
         if kind in FITTED:
-            found[kind] = _fitted(*table.T)
+            rates[kind] = _fitted(*table.T)
         elif kind == "matmul":
             flops, _, seconds = table[-1]
-            found[kind] = {"flops_per_second": flops / seconds, "bytes_per_second": 1e12}
+            rates[kind] = {"flops_per_second": flops / seconds, "bytes_per_second": 1e12}
         else:
-            found[kind] = {"bytes_per_second": _curve(table)}
-    return found
+            rates[kind] = {"bytes_per_second": _curve(table)}
+    return rates
 
 
 def _curve(table: npt.NDArray[np.float64]) -> list[list[float]]:
-    """Bytes, and bytes a second; operations of about the same size together."""
+    """Pairs (bytes, bytes per second); operations of similar size are averaged."""
     groups: list[list[tuple[float, float]]] = []
     for _, size, seconds in sorted(table.tolist(), key=lambda row: row[1]):
         if groups and size < 2 * groups[-1][0][0]:
@@ -125,9 +125,9 @@ def _fitted(
     size: npt.NDArray[np.float64],
     seconds: npt.NDArray[np.float64],
 ) -> dict[str, Any]:
-    """Seconds as a sum of three parts, each at least 0, with the smallest relative errors.
+    """Fit seconds as a sum of three non-negative parts, with the smallest relative errors.
 
-    Bytes cost more where results are so large that their memory is mapped anew.
+    Bytes cost more in results so large that their memory is mapped anew.
     """
     large = size >= MAPPED_FROM
     columns = np.stack([np.ones_like(size), flops, size * ~large, size * large], axis=1)
@@ -146,35 +146,35 @@ def _fitted(
 def _ratio(
     slower: Sequence[Sequence[Any]], faster: Sequence[Sequence[Any]], kinds: int = 4
 ) -> float:
-    """How much faster operations are, the mean of kinds and sizes in logarithms; at least 1."""
+    """Median speedup of operations, in logarithms; at least 1."""
     logs = [math.log(a[3] / b[3]) for a, b in zip(slower, faster, strict=True)]
     return max(1.0, math.exp(statistics.median(logs)))
 
 
 def _link(pairs: Sequence[Sequence[float]]) -> dict[str, float]:
-    """From (bytes, seconds), ascending: what the smallest takes, and the speed of the largest."""
+    """Latency of the smallest and bandwidth of the largest of (bytes, seconds), ascending."""
     size, seconds = pairs[-1]
     return {"seconds": pairs[0][1], "bytes_per_second": size / max(seconds - pairs[0][1], 1e-9)}
 
 
 def _disk_speed() -> float:
-    """Of the disk for temporary files: written until it is there, and read."""
+    """Bandwidth of the disk for temporary files: written and synced, then read."""
     block = os.urandom(DISK_BLOCK)
     with tempfile.TemporaryFile() as file:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for number in range(DISK_BLOCKS):
             os.pwrite(file.fileno(), block, number * DISK_BLOCK)
         os.fsync(file.fileno())
         for number in range(DISK_BLOCKS):
             os.pread(file.fileno(), DISK_BLOCK, number * DISK_BLOCK)
-        return 2 * DISK_BLOCKS * DISK_BLOCK / (time.perf_counter() - began)
+        return 2 * DISK_BLOCKS * DISK_BLOCK / (time.perf_counter() - start)
 
 
 def _base_mb(layout: str) -> float:
-    """Peak memory of a rank that trains next to nothing."""
+    """Peak memory of a rank that trains a tiny network."""
     with tempfile.TemporaryDirectory() as folder:
-        given = [*TINY, *TINY_RUN, f"parallel={layout}", f"hydra.run.dir={folder}/run"]
-        run([sys.executable, "-m", "spatialdl.train", *given], {**os.environ})
+        overrides = [*TINY, *TINY_RUN, f"parallel={layout}", f"hydra.run.dir={folder}/run"]
+        run([sys.executable, "-m", "spatialdl.train", *overrides], {**os.environ})
         summary: Mapping[str, Any] = json.loads(Path(folder, "run", "summary.json").read_text())
     return float(max(summary["peak_memory_mb"]))
 

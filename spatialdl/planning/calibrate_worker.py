@@ -1,8 +1,9 @@
-"""The ranks that measure how fast this machine computes and talks; rank 0 prints a line of JSON.
+"""Ranks that measure this machine's computation and communication; rank 0 prints a line of JSON.
 
 Each operation is timed in three ways, one after the other: on all ranks at once, on one of them
-while the others sleep, and there with as many threads as there are ranks. All that is repeated some
-time later and the fastest counts: programs beside it only slow it down, but never all the time.
+while the others sleep, and on it with as many threads as there are ranks. The measurements are
+repeated some time later and the fastest counts, as other programs only slow them down, and not all
+the time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from spatialdl.planning.ledger import Ledger, RankOperation
 aten = torch.ops.aten
 ROUNDS = 3
 LEAST_S = 0.015
-"""Each operation is repeated for so long in each way and round, at least twice."""
+"""Minimum seconds of repetitions of an operation in each way and round; at least two."""
 
 CONVOLUTIONS = (  # channels in and out, kernel, stride, side
     (3, 64, 7, 2, 256),
@@ -53,7 +54,7 @@ CONVOLUTIONS = (  # channels in and out, kernel, stride, side
     (256, 512, 1, 2, 128),
 )
 SIDES = (16, 48, 128, 256, 512)
-"""Of images of 64 channels, on which all else is measured: 64 KB to 64 MB."""
+"""Of images of 64 channels, for all other operations: 64 KB to 64 MB."""
 
 
 Operation = tuple[str | None, Callable[[], Any]]
@@ -64,12 +65,12 @@ def main() -> None:
     install_abort_hook()
     world = start_world()
     works, seconds = _operations(world)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         way: [[*w, s] for w, s in zip(works, seconds[way], strict=True)] for way in WAYS
     }
-    found |= _talks(world)
+    result |= _communication(world)
     if world.rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
 
 
 def _operations(world: Communicator) -> tuple[list[RankOperation], dict[str, list[float]]]:
@@ -91,7 +92,7 @@ def _operations(world: Communicator) -> tuple[list[RankOperation], dict[str, lis
                         rounds[-1][way].append(seconds)
                 bar.update()
     return works, {
-        way: [min(times) for times in zip(*(one[way] for one in rounds), strict=True)]
+        way: [min(times) for times in zip(*(results[way] for results in rounds), strict=True)]
         for way in WAYS
     }
 
@@ -100,7 +101,7 @@ def _work(kind: str | None, operation: Callable[[], Any]) -> RankOperation:
     ledger = Ledger()
     with ledger.watch():
         operation()
-    work = next(one for done in ledger.work.values() for one in done)
+    work = next(recorded for done in ledger.work.values() for recorded in done)
     return work if kind is None else work._replace(kind=kind)
 
 
@@ -108,7 +109,7 @@ def _timed(operation: Callable[[], Any], world: Communicator) -> tuple[float, fl
     """Seconds in each of the `WAYS`, on rank 0."""
     world.barrier()
     busy, lone, alone = _fastest(operation), 0.0, 0.0
-    world.barrier()  # or those that end last would be in the way of rank 0
+    world.barrier()  # so that slower ranks do not disturb rank 0
     if world.rank == 0:
         lone = _fastest(operation)
         torch.set_num_threads(world.size)
@@ -119,35 +120,35 @@ def _timed(operation: Callable[[], Any], world: Communicator) -> tuple[float, fl
 
 
 def _wait_asleep(world: Any) -> None:
-    """A barrier for ranks that must not take a core while they wait."""
+    """A barrier for ranks that must not use a core while they wait."""
     request = world.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
 def _fastest(operation: Callable[[], Any]) -> float:
-    found: list[float] = []
+    seconds: list[float] = []
     began = time.perf_counter()
-    while len(found) < 2 or time.perf_counter() - began < LEAST_S:
+    while len(seconds) < 2 or time.perf_counter() - began < LEAST_S:
         started = time.perf_counter()
         operation()
-        found.append(time.perf_counter() - started)
-    return min(found)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def _convolutions() -> list[Callable[[], list[Operation]]]:
     def make(ci: int, co: int, kernel: int, stride: int, side: int) -> list[Operation]:
         x, weight = torch.randn(1, ci, side, side), torch.randn(co, ci, kernel, kernel)
-        around = kernel // 2
-        y = torch.conv2d(x, weight, None, stride, around)
+        padding = kernel // 2
+        y = torch.conv2d(x, weight, None, stride, padding)
         grad = torch.randn_like(y)
 
         def backward(mask: list[bool]) -> Any:
-            sizes = [stride] * 2, [around] * 2, [1, 1]
+            sizes = [stride] * 2, [padding] * 2, [1, 1]
             return aten.convolution_backward(grad, x, weight, None, *sizes, False, [0, 0], 1, mask)
 
         return [
-            (None, lambda: torch.conv2d(x, weight, None, stride, around)),
+            (None, lambda: torch.conv2d(x, weight, None, stride, padding)),
             *([(None, lambda: backward([True, False, False]))] if ci > 3 else []),
             (None, lambda: backward([False, True, False])),
         ]
@@ -194,21 +195,21 @@ def _at(side: int) -> list[Operation]:
     ]
 
 
-def _talks(world: Communicator) -> dict[str, list[list[float]]]:
-    """Messages between two of the ranks."""
+def _communication(world: Communicator) -> dict[str, list[list[float]]]:
+    """Measure messages between two of the ranks."""
     if world.rank > 1:
         world.subset([world.rank])
         _wait_asleep(world)
         return {}
     pair = world.subset([0, 1])
-    found = {"exchange": _exchanges(pair), "all_reduce": _reductions(pair)}
+    result = {"exchange": _exchanges(pair), "all_reduce": _reductions(pair)}
     _wait_asleep(world)
-    return found
+    return result
 
 
 def _exchanges(world: Communicator) -> list[list[float]]:
-    """Bytes that each of two ranks sends the other, and seconds."""
-    found = []
+    """Bytes that each of two ranks sends to the other, and seconds."""
+    result = []
     for cols in (64, 2**12, 2**15, 2**18, 2**21):
         tile, out = torch.zeros(1, 1, 2, cols), torch.zeros(1, 1, 2, cols)
         owned = [Box(((0, 1), (2 * rank, 2 * rank + 2), (0, cols))) for rank in range(2)]
@@ -217,33 +218,33 @@ def _exchanges(world: Communicator) -> list[list[float]]:
             plan, [BoxedTensor(tile, plan.own)], [BoxedTensor(out, plan.need)], tile.device
         )
 
-        def talk(exchange: Exchange = both) -> None:
+        def exchange_once(exchange: Exchange = both) -> None:
             start_exchange(world, exchange).wait()
 
-        talk()
-        found.append([float(tile.nbytes), _together(talk, world)])
-    return found
+        exchange_once()
+        result.append([float(tile.nbytes), _together(exchange_once, world)])
+    return result
 
 
 def _reductions(world: Communicator) -> list[list[float]]:
-    found = []
+    result = []
     for numbers in (16, 2**12, 2**18, 2**22):
         values = torch.zeros(numbers)
         world.all_reduce_(values)
         seconds = _together(lambda values=values: world.all_reduce_(values), world)  # type: ignore[misc]
-        found.append([float(values.nbytes), seconds])
-    return found
+        result.append([float(values.nbytes), seconds])
+    return result
 
 
-def _together(talk: Callable[[], None], world: Communicator) -> float:
-    """Median of a fixed number, so that both ranks talk equally often."""
-    found = []
+def _together(communicate: Callable[[], None], world: Communicator) -> float:
+    """Median of a fixed number of repetitions, equal on both ranks."""
+    seconds = []
     for _ in range(10):
         world.barrier()
         started = time.perf_counter()
-        talk()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+        communicate()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

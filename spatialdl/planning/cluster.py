@@ -1,4 +1,4 @@
-"""A cluster as the planner sees it: how fast devices compute, what they hold, how they talk."""
+"""Model of a cluster: compute rates, memory and links of its devices."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from spatialdl.planning.ledger import RankOperation
 KINDS = {
     "conv": "convolution",
     "conv_input": "gradient of a convolution's input",
-    "conv_strided_input": "the same of one with strides",
+    "conv_strided_input": "gradient of a strided convolution's input",
     "conv_weight": "gradient of a convolution's weight",
     "matmul": "matrix product",
-    "norm": "BatchNorm in training, statistics and all",
+    "norm": "BatchNorm in training, with statistics",
     "normalise": "BatchNorm with given statistics",
     "statistics": "mean and variance",
     "norm_backward": "gradients of BatchNorm",
-    "norm_sums": "gradients of BatchNorm's weights alone",
+    "norm_sums": "gradients of BatchNorm's weights only",
     "pool": "pooling",
     "pool_backward": "gradient of pooling",
     "in_place": "pointwise, in place",
     "pointwise": "pointwise, and all else",
 }
-"""Kinds of operations that have a rate of their own."""
+"""Kinds of operations with separate rates."""
 
 _IN_PLACE_OF = {"conv_input": "conv", "conv_strided_input": "conv", "conv_weight": "conv"}
 _IN_PLACE_OF |= {"matmul": "conv"}
-"""Whose rate others take if they have none; else that of "pointwise"."""
+"""Kinds that replace missing rates; "pointwise" for all other kinds."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Seconds of an operation: some for itself, some for its operations, some for its bytes.
+    """Seconds of an operation: a constant, plus time for its flops, plus time for its bytes.
 
     Attributes:
-        seconds: of an operation of no size.
+        seconds: the constant.
         flops_per_second: infinite where only bytes count.
-        bytes_per_second: pairs (bytes, bytes a second), ascending; between them it changes with
-            the logarithm, beyond them not at all.
+        bytes_per_second: pairs (bytes, bytes per second), ascending; interpolated over the
+            logarithm, constant beyond them.
     """
 
     seconds: float
@@ -65,7 +65,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks."""
+    """Latency and bandwidth between two ranks."""
 
     seconds: float
     bytes_per_second: float
@@ -76,21 +76,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What ranks run on.
+    """Hardware that ranks run on.
 
     Attributes:
-        memory_gb: of a device (10**9 bytes), of the machine where ranks share cores; None: any.
-        ranks_per_node: that talk within the node.
-        cores: that all ranks of the only node share; None: each rank has a device of its own.
+        memory_gb: of a device (10**9 bytes), of the machine where ranks share cores; None for no
+            limit.
+        ranks_per_node: number of ranks on a node.
+        cores: shared by all ranks of the only node; None if each rank has its own device.
         rates: of a rank while all others compute, too; on CPUs with one thread.
-        rates_alone: of the only rank, with a thread a core.
+        rates_alone: of a single rank, with a thread per core.
         lone_speed: of a rank while all others wait, as a multiple of `rates`.
-        base_mb: memory (2**20 bytes) that a rank takes before it trains.
-        within_node, between_nodes: ways between ranks.
-        reduce: the way of sums within a node, if they do not take `within_node`.
-        disk_bytes_per_second: to or from a node's disk, where virtual tiles store tensors; all
-            ranks of the node share it.
-        host_bytes_per_second: between a device and pinned memory of its host.
+        base_mb: memory (2**20 bytes) of a rank before training.
+        within_node, between_nodes: links between ranks.
+        reduce: link of all-reduces within a node, if other than `within_node`.
+        disk_bytes_per_second: to or from a node's disk, where virtual tiles store tensors; shared
+            by all ranks of the node.
+        host_bytes_per_second: between a device and pinned host memory.
     """
 
     name: str
@@ -109,12 +110,12 @@ class Cluster:
     host_bytes_per_second: float = 2e10
 
     def threads(self, ranks: int) -> int:
-        """Threads that the command gives to each of so many ranks on CPUs."""
+        """Threads that the command gives to each of `ranks` ranks on CPUs."""
         return max(1, (self.cores or 1) // ranks)
 
     def seconds(self, work: Iterable[RankOperation], ranks: int) -> float:
-        """Time of operations on one of so many ranks."""
-        return sum(self._operation(one, ranks) for one in work)
+        """Seconds of operations on one of `ranks` ranks."""
+        return sum(self._operation(operation, ranks) for operation in work)
 
     def _operation(self, work: RankOperation, ranks: int) -> float:
         busy = self._rate(self.rates, work.kind).of(work.flops, work.bytes)
@@ -131,7 +132,7 @@ class Cluster:
         return rates[kind] if kind in rates else rates.get(other, rates["pointwise"])
 
     def memory_bytes(self, ranks: int) -> float | None:
-        """What each of so many ranks may take."""
+        """Memory limit of each of `ranks` ranks."""
         if self.memory_gb is None:
             return None
         return 1e9 * self.memory_gb / (ranks if self.cores is not None else 1)
@@ -140,36 +141,38 @@ class Cluster:
         return 2**20 * (self.base_mb_alone if ranks == 1 else self.base_mb)
 
     def store_bytes_per_second(self, store: str, ranks: int) -> float:
-        """What each of so many ranks has of the way to a store, "disk" or "host"."""
+        """Bandwidth of each of `ranks` ranks to a store, "disk" or "host"."""
         if store == "host":
             return self.host_bytes_per_second
         return self.disk_bytes_per_second / min(ranks, self.ranks_per_node)
 
     def nodes(self, first: int, last: int) -> int:
-        """Nodes between two ranks of the world: 0 within one."""
+        """Node distance of two ranks of the world: 0 within a node."""
         return last // self.ranks_per_node - first // self.ranks_per_node
 
     def link(self, first: int, last: int) -> Link:
-        """The way between two ranks of the world."""
+        """The link between two ranks of the world."""
         return self.between_nodes if self.nodes(first, last) else self.within_node
 
-    def talking(self, talks: Iterable[Talk], ranks: Mapping[Axis, Sequence[int]]) -> float:
-        """Time of what one of some ranks says to the others.
+    def communication_seconds(
+        self, messages: Iterable[Talk], ranks: Mapping[Axis, Sequence[int]]
+    ) -> float:
+        """Seconds of one rank's messages.
 
         Args:
-            ranks: of the axes on which there are several.
+            ranks: by axis, of those with several ranks.
         """
         total = 0.0
-        for talk in talks:
-            others = ranks[talk.axis]
-            if talk.kind == "exchange":
-                total += self.link(min(others), max(others)).of(talk.bytes)
+        for message in messages:
+            group = ranks[message.axis]
+            if message.kind == "exchange":
+                total += self.link(min(group), max(group)).of(message.bytes)
             else:
-                total += self.all_reduce(others, talk.bytes)
+                total += self.all_reduce(group, message.bytes)
         return total
 
     def all_reduce(self, ranks: Sequence[int], size: float) -> float:
-        """By trees for little, by rings within nodes and then between them for much."""
+        """Seconds of an all-reduce: trees for latency, rings within and between nodes for bytes."""
         if len(ranks) == 1:
             return 0.0
         nodes = Counter(rank // self.ranks_per_node for rank in ranks)
@@ -185,54 +188,54 @@ def _tree(link: Link, ranks: int) -> float:
 
 
 def _ring(link: Link, ranks: int, size: float) -> float:
-    """Reduce-scatter and all-gather: every rank sends 2 (n - 1) / n of the bytes."""
+    """Seconds of reduce-scatter and all-gather: a rank sends 2 (n - 1) / n of the bytes."""
     return 2 * (ranks - 1) / ranks * size / link.bytes_per_second if ranks > 1 else 0.0
 
 
 def cluster_of(settings: Mapping[str, Any]) -> Cluster:
-    """A cluster from a configuration, or from what was measured.
+    """Make a cluster from a configuration, or from measurements.
 
     Raises:
-        ValueError: if figures are missing or make no sense.
+        ValueError: if values are missing or invalid.
     """
     known = set(Cluster.__dataclass_fields__)
-    if strange := sorted(set(settings) - known):
-        raise ValueError(f"cluster.{strange[0]} is unknown: take one of {', '.join(sorted(known))}")
-    given = dict(settings)
+    if unknown := sorted(set(settings) - known):
+        raise ValueError(f"cluster.{unknown[0]} is unknown: take one of {', '.join(sorted(known))}")
+    values = dict(settings)
     try:
-        rates = _rates(given.pop("rates"))
-        alone = _rates(given.pop("rates_alone", None) or {}) or rates
-        given |= {key: _link(given[key]) for key in ("within_node", "between_nodes")}
-        given.setdefault("base_mb_alone", given["base_mb"])
-        if given.get("reduce") is not None:
-            given["reduce"] = _link(given["reduce"])
-        made = Cluster(rates=rates, rates_alone=alone, **given)
+        rates = _rates(values.pop("rates"))
+        alone = _rates(values.pop("rates_alone", None) or {}) or rates
+        values |= {key: _link(values[key]) for key in ("within_node", "between_nodes")}
+        values.setdefault("base_mb_alone", values["base_mb"])
+        if values.get("reduce") is not None:
+            values["reduce"] = _link(values["reduce"])
+        cluster = Cluster(rates=rates, rates_alone=alone, **values)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"cluster={settings.get('name')} is not whole: {error}") from error
-    if "pointwise" not in made.rates or made.ranks_per_node < 1:
+        raise ValueError(f"cluster={settings.get('name')} is incomplete: {error}") from error
+    if "pointwise" not in cluster.rates or cluster.ranks_per_node < 1:
         raise ValueError(
-            f"cluster={made.name} needs cluster.rates.pointwise, and cluster.ranks_per_node of at "
-            f"least 1, got {made.ranks_per_node}"
+            f"cluster={cluster.name} needs cluster.rates.pointwise, and cluster.ranks_per_node of "
+            f"at least 1, got {cluster.ranks_per_node}"
         )
-    return made
+    return cluster
 
 
-def _link(given: Mapping[str, Any]) -> Link:
-    return Link(float(given["seconds"]), float(given["bytes_per_second"]))
+def _link(values: Mapping[str, Any]) -> Link:
+    return Link(float(values["seconds"]), float(values["bytes_per_second"]))
 
 
 def _rates(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Rate]:
-    if strange := sorted(set(settings) - set(KINDS)):
-        raise ValueError(f"cluster.rates.{strange[0]} is unknown: take one of {', '.join(KINDS)}")
-    return {kind: _rate(given) for kind, given in settings.items()}
+    if unknown := sorted(set(settings) - set(KINDS)):
+        raise ValueError(f"cluster.rates.{unknown[0]} is unknown: take one of {', '.join(KINDS)}")
+    return {kind: _rate(values) for kind, values in settings.items()}
 
 
-def _rate(given: Mapping[str, Any]) -> Rate:
-    flops = given.get("flops_per_second")
-    speed: Any = given["bytes_per_second"]
+def _rate(values: Mapping[str, Any]) -> Rate:
+    flops = values.get("flops_per_second")
+    speed: Any = values["bytes_per_second"]
     points: Sequence[Any] = speed if isinstance(speed, Sequence) else [[1.0, speed]]
     return Rate(
-        float(given.get("seconds", 0.0)),
+        float(values.get("seconds", 0.0)),
         math.inf if flops is None else float(flops),
         tuple((float(size), float(rate)) for size, rate in points),
     )

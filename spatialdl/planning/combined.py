@@ -1,4 +1,4 @@
-"""Costs put together from several counts: of other samples, and of a stage that is divided."""
+"""Combines counted costs: extrapolates over samples, inserts a divided stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spatialdl.planning.touches import touches_between
 
 
 def with_stage(whole: NetworkCosts, own: NetworkCosts, which: DividedStage) -> NetworkCosts:
-    """Costs of which those of one stage are replaced by what `count` says of it divided."""
+    """Replace the costs of one stage by those counted for it with divided channels."""
     layers = [*whole.layers[: which.first], *own.layers, *whole.layers[which.after :]]
     heap, mapped = (
         with_stage(a, b, which) if a is not None and b is not None else None
@@ -24,21 +24,21 @@ def with_stage(whole: NetworkCosts, own: NetworkCosts, which: DividedStage) -> N
 
 
 def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | None:
-    """Costs on the straight line from `a` (share 0) through `b` (share 1): of other samples.
+    """Extrapolate costs linearly from `a` (share 0) through `b` (share 1), over samples.
 
     Returns:
-        None if the two did not do the same operations.
+        None if the two runs had different operations.
     """
     if a.refused or b.refused or a.loss is None or b.loss is None:
         return None
     layers = [_between(x, y, share) for x, y in zip(a.layers, b.layers, strict=True)]
     loss, made = _between(a.loss, b.loss, share), lives_between(a.lives, b.lives, share)
-    if loss is None or made is None or any(one is None for one in layers):
+    if loss is None or made is None or any(layer is None for layer in layers):
         return None
     if a.touches is not None and touches_between(a.touches, b.touches, share) is None:
         return None
     return NetworkCosts(
-        [one for one in layers if one is not None],
+        [layer for layer in layers if layer is not None],
         round(a.input + share * (b.input - a.input)),
         loss,
         a.uses,
@@ -52,7 +52,7 @@ def _between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts | None:
     for key, x in vars(a).items():
         y = getattr(b, key)
         if isinstance(x, list):
-            if [one[0] for one in x] != [one[0] for one in y]:
+            if [entry[0] for entry in x] != [entry[0] for entry in y]:
                 return None
             values[key] = [
                 type(p)(

@@ -1,4 +1,4 @@
-"""Pictures of a layout: the image on the ranks, and the timeline of a step."""
+"""Figures of a layout: the image over the ranks, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_STAGES = 8
-"""So many stages are drawn, the first ones."""
+"""Maximum number of drawn stages, the first ones."""
 
 MOST_SLABS = 8
-"""Of a volume, likewise."""
+"""Maximum number of drawn slabs of a volume, the first ones."""
 
-_SKEW = 0.4  # of the depth of a slab, how far its sides are drawn to the right
+_SKEW = 0.4  # shift of a slab's sides to the right, relative to its depth
 _VIRTUAL: dict[str, Any] = {"colors": "white", "linestyles": "dashed", "linewidth": 0.8}
 _FRONT, _SIDE = ("#c6dbef", "#9ecae1"), ("#a9c4de", "#85b3d1")
 
 
 def draw_timeline(row: Row, path: Path) -> None:
-    """A step of the first replica as the simulator sees it."""
+    """Draw the simulated step of the first replica."""
     from matplotlib.figure import Figure
 
-    one = row.prediction
+    prediction = row.prediction
     ranks = [
         [Span("compute", describe(a), start, end, a) for a, start, end in spans]
-        for spans in one.timeline.spans[:MOST_ROWS]
+        for spans in prediction.timeline.spans[:MOST_ROWS]
     ]
-    end = one.timeline.seconds
+    end = prediction.timeline.seconds
     for spans in ranks:
-        spans.append(Span("reduce", "average gradients", end, end + one.reducing))
-        spans.append(Span("compute", "optimizer", end + one.reducing, one.seconds))
+        spans.append(Span("reduce", "average gradients", end, end + prediction.reducing))
+        spans.append(Span("compute", "optimizer", end + prediction.reducing, prediction.seconds))
     figure = Figure(figsize=(11, 2.0 + len(ranks) * ROW_INCHES), dpi=130, layout="constrained")
     panel = figure.subplots()
-    hidden = len(one.timeline.spans) - len(ranks)
-    more = f", {hidden} more ranks are not drawn" if hidden else ""
-    draw_rows(panel, ranks, 0.0, f"a step, predicted: {one.placement.describe()}{more}")
+    hidden = len(prediction.timeline.spans) - len(ranks)
+    more = f", {hidden} more ranks not shown" if hidden else ""
+    draw_rows(panel, ranks, 0.0, f"predicted step: {prediction.placement.describe()}{more}")
     panel.set_xlabel("ms")
     draw_legend(figure)
     figure.savefig(path)
 
 
 def draw_layout(row: Row, job: PlannedJob, path: Path) -> None:
-    """Of every stage the image, and which rank holds which tile."""
+    """Draw the image for every stage, with the rank of each tile."""
     from matplotlib.figure import Figure
 
     placement, size = row.prediction.placement, job.image[1:]
@@ -70,10 +70,10 @@ def draw_layout(row: Row, job: PlannedJob, path: Path) -> None:
     steps = job.program(again).names
     for stage, (panel, (first, after)) in enumerate(zip(panels, pairwise(bounds), strict=False)):
         names = steps[first:after]
-        what = names[0] if len(names) == 1 else f"{names[0]}\nto {names[-1]}"
+        first_layers = names[0] if len(names) == 1 else f"{names[0]}\nto {names[-1]}"
         channels = placement.tensor_parts(stage)
-        divided = f"\n{channels} ranks a tile, by channels" if channels > 1 else ""
-        panel.set_title(f"stage {stage}: {what or 'all layers'}{divided}", fontsize=9)
+        divided = f"\n{channels} ranks per tile, by channels" if channels > 1 else ""
+        panel.set_title(f"stage {stage}: {first_layers or 'all layers'}{divided}", fontsize=9)
         _draw_stage(panel, placement, stage, size)
     shown = "" if stages == placement.stages else f", the first {stages} stages"
     figure.suptitle(f"{by(size)} on {placement.describe()}{shown}", fontsize=10)
@@ -81,7 +81,7 @@ def draw_layout(row: Row, job: PlannedJob, path: Path) -> None:
 
 
 def _draw_stage(panel: Axes, placement: Placement, stage: int, size: Sequence[int]) -> None:
-    """The tiles of a stage; a volume is pulled apart into its slabs of slices, side by side."""
+    """Draw the tiles of a stage; the slabs of a volume are drawn side by side."""
     grid = placement.grids[stage]
     if len(size) == 3:
         bounds = placement.layout(stage, 1, size).cuts[0]
@@ -98,7 +98,7 @@ def _draw_stage(panel: Axes, placement: Placement, stage: int, size: Sequence[in
         panel.set_xticks([])
         panel.spines[:].set_visible(False)
     else:
-        # a signal is as high as its ranks can be read
+        # high enough to read the ranks of a signal
         height, width = size if len(size) == 2 else (max(1, size[0] // 8), size[0])
         _draw_tiles(panel, placement, stage, (height, width), (0, 0))
         panel.set_xlim(0, width)
@@ -117,12 +117,12 @@ def _draw_tiles(
     size: Sequence[int],
     slab: tuple[float, int],
 ) -> None:
-    """Those of an image or a slab, with the rank of the first replica, and of its other copy.
+    """Draw the tiles of an image or a slab with the first replica's ranks, in each copy.
 
-    Dashed lines cut them into virtual tiles.
+    Dashed lines separate virtual tiles.
 
     Args:
-        slab: where its left edge is drawn, and its number.
+        slab: position of its left edge, and its number.
     """
     from matplotlib.patches import Rectangle
 
@@ -135,7 +135,7 @@ def _draw_tiles(
         for copy in range(placement.copies)
     ]
     left, number = slab
-    digits = max(len(name) for one in ranks for name in one)
+    digits = max(len(name) for names in ranks for name in names)
     font = min(8.0, (100 if len(placement.grids[stage]) == 3 else 200) / (cols * digits))
     for (row, (y0, y1)), (col, (x0, x1)) in product(
         enumerate(pairwise(fine[0][:: tiles[0]])),
@@ -146,21 +146,21 @@ def _draw_tiles(
         panel.add_patch(Rectangle(place, x1 - x0, y1 - y0, facecolor=colour, edgecolor="white"))
         if max(rows, cols) <= 16:
             part = (number * rows + row) * cols + col
-            text = "\n".join(one[part] for one in ranks)
+            text = "\n".join(names[part] for names in ranks)
             middle = left + (x0 + x1) / 2, (y0 + y1) / 2
             panel.text(*middle, text, ha="center", va="center", fontsize=font)
     inside = [
-        [at for n, at in enumerate(bounds) if n % each]
+        [bound for n, bound in enumerate(bounds) if n % each]
         for bounds, each in zip(fine, tiles, strict=True)
     ]
     panel.hlines(inside[0], left, left + size[1], **_VIRTUAL)
-    panel.vlines([left + at for at in inside[1]], 0, size[0], **_VIRTUAL)
+    panel.vlines([left + bound for bound in inside[1]], 0, size[0], **_VIRTUAL)
 
 
 def _draw_sides(
     panel: Axes, left: float, size: Sequence[int], grid: Sequence[int], deep: float
 ) -> None:
-    """The upper and the right faces of the tiles of a slab, as seen from above and the right."""
+    """Draw the upper and right faces of the tiles of a slab."""
     from matplotlib.patches import Polygon
 
     height, width = size
@@ -172,5 +172,5 @@ def _draw_sides(
         right = [(width, y0), (width, y1), (width + deep, y1 - up), (width + deep, y0 - up)]
         faces.append((row + grid[1] - 1, right))
     for number, corners in faces:
-        moved = [(left + x, y) for x, y in corners]
-        panel.add_patch(Polygon(moved, facecolor=_SIDE[number % 2], edgecolor="white"))
+        shifted = [(left + x, y) for x, y in corners]
+        panel.add_patch(Polygon(shifted, facecolor=_SIDE[number % 2], edgecolor="white"))

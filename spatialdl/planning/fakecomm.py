@@ -1,7 +1,7 @@
-"""``debug=fakecomm``: what the ranks of a layout would do, told by one process without MPI.
+"""``debug=fakecomm``: simulates the ranks of a layout in a single process, without MPI.
 
-Shapes, bytes and operations come from runs on the ``meta`` device, so images of any size and any
-number of ranks take seconds, and no pixel is made.
+Shapes, bytes and operations come from runs on the ``meta`` device, so any image size and any number
+of ranks take seconds, and no pixel is computed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
 
     Args:
         config: of ``spatialdl.train``.
-        known: errors that were found before.
+        known: errors found before.
 
     Returns:
         Whether it would run.
@@ -84,7 +84,7 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         print("\n".join(_problems(errors, Preflight())))
         return False
     slices = _Slices(job.batch, schedule.microbatches if schedule else 1, placement.data)
-    found = preflight(
+    findings = preflight(
         job.model,
         placement,
         (slices.most, *job.image),
@@ -96,10 +96,12 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         tensor_plan=dict(job.tensor_plan),
     )
     if schedule is not None:
-        table = _Table(job, cluster, placement, schedule, config.parallel.recompute, slices, found)
+        table = _Table(
+            job, cluster, placement, schedule, config.parallel.recompute, slices, findings
+        )
         print("\n".join(["", *table.lines(works=not errors)]), flush=True)
-    print("\n".join(_problems(errors, found)))
-    return found.is_clear and not errors
+    print("\n".join(_problems(errors, findings)))
+    return findings.is_clear and not errors
 
 
 def _layout(placement: Placement, size: tuple[int, ...], ranks: bool) -> Iterator[str]:
@@ -118,20 +120,20 @@ def _check(errors: list[str], config: DictConfig, placement: Placement) -> None:
 
 
 def _planned(config: DictConfig) -> DictConfig:
-    """The same in numbers of which the costs are known."""
+    """The configuration with float32 in place of a precision without known costs."""
     precision = PRECISIONS.get(config.trainer.precision)
     if precision is None or precision.mixed is None:
         return config
-    print(f"note: memory is told for float32, not for {config.trainer.precision}")
+    print(f"note: memory is predicted for float32, not for {config.trainer.precision}")
     config = config.copy()
     config.trainer.precision = "float32"
     return config
 
 
-def _tried(errors: list[str], what: Callable[[], Any]) -> Any:
-    """What it gives, or None and an error more."""
+def _tried(errors: list[str], compute: Callable[[], Any]) -> Any:
+    """Return the result of `compute`; on an error, append it to `errors` and return None."""
     try:
-        return what()
+        return compute()
     except (ValueError, OSError) as error:
         text = " ".join(str(error).split())
         if text not in errors:
@@ -140,9 +142,9 @@ def _tried(errors: list[str], what: Callable[[], Any]) -> Any:
 
 
 def _cluster(device: str) -> Cluster:
-    """One that takes no memory for itself; what its devices are like only matters for time."""
-    found = replace(cluster_named(cluster_file("infiniband")), base_mb=0.0, base_mb_alone=0.0)
-    return replace(found, cores=1) if device == "cpu" else found
+    """A cluster without base memory; its device rates matter for times only."""
+    cluster = replace(cluster_named(cluster_file("infiniband")), base_mb=0.0, base_mb_alone=0.0)
+    return replace(cluster, cores=1) if device == "cpu" else cluster
 
 
 # --- what the ranks hold
@@ -153,7 +155,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 class _Slices:
-    """How many samples come to a replica in each micro-batch."""
+    """Numbers of samples per micro-batch and replica."""
 
     def __init__(self, batch: int, microbatches: int, data: int) -> None:
         micro = [stop - start for start, stop in pairwise(even_bounds(batch, microbatches))]
@@ -165,7 +167,7 @@ class _Slices:
 
 
 class _Table:
-    """A line a stage, and one for each kind of ranks."""
+    """A table with a line per stage, and one per kind of ranks."""
 
     def __init__(
         self,
@@ -175,16 +177,16 @@ class _Table:
         schedule: Schedule,
         recompute: Any,
         slices: _Slices,
-        found: Preflight,
+        findings: Preflight,
     ) -> None:
         self._job, self._cluster, self._placement = job, cluster, placement
         self._schedule, self._recompute = schedule, recompute
-        self._slices, self._found = slices, found
+        self._slices, self._findings = slices, findings
         self._stages: list[StageCosts] = []
 
     def lines(self, works: bool) -> Iterator[str]:
-        """Without memory if something would not work."""
-        reason = "" if works and self._found.is_clear else "it would not run"
+        """Lines of the table; without memory if the configuration would not run."""
+        reason = "" if works and self._findings.is_clear else "it would not run"
         if not reason:
             try:
                 prediction = self._predicted()
@@ -193,15 +195,15 @@ class _Table:
         yield self._slices.text
         yield ""
         yield (
-            f"stage  {'ranks':11}{'tile':>20}{'box of the first':>20}{'samples':>8}"
+            f"stage  {'ranks':11}{'tile':>20}{'first box':>20}{'samples':>8}"
             f"{'parameters':>12}{'held, MB':>10}{'halos, MB':>10}"
         )
         for stage in range(self._placement.stages):
             yield self._stage(stage)
         if reason:
-            yield f"memory is not told: {reason}"
+            yield f"memory is not predicted: {reason}"
             return
-        yield "of a micro-batch; held from its forward to its backward; halos that a rank sends"
+        yield "per micro-batch; held from its forward to its backward; halos sent by a rank"
         yield from self._channels()
         yield ""
         yield from self._memory(prediction)
@@ -217,26 +219,26 @@ class _Table:
         parts = self._placement.batch_parts(stage)
         tile, box = self._tile(stage)
         line = f"{stage:5}  {ranks:11}{tile:>20}{box:>20}{ceil(self._slices.most / parts):8}"
-        line += f"{_parameters(self._found.stages, stage):>12}"
+        line += f"{_parameters(self._findings.stages, stage):>12}"
         if not self._stages:
             return line
-        one = self._stages[stage]
-        return f"{line}{one.held / 1e6:10.1f}{one.halos / 1e6:10.2f}"
+        costs = self._stages[stage]
+        return f"{line}{costs.held / 1e6:10.1f}{costs.halos / 1e6:10.2f}"
 
     def _channels(self) -> Iterator[str]:
-        for stage, one in enumerate(self._stages):
+        for stage, costs in enumerate(self._stages):
             ranks = self._placement.tensor_parts(stage)
             if ranks > 1:
                 yield (
-                    f"stage {stage} divides channels over {ranks} ranks, which send each other "
-                    f"{one.channels / 1e6:.2f} MB each"
+                    f"stage {stage} divides channels over {ranks} ranks, each of which sends "
+                    f"{costs.channels / 1e6:.2f} MB to its peers"
                 )
 
     def _tile(self, stage: int) -> tuple[str, str]:
-        """Of what enters a stage: rows and columns of its tiles, and the first of them."""
-        if stage >= len(self._found.entering):
+        """Rows and columns of the tiles of a stage's input, and the box of the first tile."""
+        if stage >= len(self._findings.entering):
             return "", ""
-        size = self._found.entering[stage]
+        size = self._findings.entering[stage]
         if size is None:
             return "no image", ""
         cuts = self._placement.layout(stage, 1, size).cuts
@@ -249,7 +251,7 @@ class _Table:
             held = (place.stage for place in self._placement.positions(rank))
             kinds.setdefault(tuple(sorted(held)), []).append(rank)
         where = "on GPUs" if self._cluster.cores is None else "on CPUs"
-        yield f"memory of a rank {where}, without what Python, PyTorch and MPI take"
+        yield f"memory per rank {where}, without Python, PyTorch and MPI themselves"
         for stages, ranks in kinds.items():
             memory = max(prediction.memory[rank] for rank in ranks)
             count = len(ranks) * self._placement.data
@@ -258,36 +260,36 @@ class _Table:
             named += " of both copies" if len(set(stages)) < len(stages) else ""
             yield f"  {count:6} with {named:25}{memory / 1e9:10.3f} GB each"
         total = sum(prediction.memory) * self._placement.data
-        yield f"  {self._placement.world_size:6} {'together':30}{total / 1e9:10.3f} GB"
+        yield f"  {self._placement.world_size:6} {'in total':30}{total / 1e9:10.3f} GB"
         if prediction.stores:
             yield from self._virtual_tiles(prediction)
 
     def _virtual_tiles(self, prediction: Prediction) -> Iterator[str]:
-        """What they have in the store, and how long a step takes."""
+        """Store use of virtual tiles, and the time of a step."""
         job, most = self._job, max(prediction.stores, key=lambda use: use.written + use.read)
-        where = "in pinned memory of the host" if job.store == "host" else "on a disk"
+        where = "pinned host memory" if job.store == "host" else "a file on disk"
         if job.limit is None:
             yield "virtual tiles: all activations stay in memory, without trainer.memory_limit_gb"
         else:
             yield (
-                f"virtual tiles: activations within {job.limit / 1e9:g} GB; of the others "
-                f"{most.stored / 1e9:.3f} GB are {where}"
+                f"virtual tiles: activations within {job.limit / 1e9:g} GB, "
+                f"{most.stored / 1e9:.3f} GB stored in {where}"
             )
             yield (
-                f"  in a step a rank writes {most.written / 1e9:.3f} GB there and reads "
+                f"  per step a rank writes {most.written / 1e9:.3f} GB to it and reads "
                 f"{most.read / 1e9:.3f} GB"
             )
         cluster = self._cluster
         if cluster.cores is not None:
             if measured() is None:
-                yield "  time: `python -m spatialdl.plan --calibrate` measures this machine first"
+                yield "  time: unknown until `python -m spatialdl.plan --calibrate` has run once"
                 return
             cluster = cluster_named(cluster_file(MEASURED))
         placement = self._placement
         timed = predict(job, cluster, placement, self._schedule, self._recompute)
         yield (
-            f"  a step takes {timed.seconds:.3g} s on ranks of cluster={cluster.name}, "
-            f"{timed.storing:.3g} s of them for the store"
+            f"  a step takes {timed.seconds:.3g} s on ranks of cluster={cluster.name}, including "
+            f"{timed.storing:.3g} s for the store"
         )
 
 
@@ -296,8 +298,8 @@ def _range(sizes: Sequence[int]) -> str:
     return str(most) if least == most else f"{least} to {most}"
 
 
-def _count(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _parameters(stages: Sequence[nn.Module], stage: int) -> str:
@@ -307,17 +309,18 @@ def _parameters(stages: Sequence[nn.Module], stage: int) -> str:
     return f"{sum(prod(p.shape) for p in tensors.values()) / 1e6:.2f} M"
 
 
-# --- what would come up
+# --- findings
 
 
-def _problems(errors: Sequence[str], found: Preflight) -> Iterator[str]:
+def _problems(errors: Sequence[str], findings: Preflight) -> Iterator[str]:
     yield ""
-    for refusal in found.refusals:
+    for refusal in findings.refusals:
         yield f"refused: {refusal.place()}"
         yield f"    {refusal.reason}"
-    for error in (*errors, *(one for one in found.errors if one not in errors)):
+    for error in (*errors, *(error for error in findings.errors if error not in errors)):
         yield f"error: {error}"
-    for where in dict.fromkeys(found.guesses):
-        yield f"note: {where} asks for a value; only what follows where it is 1, or False, was seen"
-    count = len(found.refusals) + len(errors) + len(found.errors)
-    yield "it would run" if count == 0 else f"it would not run: {count} to be changed"
+    for where in dict.fromkeys(findings.guesses):
+        yield f"note: {where} reads a value; only the branch for 1, or False, was followed"
+    count = len(findings.refusals) + len(errors) + len(findings.errors)
+    problems = f"{count} problem{'s' * (count != 1)}"
+    yield "it would run" if count == 0 else f"it would not run: {problems}"

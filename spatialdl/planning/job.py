@@ -1,4 +1,4 @@
-"""What is to be trained, as far as its costs depend on it, and what its network costs."""
+"""A job to plan: network, images and optimizer, with the costs of the network."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from spatialdl.training.optimization.optimizers import state_ratio, stepped
 Recompute = Literal["none", "block", "stage"]
 
 COUNTED = (2, 4)
-"""Samples that are counted; costs of more of them are on the line through these."""
+"""Numbers of samples that are counted; costs of larger ones are extrapolated linearly."""
 
 
 class CannotWork(ValueError):
-    """A layout that the network does not allow."""
+    """The network does not support a layout."""
 
 
 @dataclass
@@ -42,13 +42,14 @@ class PlannedJob:
         model: on any device; it is not run.
         image: (channels, H, W).
         batch: images of a global batch.
-        names: with which stages begin, see `pipeline.partition.cut`.
         optimizer: makes one for parameters.
-        balance: what is alike in all stages, see `pipeline.balance`.
+        segments: whether the network predicts a class for every pixel.
+        names: modules at which stages begin, see `pipeline.partition.cut`.
+        balance: what is equal in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
-        tensor_plan: what is divided of modules of stages whose channels are, see `DividedStage`.
-        limit: bytes that virtual tiles may have in memory; None for no limit.
-        store: where the others go: to a disk, or to pinned memory of the host.
+        tensor_plan: how modules with divided channels are divided, see `DividedStage`.
+        limit: bytes of virtual tiles in memory; None for no limit.
+        store: destination of the rest: a disk, or pinned host memory.
     """
 
     model: nn.Module
@@ -71,13 +72,13 @@ class PlannedJob:
     _updates: dict[bool, list[list[RankOperation]]] = field(default_factory=dict, init=False)
 
     def program(self, again: bool = False) -> Program:
-        """The steps of the network; with `again`, blocks run again in backward."""
+        """Return the steps of the network; with `again`, blocks are recomputed in backward."""
         if again not in self._programs:
             self._programs[again] = Program(self.model, self.image, again)
         return self._programs[again]
 
     def sizes(self, samples: int) -> ImageSizes | None:
-        """What the network takes of so many whole images, see `streaming.sizes`."""
+        """Sizes of the network for `samples` whole images, see `streaming.sizes`."""
         if samples not in self._sizes:
             dtype = next((p.dtype for p in self.model.parameters()), torch.get_default_dtype())
             self._sizes[samples] = sizes_of(self.model, (samples, *self.image), dtype)
@@ -87,18 +88,18 @@ class PlannedJob:
     def weights(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())
 
-    def can_run_again(self, stages: int) -> bool:
-        """Whether there is anything that ``recompute=block`` could run again."""
+    def can_recompute(self, stages: int) -> bool:
+        """Whether there are blocks or layers for ``recompute=block``."""
         program = self.program(again=True)
         return stages > 1 or program.has_blocks or (program.is_chain and len(program.names) > 1)
 
     def bounds(
         self, widths: tuple[int, ...], microbatches: int = 1, again: bool = False
     ) -> list[int]:
-        """The steps with which stages begin, and the end, as `pipeline.partition.cut` has them.
+        """Step numbers at which stages begin, and the end, as in `pipeline.partition.cut`.
 
         Raises:
-            CannotWork: if the network cannot be cut so.
+            CannotWork: if the network cannot be cut this way.
         """
         key = widths, microbatches if self.balance == "memory" else 1, again
         if key not in self._bounds:
@@ -111,7 +112,7 @@ class PlannedJob:
 
     @cached_property
     def uncut(self) -> str:
-        """Why the network is never cut into stages; empty if it is."""
+        """Why the network cannot be cut into stages; empty if it can."""
         try:
             costs = functools.partial(self._weighed, 1, False)
             self.program().bounds((1, 1), None, costs)
@@ -120,7 +121,7 @@ class PlannedJob:
         return ""
 
     def _weighed(self, microbatches: int, again: bool) -> StepCosts:
-        """What the cut balances; times are taken from operation counts."""
+        """Costs to balance the cut by; times come from operation counts."""
         key = again, microbatches if self.balance == "memory" else 1
         if key not in self._balanced:
             by_memory = functools.partial(memory, samples=microbatches)
@@ -137,30 +138,30 @@ class PlannedJob:
         divided: DividedStage | None = None,
         stream: tuple[int, ...] = (),
     ) -> NetworkCosts:
-        """Of all parts on one rank, where it has virtual tiles on one of these; see `count`.
+        """Costs of all parts on one rank, or on one of its virtual tiles; see `count`.
 
         Args:
             samples: of a micro-batch of a replica.
-            again: whether blocks run again in backward. There may be fewer parts than steps then:
-                `parts` gives those of the stages.
-            uncut: whether the network is run as it is.
-            divided: a stage of whose channels each rank has a part.
+            again: whether blocks are recomputed in backward. There may be fewer parts than steps
+                then; `parts` returns those of the stages.
+            uncut: whether the network is run as a whole.
+            divided: a stage with divided channels.
             stream: virtual tiles of a rank along each spatial dim; () for none.
 
         Raises:
-            CannotWork: if the network does something else with so many samples, or its channels
+            CannotWork: if the network's steps depend on the number of samples, or its channels
                 cannot be divided.
         """
         uncut = uncut and not self.program(again).is_chain
         key = (samples, grid, again, uncut, divided, stream)
         if key not in self._counted:
             low, high = COUNTED
-            found = None
-            if samples > high and not self.on_cpu:  # there sizes of memory matter, too
+            costs = None
+            if samples > high and not self.on_cpu:  # on CPUs costs are not linear in memory sizes
                 share = (samples - low) / (high - low)
                 two, four = (self.costs(count, *key[1:]) for count in COUNTED)
-                found = between(two, four, share)
-            self._counted[key] = found or self._count(*key)
+                costs = between(two, four, share)
+            self._counted[key] = costs or self._count(*key)
         return self._counted[key]
 
     def _count(
@@ -191,32 +192,32 @@ class PlannedJob:
         return own if whole is None or divided is None else with_stage(whole, own, divided)
 
     def parts(self, bounds: Sequence[int], again: bool) -> list[tuple[int, int]]:
-        """Of each stage its first part, and the one after its last, in `costs`.
+        """First part of each stage, and the one after its last, as indices into `costs`.
 
-        A piece that runs again belongs to the stage in which it begins.
+        A recomputed piece belongs to the stage in which it begins.
         """
         program = self.program(again)
         parts = program.parts(uncut=len(bounds) == 2 and not program.is_chain)
         return list(pairwise(map(parts.first_of, bounds)))
 
     def borders(self, bounds: Sequence[int], again: bool) -> dict[Border, tuple[Value, ...]]:
-        """Over which something passes between the stages of `parts`, and what."""
+        """Borders between the stages of `parts` that values pass, and the values."""
         program = self.program(again)
         parts = program.parts(uncut=len(bounds) == 2 and not program.is_chain)
         return program.borders([parts.starts[parts.first_of(bound)] for bound in bounds])
 
     @cached_property
     def state_ratio(self) -> float:
-        """Bytes that the optimizer keeps for each byte of weights."""
+        """Bytes of optimizer state per byte of weights."""
         return state_ratio(self.optimizer)
 
     def weights_of(self, steps: Iterable[int], again: bool) -> int:
-        """Bytes of the parameters of steps, whole."""
-        state = (one for step in steps for one in self.program(again).state[step])
-        return sum(one.nbytes for one in state if isinstance(one, nn.Parameter))
+        """Bytes of the whole parameters of steps."""
+        state = (tensor for step in steps for tensor in self.program(again).state[step])
+        return sum(tensor.nbytes for tensor in state if isinstance(tensor, nn.Parameter))
 
     def updates(self, again: bool) -> list[list[RankOperation]]:
-        """What the optimizer does for each step of the network, its state being there."""
+        """The optimizer's operations for each step of the network, with existing state."""
         if again not in self._updates:
             self._updates[again] = [self._update(state) for state in self.program(again).state]
         return self._updates[again]

@@ -1,8 +1,8 @@
-"""What a network does on the ``meta`` device: its operations, and the memory that lives meanwhile.
+"""Records operations on the ``meta`` device, and the lifetimes of memory.
 
-Operations are seen below autograd, in the shapes of one rank's tiles. Memory is that of storages,
-from the operation that makes them until the last tensor that holds them is gone, so that what
-autograd keeps is counted as it is kept, once.
+Operations are recorded below autograd, with the shapes of one rank's tiles. Memory is that of
+storages, from the operation that allocates them until the last tensor on them is freed, so what
+autograd saves is counted while it is saved, and once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class RankOperation(NamedTuple):
     """One operation on one rank.
 
     Attributes:
-        kind: of operations that one rate fits, see `planning.cluster.KINDS`.
-        flops: two for a multiplication with an addition.
-        bytes: that it reads and writes.
+        kind: operations with the same rate, see `planning.cluster.KINDS`.
+        flops: two for a multiply-add.
+        bytes: read and written.
     """
 
     kind: str
@@ -42,11 +42,11 @@ class RankOperation(NamedTuple):
 
 @dataclass(eq=False)
 class StorageRecord:
-    """A storage: its bytes, in which part it was made, and when it came and went.
+    """A storage: its bytes, the part that allocated it, and its lifetime.
 
     Attributes:
-        taken: bytes with what is left over of its last page.
-        number: of what a virtual tile touches; -1 where that is not followed.
+        taken: bytes including the unused rest of its last page.
+        number: its number in `Touches`; -1 if not tracked.
     """
 
     bytes: int
@@ -62,7 +62,7 @@ PAGE = 2 * 2**20
 """Bytes of a huge page."""
 
 _RESULTS: Known = {}
-"""Of all ledgers: how a result looks depends on the operands alone."""
+"""Shared by all ledgers: the form of a result depends on the operands only."""
 
 
 def taken(size: int) -> int:
@@ -71,7 +71,7 @@ def taken(size: int) -> int:
 
 
 class RecordedOperation(NamedTuple):
-    """An operation in the order of the run, and the memory that it needs for itself meanwhile."""
+    """An operation in the order of the run, with its workspace in bytes."""
 
     phase: Phase
     part: int
@@ -80,16 +80,16 @@ class RecordedOperation(NamedTuple):
 
 @dataclass
 class Ledger:
-    """What was done in a run, by phase and part of the network.
+    """Record of a run, by phase and part of the network.
 
     Attributes:
-        phase, part: to which what comes next belongs.
+        phase, part: those of the next operations.
         work: operations in order.
         moments: all operations in order.
-        memories: storages that operations have made.
-        results: what operations give, see `planning.shapes`.
+        memories: storages that operations have allocated.
+        results: forms of the results of operations, see `planning.shapes`.
         whole_pages: whether large tensors take whole pages, as on CPUs.
-        touches: what a virtual tile does with memory, which is written down, too; None otherwise.
+        touches: memory accesses of a virtual tile, recorded if given.
     """
 
     phase: Phase = "forward"
@@ -103,10 +103,10 @@ class Ledger:
     _known: dict[int, StorageRecord] = field(default_factory=dict)
 
     def own(self, tensor: Tensor, enters: bool = False) -> None:
-        """Leave a tensor's memory out, which somebody else counts: weights.
+        """Exclude a tensor's memory, such as weights, which are counted elsewhere.
 
         Args:
-            enters: whether it is a virtual tile's, which has it from elsewhere.
+            enters: whether it is an input of a virtual tile.
         """
         size = tensor.nbytes
         memory = StorageRecord(size, size, self.phase, self.part, -1)
@@ -115,23 +115,25 @@ class Ledger:
         self._known[_key(tensor)] = memory
 
     def memory_of(self, tensor: Tensor) -> StorageRecord | None:
-        """The memory of a tensor (of a tile, if it is split), if the run has made it."""
+        """Memory of a tensor (of a tile, if it is split); None if the run has not allocated it."""
         return self._known.get(_key(_local(tensor)))
 
     def watch(self) -> TorchDispatchMode:
-        """A context in which what is done is written down."""
+        """Context that records operations."""
         return _Watch(self)
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs, outputs = tensors_in((args, *kwargs.values())), tensors_in(result)
         changes = bool(func._schema.is_mutable)
-        before = dict.fromkeys(_key(one) for one in inputs)
-        is_view = bool(outputs) and all(_key(one) in before for one in outputs) and not changes
-        for one in outputs:
+        before = dict.fromkeys(_key(tensor) for tensor in inputs)
+        is_view = (
+            bool(outputs) and all(_key(tensor) in before for tensor in outputs) and not changes
+        )
+        for tensor in outputs:
             if _is_shape(func, kwargs):
-                self.own(one)
+                self.own(tensor)
             else:
-                self._remember(one)
+                self._remember(tensor)
         if self.touches is not None:
             self._touch(self.touches, before, outputs, written(func, args, kwargs) * changes)
         if is_view or func in _FREE:
@@ -150,8 +152,12 @@ class Ledger:
         changed: list[Tensor],
     ) -> None:
         uses = [self._known[key].number for key in before if key in self._known]
-        writes = [self._known[_key(one)].number for one in changed if _key(one) in self._known]
-        makes = [self._known[_key(one)].number for one in outputs if _key(one) not in before]
+        writes = [
+            self._known[_key(tensor)].number for tensor in changed if _key(tensor) in self._known
+        ]
+        makes = [
+            self._known[_key(tensor)].number for tensor in outputs if _key(tensor) not in before
+        ]
         touches.note(self.part, uses, writes, makes)
 
     def _remember(self, tensor: Tensor) -> None:
@@ -183,7 +189,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, SpatialTensor) for kind in types):
-            return NotImplemented  # which works on its tile, and that comes by here again
+            return NotImplemented  # its operations on the tile are dispatched here again
         result = run(func, args, kwargs or {}, self._ledger.results)
         self._ledger.note(func, args, kwargs or {}, result)
         return result
@@ -201,7 +207,7 @@ _FREE = {
 
 
 def _is_shape(func: Any, kwargs: Any) -> bool:
-    """Whether a tensor is on the ``meta`` device wherever the network runs, and takes nothing."""
+    """Whether a result stays on ``meta`` in real runs too, so it takes no memory."""
     return func is aten.empty_like.default and kwargs.get("device") is not None
 
 
@@ -214,7 +220,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    return sum(one.nbytes for one in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 _NORMS = {
@@ -232,8 +238,8 @@ def _works(
     if func is aten.convolution_backward.default:
         grad, x, weight = args[:3]
         passed = _bytes([grad, x, weight])
-        for name, asked in zip(("conv_input", "conv_weight"), args[10], strict=False):
-            if asked:
+        for name, wanted in zip(("conv_input", "conv_weight"), args[10], strict=False):
+            if wanted:
                 mask = [name == "conv_input", name == "conv_weight", False]
                 strided = name == "conv_input" and max(args[4]) > 1
                 kind = "conv_strided_input" if strided else name
@@ -257,8 +263,8 @@ def _kind(func: Any, args: Any, changes: bool) -> str:
     if func._overloadpacket in flop_registry:
         return "matmul"
     if func in _NORMS:
-        given = name == "native_batch_norm" and not args[5]
-        return "normalise" if given else "norm"
+        in_evaluation = name == "native_batch_norm" and not args[5]
+        return "normalise" if in_evaluation else "norm"
     if name == "native_batch_norm_backward":
         return "norm_backward" if args[9][0] else "norm_sums"
     if "pool" in name:
@@ -272,10 +278,10 @@ def _flops(func: Any, args: Any, result: Any, **kwargs: Any) -> float:
 
 
 def _workspace(func: Any, args: Any, result: Any) -> int:
-    """Memory that a convolution on a CPU takes beside its operands, while it runs.
+    """Memory that a convolution on a CPU takes beside its operands.
 
     oneDNN copies images into blocks of channels unless the convolution is a matrix product.
-    Found by measuring the resident set around single convolutions in float32.
+    Measured by the resident set around single convolutions in float32.
     """
     if func is aten.convolution.default:
         x, weight, _, stride = args[:4]
@@ -292,7 +298,7 @@ def _workspace(func: Any, args: Any, result: Any) -> int:
 
 
 _BLOCK = 16
-"""Channels that oneDNN puts together; images with fewer are read as they are."""
+"""Channels per oneDNN block; images with fewer are not copied."""
 
 
 def _is_product(weight: Tensor, stride: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A network in the parts in which the planner runs it, without data."""
+"""Splits a network into the parts that the planner runs without data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _META = torch.device("meta")
 
 
 class DividedStage(NamedTuple):
-    """A stage of whose channels each rank of the tensor axis has a part.
+    """A stage whose channels are divided over the ranks of the tensor axis.
 
     Attributes:
-        ranks: over which they are divided.
+        ranks: number of ranks that divide them.
         first, after: its first part, and the one after its last.
-        plan: for names of modules what is divided where that is not to be found out, see
+        plan: by module name, how weights are divided where it cannot be inferred, see
             `channels.uses.Plan`.
     """
 
@@ -39,18 +39,18 @@ class DividedStage(NamedTuple):
 
 
 class NetworkParts:
-    """The parts of a network in the order in which they run: pieces of a stage, or all of it.
+    """The parts of a network in running order: pieces of a stage, or the whole network.
 
     Args:
         model: on the ``meta`` device.
-        stage: all of its steps; None: the network is run as it is, as one part.
+        stage: all of its steps; None to run the network as one part.
         state: parameters and buffers, step by step.
 
     Attributes:
         names: of the parts.
         starts: the first step of each part, and the number of steps.
         state: parameters and buffers of each part.
-        span: the parts that run: all, or those of a stage that is divided.
+        span: the parts to run: all, or those of a divided stage.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NetworkParts:
         self.pieces = [list(range(len(state)))] if stage is None else stage.parts
         self.names = ["" if stage is None else names[piece[0]] for piece in self.pieces]
         self.starts = [piece[0] for piece in self.pieces] + [len(state)]
-        self.state = [[one for step in piece for one in state[step]] for piece in self.pieces]
+        self.state = [[tensor for step in piece for tensor in state[step]] for piece in self.pieces]
         self.span = range(len(self.pieces))
 
     @property
@@ -69,68 +69,68 @@ class NetworkParts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the images."""
+        """Dtype of the images."""
         return next((p.dtype for p in self._model.parameters()), torch.get_default_dtype())
 
     def uses(self, recording: Recording | None) -> dict[Value, list[int]]:
-        """The parts that take a value, in order; what the network returns is taken after all."""
-        found: dict[Value, list[int]] = {}
+        """The parts that take a value, in order; the output is taken after all parts."""
+        uses: dict[Value, list[int]] = {}
         if recording is None:
-            return found
+            return uses
         for number, piece in enumerate(self.pieces):
             for value in {value for step in piece for value in recording.steps[step].takes}:
-                found.setdefault(value, []).append(number)
+                uses.setdefault(value, []).append(number)
         for value in values_in(recording.output):
-            found.setdefault(value, []).append(len(self.pieces))
-        return found
+            uses.setdefault(value, []).append(len(self.pieces))
+        return uses
 
     def first_of(self, step: int) -> int:
-        """The first part that begins at a step or after it."""
+        """The first part that begins at or after a step."""
         return sum(start < step for start in self.starts[:-1])
 
     def run(self, number: int, values: dict[Value, Tensor], recording: Recording | None) -> Any:
-        """Run a part: what it gives is added to `values`.
+        """Run a part and add its outputs to `values`.
 
         Args:
-            recording: for as many samples as there are; None where the network is run as it is.
+            recording: for the number of samples; None where the network is run as one part.
 
         Returns:
-            What the network returns, after the last part.
+            The output of the network, after the last part.
         """
         if self._stage is None or recording is None:
             result = whole_outputs(self._model(values.pop(IMAGE)))
-            tensors = (one for one in tree_leaves(result) if isinstance(one, Tensor))
-            values.update((Value(0, part), one) for part, one in enumerate(tensors))
+            tensors = (tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
+            values.update((Value(0, part), tensor) for part, tensor in enumerate(tensors))
             return result
         self._stage.run_part(self.pieces[number], recording, values, _META)
         if number == self.span[-1]:
-            values.update({value: whole_of(one) for value, one in values.items()})
+            values.update({value: whole_of(tensor) for value, tensor in values.items()})
         return output_of(recording, values) if number == len(self.pieces) - 1 else None
 
     @torch.no_grad()
     def passed(
         self, number: int, values: Mapping[Value, Tensor], recording: Recording
     ) -> dict[Value, Tensor]:
-        """What there is after a part, of what there was before it."""
-        found = dict(values)
+        """Values after a part, from those before it."""
+        values_after = dict(values)
         with _META, keyed(0, 0, 0):
-            self.run(number, found, recording)
-        return found
+            self.run(number, values_after, recording)
+        return values_after
 
     def divided(
         self, which: DividedStage, recording: Recording | None, entering: Mapping[Value, Tensor]
     ) -> NetworkParts:
-        """A copy of which the last rank of the tensor axis, which has most, has its channels.
+        """A copy with the channels of the last rank of the tensor axis, whose part is largest.
 
         Args:
             recording: in evaluation.
-            entering: what its first part may take.
+            entering: inputs of its first part.
 
         Raises:
-            UnsupportedSpatialOp: if how weights are used cannot be found out.
+            UnsupportedSpatialOp: if the use of a weight cannot be inferred.
         """
-        computed = computed_attributes(self._model)  # which deepcopy refuses
-        copied = copy.deepcopy(self, {id(one): torch.empty_like(one) for one in computed})
+        computed = computed_attributes(self._model)  # not supported by deepcopy
+        copied = copy.deepcopy(self, {id(tensor): torch.empty_like(tensor) for tensor in computed})
         copied.span = range(which.first, which.after)
         network = copied._model if copied._stage is None else copied._stage
         comm = Dry(which.ranks - 1, which.ranks, "tensor")
@@ -147,6 +147,6 @@ class NetworkParts:
         return copied
 
     def given(self, number: int, values: dict[Value, Tensor]) -> dict[Value, Tensor]:
-        """What a part has given that is still needed."""
+        """Outputs of a part that are still needed."""
         steps = range(1) if self._stage is None else self.pieces[number]
-        return {value: one for value, one in values.items() if value.step in steps}
+        return {value: tensor for value, tensor in values.items() if value.step in steps}

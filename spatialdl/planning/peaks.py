@@ -1,4 +1,4 @@
-"""How much of what a run has made lives at once in a range of its parts."""
+"""Peak memory of a range of parts, from the lifetimes of memory in a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 
 class Sum(NamedTuple):
-    """Bytes that live in the backward of parts, from the first to the last."""
+    """Bytes that are held in the backward of parts, from the first to the last."""
 
     first: int
     last: int
@@ -24,16 +24,16 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Lives:
-    """The memories of a run; an entry each.
+    """Lifetimes of the memories of a run; an entry each.
 
     A memory lives at the moments ``[born, died)``; a moment is an operation.
 
     Attributes:
-        part: that has made it.
-        bytes: 0 for those that do not count.
+        part: that allocated it.
+        bytes: 0 for memories that are not counted.
         is_gradient: whether it is the gradient of a weight.
         moments: the part of each.
-        rooms: bytes that each operation needs for itself.
+        rooms: workspace of each operation in bytes.
         since: the moment at which backward begins.
     """
 
@@ -47,49 +47,49 @@ class Lives:
     since: int
 
     def held(self, first: int, after: int, given: Collection[int]) -> int:
-        """Bytes from forward to backward: what backward needs, and what is given to others.
+        """Bytes held from forward to backward: saved tensors, and outputs for later stages.
 
         Args:
             first, after: the parts ``[first, after)``.
-            given: memories that are held until backward is over.
+            given: memories that are held until the end of backward.
         """
         own = self._made(first, after) & (self.born < self.since)
         own &= (self.died > self.since) | self._among(given)
         return int(self.bytes[own].sum())
 
     def repeated(self, times: int) -> Lives:
-        """Of so many virtual tiles that come to the same operations together.
+        """Lifetimes of `times` virtual tiles that reach the same operations together.
 
-        Gradients of weights they share, and one of them computes at a time.
+        Tiles share gradients of weights, and compute one at a time.
         """
         return replace(self, bytes=np.where(self.is_gradient, self.bytes, times * self.bytes))
 
     def forward_peak(self, first: int, after: int) -> int:
-        """Most bytes at a time of what the parts have made, in forward."""
+        """Peak bytes in forward of memory that the parts have allocated."""
         own = self._made(first, after) & (self.born < self.since)
         return self._most(self._alive(own, self.died), self._during(first, after, forward=True))
 
     def backward_peaks(
         self, first: int, after: int, given: Collection[int], sums: Sequence[Sum], loss: bool
     ) -> tuple[int, int]:
-        """Most bytes at a time in backward, with what is given and gradients of own weights.
+        """Peak bytes in backward, with held outputs and gradients of own weights.
 
         Args:
-            sums: what lives beside the memories of the run.
-            loss: whether the part ``after`` is the loss, of which the forward counts, too.
+            sums: memory beside that of the run.
+            loss: whether part ``after`` is the loss, whose forward counts, too.
 
         Returns:
-            Where the weights have gradients before, beside these: while a part runs, its new ones
-            come to them. And where they come one after the other.
+            The peak on top of existing gradients of all weights, including those that a running
+            part allocates anew; and the peak of a first backward that allocates them one by one.
         """
         stop = after + loss
         own = self._made(first, stop)
         alive = self._alive(own & ~self.is_gradient, np.where(self._among(given), _EVER, self.died))
         gradients = self._alive(own & self.is_gradient, self.died)
         during = self._during(first, stop, forward=False)
-        for one in sums:
-            at = (self.moments >= one.first) & (self.moments <= one.last)
-            alive = alive + one.bytes * (at & during)
+        for addend in sums:
+            at = (self.moments >= addend.first) & (self.moments <= addend.last)
+            alive = alive + addend.bytes * (at & during)
         begins = np.flatnonzero(np.diff(self.moments, prepend=-1))
         before = np.concatenate([[0], gradients])[begins]
         new = gradients - np.repeat(before, np.diff(begins, append=len(self.moments)))
@@ -101,9 +101,9 @@ class Lives:
         return (self.part >= first) & (self.part < after)
 
     def _among(self, memories: Collection[int]) -> NDArray[np.bool_]:
-        found = np.zeros(len(self.part), dtype=bool)
-        found[list(memories)] = True
-        return found
+        is_among = np.zeros(len(self.part), dtype=bool)
+        is_among[list(memories)] = True
+        return is_among
 
     def _during(self, first: int, after: int, forward: bool) -> NDArray[np.bool_]:
         times = np.arange(len(self.moments))
@@ -111,7 +111,7 @@ class Lives:
         return own & ((times < self.since) if forward else (times >= self.since))
 
     def _alive(self, which: NDArray[np.bool_], died: Ints) -> Ints:
-        """Bytes at each moment."""
+        """Allocated bytes at each moment."""
         count = len(self.moments)
         changes = np.zeros(count + 1, dtype=np.int64)
         np.add.at(changes, np.minimum(self.born[which], count), self.bytes[which])
@@ -132,35 +132,37 @@ def lives(
     since: int,
     gradients: Collection[int],
 ) -> Lives:
-    """The memories of a ledger.
+    """Lifetimes of the memories of a ledger.
 
     Args:
-        memories: those that count; others count as empty.
-        rooms: by moment, bytes that the operation needs for itself.
+        memories: those to count; other memories count as empty.
+        rooms: workspace of the operation at each moment, in bytes.
         since: the moment at which backward begins.
-        gradients: ids of the memories of weights' gradients.
+        gradients: ids of the memories of weight gradients.
     """
-    counting = set(map(id, memories))
+    counted = set(map(id, memories))
     everything = ledger.memories
     return Lives(
-        part=np.array([one.part for one in everything], dtype=np.int64),
-        born=np.array([one.born for one in everything], dtype=np.int64),
+        part=np.array([record.part for record in everything], dtype=np.int64),
+        born=np.array([record.born for record in everything], dtype=np.int64),
         died=np.array(
-            [_EVER if one.died is None else one.died for one in everything], dtype=np.int64
+            [_EVER if record.died is None else record.died for record in everything], dtype=np.int64
         ),
-        bytes=np.array([one.taken * (id(one) in counting) for one in everything], dtype=np.int64),
-        is_gradient=np.array([id(one) in gradients for one in everything], dtype=bool),
-        moments=np.array([one.part for one in ledger.moments], dtype=np.int64),
+        bytes=np.array(
+            [record.taken * (id(record) in counted) for record in everything], dtype=np.int64
+        ),
+        is_gradient=np.array([id(record) in gradients for record in everything], dtype=bool),
+        moments=np.array([operation.part for operation in ledger.moments], dtype=np.int64),
         rooms=np.array(rooms, dtype=np.int64),
         since=since,
     )
 
 
 def lives_between(a: Lives, b: Lives, share: float) -> Lives | None:
-    """Memories on the straight line from `a` (share 0) through `b` (share 1).
+    """Extrapolate linearly from `a` (share 0) through `b` (share 1).
 
     Returns:
-        None if the two did not do the same operations.
+        None if the two runs had different operations.
     """
     same = ("part", "born", "died", "is_gradient", "moments")
     if any(not np.array_equal(getattr(a, key), getattr(b, key)) for key in same):

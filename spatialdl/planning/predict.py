@@ -1,4 +1,4 @@
-"""The memory and the time of one layout, from the costs of its stages."""
+"""Predicts memory and time of a layout from the costs of its stages."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ from spatialdl.planning.stage import StageCosts, stage_costs
 from spatialdl.planning.store_use import Replay, StoreUse
 
 Held = tuple[tuple[int, int], ...]
-"""The (copy, stage) pairs that a rank holds."""
+"""(copy, stage) pairs of a rank."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout costs.
+    """Predicted costs of a layout.
 
     Attributes:
         seconds: of a training step.
         memory: bytes of each rank of a replica.
-        sent: bytes that the rank that sends most sends in a step.
-        bubble: share of the time, 0 to 1, in which ranks wait for each other's micro-batches.
-        timeline: of each rank of a replica, gradients not yet averaged, weights not yet changed.
-        reducing, updating: seconds of these.
-        stores: what virtual tiles of each rank of a replica have in memory and in the store; ()
-            without virtual tiles.
-        storing: seconds of the rank that writes to the store and reads from it most, in a step;
-            they are part of `seconds`.
+        sent: bytes per step of the rank that sends most.
+        bubble: fraction of the time, 0 to 1, in which ranks wait for each other's micro-batches.
+        timeline: of each rank of a replica, without averaging gradients and the optimizer.
+        reducing, updating: seconds of these two.
+        stores: memory and store use of virtual tiles, per rank of a replica; () without virtual
+            tiles.
+        storing: seconds per step for the store on the rank that uses it most; part of `seconds`.
     """
 
     placement: Placement
@@ -65,10 +64,10 @@ def predict(
     schedule: Schedule,
     recompute: Recompute,
 ) -> Prediction:
-    """Memory and time of a layout.
+    """Predict memory and time of a layout.
 
     Raises:
-        CannotWork: if the network cannot be cut so.
+        CannotWork: if the network cannot be cut this way.
     """
     stages = stage_costs(job, cluster, placement, schedule.microbatches, recompute)
     kinds = [
@@ -84,13 +83,13 @@ def predict(
         stores = {kind: use for kind, (use, _) in replays.items()}
         rate = cluster.store_bytes_per_second(job.store, placement.world_size)
         storing = max(use.written + use.read for use in stores.values()) / rate
-        stages = [_stored(one, n, rate, replays) for n, one in enumerate(stages)]
+        stages = [_stored(stage, n, rate, replays) for n, stage in enumerate(stages)]
     timeline = _simulated(cluster, placement, schedule, stages, distinct, kinds)
     reducing = _reducing(cluster, placement, stages)
     updating = _updating(job, cluster, placement, stages, distinct, recompute == "block")
     layers: list[list[StageCosts]] = [stages]
     if cluster.cores is not None and not stores:
-        # what is freed in the heap stays there, while elsewhere more is mapped: peaks add up
+        # freed heap memory stays in the heap while other memory is mapped, so peaks add up
         layers = [
             stage_costs(job, cluster, placement, schedule.microbatches, recompute, memory)
             for memory in ("heap", "mapped")
@@ -100,11 +99,11 @@ def predict(
         + (
             _virtual_peak(stages, kind, stores[kind])
             if stores
-            else sum(_peak(one, spans, kind) for one in layers)
+            else sum(_peak(layer, spans, kind) for layer in layers)
         )
         for kind, spans in zip(distinct, timeline.spans, strict=True)
     }
-    everybody = SimulatedTimeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
+    of_ranks = SimulatedTimeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
     return Prediction(
         placement=placement,
         schedule=schedule,
@@ -112,8 +111,8 @@ def predict(
         seconds=timeline.seconds + reducing + updating,
         memory=tuple(of_kind[kind] for kind in kinds),
         sent=max(_sent(placement, schedule, stages, kind) for kind in distinct),
-        bubble=max(0.0, everybody.bubble),
-        timeline=everybody,
+        bubble=max(0.0, of_ranks.bubble),
+        timeline=of_ranks,
         reducing=reducing,
         updating=updating,
         stores=tuple(stores[kind] for kind in kinds) if stores else (),
@@ -129,8 +128,8 @@ def _simulated(
     distinct: Sequence[Held],
     kinds: Sequence[Held],
 ) -> SimulatedTimeline:
-    """A row for each kind of ranks: those of a grid do the same."""
-    costs = StageSeconds([one.forward for one in stages], [one.backward for one in stages])
+    """Simulate one row per kind of ranks, as ranks of a grid do the same."""
+    costs = StageSeconds([stage.forward for stage in stages], [stage.backward for stage in stages])
     lists = [_actions(schedule, kind) for kind in distinct]
     if cluster.cores is None:
         return simulate(lists, costs)
@@ -139,18 +138,18 @@ def _simulated(
 
 
 def _actions(schedule: Schedule, kind: Held) -> list[Action]:
-    return [one for one in merged(schedule.train) if (one.copy, one.stage) in kind]
+    return [action for action in merged(schedule.train) if (action.copy, action.stage) in kind]
 
 
 Moved = Mapping[tuple[int, Kind], float]
-"""Bytes to and from the store of a rank's forwards, or backwards, of a stage in a step."""
+"""Bytes to and from the store per forward, or backward, of a stage on a rank."""
 
 
 def _replayed(
     job: PlannedJob, placement: Placement, stages: Sequence[StageCosts], actions: Sequence[Action]
 ) -> tuple[StoreUse, Moved]:
-    """What is in memory and in the store of a rank in a step."""
-    steps = {n: one.steps for n, one in enumerate(stages) if one.steps is not None}
+    """Replay a rank's step; return store use, and moved bytes per action."""
+    steps = {n: stage.steps for n, stage in enumerate(stages) if stage.steps is not None}
     replay, moved = Replay(steps, placement.stream, job.limit), dict[tuple[int, Kind], float]()
     for action in actions:
         key = action.stage, action.kind
@@ -165,7 +164,7 @@ def _stored(
     rate: float,
     replays: Mapping[Held, tuple[StoreUse, Moved]],
 ) -> StageCosts:
-    """A stage with the time of its store, which does not overlap with computing."""
+    """Add store time to a stage; it does not overlap with computation."""
     forward, backward = (
         max(moved.get((number, kind), 0.0) for _, moved in replays.values()) / rate
         for kind in _KINDS
@@ -177,7 +176,7 @@ _KINDS: tuple[Kind, Kind] = ("forward", "backward")
 
 
 def _virtual_peak(stages: Sequence[StageCosts], kind: Held, use: StoreUse) -> float:
-    """As `_peak`, where all tensors of tiles are dealt with together."""
+    """Like `_peak`, but with the memory of all tiles managed together."""
     numbers = {stage for _, stage in kind}
     weights = sum(stages[n].weights for n in numbers)
     handed_over = max(sum(stages[n].arriving) for n in numbers)
@@ -186,7 +185,7 @@ def _virtual_peak(stages: Sequence[StageCosts], kind: Held, use: StoreUse) -> fl
 
 
 def _reducing(cluster: Cluster, placement: Placement, stages: Sequence[StageCosts]) -> float:
-    """Averaging gradients; stages do it at the same time, those of one rank after each other."""
+    """Seconds to average gradients: stages in parallel, those of one rank one after the other."""
     seconds = [0.0] * placement.groups
     for number, stage in enumerate(stages):
         ranks = stage_ranks(placement, number)
@@ -209,12 +208,14 @@ def _updating(
 
 
 def _updates(job: PlannedJob, stage: StageCosts, again: bool) -> Iterator[RankOperation]:
-    """What the optimizer does for what a rank has of the weights of a stage."""
+    """The optimizer's operations on a rank's part of the weights of a stage."""
     whole = job.weights_of(range(*stage.layers), again)
     share = stage.weights / whole if whole else 1.0
     for step in range(*stage.layers):
-        for one in job.updates(again)[step]:
-            yield one._replace(flops=one.flops * share, bytes=round(one.bytes * share))
+        for operation in job.updates(again)[step]:
+            yield operation._replace(
+                flops=operation.flops * share, bytes=round(operation.bytes * share)
+            )
 
 
 def _static(
@@ -225,7 +226,7 @@ def _static(
     stages: Sequence[StageCosts],
     kind: Held,
 ) -> float:
-    """Bytes of a rank that are there in the whole step: weights, the optimizer's state, images."""
+    """Bytes of a rank during the whole step: weights, optimizer state, images."""
     numbers = {stage for _, stage in kind}
     weights = sum(stages[n].weights for n in numbers)
     static = cluster.base_bytes(placement.world_size)
@@ -237,14 +238,14 @@ def _static(
 
 
 def _peak(stages: Sequence[StageCosts], spans: Sequence[ActionSpan], kind: Held) -> float:
-    """Most bytes of a rank at a time, beside those."""
+    """Peak bytes of a rank beside the static ones."""
     most, held = 0.0, 0.0
     grads = dict.fromkeys((stage for _, stage in kind), 0)
     arriving = [stages[a.stage].arriving[a.kind == "backward"] for a, _, _ in spans]
-    for (action, _, _), ahead in zip(spans, [*arriving[1:], 0], strict=True):
+    for (action, _, _), next_arriving in zip(spans, [*arriving[1:], 0], strict=True):
         stage = stages[action.stage]
         if action.kind == "forward":
-            most = max(most, sum(grads.values()) + held + stage.forward_peak + ahead)
+            most = max(most, sum(grads.values()) + held + stage.forward_peak + next_arriving)
             held += stage.held
         else:
             held -= stage.held
@@ -252,7 +253,7 @@ def _peak(stages: Sequence[StageCosts], spans: Sequence[ActionSpan], kind: Held)
             first = grads[action.stage] == 0
             peak = stage.first_backward_peak if first else stage.backward_peak
             grads[action.stage] = stage.weights
-            most = max(most, others + held + peak + ahead)
+            most = max(most, others + held + peak + next_arriving)
     return max(most, 2.0 * sum(grads.values()))  # the optimizer's step
 
 
@@ -264,25 +265,25 @@ def _images(
     tile: int,
     copy: int,
 ) -> float:
-    """Bytes of a batch's images on a rank of the first stage, and of reading the next ones."""
+    """Bytes of a batch's images on a rank of the first stage, and of loading the next ones."""
     actions = {a for actions in schedule.evaluate for a in actions if a.stage == 0}
     loaded = tile * sum(action.copy == copy for action in actions)
     if placement.stream:
-        loaded = 0  # each virtual tile is read when its turn comes
+        loaded = 0  # each virtual tile is read in its turn
     if cluster.cores is None:
         return loaded
     channels, *size = job.image
     grid = placement.tile_grids[0]
     pixels = prod(-(-n // parts) for n, parts in zip(size, grid, strict=True))
     samples = -(-job.batch // placement.data)
-    # this batch and the next one as bytes, and what the thread that reads keeps to itself
+    # this batch and the next one as bytes, and buffers of the reading thread
     return loaded + 2 * samples * channels * pixels + job.read_bytes * pixels
 
 
 def _sent(
     placement: Placement, schedule: Schedule, stages: Sequence[StageCosts], kind: Held
 ) -> float:
-    """Bytes that a rank sends in a step; gradients as a ring adds them up."""
+    """Bytes that a rank sends in a step; gradients by ring all-reduce."""
     total = 0.0
     actions = {a for actions in schedule.evaluate for a in actions}
     for place in kind:

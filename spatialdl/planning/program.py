@@ -1,4 +1,4 @@
-"""The steps of a network, as the planner cuts them into stages and runs them."""
+"""The steps of a network, which the planner cuts into stages and runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from spatialdl.spatial.shadow import meta_copy
 
 
 class Program:
-    """The steps of a network, and where it is cut into stages.
+    """The steps of a network, and its cuts into stages.
 
     Args:
-        model: stays as it is; a copy without memory is run.
+        model: not modified; a copy without memory is run.
         image: (channels, H, W).
-        again: whether blocks and loose layers run again in backward.
+        again: whether blocks and loose layers are recomputed in backward.
 
     Attributes:
         refused: why it cannot be cut into stages; empty if it can.
-        has_blocks: whether it has blocks that run again.
+        has_blocks: whether it has blocks to recompute.
     """
 
     def __init__(self, model: nn.Module, image: tuple[int, ...], again: bool = False) -> None:
@@ -49,8 +49,8 @@ class Program:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the steps; of one if the network cannot be recorded."""
-        return [""] if self._recording is None else [one.name for one in self._recording.steps]
+        """Names of the steps; a single empty one if the network cannot be recorded."""
+        return [""] if self._recording is None else [step.name for step in self._recording.steps]
 
     @cached_property
     def is_chain(self) -> bool:
@@ -65,20 +65,20 @@ class Program:
         steps = self._recording.steps
         owner: dict[int, tuple[int, Tensor]] = {}
         for number, step in enumerate(steps):
-            owner |= {id(one): (number, one) for _, one in state_of(self._model, step)}
+            owner |= {id(tensor): (number, tensor) for _, tensor in state_of(self._model, step)}
         unused = leftovers(self._model, self._recording, range(len(steps) + 1))
         for number, paths in enumerate(unused):
-            for one in map(self._tensor, paths):
-                owner.setdefault(id(one), (number, one))
-        found: list[list[Tensor]] = [[] for _ in steps]
-        for number, one in owner.values():
-            found[number].append(one)
-        return found
+            for tensor in map(self._tensor, paths):
+                owner.setdefault(id(tensor), (number, tensor))
+        state: list[list[Tensor]] = [[] for _ in steps]
+        for number, tensor in owner.values():
+            state[number].append(tensor)
+        return state
 
     def _tensor(self, path: str) -> Tensor:
         holder, _, name = path.rpartition(".")
-        found: Tensor = getattr(self._model.get_submodule(holder), name)
-        return found
+        tensor: Tensor = getattr(self._model.get_submodule(holder), name)
+        return tensor
 
     @cached_property
     def _stage(self) -> NetworkParts:
@@ -92,14 +92,14 @@ class Program:
         return NetworkParts(self._model, None, self.names, self.state)
 
     def parts(self, uncut: bool) -> NetworkParts:
-        """What runs: the steps, or the network as it is where it is neither cut nor a chain."""
+        """The parts to run: the steps, or the network as one part if `uncut` or not recorded."""
         return self._whole if self._recording is None or uncut else self._stage
 
     def recording(self, samples: int) -> Recording | None:
-        """In training, with so many samples; None if the network cannot be recorded.
+        """Recording in training for `samples` samples; None if the network cannot be recorded.
 
         Raises:
-            CannotRecord: if it does something else with so many samples.
+            CannotRecord: if its steps depend on the number of samples.
         """
         return None if self._recording is None else self._forward.of(samples, training=True)
 
@@ -110,7 +110,7 @@ class Program:
         grid: tuple[int, ...],
         images: Mapping[Value, Tensor],
     ) -> Mapping[Value, Tensor]:
-        """What a stage takes on a rank of a grid, whole, in training.
+        """Inputs of a stage on a rank of a grid, with whole channels, in training.
 
         Args:
             images: of that rank.
@@ -123,15 +123,15 @@ class Program:
         while len(before) <= stage.first:
             before.append(parts.passed(len(before) - 1, before[-1], recording))
         last = len(parts.pieces)
-        after = stage.after + (stage.after == last)  # what the network returns is taken after all
+        after = stage.after + (stage.after == last)  # the output is used after all parts
         own, uses = {*range(stage.first, after)}, parts.uses(recording)
-        found = before[stage.first]
-        return {value: one for value, one in found.items() if own & {*uses.get(value, ())}}
+        values = before[stage.first]
+        return {value: tensor for value, tensor in values.items() if own & {*uses.get(value, ())}}
 
     def divided(
         self, which: DividedStage, uncut: bool, samples: int, entering: Mapping[Value, Tensor]
     ) -> NetworkParts:
-        """The parts, one of them a stage with divided channels; like `NetworkParts.divided`."""
+        """The parts, with divided channels in one stage; see `NetworkParts.divided`."""
         if (uncut, which) not in self._divided:
             parts = self.parts(uncut)
             recording = self._forward.of(samples, training=False) if parts.is_recorded else None
@@ -139,16 +139,16 @@ class Program:
         return self._divided[uncut, which]
 
     def costs(self, weigh: Weigh) -> StepCosts:
-        """What is balanced."""
+        """Costs to balance the cut by."""
         return weigh(self._model, self._evaluated, (SAMPLES, *self._image))
 
     def bounds(
         self, widths: Sequence[int], names: Sequence[str] | None, costs: Callable[[], StepCosts]
     ) -> list[int]:
-        """The steps with which stages begin, and the end, as `pipeline.partition.cut` finds them.
+        """Step numbers at which stages begin, and the end, as in `pipeline.partition.cut`.
 
         Raises:
-            ValueError: if the network cannot be cut so.
+            ValueError: if the network cannot be cut this way.
         """
         if len(widths) == 1:
             return [0, len(self.names)]
@@ -157,7 +157,7 @@ class Program:
         return cut_bounds(self._model, self._recording, widths, names, costs)
 
     def borders(self, bounds: Sequence[int]) -> dict[Border, tuple[Value, ...]]:
-        """All borders between stages over which something passes, and what."""
+        """All borders between stages that values pass, and the values."""
         if self._recording is None:
             return {}
         both = [crossing(self._recording, start, stop) for start, stop in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Which layouts there are for so many ranks, and which of them fit, best first, as a table too."""
+"""Searches the layouts for a number of ranks that fit, best first; formats them as a table."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from spatialdl.training.virtual_tiles import virtual_tiles_for
 LARGEST_GRID = 512
 MOST_STAGES = 32
 MOST_TENSOR = 8
-"""Beyond these a grid's tiles, a network's stages or, in all layers, parts of its channels are
-hardly worth the talk; not tried. Nor are more parts of the last layers' channels than twice the
-tiles."""
+"""Limits of the search, beyond which communication outweighs the gain: tiles of a grid, stages of a
+network, and parts of the channels of all layers. The channels of the last layers are divided into
+at most twice as many parts as there are tiles."""
 
 
 @dataclass(frozen=True)
 class LayoutKeys:
-    """A layout as a configuration says it.
+    """A layout as keys of the configuration.
 
     Attributes:
         name: of its group file, such as ``dp+sp+pp``.
-        keys: what it says otherwise than the file.
+        keys: those that differ from the file.
     """
 
     name: str
     keys: tuple[tuple[str, Any], ...]
 
     def overrides(self) -> list[str]:
-        """What to write behind ``python -m spatialdl.train``."""
+        """Arguments of ``python -m spatialdl.train``."""
         return [f"parallel={self.name}", *(f"parallel.{k}={_text(v)}" for k, v in self.keys)]
 
     def config(self, base: DictConfig) -> DictConfig:
-        """The layout on top of a configuration of one rank."""
+        """Merge the layout into a configuration of one rank."""
         keys = OmegaConf.from_dotlist([f"{key}={_text(value)}" for key, value in self.keys])
-        made = OmegaConf.merge(base, {"name": self.name}, keys)
-        assert isinstance(made, DictConfig)
-        return made
+        config = OmegaConf.merge(base, {"name": self.name}, keys)
+        assert isinstance(config, DictConfig)
+        return config
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout and what it would cost."""
+    """A layout with its predicted costs."""
 
     layout: LayoutKeys
     prediction: Prediction
@@ -80,16 +80,16 @@ def search(
     memory_bytes: float | None,
     show: bool = True,
 ) -> list[Row]:
-    """The layouts for `world` ranks that fit, the fastest first.
+    """Return the layouts for `world` ranks that fit, fastest first.
 
-    Layers run again in backward only where the layout does not fit otherwise.
+    Layers are recomputed in backward only where the layout does not fit otherwise.
 
     Args:
-        base: ``parallel`` of one rank, for the keys that a layout leaves alone.
-        memory_bytes: of a rank; None: any.
+        base: ``parallel`` of one rank, for keys that a layout does not set.
+        memory_bytes: of a rank; None for no limit.
 
     Raises:
-        NothingFits: if there is none, with the nearest and what it would need.
+        NothingFits: if none fits, with the closest one and its memory.
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world={world} must be a whole number of at least 1 rank")
@@ -101,7 +101,7 @@ def search(
             try:
                 made = _with_tiles(job, base, _with(layout, recompute))
                 row = Row(made, _predicted(job, cluster, base, made, recompute))
-            except ValueError as error:  # the network, the batch and the layout do not go together
+            except ValueError as error:  # network, batch and layout are incompatible
                 reason = str(error)
                 break
             if memory_bytes is None or row.memory <= memory_bytes:
@@ -115,11 +115,11 @@ def search(
 
 
 def _again(job: PlannedJob, base: DictConfig, layout: LayoutKeys) -> Sequence[Recompute]:
-    """What to try, one after the other, until it fits."""
+    """Recomputation modes to try in order until the layout fits."""
     if base.recompute != "none":
         return [base.recompute]
     stages = dict(layout.keys).get("stages", 1)
-    return ["none", "block", "stage"] if job.can_run_again(stages) else ["none", "stage"]
+    return ["none", "block", "stage"] if job.can_recompute(stages) else ["none", "stage"]
 
 
 def _with(layout: LayoutKeys, recompute: Recompute) -> LayoutKeys:
@@ -128,10 +128,10 @@ def _with(layout: LayoutKeys, recompute: Recompute) -> LayoutKeys:
 
 
 def _with_tiles(job: PlannedJob, base: DictConfig, layout: LayoutKeys) -> LayoutKeys:
-    """With virtual tiles as the configuration says: as few as fit into the limit, or these."""
+    """Add virtual tiles of the configuration: as few as fit into the limit, or these."""
     if base.stream is None:
         return layout
-    keys = tuple(one for one in layout.keys if one[0] != "stream")
+    keys = tuple(key for key in layout.keys if key[0] != "stream")
     if base.stream != AUTO:
         return LayoutKeys(layout.name, (*keys, ("stream", list(base.stream))))
     config = layout.config(base)
@@ -148,14 +148,14 @@ def named(
     overrides: Sequence[str],
     world: int | None,
 ) -> Row:
-    """The one layout that a configuration names.
+    """Return the layout that a configuration names.
 
     Args:
-        overrides: as they were written.
-        world: ranks that are asked for; None: as many as it needs.
+        overrides: as given on the command line.
+        world: number of ranks; None for as many as the layout needs.
 
     Raises:
-        ValueError: if it needs another number, or network, batch and layout do not go together.
+        ValueError: if it needs another number, or network, batch and layout are incompatible.
     """
     keys = [
         (key, value)
@@ -164,14 +164,14 @@ def named(
     ]
     plain = [(key.removeprefix("parallel."), value) for key, value in keys]
     layout = _with_tiles(job, parallel, LayoutKeys(parallel.name, tuple(plain)))
-    found = Row(layout, _predicted(job, cluster, parallel, layout, parallel.recompute))
-    needed = found.prediction.placement.world_size
+    row = Row(layout, _predicted(job, cluster, parallel, layout, parallel.recompute))
+    needed = row.prediction.placement.world_size
     if world not in (None, needed):
         raise ValueError(
             f"world={world}, but {' '.join(layout.overrides())} needs {needed} ranks: leave world "
             "out, or name another layout"
         )
-    return found
+    return row
 
 
 def _predicted(
@@ -191,14 +191,14 @@ def _nothing_fits(
     if nearest is None or memory_bytes is None:
         return NothingFits(f"no layout for {world} ranks works: {reason}")
     return NothingFits(
-        f"no layout for {world} ranks fits {memory_bytes / 1e9:.2f} GB a rank: the nearest, "
-        f"{' '.join(nearest.layout.overrides())}, would need {nearest.memory / 1e9:.2f} GB; take "
+        f"no layout for {world} ranks fits {memory_bytes / 1e9:.2f} GB per rank: the closest one, "
+        f"{' '.join(nearest.layout.overrides())}, needs {nearest.memory / 1e9:.2f} GB; take "
         "more ranks, smaller images or a smaller batch"
     )
 
 
 def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[LayoutKeys]:
-    """All layouts of images of so many dims that are tried, without a look at their costs."""
+    """Yield all candidate layouts of images with `dims` spatial dims, regardless of costs."""
     for data in range(1, min(world, batch) + 1):
         if world % data == 0:
             replicated = (("data", data),) if data > 1 else ()
@@ -212,10 +212,10 @@ def layouts(world: int, batch: int, layers: int, dims: int = 2) -> Iterator[Layo
 
 @dataclass(frozen=True)
 class _GridAndStages:
-    """Degrees of a replica.
+    """Grid and stages of a replica.
 
     Attributes:
-        tensor: ranks that divide the channels of the last stage, or of the only one.
+        tensor: ranks that divide the channels of the last, or only, stage.
     """
 
     grid: tuple[int, ...] | None
@@ -225,28 +225,28 @@ class _GridAndStages:
 
     @property
     def keys(self) -> tuple[tuple[str, Any], ...]:
-        found: list[tuple[str, Any]] = []
+        keys: list[tuple[str, Any]] = []
         if self.grid is not None:
-            found.append(("grid", list(self.grid)))
+            keys.append(("grid", list(self.grid)))
         if self.stages > 1:
-            found.append(("stages", self.stages))
+            keys.append(("stages", self.stages))
         if self.grid is not None:
-            found.append(("spatial_stages", self.spatial))
+            keys.append(("spatial_stages", self.spatial))
         if self.tensor > 1:
             each = [*(1,) * (self.stages - 1), self.tensor]
-            found.append(("tensor", each if self.stages > 1 else self.tensor))
-        return tuple(found)
+            keys.append(("tensor", each if self.stages > 1 else self.tensor))
+        return tuple(keys)
 
 
 def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_GridAndStages]:
-    """Grids and stages that need so many ranks."""
+    """Grids and stages on `ranks` ranks."""
     most = min(layers, MOST_STAGES)
     if ranks <= most:
         yield _GridAndStages(None, ranks, 0)
     parts = 2
     while parts <= min(ranks, LARGEST_GRID):
-        square, *_ = tried = grids(parts, dims)
-        for grid in tried:
+        square, *_ = candidates = grids(parts, dims)
+        for grid in candidates:
             if ranks % parts == 0 and ranks // parts <= most:
                 yield _GridAndStages(grid, ranks // parts, ranks // parts)
             for spatial in (1, 2):
@@ -260,7 +260,7 @@ def _shapes(ranks: int, layers: int, dims: int) -> Iterator[_GridAndStages]:
 
 
 def _divided(ranks: int, dims: int) -> Iterator[_GridAndStages]:
-    """The whole network on tiles, or whole images, each of which several ranks have."""
+    """The whole network on tiles, or whole images, with channels divided over ranks."""
     tensor = 2
     while tensor <= min(ranks, MOST_TENSOR):
         parts = ranks // tensor
@@ -271,50 +271,50 @@ def _divided(ranks: int, dims: int) -> Iterator[_GridAndStages]:
 
 
 def grids(parts: int, dims: int = 2) -> list[tuple[int, ...]]:
-    """The grid nearest to a cube, to a square, and cuts along the first dim alone."""
-    found = [(*nearly_cubic(parts, cut), *(1,) * (dims - cut)) for cut in range(dims, 0, -1)]
-    return list(dict.fromkeys(found))
+    """The grid closest to a cube, the one closest to a square, and one along the first dim only."""
+    candidates = [(*nearly_cubic(parts, cut), *(1,) * (dims - cut)) for cut in range(dims, 0, -1)]
+    return list(dict.fromkeys(candidates))
 
 
 def _orders(
     shape: _GridAndStages, samples: int
 ) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
-    """Names and keys of the orders in which micro-batches may pass."""
+    """Group names and keys for the ways to run micro-batches."""
     spatial = "sp+" if shape.grid is not None else ""
     halvings = [2**n for n in range(1, 11) if 2**n <= samples]
     if shape.stages == 1:
         name = "sp" if spatial else "none"
         yield name, ()
-        # 1f1b: of which one is held at a time; where channels are divided, only what takes least
+        # 1f1b holds one micro-batch at a time; with divided channels only the smallest ones
         for count in halvings[-1:] if shape.tensor > 1 else halvings:
             yield name, (("microbatches", count), ("schedule", "1f1b"))
         return
     yield f"{spatial}lp", ()
     for count in halvings:
-        many = (("microbatches", count),)
-        yield f"{spatial}pp", (*many, ("schedule", "1f1b"))
-        if shape.tensor > 1:  # GEMS gives all stages as many ranks
+        key = (("microbatches", count),)
+        yield f"{spatial}pp", (*key, ("schedule", "1f1b"))
+        if shape.tensor > 1:  # GEMS needs equally many ranks in all stages
             continue
-        yield f"{spatial}gems", (*many, ("gems.variant", "basic"))
+        yield f"{spatial}gems", (*key, ("gems.variant", "basic"))
         if count == 2:
-            yield f"{spatial}gems", (*many, ("gems.variant", "mast"))
+            yield f"{spatial}gems", (*key, ("gems.variant", "mast"))
         else:
             times = (("gems.variant", "master"), ("gems.times", count // 2))
-            yield f"{spatial}gems", (*many, *times)
+            yield f"{spatial}gems", (*key, *times)
 
 
 def _stores(rows: Sequence[Row], job: PlannedJob) -> Iterator[str]:
-    """What virtual tiles of the rank that stores most move, row by row."""
-    where = "in pinned memory of the host" if job.store == "host" else "on a disk"
+    """Store traffic of virtual tiles on the rank that stores most, row by row."""
+    where = "pinned host memory" if job.store == "host" else "a file on disk"
     limit = "no limit" if job.limit is None else f"{job.limit / 1e9:g} GB"
-    yield f"virtual tiles, activations within {limit}; the others of a rank are {where}:"
-    yield f"{'GB stored':>9}{'written':>10}{'read':>10}{'s of it':>10}  virtual tiles of a rank"
+    yield f"virtual tiles, activations of a rank within {limit}, the rest stored in {where}:"
+    yield f"{'GB stored':>9}{'written':>10}{'read':>10}{'seconds':>10}  virtual tiles per rank"
     for row in rows:
-        one = row.prediction
-        most = max(one.stores, key=lambda use: use.written + use.read)
+        prediction = row.prediction
+        most = max(prediction.stores, key=lambda use: use.written + use.read)
         yield (
             f"{most.stored / 1e9:9.2f}{most.written / 1e9:10.2f}{most.read / 1e9:10.2f}"
-            f"{one.storing:10.4g}  {by(one.placement.stream)}"
+            f"{prediction.storing:10.4g}  {by(prediction.placement.stream)}"
         )
 
 
@@ -323,10 +323,10 @@ def _text(value: Any) -> str:
 
 
 def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
-    """Bytes that a rank may take.
+    """Memory limit of a rank in bytes.
 
     Raises:
-        ValueError: if the numbers make no sense.
+        ValueError: if an argument is out of range.
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world={world} must be a whole number of at least 1 rank")
@@ -338,26 +338,30 @@ def limit(given: Any, cluster: Cluster, world: Any) -> float | None:
 
 
 def table(rows: Sequence[Row], job: PlannedJob, cluster: Cluster, found: int) -> str:
-    """A line a layout."""
+    """Format layouts as a table, one per line."""
     lines = [
-        f"{type(job.model).__name__}, {job.batch} images of {by(job.image[1:])} a step, on "
+        f"{type(job.model).__name__}, {job.batch} images of {by(job.image[1:])} per step on "
         f"{cluster.name}: {len(rows)} of {found} layouts",
         "",
-        f"{'GB a rank':>9}{'s a step':>10}{'images/s':>10}{'MB sent':>10}{'waiting':>9}  layout",
+        f"{'GB/rank':>9}{'s/step':>10}{'images/s':>10}{'MB sent':>10}{'bubble':>9}  layout",
     ]
     for row in rows:
-        one = row.prediction
+        prediction = row.prediction
         keys = " ".join(row.layout.overrides())
         lines.append(
-            f"{row.memory / 1e9:9.2f}{one.seconds:10.4g}{job.batch / one.seconds:10.4g}"
-            f"{one.sent / 1e6:10.1f}{one.bubble:9.0%}  {keys}"
+            f"{row.memory / 1e9:9.2f}{prediction.seconds:10.4g}"
+            f"{job.batch / prediction.seconds:10.4g}"
+            f"{prediction.sent / 1e6:10.1f}{prediction.bubble:9.0%}  {keys}"
         )
     world = rows[0].prediction.placement.world_size
     if rows[0].prediction.stores:
         lines += ["", *_stores(rows, job)]
     before = cluster.base_bytes(world)
     if cluster.cores is None:  # on CPUs it is measured
-        lines += ["", f"of them {before / 1e9:.2f} GB: context, NCCL, libraries (cluster.base_mb)"]
+        lines += [
+            "",
+            f"including {before / 1e9:.2f} GB for context, NCCL, libraries (cluster.base_mb)",
+        ]
     if world > 1 and job.uncut:
-        lines += ["", f"note: layouts with stages are left out: {job.uncut}"]
+        lines += ["", f"note: layouts with stages are skipped: {job.uncut}"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The job and the cluster that a configuration names."""
+"""Makes the job and the cluster of a configuration."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ log = logging.getLogger("spatialdl.plan")
 
 MEASURED = "this_machine"
 READ_SIDE = 256
-"""Reading is tried on a box of at most so many rows and columns, of volumes on as many voxels."""
+"""Maximum rows and columns of the box for measuring reads; volumes have as many voxels."""
 
 
 def cluster_named(settings: DictConfig, again: bool = False) -> Cluster:
-    """The cluster of a configuration; this machine is measured if it has not been.
+    """Return the cluster of a configuration; measures this machine if necessary.
 
     Args:
-        again: measure it anew.
+        again: whether to repeat the measurement.
 
     Raises:
-        ValueError: if the configuration is not whole.
+        ValueError: if the configuration is incomplete.
     """
-    given = OmegaConf.to_container(settings, resolve=True)
-    assert isinstance(given, dict)
-    if given.get("name") != MEASURED:
+    values = OmegaConf.to_container(settings, resolve=True)
+    assert isinstance(values, dict)
+    if values.get("name") != MEASURED:
         if again:
             raise ValueError(
-                f"calibrate=true measures this machine, but cluster={given.get('name')}: leave "
+                f"calibrate=true measures this machine, but cluster={values.get('name')}: leave "
                 "one of them out"
             )
-        return cluster_of({str(key): value for key, value in given.items()})
-    found = None if again else measured()
-    if found is None:
-        found = calibrate()
-        log.info("what was measured is kept in %s", cache_file())
-    given.pop("name")
-    return cluster_of({**found, **{str(key): value for key, value in given.items()}})
+        return cluster_of({str(key): value for key, value in values.items()})
+    measurements = None if again else measured()
+    if measurements is None:
+        measurements = calibrate()
+        log.info("measurements are cached in %s", cache_file())
+    values.pop("name")
+    return cluster_of({**measurements, **{str(key): value for key, value in values.items()}})
 
 
 def check_first(config: DictConfig, measures: bool) -> None:
-    """Refuse what no cluster can train, before minutes go into measuring this machine.
+    """Refuse what no cluster can train, before spending minutes on measuring this machine.
 
     Args:
         config: with a layout.
-        measures: whether it will be measured.
+        measures: whether this machine will be measured.
 
     Raises:
-        ValueError: if something is wrong with the configuration, the data or the network.
+        ValueError: if configuration, data or network are invalid.
     """
     uncut = config.copy()
-    uncut.parallel.cut = None  # is for the layouts with stages that are looked for
+    uncut.parallel.cut = None  # applies to candidate layouts with stages only
     check_config(uncut)
     planned_type(config)
     if measures:
@@ -77,31 +77,31 @@ def check_first(config: DictConfig, measures: bool) -> None:
 
 
 def planned_type(config: DictConfig) -> torch.dtype:
-    """In which a configuration trains.
+    """Return the dtype of training.
 
     Raises:
-        ValueError: if the costs of that are not known.
+        ValueError: if the planner does not support the precision.
     """
     precision = named(config.trainer.precision)
     if precision.mixed is not None:
         raise ValueError(
-            f"the costs of trainer.precision={config.trainer.precision} are not known to the "
-            "planner: plan with float32, which takes more memory, and train with the layout found"
+            f"the planner does not support trainer.precision={config.trainer.precision}: plan with "
+            "float32, which takes more memory, and train with the resulting layout"
         )
     return precision.dtype
 
 
 def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
-    """What a configuration of ``spatialdl.train`` trains.
+    """Make the job of a configuration of ``spatialdl.train``.
 
     Raises:
-        ValueError: if it does not fit together.
+        ValueError: if the configuration is invalid.
     """
     dtype = planned_type(config)
     sources = open_sources(config.data, int(config.seed), config.task.name)
     if sources.train_views.varies:
         raise ValueError(
-            f"data={config.data.name} has bags of several lengths, and costs are counted of images "
+            f"data={config.data.name} has bags of different lengths, but the planner needs images "
             "of one size: name the layout, parallel=none, dp, sp or dp+sp"
         )
     model = build_model(config, sources).to(dtype)
@@ -126,16 +126,16 @@ def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
 
 
 def limit_bytes(config: DictConfig) -> int | None:
-    """What virtual tiles may have in memory; None for no limit.
+    """Memory limit of virtual tiles in bytes; None for no limit.
 
     Raises:
-        ValueError: it is no positive number, or tensors have a folder without it.
+        ValueError: if it is not a positive number, or a folder is set without a limit.
     """
     limit, folder = config.trainer.memory_limit_gb, config.parallel.stream_to
     if limit is None:
         if folder is not None:
             raise ValueError(
-                f"parallel.stream_to={folder} is of no use without trainer.memory_limit_gb: set "
+                f"parallel.stream_to={folder} has no effect without trainer.memory_limit_gb: set "
                 "it, or leave parallel.stream_to out"
             )
         return None
@@ -145,20 +145,20 @@ def limit_bytes(config: DictConfig) -> int | None:
 
 
 def store_of(config: DictConfig, on_cpu: bool) -> Literal["disk", "host"]:
-    """Where tensors of virtual tiles go: those of devices to their host, unless a folder is named.
+    """Destination of tensors of virtual tiles; the host for devices, unless a folder is set.
 
     Args:
-        on_cpu: whether ranks compute on cores, whose memory is that of the host.
+        on_cpu: whether ranks compute on CPU cores, in host memory.
     """
     folder = config.parallel.stream_to
     return "host" if folder == "host" or (folder is None and not on_cpu) else "disk"
 
 
 def with_virtual_tiles(config: DictConfig, sources: Sources) -> DictConfig:
-    """The configuration with virtual tiles in place of ``parallel.stream=auto``.
+    """Resolve ``parallel.stream=auto`` to numbers of virtual tiles.
 
     Raises:
-        ValueError: there is no limit, or the network cannot be run without data.
+        ValueError: if there is no limit, or the network cannot be run without data.
     """
     if config.parallel.stream != AUTO:
         return config
@@ -170,12 +170,12 @@ def with_virtual_tiles(config: DictConfig, sources: Sources) -> DictConfig:
 
 
 def _read_bytes(sources: Sources) -> float:
-    """Memory for each pixel, while a box of an image is read."""
+    """Memory per pixel for reading a box of an image."""
     longest: int = round(READ_SIDE ** (2 / len(sources.image_size)))
     sides = [min(int(side), longest) for side in sources.image_size]
     box = whole_box(sides)
     views = sources.train_views
-    views.read(0, 0, box)  # files are opened, tables are made
+    views.read(0, 0, box)  # warm-up: opens files, makes tables
     tracemalloc.start()
     try:
         views.read(0, 0, box)

@@ -1,6 +1,6 @@
-"""Operations on the ``meta`` device, of which the shape of the result is worked out once.
+"""Operations on the ``meta`` device with cached result shapes.
 
-Networks repeat themselves, and much of PyTorch's ``meta`` device is written in Python.
+Networks repeat operations, and much of PyTorch's ``meta`` device is slow Python code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Known = dict[Any, Any]
 
 
 class _Empty:
-    """How a result looks."""
+    """Size, stride and dtype of a result."""
 
     def __init__(self, like: Tensor) -> None:
         self.size, self.stride, self.dtype = like.size(), like.stride(), like.dtype
@@ -24,13 +24,13 @@ class _Empty:
 
 
 def run(func: Any, args: Any, kwargs: Any, known: Known) -> Any:
-    """``func(*args, **kwargs)``; where all operands are on ``meta``, maybe without calling it.
+    """Return ``func(*args, **kwargs)``, from the cache if all operands are on ``meta``.
 
     Args:
-        known: results of earlier operations, to which this one's is added.
+        known: the cache, to which the result is added.
     """
     tensors = tensors_in((args, *kwargs.values()))
-    if func.is_view or not tensors or any(one.device.type != "meta" for one in tensors):
+    if func.is_view or not tensors or any(tensor.device.type != "meta" for tensor in tensors):
         return func(*args, **kwargs)
     if func._schema.is_mutable:
         in_place = str(func._overloadpacket.__name__).endswith("_") and len(func._schema.returns)
@@ -38,32 +38,32 @@ def run(func: Any, args: Any, kwargs: Any, known: Known) -> Any:
     key = (func, _key(args), _key(sorted(kwargs.items())))
     if key not in known:
         result = func(*args, **kwargs)
-        owned = {one.untyped_storage()._cdata for one in tensors}
-        if any(one.untyped_storage()._cdata in owned for one in tensors_in(result)):
-            return result  # a view after all
+        owned = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if any(tensor.untyped_storage()._cdata in owned for tensor in tensors_in(result)):
+            return result  # an undeclared view
         known[key] = _without_memory(result)
         return result
     return _made(known[key])
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in what operations take and give."""
+    """The tensors among operands or results."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in tensors_in(one)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return []
 
 
 def _without_memory(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_without_memory(one) for one in value)
+        return type(value)(_without_memory(item) for item in value)
     return _Empty(value) if isinstance(value, Tensor) else value
 
 
 def _made(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_made(one) for one in value)
+        return type(value)(_made(item) for item in value)
     return value.made() if isinstance(value, _Empty) else value
 
 
@@ -71,5 +71,5 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.size(), value.stride(), value.dtype
     if isinstance(value, list | tuple):
-        return tuple(_key(one) for one in value)
+        return tuple(_key(item) for item in value)
     return value

@@ -1,7 +1,7 @@
-"""A schedule on ranks that share cores: who computes beside others is slower.
+"""Simulates a schedule on ranks that share cores, where concurrent ranks are slower.
 
-`pipeline.simulate` takes every action to last as long as it lasts alone. Here an action has work to
-do, and at any moment the cores are dealt out to the ranks that compute.
+`pipeline.simulate` gives every action a fixed duration. Here an action has a fixed amount of work,
+and the cores are shared by the ranks that compute at a moment.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class _Running:
 def simulate_shared(
     schedule: Lists, weights: Sequence[int], costs: StageSeconds, cores: int, lone_speed: float
 ) -> SimulatedTimeline:
-    """Run a schedule on paper, on ranks of one machine.
+    """Simulate a schedule on ranks of one machine.
 
     Args:
-        schedule: what each kind of ranks does; an action that several do, they begin together.
-        weights: how many ranks there are of each kind.
-        costs: seconds while every core has one rank that computes.
-        lone_speed: of one rank that computes while the others wait.
+        schedule: per kind of ranks, its actions; kinds that share an action start it together.
+        weights: number of ranks of each kind.
+        costs: seconds while every core has one computing rank.
+        lone_speed: relative speed of a single computing rank.
 
     Raises:
-        ValueError: if ranks would wait for each other for ever.
+        ValueError: if the schedule deadlocks.
     """
     stages = stages_of(schedule)
     todo = [list(actions)[::-1] for actions in schedule]
@@ -43,34 +43,34 @@ def simulate_shared(
     running: dict[Action, _Running] = {}
     now = 0.0
     while running or any(todo):
-        busy = {rank for one in running.values() for rank in one.ranks}
+        busy = {rank for run in running.values() for rank in run.ranks}
         ready: dict[Action, list[int]] = {}
         for rank, actions in enumerate(todo):
             if actions and rank not in busy:
                 ready.setdefault(actions[-1], []).append(rank)
-        for action, there in ready.items():
-            if len(there) == ranks[action] and needs(action, stages) <= ended:
-                running[action] = _Running(there, now, costs.of(action))
-                for rank in there:
+        for action, waiting in ready.items():
+            if len(waiting) == ranks[action] and needs(action, stages) <= ended:
+                running[action] = _Running(waiting, now, costs.of(action))
+                for rank in waiting:
                     todo[rank].pop()
         if not running:
-            raise ValueError("the ranks wait for each other for ever")
-        active = sum(weights[rank] for one in running.values() for rank in one.ranks)
+            raise ValueError("the schedule deadlocks")
+        active = sum(weights[rank] for run in running.values() for rank in run.ranks)
         speed = _speed(active, cores, lone_speed)
-        step = min(one.left for one in running.values()) / speed
+        step = min(run.left for run in running.values()) / speed
         now += step
-        for action, one in list(running.items()):
-            one.left -= step * speed
-            if one.left <= 1e-12 * now:
+        for action, run in list(running.items()):
+            run.left -= step * speed
+            if run.left <= 1e-12 * now:
                 del running[action]
                 ended.add(action)
-                for rank in one.ranks:
-                    spans[rank].append(ActionSpan(action, one.start, now))
+                for rank in run.ranks:
+                    spans[rank].append(ActionSpan(action, run.start, now))
     return SimulatedTimeline(tuple(map(tuple, spans)))
 
 
 def _speed(active: int, cores: int, lone_speed: float) -> float:
-    """Of each of the ranks that compute, where 1 is that of a rank among as many as cores."""
+    """Speed of each computing rank, relative to one rank per core."""
     if active > cores:
         return cores / active
     if cores == 1:

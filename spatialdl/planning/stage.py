@@ -1,4 +1,4 @@
-"""What one stage of a layout costs, from the costs of its parts."""
+"""Costs of one stage of a layout, from the costs of its parts."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from spatialdl.planning.store_use import StageSteps, steps_of
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One stage on its rank with the largest tile; memory in bytes.
+    """Costs of one stage on its rank with the largest tile; memory in bytes.
 
     Attributes:
-        forward, backward: seconds of a micro-batch, with what is said meanwhile.
+        forward, backward: seconds of a micro-batch, including communication.
         input: of a micro-batch.
         held: from the forward of a micro-batch to its backward; of the first stage without input.
-        forward_peak, backward_peak: most while it runs, `held` included. `backward_peak` counts the
-            gradients of all weights, `first_backward_peak` as they come in the first micro-batch.
+        forward_peak, backward_peak: peak while it runs, including `held`. `backward_peak` counts
+            the gradients of all weights, `first_backward_peak` those allocated so far in the first
+            micro-batch.
         weights, buffers: of its layers.
-        arriving: of a micro-batch from other stages, for its forward and for its backward; there is
-            room for it from the beginning of the action before.
-        sent: what a rank sends for a micro-batch.
-        halos: that part of it which are halos.
-        channels: that part of it which goes to the ranks that divide its channels.
+        arriving: received for the forward and for the backward of a micro-batch, in buffers
+            allocated at the start of the previous action.
+        sent: by a rank per micro-batch.
+        halos: part of `sent` that is halos.
+        channels: part of `sent` to the ranks that divide its channels.
         layers: its first step, and the one after its last.
-        workspace: most that an operation needs for itself.
-        steps: what a virtual tile does; None without.
+        workspace: peak workspace of an operation.
+        steps: of a virtual tile; None without virtual tiles.
     """
 
     forward: float
@@ -67,22 +68,22 @@ def stage_costs(
     recompute: Recompute,
     memory: Literal["all", "heap", "mapped"] = "all",
 ) -> list[StageCosts]:
-    """The stages of a layout in order.
+    """Compute the costs of all stages of a layout, in order.
 
     Args:
-        memory: which to count, see `planning.costs.NetworkCosts`.
+        memory: the kind of memory to count, see `planning.costs.NetworkCosts`.
 
     Raises:
-        CannotWork: if the network cannot be cut so.
+        CannotWork: if the network cannot be cut this way.
     """
     again, stages = recompute == "block", placement.stages
-    if again and not job.can_run_again(stages):
-        raise CannotWork("parallel.recompute=block: the network has no blocks to run again")
+    if again and not job.can_recompute(stages):
+        raise CannotWork("parallel.recompute=block: the network has no blocks to recompute")
     bounds = job.bounds(placement.widths, microbatches, again)
     samples = ceil(ceil(job.batch / microbatches) / placement.data)
     parts = job.parts(bounds, again)
     borders = job.borders(bounds, again)
-    found = []
+    stages_found = []
     for stage, (first, after) in enumerate(parts):
         grid = placement.grids[stage]
         own_samples = ceil(samples / placement.batch_parts(stage))
@@ -94,9 +95,9 @@ def stage_costs(
         if len(costs.layers) < after:
             raise CannotWork(f"stage {stage} on a grid of {by(grid)}: {costs.refused}")
         layers = (bounds[stage], bounds[stage + 1])
-        one = _Stage(cluster, placement, stage, costs, (first, after), borders)
-        found.append(one.costs(layers, recompute == "stage"))
-    return found
+        stage_model = _Stage(cluster, placement, stage, costs, (first, after), borders)
+        stages_found.append(stage_model.costs(layers, recompute == "stage"))
+    return stages_found
 
 
 class _Stage:
@@ -105,7 +106,7 @@ class _Stage:
     Args:
         costs: of all parts, on the grid of the stage.
         parts: its first part, and the one after its last.
-        borders: over which something passes, and what.
+        borders: borders that values pass, and the values.
     """
 
     def __init__(
@@ -129,83 +130,97 @@ class _Stage:
         self._before = {b: _sizes(costs, v) for b, v in borders.items() if b.taker == stage}
         self._behind = {b: _sizes(costs, v) for b, v in borders.items() if b.giver == stage}
         self._entering = _total(self._before.values())
-        given = {value for values in self._behind.values() for value in values}
+        passing = {value for values in self._behind.values() for value in values}
         if self._is_last:
-            given = {one.value for one in self._own[-1].outputs} if self._own else set()
-        made = [(n, one) for n, part in enumerate(self._own, parts[0]) for one in part.outputs]
-        self._given = [(number, one) for number, one in made if one.value in given]
-        self._output = sum(one.bytes for _, one in self._given)
+            passing = {output.value for output in self._own[-1].outputs} if self._own else set()
+        outputs = [
+            (n, output) for n, part in enumerate(self._own, parts[0]) for output in part.outputs
+        ]
+        self._passing = [(number, output) for number, output in outputs if output.value in passing]
+        self._output = sum(output.bytes for _, output in self._passing)
 
-    def costs(self, layers: tuple[int, int], again: bool) -> StageCosts:
-        """All of it.
+    def costs(self, layers: tuple[int, int], recompute: bool) -> StageCosts:
+        """Compute the costs of the stage.
 
         Args:
             layers: its first step, and the one after its last.
-            again: whether the stage runs again in backward.
+            recompute: whether the stage is recomputed in backward.
         """
-        parts, weights = (self._first, self._after), sum(one.weights for one in self._own)
-        given = {one.memory for _, one in self._given} - {-1}
-        held = self._entering + self._lives.held(*parts, given)
+        parts, weights = (self._first, self._after), sum(layer.weights for layer in self._own)
+        kept = {output.memory for _, output in self._passing} - {-1}
+        held = self._entering + self._lives.held(*parts, kept)
         returning = self._gradients(self._behind)
         largest = max((size for sizes in returning for size in sizes.values()), default=0)
-        arriving = held + _total(returning) + largest  # one gradient after the other, in parts
-        peaks = self._lives.backward_peaks(*parts, given, self._sums(), self._loss is not None)
+        arriving = held + _total(returning) + largest  # gradients arrive one by one, in parts
+        peaks = self._lives.backward_peaks(*parts, kept, self._sums(), self._loss is not None)
         beside = self._entering + (0 if self._is_last else self._output)  # gradients of outputs
         later, first = (max(arriving, beside + peak) for peak in peaks)
         forward, backward = self._seconds()
-        talks = [t for one in self._own for t in (*one.forward_talks, *one.backward_talks)]
+        messages = [
+            message
+            for layer in self._own
+            for message in (*layer.forward_messages, *layer.backward_messages)
+        ]
         return StageCosts(
             forward=forward,
-            backward=backward + forward * again,
+            backward=backward + forward * recompute,
             input=self._entering if self._stage else self._input,
-            held=self._entering + self._output if again else held,
+            held=self._entering + self._output if recompute else held,
             forward_peak=self._entering + self._lives.forward_peak(*parts),
             backward_peak=later + weights,
             first_backward_peak=first,
             weights=weights,
-            buffers=self._tiles * sum(one.buffers for one in self._own),
+            buffers=self._tiles * sum(layer.buffers for layer in self._own),
             arriving=(self._entering, _total(returning) + largest),
-            sent=sum(talk.bytes for talk in talks) + self._handed_over(),
-            halos=sum(t.bytes for t in talks if t.kind == "exchange" and t.axis == "grid"),
-            channels=sum(talk.bytes for talk in talks if talk.axis == "tensor"),
+            sent=sum(message.bytes for message in messages) + self._handed_over(),
+            halos=sum(
+                message.bytes
+                for message in messages
+                if message.kind == "exchange" and message.axis == "grid"
+            ),
+            channels=sum(message.bytes for message in messages if message.axis == "tensor"),
             layers=layers,
             workspace=int(self._lives.rooms.max(initial=0)),
-            steps=self._steps(given, again),
+            steps=self._steps(kept, recompute),
         )
 
-    def _steps(self, given: set[int], again: bool) -> StageSteps | None:
+    def _steps(self, kept: set[int], recompute: bool) -> StageSteps | None:
         if self._touches is None:
             return None
-        numbers = [self._touches.made[one] for one in given]
+        numbers = [self._touches.made[memory] for memory in kept]
         parts = (self._first, self._after)
-        return steps_of(self._touches, parts, numbers, self._loss is not None, again)
+        return steps_of(self._touches, parts, numbers, self._loss is not None, recompute)
 
     @staticmethod
     def _gradients(borders: Mapping[Border, Mapping[Value, int]]) -> list[dict[Value, int]]:
-        """Of the values that pass, but for the image."""
+        """Sizes of the gradients of passed values; images have none."""
         return [{v: n for v, n in sizes.items() if v != IMAGE} for sizes in borders.values()]
 
     def _sums(self) -> list[Sum]:
-        """Gradients of what later stages take and own parts, too.
+        """Gradients of values that both later stages and own parts take.
 
-        That of the former is held, and that of the latter is added to it. In the run of the whole
-        network that may happen in the memory of the former.
+        The gradient from later stages is held, and the own one is added to it. In the run of the
+        whole network the sum may be in memory of the later stages.
         """
-        found = []
-        for number, one in self._given:
-            own = [use for use in self._uses.get(one.value, ()) if use < self._after]
-            if own and one.summed_in >= self._after and not self._is_last:
-                found.append(Sum(number, own[-1], one.bytes))
-        return found
+        sums = []
+        for number, output in self._passing:
+            own = [use for use in self._uses.get(output.value, ()) if use < self._after]
+            if own and output.summed_in >= self._after and not self._is_last:
+                sums.append(Sum(number, own[-1], output.bytes))
+        return sums
 
     def _seconds(self) -> tuple[float, float]:
-        """Forward and backward of a micro-batch; whoever receives takes the time."""
+        """Forward and backward of a micro-batch; receivers account for communication."""
         cluster, world, ranks = self._cluster, self._placement.world_size, self._ranks()
         tiles = self._tiles
-        forward = tiles * sum(cluster.seconds(one.forward, world) for one in self._own)
-        backward = tiles * sum(cluster.seconds(one.backward, world) for one in self._own)
-        forward += cluster.talking([t for one in self._own for t in one.forward_talks], ranks)
-        backward += cluster.talking([t for one in self._own for t in one.backward_talks], ranks)
+        forward = tiles * sum(cluster.seconds(layer.forward, world) for layer in self._own)
+        backward = tiles * sum(cluster.seconds(layer.backward, world) for layer in self._own)
+        forward += cluster.communication_seconds(
+            [message for layer in self._own for message in layer.forward_messages], ranks
+        )
+        backward += cluster.communication_seconds(
+            [message for layer in self._own for message in layer.backward_messages], ranks
+        )
         for border, sizes in self._before.items():
             size = sum(sizes.values()) * self._takers(border.giver, border.taker)
             forward += self._border(border, size)
@@ -215,24 +230,26 @@ class _Stage:
         if self._loss is not None:
             works = self._loss.forward + self._loss.backward
             backward += tiles * cluster.seconds(works, world)
-            backward += cluster.talking(self._loss.forward_talks + self._loss.backward_talks, ranks)
+            backward += cluster.communication_seconds(
+                self._loss.forward_messages + self._loss.backward_messages, ranks
+            )
         return forward, backward
 
     def _ranks(self) -> dict[Axis, Sequence[int]]:
-        """Who talks: the ranks of a grid, and of those that divide channels the furthest apart."""
+        """Communicating ranks: of a grid, and of the furthest ranks that divide channels."""
         placement, stage = self._placement, self._stage
         parts = placement.batch_parts(stage) * prod(placement.grids[stage])
         blocks = [placement.tensor_ranks(Position(0, stage, part)) for part in range(parts)]
-        furthest = max(blocks, key=lambda one: self._cluster.nodes(min(one), max(one)))
+        furthest = max(blocks, key=lambda block: self._cluster.nodes(min(block), max(block)))
         return {"grid": placement.ranks(stage, 0), "tensor": furthest}
 
     def _takers(self, giver: int, taker: int) -> int:
-        """Ranks that divide channels of a stage to which one of another gives the same."""
+        """Ranks dividing the taker's channels that one rank of the giver sends the same data to."""
         parts = self._placement.tensor_parts
         return ceil(parts(taker) / parts(giver))
 
     def _handed_over(self) -> int:
-        """Bytes that a rank gives to other stages, gradients included."""
+        """Bytes that a rank sends to other stages, including gradients."""
         total = 0
         for border, sizes in self._behind.items():
             total += sum(sizes.values()) * self._takers(border.giver, border.taker)
@@ -241,7 +258,7 @@ class _Stage:
         return total
 
     def _border(self, border: Border, size: int) -> float:
-        """A hand-over of so many bytes, of the ranks that are furthest apart."""
+        """Seconds of a hand-over of `size` bytes between the ranks that are furthest apart."""
         if not size:
             return 0.0
         before, behind = (self._placement.stage_ranks(stage, 0) for stage in border)

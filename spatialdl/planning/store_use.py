@@ -1,8 +1,8 @@
-"""What of the virtual tiles of a rank is in memory, and what in the store, in a training step.
+"""Simulates memory and store use of a rank's virtual tiles in a training step.
 
-The steps of one tile are run on paper for all of them, in the order of `comm.turns.Turns`, and
-memory is dealt out nearly as `streaming.memory.Memory` does: those used last stay, and what is
-about to leave is stored before.
+Replays the steps of one tile for all tiles, in the order of `comm.turns.Turns`. Memory is managed
+nearly as in `streaming.memory.Memory`: recently used memory stays, and memory is stored ahead of
+its eviction.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Owner = tuple[int, int, int]
 """A copy of the network, a stage and a micro-batch."""
 
 Key = tuple[Owner, int, int]
-"""A memory: whose, of which tile, -1 for what all tiles share, and its number."""
+"""A memory: its owner, its tile (-1 if all tiles share it), and its number."""
 
 
 @dataclass(frozen=True)
 class StoreUse:
-    """What virtual tiles of a rank take in a step, in bytes.
+    """Memory and store use of the virtual tiles of a rank in a step, in bytes.
 
     Attributes:
-        here: in memory at most.
-        stored: in the store at most.
+        here: peak in memory.
+        stored: peak in the store.
         written, read: to and from the store.
     """
 
@@ -43,11 +43,11 @@ class StoreUse:
 
 
 class TileWork(NamedTuple):
-    """What a tile does next.
+    """Next work of a tile.
 
     Attributes:
         step: of its trace.
-        frees: what is gone after it.
+        frees: memories that are freed after it.
     """
 
     step: TouchedStep
@@ -56,7 +56,7 @@ class TileWork(NamedTuple):
 
 @dataclass
 class StageSteps:
-    """A stage in forward and in backward, tile by tile.
+    """Forward and backward of a stage on one tile.
 
     Attributes:
         sizes: bytes of each memory.
@@ -68,44 +68,48 @@ class StageSteps:
 
 
 def steps_of(
-    touches: Touches, parts: tuple[int, int], given: Iterable[int], loss: bool, again: bool
+    touches: Touches,
+    parts: tuple[int, int],
+    kept_outputs: Iterable[int],
+    loss: bool,
+    recompute: bool,
 ) -> StageSteps:
-    """The part of a trace that is a stage.
+    """Extract a stage from a trace.
 
     Args:
         parts: the first, and the one after the last.
-        given: memories that are kept until backward is over.
-        loss: whether the loss comes after them.
-        again: whether the stage runs again in backward, and keeps what is given alone.
+        kept_outputs: memories that are kept until the end of backward.
+        loss: whether the loss follows these parts.
+        recompute: whether the stage is recomputed in backward, and keeps only its inputs.
     """
     first, after = parts
-    own = [first <= one.part < after for one in touches.steps]
-    end = [loss and one.part == after for one in touches.steps]
-    since, kept = touches.since, set(given)
+    own = [first <= step.part < after for step in touches.steps]
+    end = [loss and step.part == after for step in touches.steps]
+    since, kept = touches.since, set(kept_outputs)
     counted = [size > SMALL for size in touches.sizes]
     front = [n for n in range(since) if own[n]]
     back = [n for n in range(len(own)) if end[n] or (own[n] and n >= since)]
     forward = _works(touches, front, counted, kept, since)
-    if not again:
-        rest = _works(touches, back, counted, kept, None)
-        return StageSteps(forward, rest, touches.sizes)
-    entering = {n for one in forward for n in one.step.uses}
-    entering -= {n for one in forward for n in one.step.makes}
+    if not recompute:
+        later = _works(touches, back, counted, kept, None)
+        return StageSteps(forward, later, touches.sizes)
+    entering = {n for work in forward for n in work.step.uses}
+    entering -= {n for work in forward for n in work.step.makes}
     kept |= entering
-    once = _without_graph(forward, kept)
-    rest = [*(TileWork(one.step, one.frees) for one in forward if one.step.event is None)]
-    rest += _works(touches, back, counted, kept, None)
-    return StageSteps(once, rest, touches.sizes)
+    first_forward = _without_graph(forward, kept)
+    later = [*(TileWork(work.step, work.frees) for work in forward if work.step.event is None)]
+    later += _works(touches, back, counted, kept, None)
+    return StageSteps(first_forward, later, touches.sizes)
 
 
 def _without_graph(works: Sequence[TileWork], kept: set[int]) -> list[TileWork]:
-    """A forward of which nothing is kept for backward: what is used for the last time is gone."""
-    last = {n: at for at, one in enumerate(works) for n in (*one.step.uses, *one.step.makes)}
+    """A forward that keeps nothing for backward: memory is freed after its last use."""
+    last = {n: at for at, work in enumerate(works) for n in (*work.step.uses, *work.step.makes)}
     frees: dict[int, list[int]] = {}
     for memory, at in last.items():
         if memory not in kept:
             frees.setdefault(at, []).append(memory)
-    return [TileWork(one.step, tuple(frees.get(at, ()))) for at, one in enumerate(works)]
+    return [TileWork(work.step, tuple(frees.get(at, ()))) for at, work in enumerate(works)]
 
 
 def _works(
@@ -118,14 +122,14 @@ def _works(
     """The steps of these numbers.
 
     Args:
-        until: what is gone by this step is freed by the end; None: everything may stay.
+        until: memory freed before this step is freed by the end; None to keep the rest.
     """
     ends = [*numbers[1:], until]
     gone: dict[int, list[int]] = {}
     for memory, when in enumerate(touches.gone):
         if counted[memory] and memory not in kept:
             gone.setdefault(when, []).append(memory)
-    found = []
+    works = []
     for number, end in zip(numbers, ends, strict=True):
         frees = [
             memory
@@ -135,21 +139,21 @@ def _works(
         step = touches.steps[number]
         if step.event is None:
             uses, writes, makes = (
-                tuple(memory for memory in some if counted[memory])
-                for some in (step.uses, step.writes, step.makes)
+                tuple(memory for memory in memories if counted[memory])
+                for memories in (step.uses, step.writes, step.makes)
             )
             adds = step.adds if step.adds >= 0 and counted[step.adds] else -1
             step = TouchedStep(step.part, None, uses, writes, makes, adds)
         if step.event is not None or step.uses or step.makes or step.adds >= 0 or frees:
-            found.append(TileWork(step, tuple(frees)))
-    return found
+            works.append(TileWork(step, tuple(frees)))
+    return works
 
 
 # --- memory
 
 
 class SimulatedMemory:
-    """Memory within a limit, on paper.
+    """Simulated memory within a limit.
 
     Args:
         limit: bytes; None for no limit.
@@ -157,15 +161,15 @@ class SimulatedMemory:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._here: OrderedDict[Key, int] = OrderedDict()  # used last at the end
-        self._leaving: OrderedDict[Key, int] = OrderedDict()  # stored, and still here
+        self._here: OrderedDict[Key, int] = OrderedDict()  # most recently used last
+        self._leaving: OrderedDict[Key, int] = OrderedDict()  # stored, and still in memory
         self._away: dict[Key, int] = {}
         self._slots: dict[Key, int] = {}
-        self._in_store = self._staying = 0  # bytes; here, and not about to leave
+        self._in_store = self._staying = 0  # bytes; `_staying` is in memory and not leaving
         self.here = self.peak = self.stored = self.written = self.read = 0
 
     def touch(self, uses: Sequence[Key], writes: Sequence[Key], makes: dict[Key, int]) -> None:
-        """An operation."""
+        """Simulate an operation."""
         self._make_room(uses)
         for key in uses:
             if key in self._away:
@@ -184,7 +188,7 @@ class SimulatedMemory:
         self._make_room([*uses, *makes])
 
     def forget(self, key: Key) -> None:
-        """A memory is gone."""
+        """Free a memory."""
         size = self._here.pop(key, 0)
         self._staying -= size
         self.here -= size + self._leaving.pop(key, 0)
@@ -195,19 +199,19 @@ class SimulatedMemory:
         return key in self._here or key in self._leaving or key in self._away
 
     def add_up(self, own: Key, total: Key) -> None:
-        """Add a memory to another, or let it be that if there is none."""
+        """Add a memory to another one, or rename it if there is none."""
         if self.has(total):
             self.touch((own, total), (total,), {})
             self.forget(own)
             return
         places: tuple[dict[Key, int], ...]
         places = self._here, self._leaving, self._away, self._slots
-        for some in places:
-            if own in some:
-                some[total] = some.pop(own)
+        for place in places:
+            if own in place:
+                place[total] = place.pop(own)
 
     def forget_all(self, owner: Owner) -> None:
-        for key in [one for one in (*self._here, *self._leaving, *self._away) if one[0] == owner]:
+        for key in [key for key in (*self._here, *self._leaving, *self._away) if key[0] == owner]:
             self.forget(key)
 
     def _add(self, key: Key, size: int) -> None:
@@ -234,7 +238,7 @@ class SimulatedMemory:
                     staying -= size
             for key in leaving:
                 self._store(key)
-        for key in [one for one in self._leaving if one not in keep]:
+        for key in [key for key in self._leaving if key not in keep]:
             if self.here <= room:
                 break
             size = self._away[key] = self._leaving.pop(key)
@@ -261,15 +265,15 @@ class SimulatedMemory:
 
 
 class Replay:
-    """Actions of a rank on its virtual tiles, one after the other, on paper.
+    """Simulates the actions of a rank on its virtual tiles one after the other.
 
     Args:
-        stages: by number those that the rank has.
+        stages: of the rank, by number.
         stream: virtual tiles of the rank along each spatial dim.
         limit: bytes in memory; None for no limit.
 
     Attributes:
-        room: what was in memory.
+        room: the simulated memory.
     """
 
     def __init__(
@@ -279,7 +283,7 @@ class Replay:
         self._tiles = prod(stream)
 
     def run(self, action: Action) -> int:
-        """Returns bytes written to the store and read from it."""
+        """Run an action; return the bytes written to the store and read from it."""
         before = self.room.written + self.room.read
         stage, owner = self._stages[action.stage], (action.copy, action.stage, action.microbatch)
         is_forward = action.kind == "forward"
@@ -304,7 +308,7 @@ class _Turns:
         self._room, self._tiles, self._stage = room, tiles, stage
         self._owner, self._works = owner, works
         self._next, self._brought = [0] * tiles, [0] * tiles
-        self._open: list[list[int]] = [[] for _ in range(tiles)]  # calls not yet waited for
+        self._open: list[list[int]] = [[] for _ in range(tiles)]  # calls not waited for yet
         self._givers: dict[int, Givers] = {}
         self._arrived: Counter[int] = Counter()
         self._left: Counter[int] = Counter()
@@ -317,11 +321,11 @@ class _Turns:
         while True:
             self._turn(me)
             others = [(me + step) % count for step in range(1, count + 1)]
-            unfinished = [one for one in others if self._next[one] < len(self._works)]
+            unfinished = [tile for tile in others if self._next[tile] < len(self._works)]
             if not unfinished:
                 break
             me = next(filter(self._is_ready, unfinished), unfinished[0])
-        for key in [one for some in self._copied.values() for one in some]:
+        for key in [key for keys in self._copied.values() for key in keys]:
             self._room.forget(key)
 
     def _is_ready(self, tile: int) -> bool:
@@ -332,7 +336,7 @@ class _Turns:
         return givers is None or all(self._brought[other] >= call for other in givers[tile])
 
     def _turn(self, tile: int) -> None:
-        """Until it waits for others, or has ended."""
+        """Run a tile until it waits for peers, or ends."""
         works = self._works
         self._leave(self._waits[tile][1])
         while self._next[tile] < len(works):
@@ -342,10 +346,10 @@ class _Turns:
                 self._touch(tile, step)
             for number in frees:
                 self._room.forget((self._owner, tile, number))
-            if step.event is not None and not self._goes_on(tile, step.event):
+            if step.event is not None and not self._continues(tile, step.event):
                 return
 
-    def _goes_on(self, tile: int, event: DryEvent) -> bool:
+    def _continues(self, tile: int, event: DryEvent) -> bool:
         if event.kind == "bring":
             self._brought[tile] += 1
             call = self._brought[tile]
@@ -354,7 +358,7 @@ class _Turns:
             self._givers[call] = event.givers
             self._room.touch((), (), self._copies(tile, call, event.pieces))
             return True
-        if not self._open[tile]:  # it has begun in a part of another stage
+        if not self._open[tile]:  # the call started in another stage's part
             return True
         to_all = event.kind == "wait for all"
         call = self._open[tile].pop(-1 if to_all else 0)
@@ -365,15 +369,15 @@ class _Turns:
         return True
 
     def _copies(self, tile: int, call: int, pieces: Sequence[int]) -> dict[Key, int]:
-        """Of what a tile sends; they stay until all tiles have what they want of the call."""
-        found = {
+        """Buffers that a tile sends; kept until all tiles have received from the call."""
+        copies = {
             (self._owner, tile, -1 - number): size
             for number, size in enumerate(pieces, self._sent)
             if size > SMALL
         }
         self._sent += len(pieces)
-        self._copied.setdefault(call, []).extend(found)
-        return found
+        self._copied.setdefault(call, []).extend(copies)
+        return copies
 
     def _leave(self, call: int) -> None:
         self._left[call] += 1
@@ -382,7 +386,7 @@ class _Turns:
                 self._room.forget(key)
 
     def _touch(self, tile: int, step: TouchedStep) -> None:
-        """An operation; what it uses but nothing has made is read, or comes from another stage."""
+        """Simulate an operation; inputs that it lacks are read, or come from another stage."""
         owner, sizes = self._owner, self._stage.sizes
         uses, makes = [], {(owner, tile, number): sizes[number] for number in step.makes}
         for number in step.uses:

@@ -1,4 +1,4 @@
-"""The tile with which a network is run without data: the largest of a grid."""
+"""The largest tile of a grid, with which a network is run without data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spatialdl.spatial.tensor import SpatialTensor
 
 
 def largest_part(layout: Layout, among: Iterable[int] | None = None) -> int:
-    """The part with the most pixels, of these the one with the most neighbours.
+    """The part with the most pixels, and among those with the most neighbours.
 
     Args:
-        among: some parts; None: all.
+        among: candidate parts; None for all.
     """
 
     def size(part: int) -> tuple[int, int]:
@@ -30,16 +30,16 @@ def largest_part(layout: Layout, among: Iterable[int] | None = None) -> int:
 
 
 class LargestTile:
-    """Of images of a shape (N, C, *spatial), as the rank with the largest part sees it.
+    """The rank with the largest part of images of a shape (N, C, *spatial).
 
     Args:
         grid: of ranks.
         stream: virtual tiles of a rank along each spatial dim; () for none.
 
     Attributes:
-        mesh: of all tiles, virtual ones too.
-        rank: whose tile it is.
-        tiles: of this rank.
+        mesh: of all tiles, including virtual ones.
+        rank: the rank with the largest part.
+        tiles: number of virtual tiles of this rank.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LargestTile:
         return bool(self._stream)
 
     def image(self, dtype: torch.dtype) -> Tensor:
-        """The images on it, without data."""
+        """The tile of the images, without data."""
         if self.mesh.parts == 1:
             return torch.empty(self._shape, dtype=dtype, device="meta")
         layout = self.mesh.layout(self._shape[0], self._shape[2:])
@@ -69,7 +69,7 @@ class LargestTile:
         return SpatialTensor(torch.empty(shape, dtype=dtype, device="meta"), layout, self.mesh)
 
     def bytes(self, tensor: Tensor) -> int:
-        """Of a tensor on all virtual tiles of the rank; what is not split is there once."""
+        """Bytes of a tensor on all virtual tiles of the rank; counted once if it is not split."""
         size = local(tensor).nbytes
         if not self._stream or not isinstance(tensor, SpatialTensor):
             return size

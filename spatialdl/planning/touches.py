@@ -1,6 +1,6 @@
-"""What a virtual tile does with memory, operation by operation, and where its turn may end.
+"""Memory accesses of a virtual tile by operation, and the points where its turn may end.
 
-From this follows what of all tiles of a rank is in memory at a time, see `planning.store_use`.
+`planning.store_use` derives from them what is in memory for all tiles of a rank.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from torch import Tensor
 from spatialdl.comm.dry import DryEvent
 
 EVER = 2**62
-"""The end of what lives until its backward is over."""
+"""Step at which memory is freed that lives until the end of backward."""
 
 
 class TouchedStep(NamedTuple):
-    """An operation, or an event of a call of all ranks.
+    """An operation, or an event of a collective call.
 
     Attributes:
         part: of the network.
-        event: what the tile does of a call of all tiles; None of an operation.
-        uses: memories that it reads or writes, by number.
+        event: the tile's event in a call of all tiles; None for an operation.
+        uses: numbers of memories that it reads or writes.
         writes: those of them that it writes.
-        makes: memories that it makes.
-        adds: that of the gradient of a weight which is added to those of other virtual tiles; -1
-            for none.
+        makes: memories that it allocates.
+        adds: memory of a weight's gradient to add to those of other virtual tiles; -1 for none.
     """
 
     part: int
@@ -46,7 +45,7 @@ class Touches:
         steps: in order.
         sizes: bytes of each memory.
         gone: for each memory the step before which it is freed.
-        since: the step with which backward begins.
+        since: the step at which backward begins.
         made: the numbers of `planning.ledger.Ledger.memories`.
     """
 
@@ -57,7 +56,7 @@ class Touches:
     made: list[int] = field(default_factory=list)
 
     def add(self, size: int) -> int:
-        """The number of a new memory."""
+        """Register a new memory; return its number."""
         self.sizes.append(size)
         self.gone.append(EVER)
         return len(self.sizes) - 1
@@ -65,19 +64,19 @@ class Touches:
     def forget(self, number: int) -> None:
         self.gone[number] = len(self.steps)
 
-    def tell(self, part: int, event: DryEvent) -> None:
+    def note_event(self, part: int, event: DryEvent) -> None:
         self.steps.append(TouchedStep(part, event))
 
     def add_up(self, part: int, number: int) -> None:
-        """The gradient of a weight is complete on this tile."""
+        """Record that the gradient of a weight is complete on this tile."""
         self.steps.append(TouchedStep(part, adds=number))
 
     def note(
         self, part: int, uses: Iterable[int], writes: Iterable[int], makes: Iterable[int]
     ) -> None:
-        """An operation; memories that are not counted have the number -1."""
+        """Record an operation; memories that are not counted have number -1."""
         used, changed, made = (
-            tuple(n for n in dict.fromkeys(some) if n >= 0) for some in (uses, writes, makes)
+            tuple(n for n in dict.fromkeys(numbers) if n >= 0) for numbers in (uses, writes, makes)
         )
         step = TouchedStep(part, None, used, changed, made)
         if step.uses or step.makes:
@@ -85,22 +84,22 @@ class Touches:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    found: list[Tensor] = []
+    """The tensors that an operation writes into."""
+    written_to: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            some = value if isinstance(value, list | tuple) else [value]
-            found += [one for one in some if isinstance(one, Tensor)]
-    return found
+            values = value if isinstance(value, list | tuple) else [value]
+            written_to += [value for value in values if isinstance(value, Tensor)]
+    return written_to
 
 
 def touches_between(a: Touches | None, b: Touches | None, share: float) -> Touches | None:
-    """On the straight line from `a` (share 0) through `b` (share 1); of other samples."""
+    """Extrapolate linearly from `a` (share 0) through `b` (share 1), over samples."""
     if a is None or b is None or len(a.steps) != len(b.steps) or a.gone != b.gone:
         return None
-    steps = [_between(one, other, share) for one, other in zip(a.steps, b.steps, strict=True)]
-    known = [one for one in steps if one is not None]
+    steps = [_between(step, step_b, share) for step, step_b in zip(a.steps, b.steps, strict=True)]
+    known = [step for step in steps if step is not None]
     if len(known) < len(steps):
         return None
     sizes = [round(x + share * (y - x)) for x, y in zip(a.sizes, b.sizes, strict=True)]
@@ -108,13 +107,13 @@ def touches_between(a: Touches | None, b: Touches | None, share: float) -> Touch
 
 
 def _between(a: TouchedStep, b: TouchedStep, share: float) -> TouchedStep | None:
-    """None if the two do not do the same."""
+    """None if the two steps differ in more than sizes."""
     if a == b:
         return a
-    one, other = a.event, b.event
-    if one is None or other is None or len(one.pieces) != len(other.pieces):
+    event_a, event_b = a.event, b.event
+    if event_a is None or event_b is None or len(event_a.pieces) != len(event_b.pieces):
         return None
-    each = zip(one.pieces, other.pieces, strict=True)
-    event = one._replace(pieces=tuple(round(x + share * (y - x)) for x, y in each))
-    found = a._replace(event=event)
-    return found if found == b._replace(event=other._replace(pieces=event.pieces)) else None
+    each = zip(event_a.pieces, event_b.pieces, strict=True)
+    event = event_a._replace(pieces=tuple(round(x + share * (y - x)) for x, y in each))
+    result = a._replace(event=event)
+    return result if result == b._replace(event=event_b._replace(pieces=event.pieces)) else None

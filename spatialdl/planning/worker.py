@@ -1,4 +1,4 @@
-"""Running processes, and ranks, that measure something and print what they found."""
+"""Runs processes and ranks that measure something and print the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spatialdl.comm import allocator
 
 
 def environment(threads: int, plain: bool = False) -> dict[str, str]:
-    """What a worker finds in its environment: memory as the product sets it, or as PyTorch comes.
+    """Environment of a worker, with the package's memory settings or PyTorch's defaults.
 
     Args:
         threads: of each rank.
-        plain: leave memory as it is.
+        plain: whether to keep PyTorch's memory settings.
     """
     memory = {allocator.SWITCH: "0"} if plain else allocator.environment()
     cores = {"OMP_NUM_THREADS": str(threads), "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -24,10 +24,10 @@ def environment(threads: int, plain: bool = False) -> dict[str, str]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], show: bool = False) -> str:
-    """What a process prints.
+    """Run a process and return its output.
 
     Args:
-        show: let it write its progress, and what went wrong, to this process's standard error.
+        show: whether its standard error, with progress and errors, goes to this process's.
 
     Raises:
         RuntimeError: if it fails.
@@ -37,14 +37,14 @@ def run(command: Sequence[str], environment: Mapping[str, str], show: bool = Fal
         command, env=dict(environment), stdout=subprocess.PIPE, stderr=shown, text=True, check=False
     )
     if done.returncode:
-        said = "see above" if show else f"\n{(done.stderr or done.stdout)[-2000:]}"
-        raise RuntimeError(f"{' '.join(command)} failed: {said}")
+        output = "see above" if show else f"\n{(done.stderr or done.stdout)[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} failed: {output}")
     return done.stdout
 
 
 def run_worker(
     command: Sequence[str], environment: Mapping[str, str], show: bool = False
 ) -> dict[str, Any]:
-    """The last line that a process prints, which is JSON; see `run`."""
-    found: dict[str, Any] = json.loads(run(command, environment, show).strip().splitlines()[-1])
-    return found
+    """Run a process and parse the JSON on its last line of output; see `run`."""
+    result: dict[str, Any] = json.loads(run(command, environment, show).strip().splitlines()[-1])
+    return result

@@ -1,1 +1,1 @@
-"""Images larger than a device: virtual ranks one after the other, their tensors in a store."""
+"""Runs images larger than a device: virtual ranks in turn, with tensors offloaded to a store."""

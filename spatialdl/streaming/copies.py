@@ -1,4 +1,4 @@
-"""A network for each of several virtual ranks: weights are there once, buffers for each."""
+"""Copies of a network for virtual ranks that share weights but not buffers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class ModelCopies:
-    """The network itself for the first virtual rank, and copies of it for the others.
+    """The network itself for the first virtual rank, and copies of it for the other ones.
 
-    What they train are leaves of their own in the memory of the network's parameters: so gradients
-    of all virtual ranks come together apart from whatever else these take part in.
+    Their parameters are separate leaves in the memory of the network's parameters, so gradients of
+    all virtual ranks accumulate apart from other uses of these parameters.
 
     Args:
         model: without hooks that a copy should not have.
-        count: of virtual ranks.
+        count: number of virtual ranks.
 
     Attributes:
         networks: one for each virtual rank.
@@ -40,12 +40,12 @@ class ModelCopies:
         return copy.deepcopy(self._model, memo)
 
     def follow(self) -> None:
-        """Make the copies what the network is now: its weights, buffers, modes and settings."""
+        """Update the copies to the network's current weights, buffers, modes and settings."""
         for own, leaf in self._leaves.items():
             leaf.requires_grad_(own.requires_grad)
-            leaf.data = own.data  # an average of the weights may have taken their place
-        for other in self.networks[1:]:
-            for module, copied in zip(self._model.modules(), other.modules(), strict=True):
+            leaf.data = own.data  # averaged weights may have replaced them
+        for network in self.networks[1:]:
+            for module, copied in zip(self._model.modules(), network.modules(), strict=True):
                 vars(copied).update(
                     (name, value) for name, value in vars(module).items() if type(value) in _PLAIN
                 )
@@ -54,21 +54,21 @@ class ModelCopies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the network itself has the leaves, too; in backward for what runs again."""
+        """Context in which the network itself has the leaves; also for recomputation."""
         names: dict[str, Tensor] = {
-            name: self._leaves[each] for name, each in self._model.named_parameters()
+            name: self._leaves[parameter] for name, parameter in self._model.named_parameters()
         }
         with _reparametrize_module(self._model, names, tie_weights=True):
             yield
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The network's parameters that want gradients."""
+        """Trainable parameters of the network."""
         return [parameter for parameter in self._leaves if parameter.requires_grad]
 
     def take_gradients(self, of: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """What backwards have added up for these parameters since it was asked last."""
-        found = [self._leaves[parameter].grad for parameter in of]
+        """Return and reset the gradients that backwards have accumulated for parameters."""
+        gradients = [self._leaves[parameter].grad for parameter in of]
         for leaf in self._leaves.values():
             leaf.grad = None
-        return found
+        return gradients

@@ -1,6 +1,6 @@
-"""Where tensors of an accelerator lie that no virtual tile needs now: pinned memory, or a disk.
+"""Stores for offloaded tensors of an accelerator: pinned host memory, or a disk.
 
-Copies run in two streams beside the one that computes, one for each direction.
+Copies run on two streams beside the one that computes, one for each direction.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from spatialdl.streaming.store import FileStore, Places, Slot, bytes_of
 Result = TypeVar("Result")
 
 CHUNK = 256 * 2**20
-"""Bytes of pinned memory asked for together: a power of two, to which PyTorch rounds up."""
+"""Bytes per allocation of pinned memory: a power of two, as PyTorch rounds up to one."""
 
 STAGED = 8
-"""Copies to or from a disk that may have pinned memory at the same time."""
+"""Maximum number of staging buffers of pinned memory for copies to or from a disk."""
 
 
 class PinnedStore:
-    """Bytes of storages of a device in pinned memory of the host; see `store.Store`."""
+    """Store of device storages in pinned host memory; see `store.Store`."""
 
-    place = "pinned memory of the host"
+    place = "pinned host memory"
 
     def __init__(self, device: torch.device) -> None:
         self._copies, self._places = CopyStreams(device), Places()
@@ -44,7 +44,7 @@ class PinnedStore:
 
     @property
     def room(self) -> int:
-        """Memory of the machine that is free, and what is pinned already."""
+        """Available memory of the machine, including memory that is already pinned."""
         return available_memory() + len(self._chunks) * CHUNK
 
     def put(self, storage: torch.UntypedStorage) -> Slot:
@@ -66,24 +66,24 @@ class PinnedStore:
         self._chunks = []
 
     def _pieces(self, start: int, nbytes: int) -> list[Tensor]:
-        """Of the chunks, in their order."""
-        found, stop = [], start + nbytes
+        """Slices of the chunks that make up a range of bytes."""
+        pieces, stop = [], start + nbytes
         while start < stop:
             chunk, offset = divmod(start, CHUNK)
             end = min(CHUNK, offset + stop - start)
-            found.append(self._chunks[chunk][offset:end])
+            pieces.append(self._chunks[chunk][offset:end])
             start += end - offset
-        return found
+        return pieces
 
 
 class DeviceDiskStore(FileStore):
-    """Bytes of storages of a device in a file, by way of pinned memory; see `store.Store`.
+    """Store of device storages in a file, staged in pinned memory; see `store.Store`.
 
     Args:
-        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
 
     Raises:
-        ValueError: no file can be made there.
+        ValueError: if no file can be created there.
     """
 
     def __init__(self, device: torch.device, folder: str | Path | None = None) -> None:
@@ -108,7 +108,7 @@ class DeviceDiskStore(FileStore):
         box = [storage]
 
         def read() -> CopyEvent:
-            own = box.pop()  # so that this thread is never the last that has it
+            own = box.pop()  # so that this thread never holds the last reference
             self._file.read(bytes_of(staging.untyped_storage())[: len(staging)], slot.start)
             return self._copies.back([staging], own, queued)
 
@@ -117,7 +117,7 @@ class DeviceDiskStore(FileStore):
 
     def _staging(self, nbytes: int) -> Tensor:
         while len(self._staged) >= STAGED:
-            self._staged.pop(0).exception()  # which its slot raises
+            self._staged.pop(0).exception()  # raised by its slot
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], Result]) -> Future[Result]:
@@ -134,11 +134,11 @@ class CopyStreams:
         self._out, self._back = torch.Stream(device), torch.Stream(device)
 
     def queued(self) -> torch.Event:
-        """What this thread has queued on the device so far."""
+        """Event after the work that this thread has queued on the device."""
         return torch.accelerator.current_stream(self._device).record_event()
 
     def out(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> CopyEvent:
-        """From the device; the storage must live until it is done."""
+        """Copy from the device; the storage must not be freed until the copy is done."""
         parts = self._parts(storage, pieces)
         return self._run(self._out, self.queued(), zip(pieces, parts, strict=True))
 
@@ -148,7 +148,7 @@ class CopyStreams:
         storage: torch.UntypedStorage,
         after: torch.Event | None = None,
     ) -> CopyEvent:
-        """To the device, after what had the memory before."""
+        """Copy to the device, after earlier work on that memory."""
         parts = self._parts(storage, pieces)
         return self._run(self._back, after or self.queued(), zip(parts, pieces, strict=True))
 
@@ -162,13 +162,13 @@ class CopyStreams:
         return CopyEvent(stream.record_event(), self._device)
 
     def _parts(self, storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Of the bytes of a storage, as long as the pieces."""
+        """Views of a storage's bytes with the lengths of the pieces."""
         values = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        return values.split_with_sizes([len(one) for one in pieces])
+        return values.split_with_sizes([len(piece) for piece in pieces])
 
 
 class CopyEvent:
-    """A copy that a stream makes; the host does not wait for it."""
+    """A copy on a stream; the host does not wait for it."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -184,7 +184,7 @@ class CopyEvent:
 
 
 class _Written:
-    """A copy, and a thread that writes it to a disk: the storage is free after the copy."""
+    """A copy and its write to disk by a thread; the storage is free after the copy."""
 
     def __init__(self, copied: CopyEvent, written: Future[None]) -> None:
         self._copied, self._written = copied, written
@@ -198,7 +198,7 @@ class _Written:
 
 
 class _Read:
-    """A thread that reads from a disk and starts the copy to the device."""
+    """A read from disk by a thread, which then starts the copy to the device."""
 
     def __init__(self, copied: Future[CopyEvent]) -> None:
         self._copied = copied

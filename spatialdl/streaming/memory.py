@@ -1,12 +1,12 @@
-"""Tensors of a computation kept within a limit: those needed soonest stay, the others are stored.
+"""Keeps tensors within a memory limit: those needed soonest stay, the rest is offloaded.
 
-What autograd keeps and what a network holds is all the same here. A storage that is stored keeps
-its tensors, views and versions, but has no memory; before an operation reads it or writes to it, it
-gets its bytes back. PyTorch's dispatcher shows each operation, those of backward included.
+Tensors saved by autograd and tensors of the network are treated alike. An offloaded storage keeps
+its tensors, views and versions, but has no memory. Its bytes are loaded before an operation reads
+or writes it. PyTorch's dispatcher shows each operation, including those of backward.
 
-Storing begins before the limit is reached, and what the next operations read is brought back while
-others run. What they will read is guessed: virtual tiles take turns in a fixed order, so each needs
-next what it used in its last turn, and in backward what it has stored last.
+Offloading starts before the limit is reached, and inputs of the next operations are prefetched
+while other operations run. The prefetch is a guess: virtual tiles take turns in a fixed order, so
+each needs next what it used in its last turn, and in backward what it stored last.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from spatialdl.streaming.store import DiskStore, Slot, Store
 from spatialdl.streaming.watch import Watch, storages_of
 
 SMALL = 64 * 2**10
-"""Bytes of a storage that always stays."""
+"""Storages up to this number of bytes are never offloaded."""
 
 AHEAD = 0.1
-"""Of a limit: how much of it is being stored before it must be, or brought back."""
+"""Fraction of the limit that is offloaded ahead of need, and that may be prefetched."""
 
 
 class _Entry:
-    """A storage that is watched.
+    """A watched storage.
 
     Attributes:
-        slot: where its bytes are stored, too, if they are.
-        among: the entries between which it stands, in the order of their use.
-        tile, turn: the virtual tile that used it last, in which of its turns.
+        slot: where its bytes are stored, if they are.
+        among: the queue that it is in, ordered by use.
+        tile, turn: the virtual tile that used it last, and that tile's turn.
         is_away: whether it has no memory now.
-        arrives: whether its bytes are on their way back.
-        early: whether it was brought back before it was needed, and was not used since.
-        kept: the storage itself, while its bytes are on their way.
+        arrives: whether its bytes are being loaded.
+        early: whether it was prefetched and not used since.
+        kept: the storage itself, during a transfer.
     """
 
     def __init__(self, storage: torch.UntypedStorage, memory: Memory) -> None:
@@ -55,17 +55,17 @@ class _Entry:
         # the Python object of a storage lives as long as the storage itself
         self.storage = weakref.ref(storage, lambda _: memory.forget(key))
 
-    def move_to(self, others: OrderedDict[int, _Entry]) -> None:
+    def move_to(self, queue: OrderedDict[int, _Entry]) -> None:
         self.among.pop(self.key, None)
-        self.among = others
-        others[self.key] = self
+        self.among = queue
+        queue[self.key] = self
 
 
 class _Tile:
-    """What a virtual tile used in its last turn, and what of its tensors is stored.
+    """Storages that a virtual tile used in its last turn, and its offloaded ones.
 
     Attributes:
-        early: how many are brought back before they are needed.
+        early: number of prefetched storages.
     """
 
     def __init__(self) -> None:
@@ -75,19 +75,19 @@ class _Tile:
 
 
 class Memory:
-    """Keeps the tensors that are made within `watch` within a limit.
+    """Keeps tensors that are allocated within `watch` within a limit.
 
     Args:
-        limit: bytes of these tensors that may be in memory; what one operation reads and makes is
-            there together, limit or not. None for no limit.
-        store: where the others go; None without a limit.
+        limit: bytes of these tensors in memory; inputs and outputs of one operation are in memory
+            together, regardless of the limit. None for no limit.
+        store: for offloaded tensors; None without a limit.
 
     Attributes:
         limit: as given.
-        store: where the others are.
+        store: as given.
         here: bytes in memory now.
-        peak: bytes in memory at most, so far.
-        told: called after each operation within `watch`, if there is something.
+        peak: maximum bytes in memory so far.
+        on_operation: callback before each operation within `watch`, if set.
     """
 
     def __init__(self, limit: int | None = None, store: Store | None = None) -> None:
@@ -95,63 +95,65 @@ class Memory:
         self._entries: dict[int, _Entry] = {}
         self._tiles = [_Tile()]
         self._active = 0
-        self._unused: OrderedDict[int, _Entry] = OrderedDict()  # in the last turn of their tiles
-        self._leaving: OrderedDict[int, _Entry] = OrderedDict()  # stored, and still here
-        self._moving: deque[_Entry] = deque()  # have a transfer, with their storages
+        self._unused: OrderedDict[int, _Entry] = OrderedDict()  # not in the last turn of their tile
+        self._leaving: OrderedDict[int, _Entry] = OrderedDict()  # stored, and still in memory
+        self._moving: deque[_Entry] = deque()  # entries whose transfer holds their storage
         self.here = self.peak = 0
         self._leaving_bytes = self._early = 0
-        self.told: Callable[[], object] | None = None
+        self.on_operation: Callable[[], object] | None = None
 
     def watch(self, tile: int = 0) -> AbstractContextManager[object]:
-        """A context for a thread; several threads may be in it, one of them active at a time.
+        """Context for a thread; several threads may be in it, one of them active at a time.
 
-        Without a limit, and nobody to be told of operations, nothing is watched: a look at each
-        takes the time of a small one.
+        Without a limit and a callback nothing is watched, as watching an operation costs as much
+        as a small one.
 
         Args:
-            tile: number of the virtual tile that the thread works on. They have turns in the order
-                of their numbers, as far as is known here.
+            tile: number of the virtual tile of the thread. The prefetch assumes turns in the order
+                of these numbers.
         """
-        if self.limit is None and self.told is None:
+        if self.limit is None and self.on_operation is None:
             return nullcontext()
         return Watch(self, tile, None if self.store is None else self.store.device)
 
     def bring(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors their bytes back, for who reads them outside of `watch`."""
+        """Load the bytes of tensors that are read outside of `watch`."""
         for storage in storages_of(tensors):
             self.need(storage)
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """The same for who also writes to them: they are watched no longer."""
+        """Load tensors for reads and writes outside of `watch`, and stop watching them."""
         for storage in storages_of(tensors):
             self.need(storage, writes=True)
             self.forget(storage._cdata)
 
     def begin(self, tile: int) -> None:
-        """The turn of a virtual tile; what it did not use in the one before, nobody needs soon."""
+        """Begin a tile's turn; storages unused in its previous turn are stored first."""
         if tile == self._active:
             return
         self._tiles.extend(_Tile() for _ in range(tile + 1 - len(self._tiles)))
         self._active, own = tile, self._tiles[tile]
-        for entry in [one for one in own.used.values() if one.turn < own.turn and not one.early]:
+        for entry in [
+            used for used in own.used.values() if used.turn < own.turn and not used.early
+        ]:
             entry.move_to(self._unused)
         own.turn += 1
 
     def need(self, storage: torch.UntypedStorage, writes: bool = False) -> None:
-        """Before it is read or written to."""
+        """Prepare a storage for a read or write."""
         entry = self._entries.get(storage._cdata)
         if entry is None:
             return
         if entry.is_away:
             self._fetch(entry, storage)
-        if writes or entry.arrives:  # what is being stored may be read
+        if writes or entry.arrives:  # reads may overlap with storing
             self._wait(entry)
         self._use(entry)
         if writes:
-            self._free(entry)  # it is no longer what is stored
+            self._free(entry)  # the stored bytes are outdated
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """An operation has made it."""
+        """Watch a storage that an operation has allocated."""
         device = None if self.store is None else self.store.device
         if storage.nbytes() > SMALL and (device is None or storage.device.type == device.type):
             self._entries[storage._cdata] = entry = _Entry(storage, self)
@@ -159,9 +161,9 @@ class Memory:
             self._has_come(entry)
 
     def make_room(self, needed: Iterable[torch.UntypedStorage]) -> None:
-        """Store what nobody needs soon, but nothing that is needed now.
+        """Offload storages that are not needed soon, except those needed now.
 
-        What is needed but stored is counted as if it were in memory already.
+        Offloaded storages that are needed count as if they were in memory.
         """
         if self.limit is None:
             return
@@ -180,7 +182,7 @@ class Memory:
             self._put_away(next(iter(self._leaving.values())))
 
     def look_ahead(self) -> None:
-        """Bring back what the next operations read, where there is room for it."""
+        """Prefetch inputs of the next operations where there is room."""
         if self.limit is None:
             return
         most = int(AHEAD * self.limit)
@@ -202,7 +204,7 @@ class Memory:
                 self._early += entry.nbytes
 
     def forget(self, key: int) -> None:
-        """A storage is gone."""
+        """Stop watching a freed storage."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             if not entry.is_away:
@@ -220,7 +222,7 @@ class Memory:
         entry.move_to(own.used)
 
     def _leave(self, entry: _Entry) -> None:
-        """It is neither on its way out nor brought back early any more."""
+        """Cancel that an entry is leaving, or counts as prefetched."""
         if entry.among is self._leaving:
             self._leaving_bytes -= entry.nbytes
         if entry.early:
@@ -229,15 +231,15 @@ class Memory:
             entry.early = False
 
     def _start_storing(self, most: int, keep: set[int]) -> None:
-        """Until no more than `most` bytes stay here."""
+        """Start to store until at most `most` bytes are not leaving."""
         if self.here - self._leaving_bytes <= most or self.store is None:
             return
         tiles, active = self._tiles, self._active
-        # whose turn was last comes last again; the active one has what it needs now at its end
-        others = [tiles[(active - back) % len(tiles)].used for back in range(1, len(tiles) + 1)]
-        for row in (self._unused, *others):
-            while row:
-                entry = next(iter(row.values()))
+        # the previous tile's turn comes last; the active tile's current needs are at its end
+        queues = [tiles[(active - back) % len(tiles)].used for back in range(1, len(tiles) + 1)]
+        for queue in (self._unused, *queues):
+            while queue:
+                entry = next(iter(queue.values()))
                 if entry.key in keep or self.here - self._leaving_bytes <= most:
                     break
                 self._store(entry, self.store)
@@ -245,7 +247,7 @@ class Memory:
     def _store(self, entry: _Entry, store: Store) -> None:
         storage = entry.storage()
         if storage is None or not storage.resizable():
-            self.forget(entry.key)  # the memory of somebody else
+            self.forget(entry.key)  # memory that PyTorch does not own
             return
         if entry.slot is None:
             entry.slot = store.put(storage)
@@ -268,7 +270,7 @@ class Memory:
 
     def _fetch(self, entry: _Entry, storage: torch.UntypedStorage) -> None:
         if self.store is None or entry.slot is None:
-            raise RuntimeError("a tensor is neither in memory nor stored")
+            raise RuntimeError("internal error: a tensor is neither in memory nor stored")
         storage.resize_(entry.nbytes)
         self.store.get(entry.slot, storage)
         entry.is_away, entry.arrives = False, True
@@ -298,24 +300,24 @@ class Memory:
             self.store.free(slot)
 
     def _settle(self) -> None:
-        """Let go of storages whose bytes are where they should be."""
+        """Release storages whose transfers are done."""
         while self._moving and (self._moving[0].slot is None or self._moving[0].slot.is_done()):
             self._moving.popleft().kept = None
 
     def _needed_next(self) -> list[_Entry]:
-        """What this virtual tile, and the next one, will read first of what is stored.
+        """The first offloaded storages that this virtual tile and the next one will read.
 
-        One of each: more are stored again before their turn comes.
+        One for each: more would be offloaded again before their turn.
         """
         backward = torch._C._current_graph_task_id() >= 0
-        number, found = self._active, []
+        number, entries = self._active, []
         for back in (1, 0)[: len(self._tiles)]:
             tile = self._tiles[number % len(self._tiles)]
             last = next(reversed(tile.away.values()), None)
             if last is not None and not tile.early and (backward or last.turn == tile.turn - back):
-                found.append(last)
+                entries.append(last)
             number += 1
-        return found
+        return entries
 
 
 HOST, DISK = "host", "disk"
@@ -328,33 +330,33 @@ def memory_within(
     key: str = "limit_gb",
     where_key: str = "store",
 ) -> Memory:
-    """What holds tensors of virtual tiles, within a limit if there is one.
+    """Make the memory for tensors of virtual tiles, within a limit if there is one.
 
     Args:
         limit_gb: 10^9 bytes; None for no limit.
-        where: what is not in memory goes: ``host`` (pinned memory, for accelerators), ``disk``
-            (the folder for temporary files), or a folder. None: ``host`` for an accelerator, else
-            ``disk``.
-        key, where_key: what the two are called where they are given.
+        where: destination of offloaded tensors: ``host`` (pinned memory, for accelerators),
+            ``disk`` (the folder for temporary files), or a folder. None for ``host`` on
+            accelerators, else ``disk``.
+        key, where_key: names of the two for messages.
 
     Raises:
-        ValueError: the limit is no positive number, or the store cannot be used.
+        ValueError: if the limit is not a positive number, or the store cannot be used.
     """
     if limit_gb is None:
         if where is not None:
             raise ValueError(
-                f"{where_key}={where} is of no use without {key}: set it, or leave {where_key} out"
+                f"{where_key}={where} has no effect without {key}: set it, or leave {where_key} out"
             )
         return Memory()
     if isinstance(limit_gb, bool) or not isinstance(limit_gb, int | float) or not limit_gb > 0:
         raise ValueError(f"{key}={limit_gb} must be a number above 0")
     if device.type == "meta":
-        raise ValueError(f"{key}={limit_gb}: the network is on meta, where nothing takes memory")
+        raise ValueError(f"{key}={limit_gb}: the network is on meta, where tensors have no memory")
     limit, on_cpu = int(limit_gb * 1e9), device.type == "cpu"
     if where == HOST and on_cpu:
         raise ValueError(
-            f"{where_key}={HOST} is for accelerators, this network is on a CPU: take {DISK} or a "
-            "folder"
+            f"{where_key}={HOST} is for accelerators, but the network is on a CPU: take {DISK} or "
+            "a folder"
         )
     if where in (None, HOST) and not on_cpu:
         return Memory(limit, PinnedStore(device))

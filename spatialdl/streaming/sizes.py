@@ -1,4 +1,4 @@
-"""What a network takes of memory for a whole image, found out without data."""
+"""Measures the memory of a network for a whole image, without data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.shadow import meta_copy
 
 SHARE = 0.4
-"""Of a limit that an operation may take for what it reads and makes of a tile."""
+"""Fraction of the limit for inputs and outputs of the largest operation on a tile."""
 
 
 class ImageSizes(NamedTuple):
     """Bytes for one image, forward and backward.
 
     Attributes:
-        live: tensors that are there at the same time, at most.
-        largest: what one operation reads and makes, at most.
+        live: peak of simultaneously allocated tensors.
+        largest: maximum bytes of inputs and outputs of an operation.
     """
 
     live: int
@@ -39,12 +39,13 @@ def sizes_of(
     trains: bool = True,
     recompute: bool = False,
 ) -> ImageSizes | None:
-    """Those of a network, in training with its backward; None where it cannot be run without data.
+    """Measure a network, in training with its backward; None if it cannot be run without data.
 
     Args:
         shape: of the images, (N, C, *spatial).
         dtype: of images and weights.
-        recompute: whether its blocks run again in backward.
+        trains: whether to measure training with its backward.
+        recompute: whether its blocks are recomputed in backward.
     """
     shadow, count = meta_copy(model).to(dtype), _Count()
     if recompute:
@@ -53,18 +54,22 @@ def sizes_of(
     try:
         with torch.set_grad_enabled(trains), count, torch.device("meta"):
             image = torch.empty(tuple(shape), dtype=dtype, device="meta")
-            outputs = [one for one in tree_leaves(shadow(image)) if isinstance(one, Tensor)]
-            learnt = [one for one in outputs if one.requires_grad]
+            outputs = [
+                output for output in tree_leaves(shadow(image)) if isinstance(output, Tensor)
+            ]
+            differentiable = [output for output in outputs if output.requires_grad]
             del image, outputs
-            if learnt:
-                torch.autograd.backward(learnt, [torch.empty_like(one) for one in learnt])
+            if differentiable:
+                torch.autograd.backward(
+                    differentiable, [torch.empty_like(output) for output in differentiable]
+                )
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
-        return None  # of values, or with an operation that has no shape of its own
+        return None  # it depends on values, or an operation has no meta implementation
     return ImageSizes(count.peak, count.largest)
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation, those of backward included."""
+    """Counts the memory of each operation, including those of backward."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,14 +79,14 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         storages = {}
-        for one in tree_leaves((args, kwargs, result)):
-            if isinstance(one, Tensor):
-                storage = one.untyped_storage()
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
                 storages[storage._cdata] = storage
-        self.largest = max(self.largest, sum(one.nbytes() for one in storages.values()))
-        for one in tree_leaves(result):
-            if isinstance(one, Tensor):
-                self._note(one.untyped_storage())
+        self.largest = max(self.largest, sum(storage.nbytes() for storage in storages.values()))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage())
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -101,27 +106,27 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def tiles_within(
     sizes: ImageSizes, limit: int, size: Sequence[int], grid: Sequence[int]
 ) -> list[int]:
-    """Into how many virtual tiles a rank cuts its part of an image, along each spatial dim.
+    """Number of virtual tiles of a rank along each spatial dim.
 
-    As few as let the largest operation on a tile take `SHARE` of the limit.
+    The smallest number for which the largest operation on a tile takes `SHARE` of the limit.
 
     Args:
         limit: bytes.
         size: of the spatial dims of the image.
         grid: ranks along each of them.
     """
-    found = [1] * len(size)
-    while sizes.largest > SHARE * limit * prod(found) * prod(grid):
+    tiles = [1] * len(size)
+    while sizes.largest > SHARE * limit * prod(tiles) * prod(grid):
         tile = [
-            extent / (parts * own) for extent, parts, own in zip(size, grid, found, strict=True)
+            extent / (parts * own) for extent, parts, own in zip(size, grid, tiles, strict=True)
         ]
         longest = tile.index(max(tile))
         if tile[longest] < 2:
             break
-        found[longest] += 1
-    return found
+        tiles[longest] += 1
+    return tiles
 
 
 def stored(sizes: ImageSizes, limit: int, ranks: int) -> int:
-    """Bytes that wait on a disk, of each of so many ranks."""
+    """Bytes on disk per rank."""
     return max(0, ceil(sizes.live / ranks) - limit)

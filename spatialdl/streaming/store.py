@@ -1,7 +1,6 @@
-"""Where tensors lie that no virtual tile needs now: a file without a name.
+"""Store for offloaded tensors of virtual tiles: an unnamed file.
 
-It is gone when the process ends, however it ends. Bytes are written and read by threads beside the
-one that computes.
+The file disappears when the process ends, even by a signal. Background threads write and read.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from typing import Protocol
 import torch
 
 PAGE = 4096
-"""Bytes to which a place in a store is rounded up."""
+"""Bytes to which a slot is rounded up."""
 
 
 class Transfer(Protocol):
-    """Bytes on their way into a store or out of it."""
+    """A transfer to or from a store."""
 
     def wait(self) -> None:
-        """Until they are there, for all that this thread does afterwards.
+        """Make later work of this thread wait for the transfer.
 
         Raises:
-            OSError: the disk is full, or fails.
+            OSError: if the disk is full or fails.
         """
 
     def is_done(self) -> bool:
-        """Whether they are there, or have failed; does not wait."""
+        """Whether it has completed or failed; does not wait."""
 
 
 @dataclass
 class Slot:
-    """A place in a store, in bytes, and what is on its way there or back."""
+    """A range of bytes in a store, and its current transfer."""
 
     start: int
     size: int
     transfer: Transfer | None = field(default=None, compare=False)
 
     def wait(self) -> None:
-        """Until nothing is on its way; raises what `Transfer.wait` raises."""
+        """Wait for the current transfer; raises the errors of `Transfer.wait`."""
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             transfer.wait()
@@ -55,14 +54,14 @@ class Slot:
 
 
 class Store(Protocol):
-    """Keeps bytes of storages; for one thread at a time.
+    """Stores the bytes of storages; for one thread at a time.
 
     Attributes:
-        device: the accelerator whose tensors it takes; None for those of a CPU.
-        place: what it is, in messages.
-        folder: for files of what is as large besides.
+        device: the accelerator of its tensors; None for the CPU.
+        place: description for messages.
+        folder: for other files of similar size.
         written, read: bytes so far.
-        peak: bytes that it has had at most.
+        peak: maximum size in bytes, including unused slots.
         room: bytes that it can still take.
     """
 
@@ -79,30 +78,30 @@ class Store(Protocol):
     def room(self) -> int: ...
 
     def put(self, storage: torch.UntypedStorage) -> Slot:
-        """Begin to store it; it must live, and stay as it is, until the slot is done."""
+        """Start to store a storage, which must not be freed or changed until the slot is done."""
 
     def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        """Begin to bring the bytes back; nobody else may use the storage until the slot is done."""
+        """Start to load the bytes; the storage must not be used until the slot is done."""
 
     def free(self, slot: Slot) -> None:
-        """The place may be used again; nothing is on its way there."""
+        """Release a slot without a transfer."""
 
     def close(self) -> None: ...
 
 
 class Places:
-    """Slots in a row of bytes that grows where no free one is large enough."""
+    """Allocates slots in a range of bytes, which grows if no free slot is large enough."""
 
     def __init__(self) -> None:
         self.end = 0
-        self._free: list[tuple[int, int]] = []  # starts and sizes in order, none beside another
+        self._free: list[tuple[int, int]] = []  # starts and sizes in order, never adjacent
 
     def take(self, nbytes: int) -> Slot:
-        """The first free place that is large enough, or one at the end."""
+        """Allocate by first fit, or at the end."""
         size = -(-nbytes // PAGE) * PAGE
-        for at, (start, found) in enumerate(self._free):
-            if found >= size:
-                self._free[at : at + 1] = [(start + size, found - size)][: found > size]
+        for at, (start, available) in enumerate(self._free):
+            if available >= size:
+                self._free[at : at + 1] = [(start + size, available - size)][: available > size]
                 return Slot(start, size)
         start = self.end
         if self._free and sum(self._free[-1]) == start:
@@ -111,7 +110,7 @@ class Places:
         return Slot(start, size)
 
     def free(self, slot: Slot) -> None:
-        """The place may be used again, together with free ones beside it."""
+        """Release a slot and merge it with adjacent free ones."""
         start, size = slot.start, slot.size
         at = bisect_left(self._free, (start, size))
         if at < len(self._free) and self._free[at][0] == start + size:
@@ -124,10 +123,10 @@ class Places:
 
 
 class File:
-    """A file without a name in a folder.
+    """An unnamed file in a folder.
 
     Raises:
-        ValueError: none can be made there.
+        ValueError: if no file can be created there.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -136,7 +135,7 @@ class File:
             self._file = tempfile.TemporaryFile(dir=self.folder, prefix="spatialdl-stream-")  # noqa: SIM115
         except OSError as error:
             raise ValueError(
-                f"cannot store tensors in {self.folder}: {error.strerror}; name another folder"
+                f"cannot store tensors in {self.folder}: {error.strerror}; take another folder"
             ) from error
 
     @property
@@ -145,7 +144,7 @@ class File:
         return shutil.disk_usage(self.folder).free
 
     def write(self, memory: memoryview, start: int) -> None:
-        """Raises OSError where the disk is full, or fails."""
+        """Write bytes; raises OSError if the disk is full or fails."""
         done = 0
         try:
             while done < len(memory):
@@ -155,7 +154,7 @@ class File:
             raise OSError(
                 error.errno,
                 f"{error.strerror}: {self.folder}, where {size / 1e9:.1f} GB of tensors are "
-                "stored; name a folder on a disk with more room",
+                "stored; take a folder on a disk with more free space",
             ) from error
 
     def read(self, memory: memoryview, start: int) -> None:
@@ -163,7 +162,7 @@ class File:
         while done < len(memory):
             count = os.preadv(self._file.fileno(), [memory[done:]], start + done)
             if not count:
-                raise OSError(f"what was stored in {self.folder} is not there any more")
+                raise OSError(f"tensors stored in {self.folder} are missing: the file is too short")
             done += count
 
     def close(self) -> None:
@@ -171,14 +170,14 @@ class File:
 
 
 class FileStore:
-    """What stores in a file of a folder share, whosever tensors they take; see `Store`.
+    """Base of stores in a file, for any device; see `Store`.
 
     Args:
-        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
         device: see `Store`.
 
     Raises:
-        ValueError: no file can be made there.
+        ValueError: if no file can be created there.
     """
 
     def __init__(self, folder: str | Path | None, device: torch.device | None) -> None:
@@ -186,7 +185,7 @@ class FileStore:
         self.device = device
         self.folder, self.place = self._file.folder, str(self._file.folder)
         self.written = self.read = 0
-        # of their own, so that what is needed now does not wait for what was needed before
+        # separate threads, so that reads do not queue behind writes
         self._writer = ThreadPoolExecutor(1, "spatialdl-stream-write")
         self._reader = ThreadPoolExecutor(1, "spatialdl-stream-read")
 
@@ -202,19 +201,19 @@ class FileStore:
         self._places.free(slot)
 
     def close(self) -> None:
-        for each in (self._writer, self._reader):
-            each.shutdown()
+        for pool in (self._writer, self._reader):
+            pool.shutdown()
         self._file.close()
 
 
 class DiskStore(FileStore):
-    """Bytes of storages of a CPU in a file on `folder`, which is never seen there.
+    """Store of CPU storages in an unnamed file.
 
     Args:
-        folder: on a disk with room; by default that for temporary files (`TMPDIR`).
+        folder: on a disk with free space; by default that for temporary files (`TMPDIR`).
 
     Raises:
-        ValueError: no file can be made there.
+        ValueError: if no file can be created there.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -233,7 +232,7 @@ class DiskStore(FileStore):
 
 
 class InThread:
-    """A transfer that a thread makes."""
+    """A transfer in a thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -246,5 +245,5 @@ class InThread:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """The memory of a storage of a CPU."""
+    """The memory of a CPU storage."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

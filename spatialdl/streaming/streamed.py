@@ -1,4 +1,4 @@
-"""A network on an image larger than memory: `spatialdl.stream`."""
+"""Runs a network on an image larger than memory: `spatialdl.stream`."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ def stream(
     limit_gb: float | None = None,
     store: str | Path | None = None,
 ) -> Any:
-    """What ``model(image)`` gives, worked out tile by tile in this process, without MPI.
+    """Compute ``model(image)`` tile by tile in this process, without MPI.
 
     Each tile of the grid is a virtual rank. It runs the network as a rank of a mesh does, until it
-    needs pixels or sums of the others; then the next has its turn. Numbers and gradients are those
-    of the whole image. What does not fit into `limit_gb` lies on a disk until it is needed again.
+    needs pixels or sums of its peers; then the next one takes its turn. Results and gradients are
+    those of the whole image. Tensors beyond `limit_gb` are offloaded to a store.
 
     Args:
-        model: any network; its weights are there once.
-        image: (N, C, *spatial), as many spatial dims as the grid has. A tensor, or anything that
-            has such a ``shape`` and gives parts of it by slices (memory maps of NumPy, HDF5 and
-            Zarr arrays): then each tile is read when its turn comes, and the image is never in
-            memory as a whole. A tensor may want a gradient.
-        grid: into how many tiles each spatial dim is cut, one to three numbers.
-        limit_gb: 10^9 bytes of activations and gradients that may be in memory at a time; beside
-            them are the weights, their gradients, the output, and what the largest operation on
-            a tile takes for itself. None for no limit.
-        store: folder for what does not fit; by default that for temporary files. Nothing is left
-            there, however the process ends.
+        model: any network; its weights are in memory once.
+        image: (N, C, *spatial), with as many spatial dims as the grid has. A tensor, or any array
+            with such a ``shape`` that can be sliced (memory maps of NumPy, HDF5 and Zarr arrays):
+            then each tile is read in its turn, and the image is never in memory as a whole. A
+            tensor may require a gradient.
+        grid: number of tiles along each spatial dim, one to three numbers.
+        limit_gb: limit of activations and gradients in memory, in 10^9 bytes; weights, their
+            gradients, the output, and the workspace of the largest operation on a tile come on
+            top. None for no limit.
+        store: folder of the store on disk; by default that for temporary files. Its file is
+            unnamed and disappears with the process. See `streaming.memory.memory_within`.
 
     Returns:
-        The output of the network, whole, and differentiable.
+        The whole output of the network, differentiable.
 
     Raises:
-        ValueError: the grid or the limit does not fit, or the store cannot be used.
-        UnsupportedSpatialOp: an operation is not supported on a split image.
-        OSError: the disk of the store is full.
+        ValueError: if the grid or the limit is invalid, or the store cannot be used.
+        UnsupportedSpatialOp: an operation does not support split images.
+        OSError: if the disk of the store is full.
     """
     axes = Axes(spatial=_grid_of(grid))
     _check(model, image, axes.spatial)
     run = _Run(model, image, axes, memory_within(limit_gb, store, _device_of(model)))
     if not torch.is_grad_enabled():
         return tree_unflatten(run.forward(), run.form)
-    given = image if isinstance(image, Tensor) else None
-    flat = _Streamed.apply(run, given, *run.weights)  # type: ignore[no-untyped-call]
+    image_tensor = image if isinstance(image, Tensor) else None
+    flat = _Streamed.apply(run, image_tensor, *run.weights)  # type: ignore[no-untyped-call]
     return tree_unflatten(list(flat), run.form)
 
 
 def memory_of(output: Tensor) -> Memory:
-    """What the tensors of a streamed image have taken, and its store.
+    """Return the memory statistics of a streamed image, and its store.
 
     Args:
-        output: what `stream` gave, or a tensor of it; it can go backward, and has not yet.
+        output: result of `stream`, or a tensor in it, before backward.
 
     Raises:
-        ValueError: it is no such tensor.
+        ValueError: if it is not a differentiable output of `stream`.
     """
     run = getattr(output.grad_fn, "run", None)
     if not isinstance(run, _Run):
-        raise ValueError("memory_of takes an output of spatialdl.stream that can go backward")
+        raise ValueError("memory_of needs a differentiable output of spatialdl.stream")
     return run.memory
 
 
@@ -90,19 +90,19 @@ def _grid_of(grid: Any) -> tuple[int, ...]:
         return tuple(grid)
     except TypeError as error:
         raise ValueError(
-            f"a grid has one to three numbers, as (rows, columns) for images, got {grid!r}"
+            f"grid must have one to three numbers, as (rows, columns) for images, got {grid!r}"
         ) from error
 
 
 def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"stream takes a network, a torch.nn.Module, got a {type(model).__name__}")
+        raise ValueError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     shape = getattr(image, "shape", None)
     if isinstance(image, SpatialTensor) or shape is None or len(shape) != len(grid) + 2:
-        what = f"shape {tuple(shape)}" if shape is not None else f"a {type(image).__name__}"
+        found_input = f"shape {tuple(shape)}" if shape is not None else f"a {type(image).__name__}"
         raise ValueError(
-            f"an image to be streamed over a grid of {by(grid)} is {image_shape(len(grid))}, a "
-            f"tensor or an array, got {what}"
+            f"an image for a grid of {by(grid)} must be {image_shape(len(grid))}, a "
+            f"tensor or an array, got {found_input}"
         )
     size = tuple(shape[2:])
     if any(extent < parts for extent, parts in zip(size, grid, strict=True)):
@@ -112,7 +112,7 @@ def _check(model: nn.Module, image: Any, grid: tuple[int, ...]) -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    first = next((each for each in (*model.parameters(), *model.buffers())), None)
+    first = next((tensor for tensor in (*model.parameters(), *model.buffers())), None)
     return torch.device("cpu") if first is None else first.device
 
 
@@ -120,9 +120,9 @@ class _Run:
     """One forward over virtual ranks, and its backward.
 
     Attributes:
-        weights: parameters of the network that want gradients.
-        memory: where tensors are kept.
-        form: how the output is put together from tensors.
+        weights: trainable parameters of the network.
+        memory: memory and store of the tensors.
+        form: tree structure of the output.
     """
 
     def __init__(self, model: nn.Module, image: Any, axes: Axes, memory: Memory) -> None:
@@ -142,7 +142,7 @@ class _Run:
     # --- forward
 
     def forward(self, wants_image_gradient: bool = False) -> list[Any]:
-        """The tensors of the output, whole."""
+        """Run forward and return the tensors of the whole output."""
         draws = OnThreads(self._meshes)
         works = [
             partial(self._forward, rank, network, draws, wants_image_gradient)
@@ -173,13 +173,13 @@ class _Run:
         return torch.from_numpy(np.array(part)).to(self._device)
 
     def _part(self, rank: int) -> tuple[Any, ...]:
-        """The tile of a rank in the image."""
+        """Slices of the image that select the tile of a rank."""
         mesh, samples = self._meshes[rank], self._image.shape[0]
         box = mesh.own_box(mesh.layout(samples, self._size))
         return (slice(None), slice(None), *(slice(*interval) for interval in box.spatial))
 
     def _whole(self, values: Sequence[Any]) -> Any:
-        """An output, from those of all ranks: the first one's, or put together from their tiles."""
+        """Assemble an output of all ranks; an unsplit one is the first rank's."""
         first = values[0]
         if not isinstance(first, SpatialTensor):
             return first.detach() if isinstance(first, Tensor) else first
@@ -192,22 +192,22 @@ class _Run:
     # --- backward
 
     def backward(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, list[Any]]:
-        """Gradients of the image, if it wants one, and of `weights`."""
+        """Return the gradients of the image, if it requires one, and of `weights`."""
         if not self._outputs:
-            raise RuntimeError("a streamed image goes backward once; stream it again")
+            raise RuntimeError("backward through a streamed image a second time: stream it again")
         seeds = [self._seeds(rank, grads) for rank in range(self._count)]
         self._outputs = []
         with self._copies.in_place():
             self._turns.run([partial(self._backward, seeds, rank) for rank in range(self._count)])
-        found = self._copies.take_gradients(self.weights)
-        there = [grad for grad in found if grad is not None]
-        self.memory.release(there)
-        if there:  # as over ranks: of the mean of their losses
-            torch._foreach_div_(there, self._count)
-        return self._image_gradient(), found
+        gradients = self._copies.take_gradients(self.weights)
+        present = [grad for grad in gradients if grad is not None]
+        self.memory.release(present)
+        if present:  # as over ranks, gradients are of the mean of the ranks' losses
+            torch._foreach_div_(present, self._count)
+        return self._image_gradient(), gradients
 
     def _seeds(self, rank: int, grads: Sequence[Tensor | None]) -> tuple[list[Any], list[Any]]:
-        """From where a rank goes backward: its outputs, and their gradients."""
+        """Outputs of a rank from which backward starts, and their gradients."""
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         for values, grad in zip(self._outputs, grads, strict=True):
@@ -253,6 +253,6 @@ class _Streamed(torch.autograd.Function):
 
 
 def _place(x: SpatialTensor) -> tuple[Any, ...]:
-    """The tile of a split image in the whole one."""
+    """Slices of the whole image that select the tile of a split one."""
     samples, *spatial = x.mesh.own_box(x.spatial_layout).slices_in(x.spatial_layout.whole)
     return (samples, *last_slices(spatial))

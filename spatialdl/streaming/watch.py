@@ -1,4 +1,4 @@
-"""Shows what keeps tensors within a limit the operations of a thread."""
+"""Shows the operations of a thread to an object that keeps tensors within a limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Keeper(Protocol):
-    """What is told of operations; see `memory.Memory`."""
+    """Receiver of operations; see `memory.Memory`."""
 
-    told: Callable[[], object] | None
+    on_operation: Callable[[], object] | None
 
     def begin(self, tile: int) -> None: ...
 
@@ -27,12 +27,12 @@ class Keeper(Protocol):
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context for a thread.
+    """Context for a thread.
 
     Args:
-        memory: what is told.
-        tile: number of the virtual tile that the thread works on.
-        device: the accelerator whose tensors are stored; None for those of a CPU.
+        memory: receiver of the operations.
+        tile: number of the virtual tile of the thread.
+        device: the accelerator whose tensors are stored; None for the CPU.
     """
 
     def __init__(self, memory: Keeper, tile: int, device: torch.device | None) -> None:
@@ -43,72 +43,72 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                return NotImplemented  # what it does with its tiles comes here
+                return NotImplemented  # its operations on tiles are dispatched here again
         kwargs, memory = kwargs or {}, self._memory
-        if memory.told is not None:
-            memory.told()
-        given: dict[int, torch.UntypedStorage] = {}
-        _collect(args, given)
-        _collect(kwargs.values(), given)
+        if memory.on_operation is not None:
+            memory.on_operation()
+        inputs: dict[int, torch.UntypedStorage] = {}
+        _collect(args, inputs)
+        _collect(kwargs.values(), inputs)
         own = self._stream
         if own is not None:
             current = torch.accelerator.current_stream(own.device)
             if current != own:
-                self._bring(given.values(), own, current)
+                self._bring(inputs.values(), own, current)
                 return func(*args, **kwargs)
         memory.begin(self._tile)
         written = _written(func, args, kwargs) if func._schema.is_mutable else ()
-        memory.make_room(given.values())
-        for key, storage in given.items():
+        memory.make_room(inputs.values())
+        for key, storage in inputs.items():
             memory.need(storage, key in written)
         result = func(*args, **kwargs)
-        made: dict[int, torch.UntypedStorage] = {}
-        _collect((result,), made)
-        for key, storage in made.items():
-            if key not in given:
+        outputs: dict[int, torch.UntypedStorage] = {}
+        _collect((result,), outputs)
+        for key, storage in outputs.items():
+            if key not in inputs:
                 memory.note(storage)
-        memory.make_room((*given.values(), *made.values()))
+        memory.make_room((*inputs.values(), *outputs.values()))
         memory.look_ahead()
         return result
 
     def _bring(
         self,
-        given: Iterable[torch.UntypedStorage],
+        inputs: Iterable[torch.UntypedStorage],
         own: torch.Stream,
         current: torch.Stream,
     ) -> None:
-        """For an operation of another stream, such as the packing of messages.
+        """Load inputs of an operation on another stream, such as the packing of messages.
 
-        What it makes is not watched: what is stored or freed waits for the own stream only.
+        Its outputs are not watched: stores and frees are ordered with the own stream only.
         """
         with own:
-            for storage in given:
+            for storage in inputs:
                 self._memory.need(storage)
         current.wait_stream(own)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
-        with torch._C.DisableTorchFunction():  # it is no operation of the network
+        with torch._C.DisableTorchFunction():  # not an operation of the network
             yield tensor.untyped_storage()
 
 
-def _collect(values: Iterable[Any], found: dict[int, torch.UntypedStorage]) -> None:
-    """The storages of the tensors among `values`, and in their lists, by address."""
+def _collect(values: Iterable[Any], storages: dict[int, torch.UntypedStorage]) -> None:
+    """Collect the storages of the tensors among `values` and their lists, by address."""
     for value in values:
         if isinstance(value, Tensor):
             if value.device.type != "meta":
                 storage = value.untyped_storage()
-                found[storage._cdata] = storage
+                storages[storage._cdata] = storage
         elif isinstance(value, list | tuple):
-            _collect(value, found)
+            _collect(value, storages)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
-    """The storages that an operation writes to, by address."""
-    found: dict[int, torch.UntypedStorage] = {}
+    """Addresses of the storages that an operation writes to."""
+    storages: dict[int, torch.UntypedStorage] = {}
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            _collect((value,), found)
-    return set(found)
+            _collect((value,), storages)
+    return set(storages)

@@ -258,7 +258,7 @@ class StepWatch:
             for one in self._across:
                 one.stops = self._stops
             if self._shows or not self._across:
-                memory.told = partial(self._after_operation, bar)
+                memory.on_operation = partial(self._after_operation, bar)
             try:
                 yield
             except GivenUp:
@@ -266,7 +266,7 @@ class StepWatch:
                     module._buffers[name] = buffer
                 raise
             finally:
-                memory.told = None
+                memory.on_operation = None
                 for one in self._across:
                     one.stops = None
             self._operations = bar.n

@@ -292,8 +292,8 @@ def test_on_a_grid_the_numerators_are_added_up():
     whole, tiles = (
         count(program, (2, 3, 16, 12), grid, segments=True) for grid in ((1, 1), (2, 1))
     )
-    assert whole.loss.forward_talks == []
-    assert {talk.kind for talk in tiles.loss.forward_talks} == {"sum"}
+    assert whole.loss.forward_messages == []
+    assert {talk.kind for talk in tiles.loss.forward_messages} == {"sum"}
     kept = [one.lives.held(2, 3, ()) for one in (tiles, whole)]
     assert 0 < kept[0] <= kept[1] / 2 + 2 * SMALL
 
@@ -302,7 +302,7 @@ def test_of_a_full_output_on_a_grid_each_rank_counts_its_own_box():
     network = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU())
     gather_before(network, "1")
     full = count(Program(network, (3, 16, 12)), (2, 3, 16, 12), (2, 1), segments=True)
-    assert {talk.kind for talk in full.loss.forward_talks} == {"sum"}
+    assert {talk.kind for talk in full.loss.forward_messages} == {"sum"}
 
 
 def test_stages_that_divide_channels_run_with_those_of_a_rank():

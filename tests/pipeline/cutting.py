@@ -1,4 +1,4 @@
-"""A network against its stages, cut wherever it may be cut, over several steps of training."""
+"""Compares a network with its stages, cut wherever possible, over several training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on a buffer: their factor is right, or their use is noted."""
+"""Tracked operations on a buffer: their factor is right, or their use is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python state that forwards change, in stages: exact in one of them, or refused by name."""
+"""Python state that forwards change is exact in one stage, or refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALLS = 0
 
 
 class Part(nn.Module):
-    """A part with a layer of its own; `function` is its forward."""
+    """A part with a layer; `function` is its forward."""
 
     def __init__(self, function, **attributes) -> None:
         super().__init__()
@@ -202,7 +202,10 @@ class Counted(Network):
         (of_closure, r"Counts\.forward', which changes from run to run"),
         (lambda: Network(nn.Tanh(), lambda s, x: x * random.random()), "numbers by Python's rand"),
         (lambda: Network(nn.Tanh(), lambda s, x: x * np.random.rand()), "numbers by NumPy's rand"),
-        (lambda: Network(nn.Tanh(), lambda s, x: x * time.perf_counter()), "something else each"),
+        (
+            lambda: Network(nn.Tanh(), lambda s, x: x * time.perf_counter()),
+            "differs from run to run",
+        ),
     ],
 )
 def test_state_that_no_stage_can_keep_is_refused_by_name(model, reason):
@@ -249,7 +252,7 @@ def test_numbers_that_a_part_returns_must_stay_the_same():
         return self.conv(x), min(1.0, self.calls / 10)
 
     part = Part(forward, inner=Part(inner, calls=0))
-    with pytest.raises(ValueError, match=r"something else each time it runs, at 'part\.inner'"):
+    with pytest.raises(ValueError, match=r"differs from run to run, at 'part\.inner'"):
         cut(Network(part), [1, 1], image_size=SIZE)
 
 

@@ -92,7 +92,9 @@ def test_a_stage_that_cannot_be_tried_is_named(monkeypatch):
     parts = [meta_copy(part) for part in stages(Mixed(), ["norm", "end"])]
     parts[1].get_submodule("norm").weight = nn.Parameter(torch.ones(5, device="meta"))
     image = torch.empty(2, 3, 9, 7, device="meta")
-    with pytest.raises(ValueError, match=r"which types stage 1 gives .*precision=float32"):
+    with pytest.raises(
+        ValueError, match=r"the dtypes of the outputs of stage 1 .*precision=float32"
+    ):
         module.value_types(parts, image, CPU, torch.bfloat16)
 
 

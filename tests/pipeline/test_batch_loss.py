@@ -32,7 +32,7 @@ def pipeline(mixed: torch.dtype | None = None) -> PipelineRuntime:
 
 
 def batch(count: int) -> list[Microbatch]:
-    """Of so many samples, in four micro-batches."""
+    """A batch in four micro-batches."""
     torch.manual_seed(1)
     found = []
     for number in range(4):
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_whole_batch(count) -> None:
 def test_an_output_of_another_shape_is_refused() -> None:
     ours = pipeline()
     ours.stages[0].append(nn.Linear(1, 2).double())
-    with pytest.raises(ValueError, match=r"gives \(1, 2\) for a sample.*\(1, 1\)"):
+    with pytest.raises(ValueError, match=r"returns \(1, 2\) for a sample.*\(1, 1\)"):
         ours.train_step(batch(4), 0)
 
 

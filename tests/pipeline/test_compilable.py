@@ -36,7 +36,9 @@ def test_layouts_with_a_rank_a_stage_compile(schedule, placement):
 )
 def test_others_are_refused_by_name(placement, schedule, recompute, shard, message):
     order = make_schedule(schedule, placement, 2)
-    with pytest.raises(ValueError, match=rf"trainer\.compile=true does not go with .*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"trainer\.compile=true cannot be combined with .*{message}"
+    ):
         check_compilable(placement, order, recompute, shard)
 
 

@@ -1,4 +1,4 @@
-"""Slices in any order come to what they come to one after the other, or are refused by name."""
+"""Updates of slices in any order equal those in sequence, or are refused by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Queue(nn.Module):
 
 
 class Hidden(nn.Module):
-    """Writes by another name."""
+    """Writes by an alias."""
 
     others: tuple[Tensor, ...] = ()
 
@@ -101,9 +101,9 @@ def train(model: nn.Module, buffers: ForwardBuffers) -> None:
 REFUSED = [
     (Centred(), "uses its old value in 'sub'"),
     (Queue(), "uses its old value in '__"),
-    (Hidden(), "by another name"),
+    (Hidden(), "by an alias"),
     (Counting(), "uses its old value in '__"),
-    (Late(), "did not in the first step"),
+    (Late(), "not in the first step"),
     (Larger(), "changes its shape"),
 ]
 
@@ -156,6 +156,6 @@ def test_a_buffer_that_backward_updates_out_of_order_is_refused() -> None:
         output = model(x)
     with buffers.slice(1, counts=True):
         model(y)
-    what = r"Normalised updates its buffer '6.layers.0.mean' once more in backward"
+    what = r"Normalised updates its buffer '6.layers.0.mean' again in backward"
     with pytest.raises(UnsupportedSpatialOp, match=what), buffers.slice(0, counts=True):
         output.sum().backward()

@@ -1,4 +1,4 @@
-"""Lanes of hand-overs on paper: both sides take messages in one order, and nobody waits for ever.
+"""Simulated lanes of hand-overs: both sides use one message order, without deadlocks.
 
 A lane is a stream of messages without tags, as NCCL has: each waits until its peer has come to it.
 """

@@ -1,4 +1,4 @@
-"""Tensors that share memory, and state that a forward writes, in stages; see also tests/mpi."""
+"""Tensors that share memory, and state written in forward, in stages; see also tests/mpi."""
 
 from __future__ import annotations
 

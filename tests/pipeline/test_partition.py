@@ -148,11 +148,11 @@ def test_a_layer_that_is_called_twice_is_called_twice_after_the_cut():
 def test_a_weight_in_two_stages_is_refused():
     # it was trained apart in each of them, without a word
     layer = nn.Conv2d(3, 3, 1)
-    with pytest.raises(ValueError, match="share a weight, but lie in stages 0 and 1"):
+    with pytest.raises(ValueError, match="share a weight, but are in stages 0 and 1"):
         cut(nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU()), (1, 1), ["1"])
     tied = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1))
     tied[2].weight = tied[0].weight
-    with pytest.raises(ValueError, match="'0' and '2' share a weight, but lie in stages 0 and 1"):
+    with pytest.raises(ValueError, match="'0' and '2' share a weight, but are in stages 0 and 1"):
         cut(tied, (1, 1), ["2"])
     assert {"0.weight", "2.weight"} <= cut(tied, [1])[0].state_dict().keys()
 

@@ -51,7 +51,7 @@ def names(recording: Recording) -> list[str]:
 
 
 def test_an_unusual_forward_runs_again_as_it_was():
-    """Loops, sizes that decide, tuples, writes in place and into views, tensors of its own."""
+    """Loops, branches on sizes, tuples, writes in place and into views, new tensors."""
 
     def forward(self, x):
         parts = []
@@ -165,7 +165,7 @@ def test_a_part_that_cannot_be_written_down_stays_whole():
     inner = Runs(lambda self, x: x.relu())
     part = Runs(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=inner)
     assert names(recorded(Runs(lambda self, x: self.part(x).tanh(), part=part))) == ["part", "tanh"]
-    with pytest.raises(CannotRecord, match=r"hands a function or a module on"):
+    with pytest.raises(CannotRecord, match=r"passes a function or a module on"):
         recorded(part)
 
 
@@ -173,8 +173,8 @@ def test_a_part_that_cannot_be_written_down_stays_whole():
     ("forward", "reason"),
     [
         (lambda self, x: x if x.sum() > 0 else -x, "meta"),
-        (lambda self, x: 3, "gives no tensor"),
-        (lambda self, x: x + self.constant, "an attribute that is no buffer"),
+        (lambda self, x: 3, "returns no tensor"),
+        (lambda self, x: x + self.constant, "an attribute that is not a buffer"),
     ],
 )
 def test_what_depends_on_numbers_cannot_be_recorded(forward, reason):
@@ -200,7 +200,7 @@ def test_another_way_for_other_samples_or_in_evaluation_is_refused():
         network.of(3, True)
     network = Forward(Runs(lambda self, x: x.relu() if self.training else x.tanh()), (3, 4, 4))
     network.of(2, True)
-    with pytest.raises(CannotRecord, match=r"in evaluation its forward goes another"):
+    with pytest.raises(CannotRecord, match=r"in evaluation its forward takes another"):
         network.of(2, False)
 
 

@@ -1,4 +1,4 @@
-"""The runtime in one process; every layout is proved equal to it in tests/mpi."""
+"""The runtime in a single process; tests/mpi compares every layout with it."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def test_a_schedule_that_leaves_weights_out_is_told():
 
 @pytest.mark.parametrize("wrong", ["F0 B0 W0 F1 B1 W0 W1 F2 B2 W2", "F0 W0 B0 F1 B1 W1 F2 B2 W2"])
 def test_weights_twice_or_before_their_backward_are_told(wrong):
-    with pytest.raises(ValueError, match="wait for each other for ever: stage 0 before weight 0"):
+    with pytest.raises(ValueError, match="deadlocks, ranks are stuck: stage 0 before weight 0"):
         weights_after(actions(wrong))

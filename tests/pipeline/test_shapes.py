@@ -170,7 +170,7 @@ def tile_of(whole, dims, pixels, part):
 
 
 def test_ranks_may_divide_the_samples_of_tokens_behind_a_split_stage():
-    """The stage after next was told of the samples of one rank only, and refused them."""
+    """The stage after next got the samples of one rank only, and refused them."""
     made = (lambda x: x.flatten(2).transpose(1, 2), lambda x: x * 2, lambda x: x + 1)
     stages = cut(nn.Sequential(*map(Gives, made)), [1] * 3, ["1", "2"], (3, 9, 7))
     placement = Placement(1, ((2, 1), (1, 1), (1, 1)), batch=(1, 2, 2))

@@ -67,7 +67,7 @@ def test_costs_without_weights_are_for_schedules_without_weight_actions():
     actions = [Action(kind, 0, 0) for kind in ("forward", "backward", "weight")]
     costs = StageSeconds((1.0,), (2.0,))
     assert simulate([actions[:2]], costs).seconds == 3.0
-    with pytest.raises(ValueError, match=r"name 0 stages for weight.*give Costs\(weight="):
+    with pytest.raises(ValueError, match=r"have 0 stages for weight.*give StageSeconds\(weight="):
         simulate([actions], costs)
 
 
@@ -98,7 +98,7 @@ def test_ranks_that_wait_for_each_other_are_told_apart():
 
 
 def test_an_action_of_several_ranks_begins_when_all_are_there():
-    """As the ranks of a grid do, of which one is late with something of its own."""
+    """As on the ranks of a grid, one of which is late with another action."""
     own, together = Action("forward", 0, 0), Action("forward", 0, 1)
     busy, waiting = simulate([[own, together], [together]], StageSeconds.even(1)).spans
     assert [(span.action, span.start) for span in busy] == [(own, 0.0), (together, 1.0)]
@@ -107,7 +107,7 @@ def test_an_action_of_several_ranks_begins_when_all_are_there():
 
 def test_ranks_that_come_to_each_other_in_different_orders_are_told():
     first, second = Action("forward", 0, 0), Action("forward", 0, 1)
-    with pytest.raises(ValueError, match="wait for each other for ever"):
+    with pytest.raises(ValueError, match="deadlocks, ranks are stuck"):
         simulate([[first, second], [second, first]], StageSeconds.even(1))
 
 

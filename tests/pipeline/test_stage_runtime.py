@@ -1,4 +1,4 @@
-"""A stage in one process: what it must be given, and what it keeps; others prove its numbers."""
+"""A stage in a single process: its required inputs and stored tensors; not its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual tiles of one rank, against the network on the whole image; more in tests/mpi."""
+"""Virtual tiles of one rank, compared with the network on the whole image."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_pieces_make_up_the_tile(sizes):
 
 
 class Fails(nn.Module):
-    """In the forward or the backward of one virtual tile, while others wait for its pixels."""
+    """In the forward or the backward of one virtual tile, while its peers wait for its pixels."""
 
     def __init__(self, place: str, tile: int) -> None:
         super().__init__()
@@ -395,7 +395,9 @@ def test_a_full_disk_ends_the_step_and_names_the_folder(after, tmp_path, monkeyp
     memory = Memory(200_000, DiskStore(tmp_path))
     pipeline = pipeline_of(resnet18(3, width=16).double(), memory, 64)
     monkeypatch.setattr(os, "pwrite", write)
-    with pytest.raises(OSError, match=f"No space left on device: {tmp_path}, where .* more room"):
+    with pytest.raises(
+        OSError, match=f"No space left on device: {tmp_path}, where .* more free space"
+    ):
         step(pipeline, image(2, 3, 64, 64))
     assert len(writes) == after
 

@@ -15,7 +15,7 @@ def config(*overrides: str):
 
 def test_what_does_not_fit_is_not_chosen():
     limit = "parallel.device_memory_gb=0.1"
-    with pytest.raises(ValueError, match=r"no layout for 1 ranks fits 0\.10 GB a rank"):
+    with pytest.raises(ValueError, match=r"no layout for 1 ranks fits 0\.10 GB per rank"):
         auto.choose(config(limit), 1)
 
 

@@ -52,7 +52,7 @@ def test_sums_go_by_rings_within_nodes_and_then_between(paper):
         ({"rates": {"convolution": {}}}, "rates.convolution is unknown: take one of conv"),
         ({"ranks_per_node": 0}, "at least 1, got 0"),
         ({"speed": 3}, "cluster.speed is unknown: take one of base_mb"),
-        ({"within_node": {}}, "cluster=paper is not whole: 'seconds'"),
+        ({"within_node": {}}, "cluster=paper is incomplete: 'seconds'"),
     ],
 )
 def test_clusters_that_make_no_sense_are_refused(figures, change, sentence):
@@ -61,5 +61,5 @@ def test_clusters_that_make_no_sense_are_refused(figures, change, sentence):
 
 
 def test_a_cluster_without_figures_is_refused():
-    with pytest.raises(ValueError, match="cluster=mine is not whole: 'rates'"):
+    with pytest.raises(ValueError, match="cluster=mine is incomplete: 'rates'"):
         cluster_of({"name": "mine"})

@@ -1,4 +1,4 @@
-"""Costs of several counts, put together."""
+"""Costs combined from several counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts against arithmetic by hand, and against what PyTorch really keeps."""
+"""Counts compared with arithmetic by hand, and with what PyTorch saves."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def test_what_is_said_on_a_grid():
     """A convolution's halo and its adjoint, and the sum of an average."""
     conv, _, pool, _, _ = count(program(small()), (2, 3, 12, 7), (3, 1)).layers
     row = 4 * 2 * 3 * 7
-    assert conv.forward_talks == [Talk("exchange", 2, 2 * row)]
-    assert conv.backward_talks == []  # images learn nothing
-    assert [talk.kind for talk in pool.forward_talks] == ["sum"]
+    assert conv.forward_messages == [Talk("exchange", 2, 2 * row)]
+    assert conv.backward_messages == []  # images learn nothing
+    assert [talk.kind for talk in pool.forward_messages] == ["sum"]
     tiles = count(program(small()), (2, 3, 12, 7), (3, 1))
     whole = count(program(small()), (2, 3, 12, 7))
     assert tiles.input * 3 == whole.input
@@ -153,7 +153,7 @@ def test_a_head_over_a_flattened_map_multiplies_its_own_columns():
         for one in heads
     ]
     assert products[1] == products[0] / 4
-    assert [talk.bytes for talk in heads[1].forward_talks] == [2 * 5 * 4]
+    assert [talk.bytes for talk in heads[1].forward_messages] == [2 * 5 * 4]
 
 
 class Sorted(nn.Module):
@@ -177,11 +177,11 @@ def test_a_rank_has_some_channels_and_says_so_on_another_axis():
     assert flops(conv.forward, "conv") == 2 * (2 * 4 * 12 * 7) * (3 * 3 * 3)
     assert relu.outputs[0].bytes == 4 * 2 * 4 * 12 * 7
     assert (conv.weights, linear.weights) == (4 * 4 * 3 * 3 * 3, 4 * (4 * 5 + 3))
-    assert conv.forward_talks == relu.forward_talks == []
+    assert conv.forward_messages == relu.forward_messages == []
     # a rank has 3 of 5 outputs; of sums it sends 2, then what it has
-    assert linear.forward_talks == [
+    assert linear.forward_messages == [
         Talk("exchange", 1, 4 * 2 * 2, "tensor"),
         Talk("exchange", 1, 4 * 2 * 3, "tensor"),
     ]
     tiles = count(model, shape, (3, 1), divided=DividedStage(2, 0, 5)).layers[0]
-    assert tiles.forward_talks == [Talk("exchange", 2, 2 * 4 * 2 * 3 * 7)]
+    assert tiles.forward_messages == [Talk("exchange", 2, 2 * 4 * 2 * 3 * 7)]

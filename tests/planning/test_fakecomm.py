@@ -55,7 +55,7 @@ def test_every_task_and_precision_would_run(overrides, capsys):
     assert train._print_preflight(config("parallel=sp", *overrides), overrides)
     text = capsys.readouterr().out
     assert text.endswith("it would run\n")
-    assert ("note: memory is told for float32" in text) == ("accumulate" in overrides[-1])
+    assert ("note: memory is predicted for float32" in text) == ("accumulate" in overrides[-1])
 
 
 @pytest.mark.parametrize("layout", ["lp", "sp+pp"])
@@ -165,7 +165,7 @@ def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
     [
         (
             ["parallel=sp+pp", "data.batch_size=3", "parallel.schedule=foo"],
-            ["the schedule foo is unknown", "data.batch_size=3 cannot be split into parallel.m"],
+            ["unknown schedule foo", "data.batch_size=3 cannot be split into parallel.m"],
         ),
         (["parallel=sp", "parallel.grid=[2,99]"], ["65x48 is smaller than the grid 2x99"]),
         (["parallel=lp", "parallel.stages=99"], ["cannot be cut into 99 stages"]),
@@ -201,7 +201,7 @@ def test_what_is_refused_is_told_with_its_line(capsys):
     assert text.count("refused: ") == 4
     assert "refused: torch.Tensor.cumsum at " in text
     assert "in inner.1 (Cumulated)" in text
-    assert text.endswith("it would not run: 4 to be changed\n")
+    assert text.endswith("it would not run: 4 problems\n")
 
 
 def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
@@ -216,7 +216,7 @@ def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
         except SystemExit as stop:
             ended = stop.code
         assert ended == code
-    assert "it would not run: 1 to be changed" in capsys.readouterr().out
+    assert "it would not run: 1 problem" in capsys.readouterr().out
 
 
 def test_channels_are_divided(capsys):
@@ -228,7 +228,7 @@ def test_channels_are_divided(capsys):
     assert "1 of 2" in text
     assert max(map(len, text.splitlines())) <= 100
     (said,) = (line for line in text.splitlines() if line.startswith("stage 1 divides"))
-    assert said.startswith("stage 1 divides channels over 2 ranks, which send each other 0.")
+    assert said.startswith("stage 1 divides channels over 2 ranks, each of which sends 0.")
     assert "     2 with stage 1 " in text
 
 
@@ -251,7 +251,7 @@ def test_a_layer_whose_channels_cannot_be_divided_is_found(capsys, tmp_path, mon
     assert not look(given)
     text = capsys.readouterr().out
     assert "it would modify a copy" in text
-    assert text.endswith("it would not run: 1 to be changed\n")
+    assert text.endswith("it would not run: 1 problem\n")
 
 
 def test_a_plan_of_what_is_divided_is_followed(capsys):
@@ -274,8 +274,8 @@ def test_virtual_tiles_have_memory_and_a_store(capsys):
     text = capsys.readouterr().out
     assert "each rank processes its part as 2x2 virtual tiles in turn" in text
     assert "130 x 256" in text
-    assert "activations within 0.01 GB; of the others 0.0" in text
-    assert "GB are in pinned memory of the host" in text
+    assert "activations within 0.01 GB, 0.0" in text
+    assert "GB stored in pinned host memory" in text
     assert " s on ranks of cluster=infiniband, " in text
     assert max(map(len, text.splitlines())) <= 100
     assert text.endswith("it would run\n")
@@ -288,13 +288,13 @@ def test_virtual_tiles_on_cores_take_time_once_the_machine_is_measured(
     words = ["parallel.stream=auto", "data.image_size=[256,256]", "trainer.memory_limit_gb=0.02"]
     words += ["device=cpu"]
     assert look(config(*words))
-    assert "--calibrate` measures this machine first" in capsys.readouterr().out
+    assert "--calibrate` has run once" in capsys.readouterr().out
     cache_file().parent.mkdir()
     cache_file().write_text(json.dumps(FIGURES | {"name": "this_machine", "cores": 2}))
     assert look(config(*words, "parallel.stream_to=/scratch"))
     text = capsys.readouterr().out
     assert "s on ranks of cluster=this_machine" in text
-    assert "GB are on a disk" in text
+    assert "GB stored in a file on disk" in text
     assert look(config("parallel.stream=[2,2]"))
     assert "all activations stay in memory, without trainer.mem" in capsys.readouterr().out
 
@@ -317,7 +317,7 @@ class Cumulates(torch.nn.Module):
         (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not"),
         (["trainer.compile=true"], "trainer.compile=true does not support virtual tiles"),
         (["parallel.stream=auto"], "needs a memory limit: set trainer.memory_limit"),
-        (["parallel.stream_to=/scratch"], "is of no use without trainer.memory_limit_gb"),
+        (["parallel.stream_to=/scratch"], "has no effect without trainer.memory_limit_gb"),
         (["data.image_size=[1,48]"], "1x48 is smaller than the 2x2 virtual tiles"),
     ],
 )

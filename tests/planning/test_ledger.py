@@ -1,4 +1,4 @@
-"""What single operations are taken for, in shapes whose bytes are counted by hand."""
+"""Recorded operations, in shapes whose bytes are counted by hand."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def test_what_does_not_fit_is_not_listed(job, paper, base):
 
 def test_if_nothing_fits_the_nearest_is_told(job, paper, base):
     with pytest.raises(
-        NothingFits, match=r"no layout for 2 ranks fits 0\.00 GB a rank: the nearest, parallel=.*"
+        NothingFits,
+        match=r"no layout for 2 ranks fits 0\.00 GB per rank: the closest one, parallel=.*",
     ):
         search(job, paper, base, 2, 1000, show=False)
 
@@ -163,8 +164,8 @@ def test_networks_that_cannot_be_cut_have_other_layouts_and_the_table_says_why(p
     divided = "parallel=none parallel.tensor=2"
     assert found == {"parallel=dp parallel.data=2", "parallel=sp parallel.grid=[2,1]", divided}
     note = table(rows, job, paper, len(rows)).splitlines()[-1]
-    assert note.startswith("note: layouts with stages are left out: Handing cannot be cut into 2")
-    assert "hands a function or a module on" in note
+    assert note.startswith("note: layouts with stages are skipped: Handing cannot be cut into 2")
+    assert "passes a function or a module on" in note
 
 
 def test_without_a_limit_of_the_users_it_is_the_memory_of_the_cluster(paper):
@@ -183,7 +184,7 @@ def test_columns_are_in_the_units_of_their_heads(job, paper):
         base = compose("train").parallel
     rows = search(job, paper, base, 2, None, show=False)
     first, _, head, *lines = table(rows[:4], job, paper, len(rows)).splitlines()
-    assert first.endswith(f"8 images of 16x12 a step, on paper: 4 of {len(rows)} layouts")
+    assert first.endswith(f"8 images of 16x12 per step on paper: 4 of {len(rows)} layouts")
     assert head.split("  ")[-1] == "layout"
     for line, row in zip(lines[:4], rows, strict=False):
         memory, seconds, rate, sent, waiting, *keys = line.split()
@@ -202,5 +203,5 @@ def test_what_devices_take_before_training_is_a_line_of_its_own(cores, job, pape
         base = compose("train").parallel
     cluster = replace(paper, cores=cores, base_mb=600.0)
     rows = search(job, cluster, base, 2, None, show=False)
-    line = "of them 0.63 GB: context, NCCL, libraries (cluster.base_mb)"
+    line = "including 0.63 GB for context, NCCL, libraries (cluster.base_mb)"
     assert (line in table(rows, job, cluster, len(rows)).splitlines()) == (cores is None)

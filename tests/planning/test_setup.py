@@ -83,7 +83,7 @@ def test_reading_a_box_takes_memory_for_each_of_its_pixels(figures):
 
 
 def test_bags_of_several_lengths_are_not_planned(figures, tmp_path):
-    with pytest.raises(ValueError, match=r"bags of several lengths.*name the layout"):
+    with pytest.raises(ValueError, match=r"bags of different lengths.*name the layout"):
         job_of(bag_config(write_bags(tmp_path)), cluster_of(figures))
 
 
@@ -107,7 +107,10 @@ def test_virtual_tiles_have_a_limit_and_a_store(words, cores, limit, store, figu
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["parallel.stream_to=/scratch"], "parallel.stream_to=/scratch is of no use without train"),
+        (
+            ["parallel.stream_to=/scratch"],
+            "parallel.stream_to=/scratch has no effect without train",
+        ),
         (["trainer.memory_limit_gb=0"], "trainer.memory_limit_gb=0 must be a number above 0"),
         (["trainer.memory_limit_gb=true"], "trainer.memory_limit_gb=True must be a number above"),
     ],

@@ -1,4 +1,4 @@
-"""Stages against arithmetic by hand: layers whose maps have 4, 16 and 6 channels."""
+"""Stages compared with arithmetic by hand: layers whose maps have 4, 16 and 6 channels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
 @pytest.fixture
 def three() -> PlannedJob:
-    """Two of these layers are a stage, then one, then all others."""
+    """Two of these layers are a stage, then one, then the rest."""
     made = chain(
         *(nn.Conv2d(3, 4, 1, bias=False), nn.Tanh()),
         nn.Conv2d(4, 16, 1, bias=False),
@@ -125,7 +125,7 @@ def test_whoever_receives_takes_the_time_of_messages(three, figures):
 
 
 def test_a_message_between_grids_is_that_of_the_ranks_that_are_furthest_apart(three, figures):
-    """Ranks 0 to 2 share a node, 3 has one of its own."""
+    """Ranks 0 to 2 share a node, 3 is alone on one."""
     two = replace(three, names=("2",))
     placement = Placement(1, ((2, 1), (2, 1)))
     seconds = []

@@ -1,4 +1,4 @@
-"""Memory and store of virtual tiles on paper, against a run in which they are real."""
+"""Simulated memory and store of virtual tiles, compared with a real run."""
 
 from __future__ import annotations
 

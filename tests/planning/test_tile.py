@@ -1,4 +1,4 @@
-"""Which tile is run, and what all virtual tiles of its rank have."""
+"""The largest tile, and the bytes of all virtual tiles of its rank."""
 
 from __future__ import annotations
 

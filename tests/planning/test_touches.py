@@ -1,4 +1,4 @@
-"""What is written down of memory is what single operations do with it."""
+"""Recorded memory accesses match those of single operations."""
 
 from __future__ import annotations
 

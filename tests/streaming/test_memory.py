@@ -227,11 +227,16 @@ def test_memory_has_the_limit_and_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "folder", "device", "message"),
     [
-        (None, "/tmp", "cpu", "store=/tmp is of no use without limit_gb"),
+        (None, "/tmp", "cpu", "store=/tmp has no effect without limit_gb"),
         (0, None, "cpu", "limit_gb=0 must be a number above 0"),
         (True, None, "cpu", "limit_gb=True must be a number above 0"),
         ("2", None, "cpu", "limit_gb=2 must be a number above 0"),
-        (2, "host", "cpu", "store=host is for accelerators, this network is on a CPU: take disk"),
+        (
+            2,
+            "host",
+            "cpu",
+            "store=host is for accelerators, but the network is on a CPU: take disk",
+        ),
         (2, "/no/such/folder", "cpu", "cannot store tensors in /no/such/folder"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match=r"No space left on device.*name a folder on a disk"):
+    with pytest.raises(OSError, match=r"No space left on device.*take a folder on a disk"):
         store.put(storage(5000)).wait()
 
 

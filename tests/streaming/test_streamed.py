@@ -91,7 +91,7 @@ def test_volumes_and_signals_equal_one_process():
 
 
 class _Odd(nn.Module):
-    """Tied and frozen weights, dropout of pixels and of paths, recompute, a count of its own."""
+    """Tied and frozen weights, dropout of pixels and of paths, recompute, a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,14 +217,14 @@ def test_a_limit_holds(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "x", "options", "message"),
     [
-        (lambda x: x, image(1, 3, 8, 8), {}, "takes a network, a torch.nn.Module, got a function"),
-        (nn.ReLU(), image(3, 8, 8), {}, r"over a grid of 2x2 is .*got shape \(3, 8, 8\)"),
+        (lambda x: x, image(1, 3, 8, 8), {}, "must be a torch.nn.Module, got a function"),
+        (nn.ReLU(), image(3, 8, 8), {}, r"for a grid of 2x2 must be .*got shape \(3, 8, 8\)"),
         (nn.ReLU(), [1, 2], {}, "got a list"),
         (nn.ReLU(), image(1, 3, 8, 1), {}, "8x1 is smaller than the grid 2x2"),
         (nn.ReLU(), image(1, 3, 8, 8), {"grid": 2}, r"one to three numbers, .*, got 2"),
         (nn.ReLU(), image(1, 3, 8, 8), {"grid": (0, 2)}, "needs at least 1 rank, got 0"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 0}, "limit_gb=0 must be a number above 0"),
-        (nn.ReLU(), image(1, 3, 8, 8), {"store": "/tmp"}, "store=/tmp is of no use without"),
+        (nn.ReLU(), image(1, 3, 8, 8), {"store": "/tmp"}, "store=/tmp has no effect without"),
         (nn.ReLU(), image(1, 3, 8, 8), {"limit_gb": 1, "store": "/no"}, "cannot store tensors"),
         (nn.Conv2d(3, 3, 1, device="meta"), image(1, 3, 8, 8), {"limit_gb": 1}, "is on meta"),
     ],
@@ -258,7 +258,7 @@ def test_an_output_says_what_its_tensors_take(tmp_path):
     assert memory.store.written >= 256 * 256 * 8 * 4
     assert memory.store.peak <= memory.store.written + 4096 * 100
     assert 0.001e9 <= memory.peak <= 0.001e9 + 3 * 2**20
-    with pytest.raises(ValueError, match=r"takes an output of spatialdl\.stream"):
+    with pytest.raises(ValueError, match=r"needs a differentiable output of spatialdl\.stream"):
         streamed.memory_of(net(x))
 
 
@@ -266,7 +266,7 @@ def test_backward_twice_is_refused():
     model = nn.Conv2d(3, 4, 3).double()
     output = spatialdl.stream(model, image(1, 3, 8, 8))
     output.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="goes backward once"):
+    with pytest.raises(RuntimeError, match="streamed image a second time"):
         output.sum().backward()
 
 

@@ -9,10 +9,10 @@ from spatialdl.streaming.watch import Watch, storages_of
 
 
 class Seen:
-    """Notes what it is told."""
+    """Records the calls that it receives."""
 
     def __init__(self) -> None:
-        self.told = None
+        self.on_operation = None
         self.needed: list[tuple[int, bool]] = []
         self.made: list[int] = []
         self.tiles: list[int] = []

@@ -43,7 +43,10 @@ def test_what_fits(words, ranks):
         ("parallel=lp parallel.balance=luck", "parallel.balance=luck is not supported"),
         ("comm.timeout=-1", "comm.timeout"),
         ("trainer.compile=true comm.timeout=60", "trainer.compile=true .* comm.timeout=60"),
-        ("trainer.compile=true parallel=sp", r"compile=true does not go with parallel.grid=\[2, 1"),
+        (
+            "trainer.compile=true parallel=sp",
+            r"compile=true cannot be combined with parallel.grid=\[2, 1",
+        ),
         ("trainer.compile=yes", "trainer.compile=yes must be true or false"),
         *(
             (f"trainer.clip_norm={value}", "trainer.clip_norm=.* must be")

@@ -147,7 +147,7 @@ def test_grids_have_a_number_for_each_spatial_dim():
             r"parallel.grid must be \[rows,columns\], .* or a list .*, got 3",
         ),
         (["parallel.stages=two"], "parallel.stages must be a whole number of at least 1, got two"),
-        (["parallel.schedule=dualpipe"], "schedule dualpipe is unknown.*: take one of gpipe, 1f1b"),
+        (["parallel.schedule=dualpipe"], "unknown schedule dualpipe .*: take one of gpipe, 1f1b"),
         (["parallel=pp", "parallel.local_dp=2"], r"spatial_stages=0 of parallel\.stages=2: use"),
         (["parallel=sp", "parallel.local_dp=2"], r"local_dp=2 splits.*parallel\.data=2"),
         (
@@ -168,14 +168,14 @@ def test_grids_have_a_number_for_each_spatial_dim():
         ),
         (
             ["parallel=pp", "parallel.stages=4", "parallel.interleave=2"],
-            "schedule=gpipe with parallel.interleave=2.*is interleaved, and it is for these only",
+            "schedule=gpipe with parallel.interleave=2.* need parallel.schedule=interleaved, which",
         ),
         (["parallel=pp", "parallel.schedule=interleaved"], "interleaved with.*interleave=1"),
         (
             ["parallel=pp", "parallel.interleave=2", "parallel.schedule=interleaved"],
-            "2 stages on one group of ranks has nobody to take turns with",
+            "2 stages on one group of ranks has no other group to alternate with",
         ),
-        (["parallel.gems.variant=mast"], "1 stages on one group of ranks has nobody"),
+        (["parallel.gems.variant=mast"], "1 stages on one group of ranks has no other group"),
         (
             ["parallel.gems.variant=huge"],
             "gems.variant=huge is unknown: use one of none, basic, mast, master",
@@ -187,18 +187,21 @@ def test_grids_have_a_number_for_each_spatial_dim():
         ),
         (
             ["parallel.stages=4", "parallel.interleave=2", "parallel.schedule=zero_bubble"],
-            "schedule=zero_bubble with parallel.interleave=2.*for ranks that hold several stages",
+            "schedule=zero_bubble with parallel.interleave=2: ranks that hold several stages need",
         ),
         (
             ["parallel=sp", "parallel.cut=[layer2]"],
             r"cut=\['layer2'\] sets .* but parallel=sp has one stage: use parallel=lp or pp",
         ),
-        (["parallel.shard_state=true"], r"shard_state=true does not go with parallel\.data=1"),
+        (
+            ["parallel.shard_state=true"],
+            r"shard_state=true cannot be combined with parallel\.data=1",
+        ),
         (["parallel=dp", "parallel.shard_state=2"], "shard_state=2 must be true or false"),
         (["parallel=dp+gems", "parallel.shard_state=true"], "shard_state=true .* with GEMS"),
         (
             ["parallel=dp+pp", "parallel.shard_state=true", "parallel.schedule=zero_bubble"],
-            "shard_state=true does not go with parallel.schedule=zero_bubble",
+            "shard_state=true cannot be combined with parallel.schedule=zero_bubble",
         ),
         (
             [
@@ -208,11 +211,11 @@ def test_grids_have_a_number_for_each_spatial_dim():
                 "parallel.interleave=2",
                 "parallel.schedule=interleaved",
             ],
-            "shard_state=true does not go with parallel.interleave=2",
+            "shard_state=true cannot be combined with parallel.interleave=2",
         ),
         (
             ["parallel=dp+sp+pp", "parallel.shard_state=true", "parallel.local_dp=2"],
-            "shard_state=true does not go with parallel.local_dp=2",
+            "shard_state=true cannot be combined with parallel.local_dp=2",
         ),
         (["parallel.tensor=0"], "parallel.tensor must be a whole number of at least 1"),
         (["parallel=pp", "parallel.tensor=[2]"], r"tensor=\[2\] has 1 numbers, .*stages=2"),

@@ -1,4 +1,4 @@
-"""Running statistics where ranks have no samples of a micro-batch, and where layers run twice."""
+"""Running statistics with ranks without samples, and with layers that run twice."""
 
 from __future__ import annotations
 

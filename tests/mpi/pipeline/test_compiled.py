@@ -1,4 +1,4 @@
-"""Compiled stages equal one process that compiles nothing, in every layout that may compile."""
+"""Compiled stages equal an uncompiled single process, in every supported layout."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CASES = [
     Case("lp", "skips", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
 ]
 FIRST = 1
-"""So many are in every run; the others take their time to compile."""
+"""Number of cases in every run; the rest take long to compile."""
 
 
-@pytest.mark.skipif(DEVICE.type == "sim", reason="inductor does not compile for it")
+@pytest.mark.skipif(DEVICE.type == "sim", reason="inductor does not support it")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(one, marks=[pytest.mark.slow] * (n >= FIRST)) for n, one in enumerate(CASES)],

@@ -1,4 +1,4 @@
-"""The first promise: every layout gives the numbers of one process, to 1e-10 in float64."""
+"""Every layout gives the numbers of a single process, to 1e-10 in float64."""
 
 from __future__ import annotations
 

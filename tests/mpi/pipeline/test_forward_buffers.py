@@ -1,4 +1,4 @@
-"""What forward does with buffers comes to the same as in one process, or is refused by name."""
+"""Buffers changed in forward match a single process, or are refused by name."""
 
 from __future__ import annotations
 

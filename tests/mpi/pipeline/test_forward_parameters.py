@@ -1,4 +1,4 @@
-"""A forward that changes a parameter is refused where it would not be what one process does."""
+"""A forward that changes a parameter is refused where it would differ from one process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Late(nn.Conv2d):
 
 
 class Hooked(nn.Conv2d):
-    """By a hook of its own."""
+    """Changes it in a hook."""
 
     def __init__(self, *args: int) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Layouts in a loop of the user's own: each equals plain PyTorch that accumulates over slices."""
+"""Layouts in a user's own loop equal plain PyTorch that accumulates over slices."""
 
 from __future__ import annotations
 
@@ -192,10 +192,10 @@ def test_what_does_not_fit_is_refused(world: Communicator) -> None:
     pipeline = made(data=2)
     images, targets = batch(0, maps=False)
     for given, said in (
-        ((images[:, :, 1:], targets), r"images are \(N, 3, 13, 11\).* got \(7, 3, 12, 11\)"),
-        ((images, targets[1:]), "as many targets as images, got 7 images, 6 targets"),
+        ((images[:, :, 1:], targets), r"images must be \(N, 3, 13, 11\).* got \(7, 3, 12, 11\)"),
+        ((images, targets[1:]), "must have the same length, got 7 images, 6 targets"),
         ((images[:0], targets[:0]), "at least one sample"),
-        ((None, None), "how many samples"),
+        ((None, None), "give the number of samples="),
         ((images, None), "needs targets"),
         ((None, targets), "needs images"),
     ):

@@ -1,4 +1,4 @@
-"""How often the host waits for its device in a training step; run on the simulated accelerator."""
+"""Synchronizations of host and device in a training step, on the simulated accelerator."""
 
 from __future__ import annotations
 

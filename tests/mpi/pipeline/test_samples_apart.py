@@ -1,4 +1,4 @@
-"""Networks that mix samples where ranks divide them are refused by name, others are not."""
+"""Networks that mix samples divided over ranks are refused by name, and only these."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def features(function: Callable[[Tensor], Tensor]) -> nn.Module:
 def test_a_stage_that_mixes_samples_is_refused(
     function: Callable[[Tensor], Tensor], world: MPI.Intracomm
 ) -> None:
-    what = r"parallel.local_dp=2 divides .* found after ('5' \(Does\)|what comes before '6')"
+    what = r"parallel.local_dp=2 divides .* found after ('5' \(Does\)|the operations before '6')"
     with pytest.raises(UnsupportedSpatialOp, match=what):
         pipeline(features(function), LOCAL, world, ["4"])
 

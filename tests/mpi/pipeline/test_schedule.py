@@ -1,4 +1,4 @@
-"""What a pipeline holds while it runs its schedule; that the numbers are right, others prove."""
+"""Memory that a pipeline holds while it runs its schedule; not its numbers."""
 
 from __future__ import annotations
 

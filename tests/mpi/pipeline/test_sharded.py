@@ -240,7 +240,9 @@ def test_a_hook_on_an_accumulated_gradient_is_refused(world):
 def test_parameters_of_several_types_are_refused(world):
     model = network()
     model[2].bias = nn.Parameter(torch.zeros(48))
-    with pytest.raises(ValueError, match=r"one type in a stage, got torch\.float32, torch\.float6"):
+    with pytest.raises(
+        ValueError, match=r"one dtype in a stage, got torch\.float32, torch\.float6"
+    ):
         pipeline_of(model, world)
 
 

@@ -1,4 +1,4 @@
-"""Spectral norm's vectors over replicas are those of one process."""
+"""Spectral norm's vectors over replicas equal those of a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks whose modules keep state, modes or aliases, cut into stages: equal to one process."""
+"""Networks whose modules keep state, modes or aliases, cut into stages, equal one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics over replicas are those of one process over all slices."""
+"""BatchNorm's running statistics over replicas equal those of one process over all slices."""
 
 from __future__ import annotations
 

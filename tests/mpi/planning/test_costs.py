@@ -1,4 +1,4 @@
-"""What a dry run counts of a divided stage is what its ranks send, hold and keep."""
+"""The counts of a divided stage equal what its ranks send, hold and keep."""
 
 from __future__ import annotations
 
@@ -118,18 +118,18 @@ def loss_of(output: Tensor, mesh: Mesh) -> Tensor:
 
 def told(costs: NetworkCosts, which: DividedStage) -> list[Talk]:
     parts = costs.layers[which.first : which.after]
-    own = [talk for part in parts for talk in part.forward_talks]
-    back = [talk for part in reversed(parts) for talk in part.backward_talks]
+    own = [talk for part in parts for talk in part.forward_messages]
+    back = [talk for part in reversed(parts) for talk in part.backward_messages]
     loss = costs.loss
     if loss is not None and which.after == len(costs.layers):
-        own, back = own + loss.forward_talks, loss.backward_talks + back
+        own, back = own + loss.forward_messages, loss.backward_messages + back
     return own + back
 
 
 def assert_counted(
     heard: list[Talk], costs: NetworkCosts, which: DividedStage, module: nn.Module, is_counted: bool
 ) -> None:
-    """Of the rank that the dry run is: others have smaller parts."""
+    """Of the rank of the dry run, which has the largest part."""
     if is_counted:
         assert heard == told(costs, which)
         own = sum(one.nbytes for one in module.parameters())

@@ -1,4 +1,4 @@
-"""What is counted of one virtual tile without data is what ranks with virtual tiles send."""
+"""The counts of one virtual tile equal what ranks with virtual tiles send."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def overheard(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
 def told(costs: NetworkCosts) -> list[Talk]:
     parts = costs.layers
     assert costs.loss is not None
-    own = [talk for part in parts for talk in part.forward_talks] + costs.loss.forward_talks
-    back = [talk for part in reversed(parts) for talk in part.backward_talks]
-    return own + costs.loss.backward_talks + back
+    own = [talk for part in parts for talk in part.forward_messages] + costs.loss.forward_messages
+    back = [talk for part in reversed(parts) for talk in part.backward_messages]
+    return own + costs.loss.backward_messages + back
 
 
 @pytest.mark.parametrize("stream", [(2, 2), (1, 3), (1, 1)])
