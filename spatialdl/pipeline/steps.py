@@ -48,7 +48,7 @@ class Step:
         owner: path of the module whose forward makes the call.
         nth: number of earlier calls of the module.
         with_grad: whether it is differentiated.
-        non_tensors: forms of a module's non-tensor outputs, see `deep_state`.
+        non_tensors: forms of a module's non-tensor outputs, see `outer_state.form_of`.
         where: ``file:line`` of the call in the network's source.
     """
 

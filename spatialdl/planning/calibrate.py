@@ -143,9 +143,7 @@ def _fitted(
     }
 
 
-def _ratio(
-    slower: Sequence[Sequence[Any]], faster: Sequence[Sequence[Any]], kinds: int = 4
-) -> float:
+def _ratio(slower: Sequence[Sequence[Any]], faster: Sequence[Sequence[Any]]) -> float:
     """Median speedup of operations, in logarithms; at least 1."""
     logs = [math.log(a[3] / b[3]) for a, b in zip(slower, faster, strict=True)]
     return max(1.0, math.exp(statistics.median(logs)))

@@ -194,7 +194,7 @@ def schedule_of(
     variant = _variant(parallel)
     if variant is not None and parallel.schedule != "gpipe":
         raise ValueError(
-            f"parallel.schedule={parallel.schedule} does not go with GEMS, which has its own "
+            f"parallel.schedule={parallel.schedule} cannot be combined with GEMS, which has its own "
             "schedule: leave it out, or set parallel.gems.variant"
         )
     if forwards_first:

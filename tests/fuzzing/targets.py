@@ -393,7 +393,7 @@ class RecordTarget:
 
     def valid(self) -> list[bytes]:
         from spatialdl.data.format import ShardInfo
-        from spatialdl.predicting.records import SlideRecord as Prediction
+        from spatialdl.predicting.records import PredictionRecord as Prediction
         from spatialdl.slides.batch.record import PartRecord, SlideRecord, save_part
         from spatialdl.slides.batch.report import TilingReport
 
@@ -414,7 +414,7 @@ class RecordTarget:
 
     def attempt(self, number: int, data: bytes) -> None:
         from spatialdl.data.saving import load_json
-        from spatialdl.predicting.records import SlideRecord as Prediction
+        from spatialdl.predicting.records import PredictionRecord as Prediction
         from spatialdl.slides.batch.record import SlideRecord, load_part
 
         for path, whole in zip(self._paths, self._valid, strict=True):

@@ -180,10 +180,10 @@ def test_grids_have_a_number_for_each_spatial_dim():
             ["parallel.gems.variant=huge"],
             "gems.variant=huge is unknown: use one of none, basic, mast, master",
         ),
-        (["parallel=gems", "parallel.schedule=1f1b"], "schedule=1f1b does not go with GEMS"),
+        (["parallel=gems", "parallel.schedule=1f1b"], "schedule=1f1b cannot be combined with GEMS"),
         (
             ["parallel=sp+gems", "parallel.schedule=zero_bubble"],
-            "zero_bubble does not go with GEMS",
+            "zero_bubble cannot be combined with GEMS",
         ),
         (
             ["parallel.stages=4", "parallel.interleave=2", "parallel.schedule=zero_bubble"],

@@ -95,7 +95,7 @@ def train(
     def stepping(batch):
         losses.append(step(batch))
         if note is not None:
-            note(trainer._meeting._staging)
+            note(trainer._step_sync._staging)
         return losses[-1]
 
     trainer._train_step = stepping
