@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
+from spatialdl.commands.prediction import Command
 from spatialdl.consistency.rank_state import evaluation_files
 from spatialdl.evaluating.checks import check_evaluation
-from spatialdl.prediction_command import Command
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator

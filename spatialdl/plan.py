@@ -19,10 +19,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
+from spatialdl.commands.start import check_command_line, composed_job, run_directory
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
-from spatialdl.starting import check_command_line, composed_job, run_directory
 
 if TYPE_CHECKING:
     from spatialdl.planning.search import Row

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
+from spatialdl.commands.prediction import Command
 from spatialdl.consistency.rank_state import prediction_files
 from spatialdl.predicting.checks import check_config
-from spatialdl.prediction_command import Command
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator

@@ -26,11 +26,7 @@ from spatialdl.comm.abort import describe_error
 from spatialdl.comm.early_signals import let_end
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
-from spatialdl.configuring.help import print_help, wants_help
-from spatialdl.configuring.overrides import flags_of
-from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
-from spatialdl.consistency.rank_state import training_files
-from spatialdl.starting import (
+from spatialdl.commands.start import (
     check_command_line,
     composed_by_rank,
     composed_job,
@@ -42,6 +38,10 @@ from spatialdl.starting import (
     run_single_process,
     without_hydra,
 )
+from spatialdl.configuring.help import print_help, wants_help
+from spatialdl.configuring.overrides import flags_of
+from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
+from spatialdl.consistency.rank_state import training_files
 from spatialdl.training import signals
 from spatialdl.training.checks import check_config
 from spatialdl.training.console import run_log

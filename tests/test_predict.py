@@ -22,7 +22,7 @@ import tifffile
 from PIL import Image
 from torch import nn
 
-from spatialdl import predict, prediction_command
+from spatialdl import predict, prediction
 from spatialdl.data import ShardWriter
 from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.training.run_lock import held
@@ -154,9 +154,7 @@ def of_other_shapes(num_classes: int, in_channels: int) -> nn.Module:
 )
 def test_errors_of_an_own_network_are_found_before_ranks_start(changed, said, here, monkeypatch):
     started = []
-    monkeypatch.setattr(
-        prediction_command, "start_ranks", lambda *words: started.append(words) or 0
-    )
+    monkeypatch.setattr(prediction, "start_ranks", lambda *words: started.append(words) or 0)
     words = ("ckpt_path=run", "slides=b.tif", "hydra.run.dir=not_there", "parallel=sp")
     assert here(*words)[0] == 0
     assert len(started) == 1
@@ -167,7 +165,7 @@ def test_errors_of_an_own_network_are_found_before_ranks_start(changed, said, he
 
 
 def test_an_own_network_without_trust_is_refused_before_ranks_start(here, monkeypatch):
-    monkeypatch.setattr(prediction_command, "start_ranks", None)
+    monkeypatch.setattr(prediction, "start_ranks", None)
     code, errors = here("ckpt_path=run", "slides=b.tif", "parallel=sp", "trust=[]")
     assert code == 1
     assert "add trust=[tests.mpi.training.small.small]" in errors

@@ -18,7 +18,7 @@ from spatialdl.analysis import options as given
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.comm.world import start_world
-from spatialdl.starting import run_as_rank
+from spatialdl.commands.start import run_as_rank
 from spatialdl.text import counted, print_lines
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, device_of
 from spatialdl.comm.launch import TERMINAL, end_with_launcher, launched
 from spatialdl.comm.world import start_world
-from spatialdl.starting import choose_device
+from spatialdl.commands.start import choose_device
 from spatialdl.training.parts import RunParts
 from spatialdl.training.peak_memory import peak_memory_mb
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from spatialdl.starting import config_source_flags, run_dir_overrides
+from spatialdl.commands.start import config_source_flags, run_dir_overrides
 from spatialdl.submitting.resources import Options, resources
 from spatialdl.text import aligned, counted
 from spatialdl.training.checks import check_config

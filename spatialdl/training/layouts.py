@@ -194,8 +194,8 @@ def schedule_of(
     variant = _variant(parallel)
     if variant is not None and parallel.schedule != "gpipe":
         raise ValueError(
-            f"parallel.schedule={parallel.schedule} cannot be combined with GEMS, which has its own "
-            "schedule: leave it out, or set parallel.gems.variant"
+            f"parallel.schedule={parallel.schedule} cannot be combined with GEMS, which has "
+            "its own schedule: leave it out, or set parallel.gems.variant"
         )
     if forwards_first:
         return make_schedule("gpipe", placement, microbatches * accumulate)

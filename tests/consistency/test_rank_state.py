@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
+from spatialdl.commands.start import without_hydra
 from spatialdl.consistency.rank_state import (
     code,
     configuration,
@@ -18,7 +19,6 @@ from spatialdl.consistency.rank_state import (
     training_files,
     versions,
 )
-from spatialdl.starting import without_hydra
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -524,8 +524,8 @@ class ConfigTarget:
         ]
 
     def attempt(self, number: int, data: bytes) -> None:
+        from spatialdl.commands.start import check_command_line, composed_for, without_hydra
         from spatialdl.configuring.overrides import flags_of
-        from spatialdl.starting import check_command_line, composed_for, without_hydra
         from spatialdl.training.checks import check_config
 
         (self._folder / "model" / "mine.yaml").write_bytes(data)

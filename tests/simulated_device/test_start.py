@@ -6,9 +6,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spatialdl import starting
 from spatialdl.bench import device
 from spatialdl.comm.launch import LaunchInfo
+from spatialdl.commands import start
 
 CONFIG = {"device": "auto", "comm": {"ranks_per_device": 1, "timeout": None, "transport": "mpi"}}
 
@@ -24,17 +24,17 @@ def test_a_device_has_a_context_before_mpi_starts(
 ) -> None:
     """On rank 0 too, whose device is the current one from the beginning."""
     info, before = LaunchInfo(rank, 2, rank, "mpiexec"), allocations(rank)
-    monkeypatch.setattr(starting.run_log, "start_log", lambda rank: None)
-    monkeypatch.setattr(starting, "limit_waits", lambda seconds: None)
+    monkeypatch.setattr(start.run_log, "start_log", lambda rank: None)
+    monkeypatch.setattr(start, "limit_waits", lambda seconds: None)
 
     def start_world(transport: str) -> None:
         assert torch.accelerator.current_device_index() == rank
         assert allocations(rank) > before
         raise InterruptedError
 
-    monkeypatch.setattr(starting, "start_world", start_world)
+    monkeypatch.setattr(start, "start_world", start_world)
     with pytest.raises(InterruptedError):
-        starting.join_ranks(info, OmegaConf.create(CONFIG), lambda config: pytest.fail("too far"))
+        start.join_ranks(info, OmegaConf.create(CONFIG), lambda config: pytest.fail("too far"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,7 +8,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
 from spatialdl.comm.launch import LaunchInfo
-from spatialdl.starting import (
+from spatialdl.commands.start import (
     check_command_line,
     choose_device,
     composed_for,

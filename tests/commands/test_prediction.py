@@ -11,7 +11,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig
 
-from spatialdl.prediction_command import Command
+from spatialdl.commands.prediction import Command
 
 
 def one_rank(config: DictConfig) -> SimpleNamespace:

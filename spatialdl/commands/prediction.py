@@ -16,12 +16,7 @@ from spatialdl.comm.abort import describe_error
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
-from spatialdl.configuring.help import print_help, wants_help
-from spatialdl.configuring.overrides import flags_of
-from spatialdl.consistency.rank_state import RankState
-from spatialdl.predicting.checks import names_own_network
-from spatialdl.predicting.slide_paths import slide_paths, volume_paths
-from spatialdl.starting import (
+from spatialdl.commands.start import (
     check_command_line,
     composed_by_rank,
     composed_job,
@@ -33,6 +28,11 @@ from spatialdl.starting import (
     run_single_process,
     without_hydra,
 )
+from spatialdl.configuring.help import print_help, wants_help
+from spatialdl.configuring.overrides import flags_of
+from spatialdl.consistency.rank_state import RankState
+from spatialdl.predicting.checks import names_own_network
+from spatialdl.predicting.slide_paths import slide_paths, volume_paths
 from spatialdl.training.console import run_log
 
 if TYPE_CHECKING:
