@@ -40,7 +40,7 @@ from spatialdl.training.step import TrainingStep
 from spatialdl.training.step_sync import StepSync
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.time_split import COLUMNS, TimeSplit
-from spatialdl.training.virtual_tiles import StepWatch, share_one_image
+from spatialdl.training.virtual_tiles import StepWatch, offloaded_mb, share_one_image
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -224,6 +224,7 @@ class Trainer:
             "world_size": self.world.size,
             "peak_memory_mb": self.world.gather(peak_memory_mb(self.parts.device)),
             "device_memory_mb": self.world.gather(device_memory_mb(self.parts.device)),
+            "offloaded_mb": self.world.gather(offloaded_mb(self.parts.pipeline.memory)),
             "time_split": self._split.summary(),
         }
 

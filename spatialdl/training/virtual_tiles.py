@@ -196,6 +196,17 @@ def check_room(
         )
 
 
+def offloaded_mb(memory: Memory | None) -> dict[str, float] | None:
+    """Megabytes (10^6 bytes) that a rank has written to and read from its store, and its size.
+
+    None without virtual tiles, or without a limit on their memory.
+    """
+    store = None if memory is None else memory.store
+    if store is None:
+        return None
+    return {"written": store.written / 1e6, "read": store.read / 1e6, "stored": store.peak / 1e6}
+
+
 def share_one_image(placement: Placement) -> bool:
     """Whether all ranks take part in every exchange of a step."""
     return placement.world_size == prod(placement.grids[0]) and placement.stages == 1

@@ -139,7 +139,7 @@ def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
     for step in (1, 2):
         with watch.over(step), memory.watch():
             torch.ones(3).add(1).sum()
-        assert memory.told is None
+        assert memory.on_operation is None
         assert watch._operations == 3
 
 
@@ -148,7 +148,7 @@ def test_other_ranks_and_runs_without_virtual_tiles_are_not_watched(monkeypatch)
     memory = Memory()
     for watch in (StepWatch(memory, [], shows=False), StepWatch(None, [], shows=True)):
         with watch.over(1):
-            assert memory.told is None
+            assert memory.on_operation is None
 
 
 def test_a_step_that_is_given_up_leaves_buffers_as_they_were():
@@ -164,7 +164,7 @@ def test_a_step_that_is_given_up_leaves_buffers_as_they_were():
 
     with pytest.raises(GivenUp):
         step()
-    assert memory.told is None
+    assert memory.on_operation is None
     assert all(torch.equal(one, before[name]) for name, one in norm.named_buffers())
 
 

@@ -67,8 +67,8 @@ def save_report(
         names: class or target names.
         steps: rows of ``metrics.csv``.
         validations: metrics of each validation, lists included.
-        summary: ``images_per_second``, ``peak_memory_mb`` (one per rank), ``device_memory_mb``
-            and ``time_split``; each is optional.
+        summary: ``images_per_second``, ``peak_memory_mb`` (one per rank), ``device_memory_mb``,
+            ``offloaded_mb`` (per rank, see `offloaded_mb`) and ``time_split``; each is optional.
         examples: predicted samples, worst first.
         timeline: picture of a step, if any.
         ended: why the run ended early.
@@ -121,6 +121,10 @@ def _facts(
     used = [mb for mb in summary.get("device_memory_mb") or () if mb is not None]
     if used:  # includes the device context, NCCL buffers and other processes
         facts.append(("device memory in use", readable_bytes(round(max(used) * 2**20))))
+    stored = [one for one in summary.get("offloaded_mb") or () if one is not None]
+    for what in ("written", "read") if stored else ():
+        total = round(sum(one[what] for one in stored) * 1e6)
+        facts.append((f"{what}, activations off the device", readable_bytes(total)))
     return facts
 
 

@@ -60,12 +60,14 @@ def test_equals_one_process(layout, slices, task, tmp_path):
     trainer, ours = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, *limit)
     written = trainer.parts.pipeline.options.memory.store.written
     assert WORLD.allreduce(written) > 1_000_000
+    noted = WORLD.gather(written / 1e6)
     if WORLD.rank > 0:
         return
     _, plain = train(
         tmp_path / "plain", SingleProcess(), *KINDS[task], f"parallel.microbatches={slices}"
     )
     assert ours["world_size"] == WORLD.size
+    assert [one["written"] for one in ours["offloaded_mb"]] == noted
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert len(ours["validation"]) == len(plain["validation"]) == 2
     check_validations(ours["validation"], plain["validation"])

@@ -101,6 +101,14 @@ def test_memory_that_a_device_says_is_in_use_stands_beside_the_peak(tmp_path):
     )
 
 
+def test_bytes_of_the_store_of_virtual_tiles_are_those_of_all_ranks(tmp_path):
+    one = {"written": 1500.0, "read": 2500.0, "stored": 10.0}
+    found = page(tmp_path, summary={**SUMMARY, "offloaded_mb": [one, one]})
+    assert readable_bytes(3 * 10**9) in found
+    assert readable_bytes(5 * 10**9) in found
+    assert "off the device" not in page(tmp_path, summary={**SUMMARY, "offloaded_mb": [None]})
+
+
 def test_lines_are_yaml_with_what_was_changed():
     config = {"parallel": {"name": "sp", "grid": [2, 1]}, "seed": 0, "weights": None, "data": {}}
     overrides = ["parallel=sp", "++parallel.grid=[2,1]", "~weights", "data/augment=none"]
