@@ -185,10 +185,10 @@ def test_a_gathered_head_is_not_refused():
 @pytest.mark.parametrize(
     ("network", "task", "sentence"),
     [
-        (unet, "classification", "the network gives (2, 3, 32, 16) for 2 images: to classify"),
-        (resnet18, "segmentation", "the network gives (2, 3) for 2 masks of 32x16: to segment"),
-        (resnet18, "multilabel", "the network gives (2, 3) for 2 images with 4 classes each: it"),
-        (resnet18, "regression", "the network gives (2, 3) for 2 images with 4 targets each: it"),
+        (unet, "classification", "the network returns (2, 3, 32, 16) for 2 images, but task="),
+        (resnet18, "segmentation", "the network returns (2, 3) for 2 masks of 32x16, but task="),
+        (resnet18, "multilabel", "the network returns (2, 3) for 2 images with 4 classes each, "),
+        (resnet18, "regression", "the network returns (2, 3) for 2 images with 4 targets each, "),
     ],
 )
 def test_an_output_that_does_not_fit_the_task_is_an_error(network, task, sentence):
@@ -206,7 +206,7 @@ def test_an_output_that_does_not_fit_the_task_is_an_error(network, task, sentenc
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ("classification", "the network gives (2, 3, 8, 9, 7) for 2 images: to classify"),
+        ("classification", "the network returns (2, 3, 8, 9, 7) for 2 images, but task="),
         ("segmentation", None),
     ],
 )

@@ -73,7 +73,7 @@ class _NoAnswer(MPI.Intracomm):
 class CountedMpi(MpiCommunicator, _NoAnswer):
     """One rank of `size`, of which there is no other."""
 
-    way = next(iter(STRATEGIES))
+    strategy = next(iter(STRATEGIES))
     world_ranks: Sequence[int] = ()  # type: ignore[assignment]
 
     def __new__(cls, ledger: Ledger, rank: int, ranks: Sequence[int]) -> CountedMpi:

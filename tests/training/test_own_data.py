@@ -109,7 +109,7 @@ def test_words_of_the_command_line():
     for wrong in ("data.dataset.counts=3", "data.validation.splits=val"):
         with pytest.raises(ValueError, match=f"{wrong.partition('=')[0]} is unknown to .*Noise"):
             check_overrides([rewritten(word) for word in [*known, wrong]])
-    with pytest.raises(ValueError, match=r"name it, data\.dataset\._target_=package\.Class"):
+    with pytest.raises(ValueError, match=r"not set: add data\.dataset\._target_=package\.Class"):
         check_overrides([rewritten(word) for word in ("data=dataset", "data.dataset.count=3")])
 
 
