@@ -85,7 +85,7 @@ def test_other_weights_are_refused(timm, weights, change, message):
 
 def test_pickled_objects_are_not_loaded(timm, weights):
     torch.save({"weight": Path("x")}, weights)
-    with pytest.raises(ValueError, match="nothing but tensors"):
+    with pytest.raises(ValueError, match="must contain only tensors"):
         make_encoder(Wish(f"timm:{NAME}", weights))
 
 

@@ -115,7 +115,7 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
         (f"task.loss._target_={HERE}.Weighted", "cannot be created: .*weights"),
         (f"task.loss._target_={HERE}.Learned", "has parameters, but only those of the network"),
         (f"task.loss._target_={HERE}.squared task.loss.powr=2", "nearest: task.loss.power"),
-        ("task.loss.power=2", "name it, task.loss._target_=package.Class"),
+        ("task.loss.power=2", "not set: add task.loss._target_=package.Class"),
         (f"task.loss._target_={HERE}.HERE", "cannot be created"),
         (
             f"task.loss._target_={HERE}.squared task.class_weights=[1,2,3]",
