@@ -138,7 +138,7 @@ def test_training_reads_from_a_slow_source_what_has_not_arrived(
 ):
     monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
     plain, _ = train("data.stage.to=off")
-    with coming_slowly(folder, tmp_path / "slow", 10_000):
+    with coming_slowly(folder, tmp_path / "slow", 25_000):
         slow = f"data.path={tmp_path / 'slow'}"
         staged, said = train(slow, f"data.stage.to={tmp_path}/disk")
     assert staged == plain
