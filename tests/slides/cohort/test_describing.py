@@ -40,7 +40,7 @@ def test_slides_labels_tiles_and_predictions_meet(tmp_path, synthetic, capsys):
         (["--labels", "/nowhere.csv"], "cannot read /nowhere.csv"),
         (
             ["--predictions", "/nowhere"],
-            "/nowhere/slides.csv cannot be read as a table",
+            "cannot read /nowhere/slides.csv as a prediction table",
         ),
         (["--tiles", "/nowhere"], "/nowhere"),
     ],
