@@ -240,10 +240,12 @@ class Placement:
         replica = place // self.replica_size
         positions = []
         for copy, stage in product(range(self.copies), range(self.stages)):
-            blocks = self._blocks(stage, replica, copy)
-            for part, block in enumerate(blocks):
-                if place in block:
-                    positions.append(Position(replica, stage, part, copy, block.index(place)))
+            places = self._places(stage, replica, copy)
+            if place in places:
+                parts = self.tensor_parts(stage)
+                part, tensor = divmod(places.index(place), parts)
+                tensor = tensor if copy == 0 else parts - 1 - tensor
+                positions.append(Position(replica, stage, part, copy, tensor))
         return positions
 
     def place(self, rank: int) -> int:
@@ -266,18 +268,14 @@ class Placement:
 
     def tensor_ranks(self, position: Position) -> Sequence[int]:
         """World ranks that divide the channels of one part."""
-        blocks = self._blocks(position.stage, position.replica, position.copy)
-        return self.at(blocks[position.part])
+        parts = self.tensor_parts(position.stage)
+        places = self._places(position.stage, position.replica, position.copy)
+        block = places[position.part * parts : (position.part + 1) * parts]
+        return self.at(block if position.copy == 0 else block[::-1])  # in the same order in copies
 
     def at(self, places: range) -> Sequence[int]:
         """World ranks at some places."""
         return [self.order[place] for place in places] if self.order else places
-
-    def _blocks(self, stage: int, replica: int, copy: int) -> list[range]:
-        """Places that divide the channels of each part of a stage, in the same order in copies."""
-        parts, places = self.tensor_parts(stage), self._places(stage, replica, copy)
-        blocks = [places[first : first + parts] for first in range(0, len(places), parts)]
-        return blocks if copy == 0 else [block[::-1] for block in blocks]
 
     def _places(self, stage: int, replica: int, copy: int) -> range:
         group = stage % self.groups
