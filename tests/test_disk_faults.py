@@ -71,7 +71,7 @@ def test_training_goes_on_while_nothing_can_be_written(fault, disk, tmp_path):
     with started(command(run_dir, "parallel=dp", *LONG, *OFTEN)) as process:
         until(process, "checkpoint: ")
         fail(run_dir, fault)
-        said = until(process, "no checkpoint (", times=2)
+        said = until(process, "cannot write checkpoint (", times=2)
         kept = pointed(run_dir / "checkpoints" / "latest")
         assert kept is not None
         assert damages(kept, SingleProcess()) == []
