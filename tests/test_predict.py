@@ -22,7 +22,8 @@ import tifffile
 from PIL import Image
 from torch import nn
 
-from spatialdl import predict, prediction
+from spatialdl import predict
+from spatialdl.commands import prediction
 from spatialdl.data import ShardWriter
 from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.training.run_lock import held
