@@ -389,7 +389,7 @@ def test_volumes_are_predicted_in_ranks_and_bad_files_are_reported(tmp_path, her
         "contrasts has 2 channels, the network was trained on 1",
         "holed: 1 of 540 voxels read are NaN or infinite",
         "thick: its voxels are 9 x 0.8 x 0.7 mm",
-        "training set 2.5 x 0.805 x 0.704 mm",
+        "training set has 2.5 x 0.805 x 0.704 mm",
     ):
         assert sentence in said
     status = {row["volume"]: row["status"] for row in Case(tmp_path).table("q/volumes.csv")}
