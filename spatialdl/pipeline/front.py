@@ -225,7 +225,8 @@ class Pipeline:
         """Return the outputs (N, ...) for a batch on every rank; collective.
 
         Args:
-            images, samples: see `step`.
+            images: as for `step`.
+            samples: as for `step`.
         """
         count = self._count(images, None, samples)
         microbatches = self._cut(images, None, count)
