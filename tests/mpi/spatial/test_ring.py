@@ -131,6 +131,8 @@ def test_backward_holds_each_message_no_longer_than_it_needs_it() -> None:
     Of the size of the own queries: keys and values of a part 2, their gradients 2 and 2 that were
     added up before, gradients of the queries 2; of the projections and their gradients 3 each.
     """
+    if DEVICE.type != "cpu":
+        pytest.skip("scores of a block are larger than all messages where blocks are large")
     for mesh in every_mesh(2).values():
         if mesh.grid_comm.size != 2:
             continue
