@@ -125,7 +125,9 @@ def test_no_rank_holds_all_keys(attend: Callable[[Tensor], Tensor]) -> None:
         assert 0 < largest.elements < N * COUNT * C
 
 
-def test_backward_holds_each_message_no_longer_than_it_needs_it() -> None:
+def test_backward_holds_each_message_no_longer_than_it_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Several were held at once, by names that nothing read any more, at the peak of a ViT's step.
 
     Of the size of the own queries: keys and values of a part 2, their gradients 2 and 2 that were
@@ -136,6 +138,8 @@ def test_backward_holds_each_message_no_longer_than_it_needs_it() -> None:
     for mesh in every_mesh(2).values():
         if mesh.grid_comm.size != 2:
             continue
+        # packed pieces, which may be the fastest here, are copies
+        monkeypatch.setattr(mesh.grid_comm, "strategy", "a message for each piece", raising=False)
         own = torch.rand(N, C, 40, 40, dtype=torch.float64).to(DEVICE)
         x = shard(own, mesh)
         q, k, v = (tokens(x).detach().requires_grad_() for _ in range(3))
