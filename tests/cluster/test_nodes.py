@@ -44,7 +44,7 @@ RANKS = 5
 
 @pytest.mark.parametrize(
     ("transport", "kind"),
-    [("torch", "TwoLevels"), pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow)],
+    [("torch", "HierarchicalCommunicator"), pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(
     ("dealt", "nodes"),
