@@ -44,7 +44,10 @@ RANKS = 5
 
 @pytest.mark.parametrize(
     ("transport", "kind"),
-    [("torch", "HierarchicalCommunicator"), pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow)],
+    [
+        ("torch", "HierarchicalCommunicator"),
+        pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     ("dealt", "nodes"),
