@@ -18,24 +18,25 @@ def drawn(*shape: int, seed: int = 3) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def other(*shape: int) -> Tensor:
-    return drawn(*shape, seed=4)
+def other(x: Tensor, *shape: int) -> Tensor:
+    """On the device of `x`: the whole one may be on another than the parts."""
+    return drawn(*shape, seed=4).to(x.device)
 
 
 PRODUCTS = {
-    "channels in place": lambda x: torch.einsum("bchw,cd->bdhw", x, other(SIZE, 7)),
-    "the matrix first": lambda x: torch.einsum("dc,bchw->bdhw", other(7, SIZE), x),
-    "as a list": lambda x: torch.einsum("bchw,cd->bdhw", [x, other(SIZE, 7)]),
-    "fewer channels than ranks": lambda x: torch.einsum("bchw,cd->bdhw", x, other(SIZE, 1)),
-    "each channel": lambda x: torch.einsum("bchw,c->bchw", x, other(SIZE)),
-    "channels behind": lambda x: torch.einsum("bchw,hd->bwdc", x, other(3, 4)),
+    "channels in place": lambda x: torch.einsum("bchw,cd->bdhw", x, other(x, SIZE, 7)),
+    "the matrix first": lambda x: torch.einsum("dc,bchw->bdhw", other(x, 7, SIZE), x),
+    "as a list": lambda x: torch.einsum("bchw,cd->bdhw", [x, other(x, SIZE, 7)]),
+    "fewer channels than ranks": lambda x: torch.einsum("bchw,cd->bdhw", x, other(x, SIZE, 1)),
+    "each channel": lambda x: torch.einsum("bchw,c->bchw", x, other(x, SIZE)),
+    "channels behind": lambda x: torch.einsum("bchw,hd->bwdc", x, other(x, 3, 4)),
     "itself": lambda x: torch.einsum("bchw,bchv->bcwv", x, x),
     "sums over channels": lambda x: torch.einsum("bchw,bchv->bwv", x, x),
-    "two dims in place of one": lambda x: torch.einsum("bchw,cde->bdehw", x, other(SIZE, 2, 3)),
-    "three operands": lambda x: torch.einsum("bchw,c,h->bchw", x, other(SIZE), other(3)),
-    "dots": lambda x: torch.einsum("bc...,cd->bd...", x, other(SIZE, 7)),
-    "without an arrow": lambda x: torch.einsum("bchw,cd", x, other(SIZE, 7)),
-    "a size of one": lambda x: torch.einsum("bchw,xc->bchw", x, other(2, 1)),
+    "two dims in place of one": lambda x: torch.einsum("bchw,cde->bdehw", x, other(x, SIZE, 2, 3)),
+    "three operands": lambda x: torch.einsum("bchw,c,h->bchw", x, other(x, SIZE), other(x, 3)),
+    "dots": lambda x: torch.einsum("bc...,cd->bd...", x, other(x, SIZE, 7)),
+    "without an arrow": lambda x: torch.einsum("bchw,cd", x, other(x, SIZE, 7)),
+    "a size of one": lambda x: torch.einsum("bchw,xc->bchw", x, other(x, 2, 1)),
 }
 
 
@@ -98,7 +99,7 @@ def test_copies_into_a_part(source: str):
 
     def copied(x: Tensor) -> Tensor:
         into = torch.zeros_like(x)
-        given = {"itself": x * 2, "whole": other(SIZE, 3), "broadcast": other(3)}[source]
+        given = {"itself": x * 2, "whole": other(x, SIZE, 3), "broadcast": other(x, 3)}[source]
         into.copy_(given)
         return into * x
 
@@ -106,9 +107,10 @@ def test_copies_into_a_part(source: str):
 
 
 def test_copies_of_what_is_divided_otherwise():
-    x, y = channels(drawn(2, SIZE, SIZE)), channels(other(2, SIZE, SIZE), at=2)
+    source = drawn(2, SIZE, SIZE, seed=4)
+    x, y = channels(drawn(2, SIZE, SIZE)), channels(source, at=2)
     x.copy_(y)
-    assert torch.equal(x.full_tensor().cpu(), other(2, SIZE, SIZE))
+    assert torch.equal(x.full_tensor().cpu(), source)
 
 
 class _Kept(nn.Module):
