@@ -34,7 +34,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add pages to the last section of the navigation, for contributors."""
     (pages,) = config.nav[-1].values()
     pages += [f"{FOLDER}/{name}" for name in ALWAYS if (ROOT / name).is_file()]
-    log = sorted((ROOT / DOCS / DECISIONS).glob("*.md"), key=lambda file: file.stem != "README")
+    log = sorted(
+        (ROOT / DOCS / DECISIONS).glob("*.md"), key=lambda file: (file.stem != "README", file)
+    )
     if log:
         pages.append({"Decisions": [f"{DECISIONS}/{file.name}" for file in log]})
     return config
