@@ -122,7 +122,7 @@ def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, mon
         of_a_step = asked // whole.progress.step
         asked, stop_at = 0, of_a_step * 3 // 2  # in the midst of the second step
         stopped, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
-    assert stop_at <= asked < stop_at + of_a_step // 4  # it did not end the step
+    assert stop_at <= asked < stop_at + 10  # it did not end the step
     assert 0 < stopped.progress.step < whole.progress.step
     assert stopped.progress.stopped is signal.SIGTERM
     monkeypatch.setattr(signals._Seen, "first", None)
