@@ -152,7 +152,7 @@ def test_grids_have_a_number_for_each_spatial_dim():
         (["parallel=sp", "parallel.local_dp=2"], r"local_dp=2 splits.*parallel\.data=2"),
         (
             ["parallel=sp+pp", "parallel.local_dp=0"],
-            "local_dp must be a whole number of at",
+            "local_dp must be a whole number of at least 1",
         ),
         (
             ["parallel.interleave=0"],

@@ -189,6 +189,7 @@ def test_a_disk_that_fails_is_said_once(start, dataset, caplog):
     ended(copier)
     assert copier.shards == {"left": 6, "done": 1}
     [told] = caplog.messages
+    assert "cannot write to " in told
     assert ": Not a directory; shards missing in" in told
     shards.unlink()
     shards.with_name("elsewhere").rename(shards)
