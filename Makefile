@@ -1,4 +1,4 @@
-# make setup | make demo | make test-fast | make test | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
+# make setup | make demo | make test-fast | make test | make test-docs | make test-device | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.ready
@@ -16,7 +16,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast test-serial test-mpi test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
+.PHONY: setup demo test test-fast test-serial test-mpi test-docs test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -50,24 +50,31 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 $(FAST)
 	$(RUN) 300 -n 2 $(MPI_TESTS) -m "not slow" $(FAST_MPI)
 
-test: test-serial test-mpi test-device
+test: test-serial test-mpi
+
+# one more than cores, as many tests wait for processes that they start; the limit on restarts ends the run
+# after a test that ran out of time, for which it would wait for ever
+SERIAL := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0 -m "not slow"
+# programs and commands of README, pages and examples, as their readers run them
+OF_DOCS := $(addprefix tests/, test_examples.py test_readme.py test_tutorial.py)
 
 test-serial: $(READY)
-	$(BIN)/python -m pytest tests --ignore tests/mpi --ignore tests/cluster \
-	    --ignore tests/simulated_device -m "not slow" -n 2 --dist loadfile \
-	    --max-worker-restart 0  # or it would wait for ever after a test that ran out of time
-	# in processes of its own: a device that is there is every test's accelerator
-	$(BIN)/python -c "from tests.simulated_device import load, missing; missing() or load()"
-	$(BIN)/python -m pytest tests/simulated_device -m "not slow" -n 2 --dist loadfile \
-	    --max-worker-restart 0
+	$(SERIAL) tests $(addprefix --ignore , tests/mpi tests/cluster tests/simulated_device $(OF_DOCS))
+
+test-docs: $(READY)
+	$(SERIAL) $(OF_DOCS)
 
 test-mpi: $(READY)
 	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
 
-	# what talks between stages and replicas, on a number of ranks that divides nothing
-	$(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/channels tests/mpi/comm tests/mpi/fuzz tests/mpi/pipeline tests/mpi/training \
-	    $(addprefix --ignore tests/mpi/training/, tasks pictures console test_staging.py)
+	# messages and channels on a number of ranks that divides nothing, and what needs three ranks; layouts
+	# of three: see test-device
+	$(RUN) 600 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/channels tests/mpi/comm \
+	    $(addprefix --ignore tests/mpi/, channels/test_networks.py channels/test_parallel.py \
+	    comm/test_agreement.py comm/test_backend.py comm/test_processes.py comm/test_transport.py) \
+	    $(addprefix tests/mpi/, $(addprefix pipeline/, test_batch_norm.py test_forward_parameters.py \
+	    test_samples_apart.py test_sharded.py) training/debug training/tasks/test_known_labels.py \
+	    training/test_staging.py)
 
 	# other numbers of ranks: stages of one rank beside stages of many; of two: see test-device; of eight:
 	# test-slow
@@ -101,6 +108,9 @@ test-gpu: $(READY)
 
 # operators on split images, layouts by host and mpi, and those of four ranks are left to test-slow
 test-device: $(READY)
+	# in processes of its own: a device that is there is every test's accelerator
+	$(BIN)/python -c "from tests.simulated_device import load, missing; missing() or load()"
+	$(SERIAL) tests/simulated_device
 	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py \
 	    LEFT_OUT="--ignore tests/mpi/spatial/test_op_db.py"
 	# layouts of three ranks, whose streams are late at random
@@ -129,9 +139,8 @@ test-slow: $(READY)
 	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m slow tests/mpi || test $$? -eq 5; \
 	done
 	set -e; for ranks in 2 3; do \
-	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/spatial \
-	        tests/mpi/pipeline/test_equal_numbers.py \
-	        $(addprefix tests/mpi/training/, tasks pictures console); \
+	    $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi/channels tests/mpi/comm \
+	        tests/mpi/fuzz tests/mpi/pipeline tests/mpi/spatial tests/mpi/training; \
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py

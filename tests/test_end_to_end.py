@@ -144,6 +144,7 @@ def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
     assert "take parallel=sp or dp, which do not cut the network" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_volume_on_three_ranks_equals_one_process(tmp_path):
     volume = ("data.image_size=[20,25,17]", "data.channels=1", "data.num_classes=3")
     unet = (*volume, "model=unet3d", "model.width=2", "model.depth=2", "parallel.microbatches=2")

@@ -99,6 +99,7 @@ def test_quickstart_learns(tmp_path):
     assert trained("quickstart", tmp_path)["validation"][-1]["accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_slides_are_learned_a_little_by_a_vit(tmp_path):
     small = ["data.image_size=[96,96]", "model.patch=8", "model.width=32", "optimizer.lr=3e-3"]
     small += ["data.num_classes=2", "data.samples=64", "data.validation_samples=8"]
@@ -108,6 +109,7 @@ def test_slides_are_learned_a_little_by_a_vit(tmp_path):
     assert np.mean(losses[-6:]) < 0.7 * np.mean(losses[:6])
 
 
+@pytest.mark.slow
 def test_fractals_are_learned_a_little(tmp_path):
     small = ["data.image_size=[24,24,24]", "data.num_classes=2", "data.samples=32"]
     small += ["model.width=4", "model.depth=2", "data.validation_samples=4", "trainer.max_epochs=7"]

@@ -56,13 +56,9 @@ def test_what_cannot_be_measured_is_refused(words, message):
         suite._parse([*words, *(["--device", "cpu"] if words else [])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "devices", "names"),
-    [
-        (1, 1, EVERY[:3]),
-        pytest.param(2, 2, EVERY, marks=pytest.mark.slow),
-        pytest.param(2, 1, EVERY[:-1], marks=pytest.mark.slow),
-    ],
+    ("ranks", "devices", "names"), [(1, 1, EVERY[:3]), (2, 2, EVERY), (2, 1, EVERY[:-1])]
 )
 def test_everything_runs_on_the_simulated_accelerator(ranks, devices, names, tmp_path):
     """Ranks that share a device have no NCCL that our backend could be compared with."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import GEMS
 
-MOST_RANKS = {"resnet18": 3, "amoebanet_d": 2, "resnet50": 2, "resnet110_v2": 2}
+MOST_RANKS = {"resnet18": 3, "amoebanet_d": 2, "resnet50": 2, "resnet110_v2": 2, "swin": 1}
 """Deep networks are run on more ranks, and in other ways, by the longer proof only."""
 
 

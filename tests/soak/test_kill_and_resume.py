@@ -159,6 +159,7 @@ def soaked(
     return other, alone
 
 
+@pytest.mark.slow
 def test_two_kills(data, tmp_path):
     layout = LAYOUTS["sp+pp on 3"]
     run, alone = soaked(tmp_path, data, drawn(SEED, 2), [layout] * 3)

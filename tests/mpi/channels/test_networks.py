@@ -20,6 +20,16 @@ from tests.mpi.channels.divided import WORLD
 from tests.mpi.channels.networks import NETWORKS, Tokens
 from tests.mpi.device import DEVICE
 
+DEEP = ("amoebanet_d", "resnet110_v2", "resnet50", "vgg16_bn", "swin, spelled out")
+AGAIN = ("tokens", "encoder", "resnet18", "swin")
+"""Deep networks, and most of those that run again in backward, are left to the longer proof."""
+
+STEPS = [
+    pytest.param(name, again, marks=pytest.mark.slow if name in slow else ())
+    for again, names, slow in ((False, NETWORKS, DEEP), (True, AGAIN, AGAIN[2:]))
+    for name in names
+]
+
 MIXED = ("amoebanet_d", "mobile")
 """Tensors meet in them that are divided otherwise, or too small for all ranks."""
 
@@ -36,12 +46,9 @@ def loss_of(y: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.world(2, 3, 4)
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "recompute"), STEPS)
 def test_steps_are_those_of_one_process(name: str, recompute: bool):
     """Loss, weights and buffers; each rank has its share of the weights, of any layout."""
-    if recompute and name not in ("resnet18", "tokens", "swin", "encoder"):
-        pytest.skip("some of them run again in backward")
     make, shape = NETWORKS[name]
     for ranks, tiles, data in LAYOUTS[WORLD.size]:
         grid = (*tiles, *(1,) * (len(shape) - 3))

@@ -194,7 +194,10 @@ def test_a_plan_of_what_is_divided_is_counted(name, monkeypatch):
     assert_network(name, Placement(1, (grid,), tensor=(RANKS,)), monkeypatch, PLANS[name])
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "resnet" else ()) for name in NETWORKS],
+)
 @pytest.mark.world(4)
 def test_so_does_one_on_tiles(name, monkeypatch):
     assert_network(name, Placement(1, ((2, 1),), tensor=(2,)), monkeypatch)
