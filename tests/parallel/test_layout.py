@@ -19,6 +19,7 @@ from spatialdl.parallel.layout import (
     Window,
     empty_box,
     even_bounds,
+    finer_grid,
     finer_parts,
     nearly_cubic,
     needed_boxes,
@@ -355,6 +356,13 @@ def test_a_box_survives_pickling(box):
 )
 def test_grids_are_as_square_as_can_be(ranks, grid):
     assert nearly_cubic(ranks, len(grid)) == grid
+
+
+def test_a_finer_grid_needs_a_factor_for_each_dim():
+    assert finer_grid((2, 1), (3, 4)) == (6, 4)
+    assert finer_grid((2, 1), ()) == (2, 1)
+    with pytest.raises(ValueError, match="zip"):
+        finer_grid((2, 1), (3,))
 
 
 def test_another_number_of_pixels_along_one_dim_is_cut_evenly():

@@ -82,6 +82,14 @@ def test_an_order_puts_ranks_at_places():
             Placement(1, ((2, 1), (1, 1)), order=order)
 
 
+def test_describe_shows_two_stages_each_and_two_ranks_by_samples() -> None:
+    assert Placement(1, ((1, 1),) * 4, 2).describe() == (
+        "1 replica x (1x1 + 1x1) with 2 stages each = 2 ranks"
+    )
+    placement = Placement(1, ((1, 1), (1, 1)), batch=(1, 2))
+    assert placement.describe() == "1 replica x (1x1 + 2 by samples) = 3 ranks"
+
+
 @pytest.mark.parametrize(
     ("data", "stages", "text"),
     [
@@ -131,6 +139,11 @@ def test_another_world_is_refused_with_the_product_and_what_fits(size, fits):
         f"parallel=sp+pp needs 1 replica x (2x1 + 1x1) = 3 ranks, but this world has {size} ranks: "
         f"start it with `mpiexec -n 3`, or {fits}"
     )
+
+
+def test_the_axes_of_a_single_stage_are_named() -> None:
+    with pytest.raises(ValueError, match="needs data 2 x rows 2 x columns 1 = 4 ranks, but"):
+        Placement(2, ((2, 1),)).check_world(3, "parallel=dp+sp")
 
 
 def test_ranks_are_listed_by_place():

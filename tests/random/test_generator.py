@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from spatialdl.random import generator
-from spatialdl.random.generator import TensorRegion, _bits, keep_mask, key_of, normal, uniform
+from spatialdl.random.generator import (
+    TensorRegion,
+    _bits,
+    bernoulli,
+    exponential,
+    keep_mask,
+    key_of,
+    normal,
+    uniform,
+)
 from spatialdl.random.streams import whole
 
 CPU = torch.device("cpu")
@@ -68,3 +77,45 @@ def test_never_one(dtype: torch.dtype) -> None:
     numbers = uniform(whole((100_000,)), 0, dtype, CPU)
     assert numbers.dtype == dtype
     assert numbers.max() < 1
+
+
+def test_exponential_numbers_are_logarithms_of_uniform_ones() -> None:
+    region = whole((4, 50, 50, 20))
+    numbers = exponential(region, 9, torch.float64, CPU)
+    assert torch.equal(numbers, -(uniform(region, 9, torch.float64, CPU) + 2.0**-53).log())
+    assert numbers.mean().item() == pytest.approx(1, abs=1e-2)
+    assert numbers.var().item() == pytest.approx(1, abs=3e-2)
+    assert exponential(region, 9, torch.float16, CPU).dtype == torch.float16
+
+
+@pytest.mark.parametrize("word", [0, 2**53 - 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_logarithms_of_exponential_numbers_are_finite(
+    dtype: torch.dtype, word: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever 53 bits are drawn."""
+    monkeypatch.setattr(generator, "_bits", lambda _, places: torch.full_like(places, word))
+    assert exponential(whole((3,)), 5, dtype, CPU).log().isfinite().all()
+
+
+def test_bernoulli_numbers_compare_uniform_ones_with_probabilities() -> None:
+    region = whole((40, 50))
+    chances = torch.linspace(0, 1, 2000).view(40, 50)
+    numbers = bernoulli(chances, region, 9)
+    assert numbers.dtype == chances.dtype
+    assert torch.equal(numbers.bool(), uniform(region, 9, torch.float64, CPU) < chances)
+    assert numbers[0, 0] == 0
+    assert numbers[-1, -1] == 1
+
+
+def test_an_impossible_event_does_not_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the random number is 0."""
+    monkeypatch.setattr(generator, "_bits", lambda _, places: torch.zeros_like(places))
+    assert bernoulli(torch.tensor([0.0, 1e-9]), whole((2,)), 5).tolist() == [0, 1]
+
+
+def test_numbers_are_drawn_on_the_device_of_the_others() -> None:
+    region, meta = whole((3, 2)), torch.device("meta")
+    drawn = [draw(region, 5, torch.float32, meta) for draw in (uniform, normal, exponential)]
+    drawn += [bernoulli(torch.empty(3, 2, device=meta), region, 5), keep_mask(region, 0.5, 5, meta)]
+    assert {one.device for one in drawn} == {meta}

@@ -13,7 +13,7 @@ from spatialdl.spatial.interpolation_weights import ResampledDim, interpolation_
 
 MODES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
 MODES |= {"cubic": "bicubic"}
-SIZES = [(7, 7), (7, 14), (7, 20), (14, 7), (20, 7), (20, 3), (5, 1), (1, 4), (1, 1)]
+SIZES = [(7, 7), (7, 14), (7, 20), (14, 7), (20, 7), (20, 3), (9, 2), (5, 1), (1, 4), (1, 1)]
 SCALES = [1.0, 1.05, 0.97, 2.0, 2.05, 0.5, 1 / 3]
 
 
@@ -69,6 +69,16 @@ def test_nothing_outside_of_what_is_read_has_a_weight(mode: str) -> None:
             assert 0 <= first < last <= size or start == stop
             assert set(taps.index[start:stop].flatten().tolist()) <= set(range(first, last))
         assert taps.reads(1, 1) == (0, 0)
+
+
+@pytest.mark.parametrize(("mode", "radius"), [("linear", 1), ("cubic", 2)])
+@pytest.mark.parametrize(("size", "count"), [(20, 7), (61, 9), (7, 20)])
+def test_antialiasing_reads_no_more_than_its_kernel(
+    mode: str, radius: int, size: int, count: int
+) -> None:
+    """Pixels with a weight of 0 would be right, and be sent for nothing."""
+    taps = interpolation_weights(ResampledDim(mode, size, count, antialias=True), torch.float64)
+    assert taps.index.shape[1] <= 2 * radius * max(1, size / count) + 1
 
 
 def test_a_whole_factor_is_known() -> None:
