@@ -16,7 +16,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 # or each of the many processes that tests start would compile all sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast test-serial test-mpi test-docs test-device test-gpu test-cluster test-slow lint typecheck bench bench-gpu clean
+.PHONY: setup demo test test-fast test-serial test-mpi test-docs test-device test-gpu test-cluster test-slow coverage mutants lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -161,6 +161,22 @@ test-slow: $(READY)
 	set -e; for ranks in 2 3 4; do \
 	    SPATIALDL_TRANSPORT=torch $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" tests/mpi; \
 	done
+
+# lines of the package that tests run, in all processes; of make test, but for numbers of ranks other than 4
+COUNTED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/.coverage
+coverage: $(READY)
+	$(BIN)/pip install --quiet "coverage>=7.10,<8"
+	$(BIN)/coverage erase
+	$(COUNTED) $(MAKE) test-serial
+	$(COUNTED) $(RUN) 3600 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --sort cover --skip-covered
+
+# how many changes of the central modules, one at a time, their tests notice; see pyproject.toml
+mutants: $(READY)
+	$(BIN)/pip install --quiet "mutmut>=3.8,<4"
+	$(BIN)/python -m mutmut run --max-children 2
+	$(BIN)/python -m mutmut results
 
 lint: $(READY)
 	$(BIN)/ruff check .
