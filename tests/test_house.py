@@ -84,3 +84,13 @@ def test_paths_in_the_table_are_there():
     assert len(paths) > 10
     inside = [path for path in paths if not (PACKAGE / path).exists()]
     assert [path for path in inside if not list(PACKAGE.glob(f"*/*/{path}"))] == []
+
+
+def test_every_short_file_has_its_reason_on_the_page():
+    section = PAGE.partition("## Short files")[2]
+    short = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if file.name != "__init__.py" and file.read_text().count("\n") < 50
+    }
+    assert set(re.findall(r"`([\w/]+\.py)`", section)) == short

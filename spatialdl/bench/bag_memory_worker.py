@@ -14,15 +14,24 @@ from importlib import import_module
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import spatialdl
 from spatialdl import models
 from spatialdl.bags import EndToEnd
-from spatialdl.bench.bag_tiles import noise
 from spatialdl.comm.abort import install_abort_hook
 from spatialdl.training.peak_memory import peak_memory_mb
 
 STEPS = 2
+
+
+def noise(start: int, stop: int, side: int, seed: int = 0) -> Tensor:
+    """Noise tiles (stop - start, 3, side, side); each depends on its index and the seed only."""
+    tiles = [
+        torch.rand(3, side, side, generator=torch.Generator().manual_seed((seed << 32) + number))
+        for number in range(start, stop)
+    ]
+    return torch.stack(tiles) if tiles else torch.empty(0, 3, side, side)
 
 
 def main() -> None:

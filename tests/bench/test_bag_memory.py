@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spatialdl.bench import bag_memory
-from spatialdl.bench.bag_tiles import noise
+from spatialdl.bench.bag_memory_worker import noise
 
 
 @pytest.fixture

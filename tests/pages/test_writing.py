@@ -4,11 +4,13 @@ import base64
 import re
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jinja2
 import pytest
+from matplotlib.figure import Figure
 
-from spatialdl.pages.writing import as_data, save_page
+from spatialdl.pages.writing import as_data, as_svg, save_page
 from spatialdl.version import __version__
 
 BLOCKS = '{% extends "article.html" %}{% block title %}{{ name }}{% endblock %}'
@@ -71,3 +73,25 @@ def test_a_picture_is_in_its_address() -> None:
     head, _, data = as_data(b"\x89PNG", "png").partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(data) == b"\x89PNG"
+
+
+def figure() -> Figure:
+    made = Figure(figsize=(2, 1))
+    panel = made.subplots()
+    panel.plot([0, 1], [1, 0])
+    panel.set_title("a < b & c")
+    return made
+
+
+def test_a_figure_is_one_element_with_its_words_as_text() -> None:
+    text = as_svg(figure())
+    root = ElementTree.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    words = [
+        "".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert "a < b & c" in words
+
+
+def test_the_same_figure_gives_the_same_text() -> None:
+    assert as_svg(figure()) == as_svg(figure())

@@ -13,8 +13,7 @@ import numpy as np
 from spatialdl.data.format import order_splits
 from spatialdl.data.saving import save_table
 from spatialdl.data.slide_table import PATIENT, SPLIT
-from spatialdl.pages.figures import as_svg
-from spatialdl.pages.writing import save_page
+from spatialdl.pages.writing import as_svg, save_page
 from spatialdl.slides.cohort.measuring import MEASURES, SlideMeasures
 from spatialdl.slides.cohort.outliers import outlying
 from spatialdl.text import counted

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from spatialdl.pages.figures import as_svg
+from spatialdl.pages.writing import as_svg
 from spatialdl.training.pictures.loss_curve import BLUE, GREY, draw_loss, draw_metrics
 
 MOST_POINTS = 1000
