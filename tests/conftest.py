@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
@@ -52,3 +53,11 @@ def sessions_of_open_mpi() -> Iterator[None]:
     ):
         patch.setenv("PRTE_MCA_prte_local_tmpdir_base", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def filters_of_the_log() -> Iterator[None]:
+    """A run in the process of a test leaves none: they would hide warnings that it has logged."""
+    yield
+    for handler in logging.root.handlers:
+        handler.filters.clear()
