@@ -101,14 +101,20 @@ def _measure_side(
     }
 
 
-def search(measure: Measure, limit: float, most: int) -> int:
+def search(
+    measure: Measure, limit: float, most: int, fits: int = 0, too_large: int | None = None
+) -> int:
     """Largest multiple of `STEP` up to `most` for which `measure` returns a number; 0 if none.
 
     Bisection between the largest side that trained and the smallest that did not. As memory grows
     with the area, the side extrapolated from the last run is tried first.
+
+    Args:
+        fits, too_large: sides known to train and not to train, multiples of `STEP`.
     """
-    fits, too_large = 0, most // STEP * STEP + STEP
-    following = 8 * STEP
+    if too_large is None:
+        too_large = most // STEP * STEP + STEP
+    following = (fits + too_large) // 2 // STEP * STEP if fits else 8 * STEP
     while too_large - fits > STEP:
         side = min(max(following, fits + STEP), too_large - STEP)
         memory = measure(side)

@@ -186,8 +186,9 @@ def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str,
     """The largest image within the limit, whole and streamed, by precision."""
     found = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        whole, runs = _largest_whole(options, precision)
-        fit = [row["size"] for row in rows if row["precision"] == precision and row["fits"]]
+        alike = [row for row in rows if row["precision"] == precision]
+        whole, runs = _largest_whole(options, precision, alike)
+        fit = [row["size"] for row in alike if row["fits"]]
         refused = [size for size, memory in runs.items() if memory is None]
         found.append(
             {
@@ -201,17 +202,25 @@ def _largest(options: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str,
 
 
 def _largest_whole(
-    options: argparse.Namespace, precision: str
+    options: argparse.Namespace, precision: str, rows: Sequence[Row]
 ) -> tuple[int, dict[int, float | None]]:
-    """Side of the largest image without streaming, and memory of all sizes tried."""
+    """Side of the largest image without streaming, and memory of all sizes tried.
+
+    Args:
+        rows: measured steps of this precision, whose sizes bound the search.
+    """
     runs: dict[int, float | None] = {}
 
     def measure(size: int) -> float | None:
         found = _step(options, size, precision, _within(options), 0)
-        runs[size] = found["resident_gb"] if found["fits"] else None
+        runs[size] = found["needed_gb"] if found["fits"] else None
         return runs[size]
 
-    return search(measure, options.limit_gb, max(*options.sizes, STEP)), runs
+    sizes = [row["size"] for row in rows if row["size"] % STEP == 0]
+    known = {size: measure(size) is not None for size in sizes}  # these steps are finished
+    fits = max((size for size in known if known[size]), default=0)
+    too_large = min((size for size in known if not known[size]), default=None)
+    return search(measure, options.limit_gb, max(*options.sizes, STEP), fits, too_large), runs
 
 
 # --- report

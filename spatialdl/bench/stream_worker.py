@@ -8,6 +8,7 @@ loads no kernels. Prints one line of JSON; with a reason if a step does not fit.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -60,6 +61,7 @@ def main() -> None:
     try:
         if device.type != "cpu":
             _step(options, device)
+            gc.collect()  # frames of the first imports in it refer to its store
         found = _step(options, device)
     except (RuntimeError, MemoryError) as error:
         if options.limit_gb is None or not lacks_memory(error):
@@ -128,6 +130,7 @@ def _step(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "forward_seconds": forward,
         "cpu_seconds": time.process_time() - cpu,
         "resident_gb": _resident_gb(device),
+        "needed_gb": _needed_gb(device),
         "loss": float(loss.detach()),
     }
     if memory is not None:
@@ -148,6 +151,13 @@ def _resident_gb(device: torch.device) -> float:
     if device.type == "cpu":
         return peak_memory_mb(device) * 2**20 / 1e9
     return float(torch.get_device_module(device).max_memory_reserved() / 1e9)
+
+
+def _needed_gb(device: torch.device) -> float:
+    """Peak memory without what PyTorch's allocator keeps in its cache, in GB."""
+    if device.type == "cpu":
+        return _resident_gb(device)
+    return float(torch.get_device_module(device).max_memory_allocated() / 1e9)
 
 
 def _forward(model: nn.Module, image: Picture, options: argparse.Namespace) -> Tensor:

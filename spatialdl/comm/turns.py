@@ -2,10 +2,15 @@
 
 Virtual ranks of one process therefore run in sequence, in a fixed order, and never use shared
 state concurrently.
+
+On accelerators threads are reused by later runs. PyTorch caches the execution plans of cuDNN per
+thread, and a new thread would build the plan of every convolution again, which takes longer than
+the convolutions.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -13,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -58,17 +64,9 @@ class Turns(Generic[Result]):
             gate.acquire()
         state, contexts = _State(), _thread_contexts()
         self._states = [state] * self._count
-        threads = [
-            threading.Thread(
-                target=copy_context().run,
-                args=(self._work, number, work, contexts),
-                name=f"virtual rank {number}",
-                daemon=True,
-            )
-            for number, work in enumerate(works)
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [_Thread.take(number) for number in range(self._count)]
+        for number, (thread, work) in enumerate(zip(threads, works, strict=True)):
+            thread.start(partial(copy_context().run, self._work, number, work, contexts))
         self._open(0)
         try:
             while not self._over.wait(0.5):  # so that signals are handled
@@ -78,6 +76,7 @@ class Turns(Generic[Result]):
             self._over.wait()
         for thread in threads:
             thread.join()
+            thread.leave()
         if self._failure is not None:
             state.restore()
             raise self._failure
@@ -146,6 +145,60 @@ class Turns(Generic[Result]):
 
     def _open(self, number: int) -> None:
         self._gates[number].release()
+
+
+_kept: dict[int, list[_Thread]] = {}
+"""Idle threads by virtual rank."""
+
+os.register_at_fork(after_in_child=_kept.clear)  # a child process has no other threads
+
+
+class _Thread:
+    """A thread that runs jobs, kept for later runs on machines with an accelerator.
+
+    Args:
+        number: of the virtual rank whose jobs it runs.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(cls, number: int) -> _Thread:
+        """Return a kept thread of this virtual rank, or a new one."""
+        try:
+            return _kept[number].pop()
+        except LookupError:
+            return cls(number)
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Start a job, which must not raise."""
+        self._is_done.clear()
+        self._thread.name = f"virtual rank {self._number}"
+        self._jobs.put(job)
+
+    def join(self) -> None:
+        """Wait until the job has returned and is not referenced any more."""
+        self._is_done.wait()
+
+    def leave(self) -> None:
+        """Keep the thread for a later run, or end it."""
+        if torch.accelerator.is_available():
+            self._thread.name = f"spare thread {self._number}"
+            _kept.setdefault(self._number, []).append(self)
+            return
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+            self._is_done.set()
 
 
 def _always() -> bool:

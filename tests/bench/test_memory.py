@@ -32,6 +32,19 @@ def test_nothing_fits_and_everything_fits():
     assert memory.search(lambda side: 1.0, 100, 2050) == 2048
 
 
+@pytest.mark.parametrize("largest", [512, 576, 960])
+def test_known_sides_bound_the_search(largest):
+    asked: list[int] = []
+
+    def measure(side: int) -> float | None:
+        asked.append(side)
+        return 1000 * (side / largest) ** 2 if side <= largest else None
+
+    assert memory.search(measure, 1000, 8192, 512, 1024) == largest
+    assert all(512 < side < 1024 for side in asked)
+    assert memory.search(measure, 1000, 512, 512) == 512
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """Stands in for training: MB by area, ranks and recomputation; 1 rank is killed at 960."""

@@ -89,7 +89,7 @@ def test_the_largest_images_are_found_for_each_precision(
     def found(_: Any, size: int, precision: str, words: list[str], __: int) -> dict[str, Any]:
         assert words == ["--limit-gb", "2.0"]
         taken = size**2 / (200_000 if precision == "float32" else 400_000)
-        return {"fits": taken <= 2, "resident_gb": taken}
+        return {"fits": taken <= 2, "resident_gb": 1.99, "needed_gb": taken}
 
     monkeypatch.setattr(stream, "_step", found)
     options = stream._parse(["--sizes", "2048"])

@@ -3,12 +3,16 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 
 from spatialdl.comm import trace
+from spatialdl.comm import turns as turns_module
 from spatialdl.comm.turns import Turns
 from spatialdl.errors import CommMismatch
 
@@ -47,6 +51,50 @@ def test_an_error_ends_all_and_is_raised():
         turns.run([waits, fails, waits])
     assert ended == ["virtual rank 0"]  # the third has never begun
     assert not [one for one in threading.enumerate() if "virtual rank" in one.name]
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_threads_are_reused_on_machines_with_an_accelerator(has_accelerator, monkeypatch):
+    """cuDNN's plans were built again for each convolution of each step, as they are per thread."""
+    monkeypatch.setattr(turns_module, "_kept", {})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    monkeypatch.setattr(turns_module, "_thread_contexts", list)
+    alive = threading.active_count()
+    own = threading.local()
+
+    def work() -> tuple[int, str]:
+        own.calls = getattr(own, "calls", 0) + 1
+        return own.calls, threading.current_thread().name
+
+    def raises() -> tuple[int, str]:
+        work()
+        raise KeyError("in a thread")
+
+    names = ["virtual rank 0", "virtual rank 1"]
+    turns: Turns[tuple[int, str]] = Turns(2)
+    assert turns.run([work] * 2) == [(1, name) for name in names]
+    with pytest.raises(KeyError, match="in a thread"):
+        turns.run([work, raises])
+    found = Turns(2).run([lambda: Turns(1).run([work])[0], work])  # one within another
+    last = 3 if has_accelerator else 1
+    assert found == [(1, names[0]), (last, names[1])]
+    assert threading.active_count() == alive + 3 * has_accelerator
+    assert not [one for one in threading.enumerate() if "virtual rank" in one.name]
+    for thread in chain.from_iterable(turns_module._kept.values()):
+        thread._jobs.put(None)
+        thread._thread.join()
+
+
+def test_what_a_job_refers_to_is_freed_when_its_thread_is_kept(monkeypatch):
+    monkeypatch.setattr(turns_module, "_kept", {})
+    thread = turns_module._Thread.take(0)
+    kept = torch.zeros(3)
+    reference = weakref.ref(kept)
+    thread.start(partial(kept.add_, 1))
+    del kept
+    thread.join()
+    assert reference() is None
+    thread.leave()
 
 
 def test_those_that_wait_for_nobody_are_told():

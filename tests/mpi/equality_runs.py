@@ -135,6 +135,8 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
                 share = (stop - start) / case.batch
                 with keyed(SEED, step, number), autocast(mixed):
                     output = forward(model, images[start:stop])
+                    if case.segments and mixed:  # as `segmentation_loss`; on CUDA PyTorch's loss
+                        output = output.float()  # rounds logarithms of half precision once more
                     loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
                 loss.backward()
                 total += loss.item()
