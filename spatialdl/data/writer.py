@@ -193,9 +193,13 @@ class ShardWriter:
             if isinstance(image, EncodedImage):
                 self._shards.add_encoded(image, classes, known)
             else:
-                self._shards.add(np.asarray(image), classes, known)
+                image = np.asarray(image)
+                _check_channels_last(image.shape, self._kind)
+                self._shards.add(image, classes, known)
         else:
-            self._shards.add(_rows(image), None if mask is None else _rows(mask), mpp, known)
+            rows = _rows(image)
+            _check_channels_last(rows.shape, self._kind)
+            self._shards.add(rows, None if mask is None else _rows(mask), mpp, known)
 
     def close(self) -> None:
         """Finish the last shard, write the manifest and rename the folder.
@@ -378,6 +382,18 @@ def _check_text(what: str, name: str) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{what} name {name!r} is not valid Unicode") from error
+
+
+def _check_channels_last(shape: Sequence[int], kind: str) -> None:
+    """Reject PyTorch's order, which would be stored as a few rows with many channels."""
+    first = "slices" if kind == "volumes" else "rows"
+    has_channels = len(shape) == (4 if kind == "volumes" else 3)
+    if has_channels and shape[0] in (1, 3, 4) and min(shape[1:]) > 16:
+        order = (*range(1, len(shape)), 0)
+        raise ValueError(
+            f"image of shape {tuple(shape)} has {shape[0]} {first} and {shape[-1]} channels; "
+            f"channels are last: add image.transpose{order}, or image.permute{order} of a tensor"
+        )
 
 
 def _checked_classes(classes: Sequence[str]) -> list[str]:

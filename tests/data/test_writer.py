@@ -269,3 +269,26 @@ def test_jpeg_of_volumes_and_geometry_of_images_are_refused(tmp_path: Path) -> N
     ):
         writer.add(image, spacing=(1, 1, 1))
     assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "said"),
+    [
+        ("tiles", (3, 40, 56), r"3 rows and 56 channels; .* image\.transpose\(1, 2, 0\), or"),
+        ("regions", (1, 40, 56), r"1 rows and 56 channels; .* image\.permute\(1, 2, 0\) of"),
+        ("volumes", (4, 20, 40, 56), r"4 slices and 56 channels; .*transpose\(1, 2, 3, 0\)"),
+    ],
+)
+def test_channels_first_are_refused(tmp_path: Path, kind: str, shape: tuple, said: str) -> None:
+    """PyTorch's images would be stored as three rows with 56 channels."""
+    with ShardWriter(tmp_path / "set", kind=kind) as writer:
+        with pytest.raises(ValueError, match=said):
+            writer.add(np.zeros(shape, np.uint8))
+        writer.add(np.zeros(shape, np.uint8).transpose(*range(1, len(shape)), 0))
+
+
+def test_a_volume_of_three_slices_and_many_channels_of_few_rows_are_taken(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "volumes", kind="volumes") as writer:
+        writer.add(np.zeros((3, 40, 56), np.uint8))
+    with ShardWriter(tmp_path / "spectra") as writer:
+        writer.add(np.zeros((3, 5, 200), np.uint8))
