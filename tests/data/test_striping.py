@@ -79,6 +79,19 @@ def test_no_such_layout(count: int) -> None:
             Striping(size=size)
 
 
+@pytest.mark.parametrize("count", [1, 2000, -1])
+def test_the_smallest_and_the_largest_layout_are_taken(count: int) -> None:
+    assert Striping(count).count == count
+
+
+def test_what_lfs_says_need_not_be_text(tmp_path: Path, lustre: Path, lfs: Path) -> None:
+    """Folders may have names in any encoding."""
+    program = tmp_path / "bin" / "lfs"
+    program.write_text("#!/bin/sh\nprintf 'lfs: no \\377 here' >&2\nexit 2\n")
+    with pytest.raises(ShardError, match="failed: lfs: no \ufffd here"):
+        Striping(4).apply(tmp_path, lustre)
+
+
 def test_a_writer_lays_its_folder_out_before_it_writes(
     tmp_path: Path, lfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

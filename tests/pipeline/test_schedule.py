@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import re
 from unittest.mock import MagicMock
 
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action
+from spatialdl.pipeline.action import Action, Schedule
 from spatialdl.pipeline.schedule import (
     GEMS,
     SCHEDULES,
+    basic,
+    both_forwards,
     forward_only,
     gpipe,
+    interleaved,
     make_schedule,
+    mast,
     one_f_one_b,
+    zero_bubble,
 )
 from spatialdl.pipeline.simulate import StageSeconds, simulate
 
@@ -109,3 +115,47 @@ def test_the_order_is_that_of_pytorchs_own_pipelines(name, kind, stages, microba
     for stage, actions in enumerate(SIMPLE[name](stages, microbatches)):
         expected = order_of_pytorch(kind, stages, stage, microbatches)
         assert [(action.kind, action.microbatch) for action in actions] == expected
+
+
+def test_names_make_the_schedules_of_their_functions() -> None:
+    stages, mirrored = ((1, 1),) * 2, Placement(1, ((1, 1),) * 2, 1, True)
+    for name, function in {**SIMPLE, "zero_bubble": zero_bubble}.items():
+        made = make_schedule(name, Placement(1, stages), 3)
+        assert made == Schedule(function(2, 3), forward_only(2, 3), 3)
+    made = make_schedule("interleaved", Placement(1, stages * 2, 2), 4)
+    assert made == Schedule(interleaved(2, 4, 2), forward_only(2, 4, 2), 4)
+    for name, train in [("basic", basic(2, 4)), ("mast", mast(2, 4)), ("master", mast(2, 8, 2))]:
+        times = 2 if name == "master" else 1
+        made = make_schedule(name, mirrored, 4 * times, times)
+        assert made == Schedule(train, both_forwards(2, 4 * times, times), 4 * times)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "times", "said"),
+    [
+        (
+            *("mast", Placement(1, ((1, 1),) * 2), 1),
+            "unknown schedule mast for this layout: take one of gpipe, 1f1b, zero_bubble, "
+            "interleaved",
+        ),
+        (
+            *("mast", Placement(1, ((1, 1),) * 2, 1, True), 2),
+            "parallel.times=2 is for parallel.variant=master, not for mast",
+        ),
+        (
+            *("gpipe", Placement(1, ((1, 1),) * 4, 2), 1),
+            "parallel.schedule=gpipe with parallel.interleave=2: ranks that hold several stages "
+            "need parallel.schedule=interleaved, which is for them only",
+        ),
+        (
+            *("interleaved", Placement(1, ((1, 1),) * 2, 2), 1),
+            "a layout of 2 stages on one group of ranks has no other group to alternate with: "
+            "take more stages",
+        ),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(
+    name: str, placement: Placement, times: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        make_schedule(name, placement, 4, times)
