@@ -100,7 +100,9 @@ def _check(name: str, placement: Placement, times: int) -> None:
     if name not in known:
         raise ValueError(f"unknown schedule {name} for this layout: take one of {', '.join(known)}")
     if times != 1 and name != "master":
-        raise ValueError(f"parallel.times={times} is for parallel.variant=master, not for {name}")
+        raise ValueError(
+            f"parallel.gems.times={times} is for parallel.gems.variant=master, not for {name}"
+        )
     if (name == "interleaved") != (placement.interleave > 1):
         raise ValueError(
             f"parallel.schedule={name} with parallel.interleave={placement.interleave}: ranks that "
