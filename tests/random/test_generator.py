@@ -79,6 +79,44 @@ def test_never_one(dtype: torch.dtype) -> None:
     assert numbers.max() < 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_number_is_one_step_of_the_dtype_below_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "_bits", lambda _, places: torch.full_like(places, 2**53 - 1))
+    (largest,) = uniform(whole((1,)), 0, dtype, CPU).double().tolist()
+    assert largest == 1 - torch.finfo(dtype).eps / 2
+
+
+def test_normal_numbers_are_those_of_box_and_muller() -> None:
+    region = whole((40, 50))
+    first, second = (_bits(key_of(9, stream), torch.arange(2000)).double() for stream in (0, 1))
+    radius = (-2 * ((first + 1) / 2**53).log()).sqrt()
+    expected = (radius * (2 * math.pi * (second / 2**53)).cos()).view(40, 50)
+    numbers = normal(region, 9, torch.float64, CPU)
+    torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
+    assert normal(region, 9, torch.float16, CPU).dtype == torch.float16
+
+
+def test_the_largest_normal_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bits that are all 0, for whose logarithm one is added."""
+    monkeypatch.setattr(generator, "_bits", lambda _, places: torch.zeros_like(places))
+    (largest,) = normal(whole((1,)), 5, torch.float64, CPU).tolist()
+    assert largest == pytest.approx(math.sqrt(-2 * math.log(2**-53)), rel=1e-15)
+
+
+def test_a_mask_is_true_where_fewer_than_the_probability_of_all_bits_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for word, expected in [(2**52 - 1, True), (2**52, False)]:
+        monkeypatch.setattr(
+            generator, "_bits", lambda _, places, word=word: torch.full_like(places, word)
+        )
+        mask = keep_mask(whole((2,)), 0.5, 5, CPU)
+        assert mask.dtype == torch.bool
+        assert mask.tolist() == [expected] * 2
+
+
 def test_exponential_numbers_are_logarithms_of_uniform_ones() -> None:
     region = whole((4, 50, 50, 20))
     numbers = exponential(region, 9, torch.float64, CPU)
