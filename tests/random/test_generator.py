@@ -16,6 +16,7 @@ from spatialdl.random.generator import (
     keep_mask,
     key_of,
     normal,
+    signed,
     uniform,
 )
 from spatialdl.random.streams import whole
@@ -33,6 +34,20 @@ def test_keys_differ() -> None:
     keys = {key_of(*numbers) for numbers in [(), (0,), (0, 0), (0, 1), (1, 0), (-1,), (2**64 + 5,)]}
     assert len(keys) == 7
     assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_keys_and_numbers_are_those_of_earlier_versions() -> None:
+    """A run that a later version resumes draws on."""
+    assert [key_of(), key_of(0)] == [0, 0xA706DD2F4D197E6F]
+    assert [key_of(1, 2, 3), key_of(-1, 2**64 + 5)] == [0x882D1ACC8D6C3B48, 0xF141F21DAD8D041B]
+    numbers = uniform(whole((3,)), key_of(1, 2, 3), torch.float64, CPU).tolist()
+    known = ("0x1.f8d999b974d14p-1", "0x1.f7cb1718f0acep-2", "0x1.3598b59b4e951p-1")
+    assert [number.hex() for number in numbers] == list(known)
+
+
+def test_the_lowest_64_bits_are_an_integer_of_pytorch() -> None:
+    words = (0, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -1)
+    assert [signed(word) for word in words] == [0, 2**63 - 1, -(2**63), -1, 0, -1]
 
 
 @pytest.mark.parametrize("chunk", [2**4, 2**16, 2**22])
