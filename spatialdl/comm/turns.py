@@ -226,8 +226,8 @@ def _thread_contexts() -> list[Callable[[], AbstractContextManager[Any]]]:
         # on a GPU autograd would run in a device thread, outside of the turns
         partial(torch.autograd.set_multithreading_enabled, False),
     ]
-    if torch.accelerator.is_available():  # a new thread starts on the first device
-        contexts.append(partial(_on_device, torch.accelerator.current_device_index()))
+    if torch.accelerator.is_available():  # a new thread starts on the first device's default stream
+        contexts.append(partial(_on_stream, torch.accelerator.current_stream()))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -236,6 +236,6 @@ def _thread_contexts() -> list[Callable[[], AbstractContextManager[Any]]]:
 
 
 @contextmanager
-def _on_device(index: int) -> Iterator[None]:
-    torch.accelerator.set_device_index(index)
+def _on_stream(stream: torch.Stream) -> Iterator[None]:
+    torch.accelerator.set_stream(stream)  # of its device, too
     yield

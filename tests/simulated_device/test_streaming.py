@@ -104,6 +104,33 @@ def test_a_streamed_network_is_that_of_one_process(where, delays, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_tiles_run_on_the_stream_of_the_caller():
+    """They ran on the default stream, and read images that were not computed yet."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+    image = torch.randn(1, 3, 33, 40)
+    expected = model(image * 3)
+    on_device = copy.deepcopy(model).to("sim")
+    x = image.to("sim")
+    torch.accelerator.synchronize()
+    torch.sim.set_delay(2000, seed=3)
+    try:
+        side = torch.Stream("sim")
+        with side:
+            for _ in range(3):
+                x = x * 3 ** (1 / 3)
+            y = spatialdl.stream(on_device, x, grid=(2, 2))
+            expected.sum().backward()
+            y.sum().backward()
+            found = y.detach().cpu()
+            grads = [one.grad.cpu() for one in on_device.parameters()]
+    finally:
+        torch.sim.set_delay(0)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
+    for ours, plain in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, plain.grad, rtol=1e-4, atol=1e-3)
+
+
 def test_where_tensors_of_a_device_wait(tmp_path):
     assert isinstance(memory_within(1, None, torch.device("sim")).store, PinnedStore)
     assert isinstance(memory_within(1, "host", torch.device("sim")).store, PinnedStore)
