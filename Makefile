@@ -57,9 +57,10 @@ test: test-serial test-mpi
 SERIAL := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0 -m "not slow"
 # programs and commands of README, pages and examples, as their readers run them
 OF_DOCS := $(addprefix tests/, test_examples.py test_readme.py test_tutorial.py)
+NOT_SERIAL := $(addprefix --ignore , tests/mpi tests/cluster tests/simulated_device $(OF_DOCS))
 
 test-serial: $(READY)
-	$(SERIAL) tests $(addprefix --ignore , tests/mpi tests/cluster tests/simulated_device $(OF_DOCS))
+	$(SERIAL) tests $(NOT_SERIAL)
 
 test-docs: $(READY)
 	$(SERIAL) $(OF_DOCS)
@@ -167,7 +168,8 @@ COUNTED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDI
 coverage: $(READY)
 	$(BIN)/pip install --quiet "coverage>=7.10,<8"
 	$(BIN)/coverage erase
-	$(COUNTED) $(MAKE) test-serial
+	$(COUNTED) $(SERIAL) tests $(NOT_SERIAL) --deselect tests/slides/batch/test_batches.py::test_a_full_disk \
+	    --deselect tests/slides/batch/test_batches.py::test_a_disk_too_full_for_reports  # for coverage, too
 	$(COUNTED) $(RUN) 3600 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --sort cover --skip-covered
