@@ -84,6 +84,34 @@ def test_tile_and_strips_give_the_whole_convolution(case):
 
 
 @given(signals())
+def test_the_full_strip_has_all_outputs_and_taps(case):
+    """Strips of other dims have it in this one: their outputs are those of the whole signal."""
+    tiles, outputs, window = case
+    parts = cut_dim(tiles, outputs, window)
+    assume(parts is not None)
+    draw = torch.Generator().manual_seed(0)
+    signal = torch.randn(1, 1, tiles[-1], dtype=torch.float64, generator=draw)
+    weight = torch.randn(1, 1, window.kernel, dtype=torch.float64, generator=draw)
+    whole = F.conv1d(signal, weight, None, window.stride, window.padding, window.dilation)
+    for cut, output in zip(parts, pairwise(outputs), strict=True):
+        strip = cut.full
+        held = strip_of(signal, strip, (tiles[-1], 0), before=True)  # no pixel is the tile's
+        ours = F.conv1d(
+            held[..., strip.first : strip.last],
+            weight[..., strip.taps],
+            None,
+            window.stride,
+            0,
+            window.dilation,
+        )
+        expected = torch.zeros_like(whole[..., slice(*output)])
+        expected[..., strip.outputs] += ours
+        torch.testing.assert_close(expected, whole[..., slice(*output)], rtol=0, atol=1e-12)
+        assert strip.outputs == slice(0, cut.outputs)
+        assert strip.taps == slice(0, window.kernel)
+
+
+@given(signals())
 def test_a_strip_is_there_exactly_where_pixels_of_the_image_are_missing(case):
     tiles, outputs, window = case
     parts = cut_dim(tiles, outputs, window)
