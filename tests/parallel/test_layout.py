@@ -358,6 +358,18 @@ def test_grids_are_as_square_as_can_be(ranks, grid):
     assert nearly_cubic(ranks, len(grid)) == grid
 
 
+def test_boxes_of_other_dims_are_not_compared():
+    image, volume = Box([(0, 1), (0, 4), (0, 5)]), Box([(0, 1), (0, 4), (0, 5), (0, 6)])
+    for compared in (Box.intersect, Box.without, Box.slices_in):
+        for pair in ((image, volume), (volume, image)):
+            with pytest.raises(ValueError, match="zip"):
+                compared(*pair)
+    with pytest.raises(ValueError, match="zip"):
+        finer_parts((2, 1), (3, 4, 1), 0)
+    with pytest.raises(ValueError, match="zip"):
+        Layout.even(1, (4, 5), (2, 1)).scaled((2, 2, 2), (8, 10))
+
+
 def test_a_finer_grid_needs_a_factor_for_each_dim():
     assert finer_grid((2, 1), (3, 4)) == (6, 4)
     assert finer_grid((2, 1), ()) == (2, 1)
