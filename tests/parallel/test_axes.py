@@ -60,3 +60,8 @@ def test_ranks_of_the_tensor_axis_hold_no_copies() -> None:
     assert axes.size == 12
     assert "tensor" not in axes.replicated()
     assert str(axes) == "data 2 x rows 2 x columns 1 x tensor 3 = 12 ranks"
+
+
+@pytest.mark.parametrize("spatial", [(2,), (2, 1), (1, 3, 2)])
+def test_signals_images_and_volumes_have_a_mesh(spatial: tuple[int, ...]) -> None:
+    assert Axes(1, spatial=spatial).spatial == spatial

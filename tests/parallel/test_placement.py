@@ -230,3 +230,19 @@ def test_ranks_are_cut_where_their_virtual_tiles_are():
 def test_virtual_tiles_that_do_not_fit_are_refused(stream, more, sentence):
     with pytest.raises(ValueError, match=sentence):
         Placement(1, ((1, 1), (1, 1)), stream=stream, **more)
+
+
+def test_stages_that_share_ranks_are_alike() -> None:
+    parts = r"equal numbers of parts, got grids=\[\(2, 1\), .*\] over 2 groups of ranks"
+    with pytest.raises(ValueError, match=f"^stages that share ranks must have {parts}$"):
+        Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), 2)
+    channels = r"channels over equally many ranks, got tensor=\[1, 2"
+    for interleave, mirrored, tensor in ((2, False, (1, 2, 1, 2)), (1, True, (1, 2))):
+        with pytest.raises(ValueError, match=f"^stages that share ranks must divide {channels}"):
+            Placement(1, ((1, 1),) * len(tensor), interleave, mirrored, tensor=tensor)
+
+
+def test_axes_of_a_stage_have_its_channels() -> None:
+    placement = Placement(2, ((2, 1), (1, 1)), tensor=(1, 4))
+    assert [placement.axes(stage).tensor for stage in (0, 1)] == [1, 4]
+    assert [placement.axes(stage).spatial for stage in (0, 1)] == [(2, 1), (1, 1)]
