@@ -47,7 +47,7 @@ FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py
     pipeline/test_front.py)
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --max-worker-restart 0 $(FAST)
+	$(SERIAL) $(FAST)
 	$(RUN) 300 -n 2 $(MPI_TESTS) -m "not slow" $(FAST_MPI)
 
 test: test-serial test-mpi

@@ -51,19 +51,28 @@ def strip_of(signal: Tensor, strip: Strip, tile: tuple[int, int], before: bool) 
     return held
 
 
+def convolve(x: Tensor, taps: Tensor, window: Window, padding: int) -> Tensor:
+    return F.conv1d(x, taps, None, window.stride, padding, window.dilation)
+
+
+def whole_convolution(size: int, window: Window) -> tuple[Tensor, Tensor, Tensor]:
+    """A random signal, a kernel, and its convolution."""
+    draw = torch.Generator().manual_seed(0)
+    signal = torch.randn(1, 1, size, dtype=torch.float64, generator=draw)
+    weight = torch.randn(1, 1, window.kernel, dtype=torch.float64, generator=draw)
+    return signal, weight, convolve(signal, weight, window, window.padding)
+
+
 def convolve_tile(
     signal: Tensor, weight: Tensor, cut: Cut, tile: tuple[int, int], window: Window
 ) -> Tensor:
-    def convolve(x: Tensor, taps: Tensor, padding: int) -> Tensor:
-        return F.conv1d(x, taps, None, window.stride, padding, window.dilation)
-
-    alone = convolve(signal[..., tile[0] : tile[1]], weight, cut.padding)
+    alone = convolve(signal[..., tile[0] : tile[1]], weight, window, cut.padding)
     y = alone[..., cut.skip : cut.skip + cut.outputs].clone()
     for strip, before in ((cut.before, True), (cut.after, False)):
         if strip is not None:
             held = strip_of(signal, strip, tile, before)
             y[..., strip.outputs] += convolve(
-                held[..., strip.first : strip.last], weight[..., strip.taps], padding=0
+                held[..., strip.first : strip.last], weight[..., strip.taps], window, padding=0
             )
     return y
 
@@ -74,10 +83,7 @@ def test_tile_and_strips_give_the_whole_convolution(case):
     tiles, outputs, window = case
     parts = cut_dim(tiles, outputs, window)
     assume(parts is not None)
-    draw = torch.Generator().manual_seed(0)
-    signal = torch.randn(1, 1, tiles[-1], dtype=torch.float64, generator=draw)
-    weight = torch.randn(1, 1, window.kernel, dtype=torch.float64, generator=draw)
-    whole = F.conv1d(signal, weight, None, window.stride, window.padding, window.dilation)
+    signal, weight, whole = whole_convolution(tiles[-1], window)
     for cut, tile, output in zip(parts, pairwise(tiles), pairwise(outputs), strict=True):
         ours = convolve_tile(signal, weight, cut, tile, window)
         torch.testing.assert_close(ours, whole[..., slice(*output)], rtol=0, atol=1e-12)
@@ -89,21 +95,12 @@ def test_the_full_strip_has_all_outputs_and_taps(case):
     tiles, outputs, window = case
     parts = cut_dim(tiles, outputs, window)
     assume(parts is not None)
-    draw = torch.Generator().manual_seed(0)
-    signal = torch.randn(1, 1, tiles[-1], dtype=torch.float64, generator=draw)
-    weight = torch.randn(1, 1, window.kernel, dtype=torch.float64, generator=draw)
-    whole = F.conv1d(signal, weight, None, window.stride, window.padding, window.dilation)
+    signal, weight, whole = whole_convolution(tiles[-1], window)
     for cut, output in zip(parts, pairwise(outputs), strict=True):
         strip = cut.full
         held = strip_of(signal, strip, (tiles[-1], 0), before=True)  # no pixel is the tile's
-        ours = F.conv1d(
-            held[..., strip.first : strip.last],
-            weight[..., strip.taps],
-            None,
-            window.stride,
-            0,
-            window.dilation,
-        )
+        taps = weight[..., strip.taps]
+        ours = convolve(held[..., strip.first : strip.last], taps, window, padding=0)
         expected = torch.zeros_like(whole[..., slice(*output)])
         expected[..., strip.outputs] += ours
         torch.testing.assert_close(expected, whole[..., slice(*output)], rtol=0, atol=1e-12)

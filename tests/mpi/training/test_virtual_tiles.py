@@ -18,7 +18,7 @@ from spatialdl.training import signals
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.trainer import Trainer
 from tests.fitting import check_validations, fit
-from tests.mpi.device import DEVICE, device_key
+from tests.mpi.device import REFERENCE, device_key
 
 WORLD = MPI.COMM_WORLD
 SMALL = [
@@ -128,6 +128,6 @@ def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, mon
     monkeypatch.setattr(signals._Seen, "first", None)
     ours, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, "ckpt_path=latest")
     state = ours.parts.pipeline.state_dict()
-    most = 0.0 if DEVICE.type == "cpu" else 1e-10  # cuDNN adds up in no fixed order
+    most = 0.0 if REFERENCE.type == "cpu" else 1e-10  # cuDNN adds up in no fixed order
     for name, value in whole.parts.pipeline.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0.0, atol=most, msg=name)
