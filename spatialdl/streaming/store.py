@@ -9,6 +9,7 @@ import ctypes
 import os
 import shutil
 import tempfile
+import weakref
 from bisect import bisect_left
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -123,7 +124,7 @@ class Places:
 
 
 class File:
-    """An unnamed file in a folder.
+    """An unnamed file in a folder, closed at the latest when this object is freed.
 
     Raises:
         ValueError: if no file can be created there.
@@ -137,6 +138,8 @@ class File:
             raise ValueError(
                 f"cannot store tensors in {self.folder}: {error.strerror}; take another folder"
             ) from error
+        # nobody closes the store of a network that is dropped
+        self.close = weakref.finalize(self, self._file.close)
 
     @property
     def room(self) -> int:
@@ -164,9 +167,6 @@ class File:
             if not count:
                 raise OSError(f"tensors stored in {self.folder} are missing: the file is too short")
             done += count
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class FileStore:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import resource
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -91,6 +95,29 @@ def test_a_killed_process_leaves_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     assert done.returncode == -9
     assert not list(tmp_path.iterdir())
+
+
+def descriptors() -> Iterator[os.stat_result]:
+    """What this process has open."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one with which they were listed
+            yield os.fstat(int(name))
+
+
+def test_a_store_that_is_dropped_closes_its_file(tmp_path):
+    """Nobody closes the store of `spatialdl.stream`, which may be part of a cycle: it warned of an
+    unclosed file whenever garbage was collected."""
+    store = DiskStore(tmp_path)
+    stored(store, storage(5000))
+    file = os.fstat(store._file._file.fileno())
+    cycle = [store]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        del store, cycle
+        gc.collect()
+    assert not warned
+    assert not any(os.path.samestat(opened, file) for opened in descriptors())
 
 
 def test_a_limit_on_files_is_told(tmp_path):
