@@ -28,8 +28,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Dry, record_talks
 from spatialdl.comm.mesh import Mesh, dry_mesh
 from spatialdl.parallel.layout import nearly_cubic
+from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.replicas import BatchNormOver
-from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor
 
 MB = 1e6

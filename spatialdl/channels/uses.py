@@ -27,7 +27,7 @@ from spatialdl.comm.mesh import dry_mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.partition import FORMS
 from spatialdl.random import keyed
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.tensor import SpatialTensor
 
 ROUNDS = 8
@@ -99,7 +99,7 @@ def uses_of(
         vars(module).update({name: one.to("meta") for name, one in plain.items()})
     for left in reversed(range(ROUNDS)):
         try:
-            with torch.no_grad(), torch.device("meta"), keyed(0, 0), _wholes_for_functions():
+            with torch.no_grad(), on_meta(), keyed(0, 0), _wholes_for_functions():
                 run(shadow)
         except (RuntimeError, TypeError) as error:
             raise UnsupportedSpatialOp(

@@ -31,7 +31,7 @@ from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.random import keyed
 from spatialdl.spatial.gather import gather_before as gather
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.tensor import SpatialTensor
 
 Criterion = Callable[[Any, Tensor], Tensor]
@@ -163,7 +163,7 @@ class _Run:
         """Result of a call; None after an error, which is recorded."""
         recorder = Recorder(self._modules[number], dry=True)
         try:
-            with recorder, torch.device("meta"), keyed(0, 0, 0):
+            with recorder, on_meta(), keyed(0, 0, 0):
                 return call()
         except UnsupportedSpatialOp as error:
             if not any(str(error) == one.reason for one in recorder.refusals):
@@ -186,7 +186,7 @@ class _Run:
         if not roots:
             return
         try:
-            with torch.device("meta"):
+            with on_meta():
                 torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
         except UnsupportedSpatialOp as error:
             self._found.refusals.append(Refusal("backward", "", f"stage {number}", str(error)))

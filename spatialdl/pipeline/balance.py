@@ -25,7 +25,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.pipeline.recording import Forward, switch_to
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
-from spatialdl.spatial.shadow import computed_attributes, meta_copy
+from spatialdl.spatial.meta import computed_attributes, meta_copy, on_meta
 
 OPERATIONS_PER_ELEMENT = 20
 """Cost of a memory-bound operation per element of its output, in multiply-adds."""
@@ -60,7 +60,7 @@ def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) ->
     counts = []
     values = _image(model, image, torch.device("meta"))
     shadow = meta_copy(model)
-    with torch.no_grad(), torch.device("meta"), keyed(0, 0):
+    with torch.no_grad(), on_meta(), keyed(0, 0):
         for step in recording.steps:
             with FlopCounterMode(display=False) as counter:
                 run_step(step, shadow, values, torch.device("meta"))
@@ -95,7 +95,7 @@ def memory(
             kept[-1] += storage.nbytes() * samples / image[0]
         return tensor
 
-    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with on_meta(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         for step in recording.steps:
             kept.append(0.0)
             with keyed(0, 0):

@@ -65,9 +65,11 @@ class OuterState:
 
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event != "call" or code in self._seen or is_library(code.co_filename):
+        if event != "call" or code in self._seen:
             return
         self._seen.add(code)
+        if is_library(code.co_filename):
+            return
         own = {name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals}
         for name, value in own.items():
             where = f"{frame.f_globals.get('__name__')}.{name}"

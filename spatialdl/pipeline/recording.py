@@ -44,7 +44,7 @@ from spatialdl.pipeline.steps import (
 )
 from spatialdl.random import keyed
 from spatialdl.random.streams import numbers_drawn
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy, on_meta
 
 RUNS = 2
 """Maximum number of repeated runs until a forward reaches a steady state."""
@@ -284,7 +284,7 @@ class _Recorder:
         self._note(image, IMAGE)
         with (
             torch.enable_grad(),
-            torch.device("meta"),
+            on_meta(),
             keyed(0, 0),
             self._recorded_calls(),
             self.state.watched(),

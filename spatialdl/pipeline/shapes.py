@@ -20,8 +20,8 @@ from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.spatial.dims import SpatialDims, from_image, to_image
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.prefix import apart
-from spatialdl.spatial.shadow import meta_copy
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 
@@ -222,7 +222,7 @@ class HandoverShapes:
         passing: Passing = {}
         arrived = self.entering(samples)
         for number, dry in enumerate(self._stages):
-            with torch.device("meta"):  # also for tensors that layers create
+            with on_meta():  # also for tensors that layers create
                 outputs = arrived[number] | run_stage(dry, arrived[number], samples)
             passing |= self.pass_on(number, outputs, arrived, samples)
         return passing, arrived

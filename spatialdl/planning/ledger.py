@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from spatialdl.planning.shapes import Known, run, tensors_in
 from spatialdl.planning.touches import Touches, written
+from spatialdl.spatial.meta import run, tensors_in
 from spatialdl.spatial.tensor import SpatialTensor
 
 aten = torch.ops.aten
@@ -61,9 +61,6 @@ class StorageRecord:
 PAGE = 2 * 2**20
 """Bytes of a huge page."""
 
-_RESULTS: Known = {}
-"""Shared by all ledgers: the form of a result depends on the operands only."""
-
 
 def taken(size: int) -> int:
     """Bytes that become resident for a tensor on a CPU, see `spatialdl.comm.allocator`."""
@@ -87,7 +84,6 @@ class Ledger:
         work: operations in order.
         moments: all operations in order.
         memories: storages that operations have allocated.
-        results: forms of the results of operations, see `planning.shapes`.
         whole_pages: whether large tensors take whole pages, as on CPUs.
         touches: memory accesses of a virtual tile, recorded if given.
     """
@@ -98,7 +94,6 @@ class Ledger:
     moments: list[RecordedOperation] = field(default_factory=list)
     memories: list[StorageRecord] = field(default_factory=list)
     whole_pages: bool = False
-    results: Known = field(default_factory=lambda: _RESULTS)
     touches: Touches | None = None
     _known: dict[int, StorageRecord] = field(default_factory=dict)
 
@@ -190,7 +185,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, SpatialTensor) for kind in types):
             return NotImplemented  # its operations on the tile are dispatched here again
-        result = run(func, args, kwargs or {}, self._ledger.results)
+        result = run(func, args, kwargs or {})
         self._ledger.note(func, args, kwargs or {}, result)
         return result
 

@@ -17,7 +17,7 @@ from spatialdl.comm.dry import Dry
 from spatialdl.pipeline.stage import Stage, values_in
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of
 from spatialdl.random import keyed
-from spatialdl.spatial.shadow import computed_attributes
+from spatialdl.spatial.meta import computed_attributes
 
 _META = torch.device("meta")
 

@@ -15,8 +15,8 @@ from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
 from spatialdl.planning.parts import DividedStage, NetworkParts
+from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.recompute import recompute_blocks
-from spatialdl.spatial.shadow import meta_copy
 
 
 class Program:

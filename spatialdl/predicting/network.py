@@ -24,7 +24,7 @@ from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.predicting.target_allowlist import check_targets
 from spatialdl.predicting.trained import Trained, trained_in
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.training.checkpoints.content import check_network, restore_network
 from spatialdl.training.checkpoints.folder import candidates
@@ -125,7 +125,7 @@ class Network:
             return
         dry, dtype = meta_copy(model), self.precision.dtype
         try:
-            with torch.device("meta"):
+            with on_meta():
                 dry(torch.empty(1, trained.channels, *size, dtype=dtype, device="meta"))
         except NotImplementedError:  # an operation without a meta kernel may still run
             return

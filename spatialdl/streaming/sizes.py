@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.recompute import recompute_blocks
-from spatialdl.spatial.shadow import meta_copy
 
 SHARE = 0.4
 """Fraction of the limit for inputs and outputs of the largest operation on a tile."""

@@ -10,7 +10,7 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.stage import run_stage
 from spatialdl.pipeline.steps import IMAGE
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
 from spatialdl.pipeline.balance import measured
 from spatialdl.pipeline.recording import CannotRecord, Forward
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of, run_step
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy
 from tests.pipeline.cutting import run_stages, stages_of, trained
 
 NETWORKS = {

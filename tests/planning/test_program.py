@@ -12,7 +12,7 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage
 from spatialdl.planning.program import Program
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy
 
 IMAGE = (3, 32, 24)
 

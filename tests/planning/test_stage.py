@@ -25,7 +25,7 @@ from spatialdl.planning.job import CannotWork, PlannedJob
 from spatialdl.planning.ledger import Ledger
 from spatialdl.planning.stage import stage_costs
 from spatialdl.random import keyed
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy
 
 ONE = (1, 1)
 PIXELS = 10 * 7

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spatialdl.features.encoders.encoder import Encoder
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy, on_meta
 
 _FAR = 30240  # pixels; a multiple of all usual strides, such as 32 and 224
 _TIMES = 64
@@ -35,7 +35,7 @@ def stride_of(encoder: Encoder) -> Stride:
         ValueError: the encoder does not take other image sizes, or its map does not grow with them.
     """
     side = encoder.preprocessing.size
-    with torch.no_grad(), torch.device("meta"):
+    with torch.no_grad(), on_meta():
         shadow = meta_copy(encoder.network)
         first, far = _map_size(shadow, side), _map_size(shadow, side + _FAR)
         found = [_along(shadow, side, dim, first[dim], far[dim]) for dim in (0, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spatialdl.spatial.shadow import meta_copy
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.training.checkpoints.content import random_states, restore_random
 from spatialdl.training.settings import TARGETED, Sources
 from spatialdl.training.tasks.task import Task
@@ -34,7 +34,7 @@ def check_head(model: nn.Module, task: Task, sources: Sources) -> int | None:
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
     states = random_states(_CPU)
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), on_meta():
             output = meta_copy(model)(torch.empty(_SAMPLES, *size, dtype=dtype))
     except Exception:
         return None

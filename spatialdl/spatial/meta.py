@@ -1,0 +1,156 @@
+"""The meta device, whose tensors have shapes but no memory: copies of networks, cached results.
+
+Networks repeat operations, and much of PyTorch's meta device is slow Python code: BatchNorm takes a
+millisecond.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Known = dict[Any, Any]
+"""Forms of results by operation, operands and default dtype; they depend on nothing else."""
+
+KNOWN: Known = {}
+"""Shared by the process."""
+
+_MANY = 50_000
+"""Entries from which on `KNOWN` is cleared."""
+
+
+class _Form:
+    """Size, stride and dtype of a result."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.size, self.stride, self.dtype = like.size(), like.stride(), like.dtype
+
+    def made(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, for shapes and costs; in eval mode, which accepts any batch.
+
+    Raises:
+        ValueError: the model has uninitialized (lazy) parameters.
+    """
+    for path, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{type(model).__name__} has uninitialized parameters, such as '{path}' of a lazy "
+                "module: run one forward, on an image of the data's size, where it is built"
+            )
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    memo |= {id(one): torch.empty_like(one, device="meta") for one in computed_attributes(model)}
+    shadow = copy.deepcopy(model, memo).eval()
+    for layer in shadow.modules():
+        if isinstance(layer, _BatchNorm) and layer.momentum is None:
+            layer.momentum = 0.1  # a cumulative average reads a counter, which has no value here
+    return shadow
+
+
+def computed_attributes(model: nn.Module) -> list[Tensor]:
+    """Tensors computed from parameters by hooks, as by weight norm and pruning.
+
+    ``deepcopy`` refuses them.
+    """
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Context of dry runs: new tensors are on the meta device, results of operations cached."""
+    if len(KNOWN) > _MANY:
+        KNOWN.clear()
+    with _CachedResults(), torch.device("meta"):  # type: ignore[no-untyped-call]
+        yield
+
+
+class _CachedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # its operations on plain tensors are dispatched here again
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: Any, kwargs: Any, known: Known = KNOWN) -> Any:
+    """Return ``func(*args, **kwargs)``, from the cache if all operands are on the meta device.
+
+    Args:
+        known: the cache, to which the result is added.
+    """
+    tensors = tensors_in((args, *kwargs.values()))
+    if func.is_view or not tensors or any(tensor.device.type != "meta" for tensor in tensors):
+        return func(*args, **kwargs)
+    key = (func, torch.get_default_dtype(), _key(args), _key(sorted(kwargs.items())))
+    if func._schema.is_mutable:
+        return _in_place(func, args, kwargs, known, key)
+    if key in known:
+        return _made(known[key])
+    result = func(*args, **kwargs)
+    owned = {_memory(tensor) for tensor in tensors}
+    if not any(_memory(tensor) in owned for tensor in tensors_in(result)):  # an undeclared view
+        known[key] = _forms(result)
+    return result
+
+
+def _in_place(func: Any, args: Any, kwargs: Any, known: Known, key: Any) -> Any:
+    """Of operations that change values only; others, such as ``transpose_``, are not cached."""
+    if key in known:
+        return args[0]
+    before = _key(args), [_memory(tensor) for tensor in tensors_in(args)]
+    result = func(*args, **kwargs)
+    if result is args[0] and before == (_key(args), [_memory(one) for one in tensors_in(args)]):
+        known[key] = None
+    return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among operands or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _forms(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_forms(item) for item in value)
+    return _Form(value) if isinstance(value, Tensor) else value
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_made(item) for item in value)
+    return value.made() if isinstance(value, _Form) else value
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(_key(item) for item in value)
+    return type(value), value  # 2 and 2.0 give other dtypes

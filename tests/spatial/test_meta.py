@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from spatialdl.models import UNet, VisionTransformer, resnet18
+from spatialdl.spatial.meta import KNOWN, meta_copy, on_meta, run
+
+aten = torch.ops.aten
+
+
+def test_a_result_is_worked_out_once_and_has_memory_of_its_own():
+    known: dict = {}
+    x = torch.empty(2, 3, 8, 8, device="meta", memory_format=torch.channels_last)
+    first = run(aten.relu.default, (x,), {}, known)
+    again = run(aten.relu.default, (x,), {}, known)
+    assert len(known) == 1
+    assert (again.shape, again.stride(), again.device.type) == (x.shape, x.stride(), "meta")
+    stores = {one.untyped_storage()._cdata for one in (x, first, again)}
+    assert len(stores) == 3
+    run(aten.relu.default, (x.double(),), {}, known)
+    assert len(known) == 2
+
+
+def test_views_and_what_is_done_in_place_stay_so():
+    known: dict = {}
+    x = torch.empty(4, 6, device="meta")
+    view = run(aten.view.default, (x, [24]), {}, known)
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert known == {}
+    assert run(aten.add_.Tensor, (x, x), {}, known) is x
+    assert len(known) == 1
+    assert run(aten.add_.Tensor, (x, x), {}, known) is x
+
+
+def test_what_changes_a_shape_or_memory_in_place_is_done_each_time():
+    known: dict = {}
+    for _ in range(2):
+        x = torch.empty(4, 6, device="meta")
+        assert run(aten.transpose_.default, (x, 0, 1), {}, known).shape == (6, 4)
+        x, other = torch.empty(4, 6, device="meta"), torch.empty(4, 6, device="meta")
+        run(aten.set_.source_Tensor, (x, other), {}, known)
+        assert x.untyped_storage()._cdata == other.untyped_storage()._cdata
+    assert known == {}
+
+
+def test_wrong_operands_are_refused_each_time():
+    x, other = torch.empty(4, 6, device="meta"), torch.empty(5, device="meta")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broadcast"), on_meta():
+            x.add_(other)
+
+
+def test_tensors_with_values_are_calculated():
+    x = torch.tensor([-1.0, 2.0])
+    assert run(aten.relu.default, (x,), {}, {}).tolist() == [0.0, 2.0]
+
+
+def test_settings_tell_results_apart():
+    known: dict = {}
+    x = torch.empty(4, 6, device="meta")
+    assert run(aten.sum.dim_IntList, (x, [0]), {}, known).shape == (6,)
+    assert run(aten.sum.dim_IntList, (x, [1]), {}, known).shape == (4,)
+    counts = torch.empty(3, dtype=torch.int64, device="meta")
+    assert run(aten.mul.Tensor, (counts, 2), {}, known).dtype == torch.int64
+    assert run(aten.mul.Tensor, (counts, 2.0), {}, known).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run(aten.mul.Tensor, (counts, 2.0), {}, known).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wide = run(aten.sum.dim_IntList, (x, [1]), {"dtype": torch.float64}, known)
+    assert wide.dtype == torch.float64
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "make", [resnet18, UNet, partial(VisionTransformer, patch=8, width=24, depth=2, heads=2)]
+)
+def test_a_dry_run_is_that_of_pytorch(make, training, layout):
+    """Shapes, strides, dtypes, versions, and what autograd knows, computed and from the cache."""
+    model = meta_copy(make().to(memory_format=layout)).train(training)
+
+    def forms() -> list[object]:
+        found: list[object] = []
+
+        def note(module: nn.Module, args: object, output: torch.Tensor) -> None:
+            found.append(
+                (output.shape, output.stride(), output.dtype, output._version, type(output.grad_fn))
+            )
+
+        hooks = [module.register_forward_hook(note) for module in model.modules()]
+        x = torch.empty(2, 3, 32, 32, device="meta").to(memory_format=layout)
+        model(x).sum().backward()
+        for hook in hooks:
+            hook.remove()
+        return [*found, *(p.grad is not None and p.grad.stride() for p in model.parameters())]
+
+    plain = forms()
+    KNOWN.clear()
+    for _ in range(2):
+        with on_meta():
+            assert forms() == plain
