@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.pipeline.balance import StepCosts, Weigh, balance, estimated
-from spatialdl.pipeline.recording import CannotRecord, Forward
+from spatialdl.pipeline.recorder import CannotRecord
+from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import Joint, Recording, Step
 from spatialdl.spatial.gather import Names, module_names

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.pipeline.balance import StepCosts, estimated, memory
-from spatialdl.pipeline.recording import CannotRecord
+from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
 from spatialdl.planning.combined import between, with_stage

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from spatialdl.pipeline.balance import StepCosts, Weigh
 from spatialdl.pipeline.partition import cannot_cut, cut_bounds, leftovers, state_of
-from spatialdl.pipeline.recording import CannotRecord, Forward
+from spatialdl.pipeline.recorder import CannotRecord
+from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.shapes import Border, border_values
 from spatialdl.pipeline.stage import SAMPLES, Stage, crossing, is_chain
 from spatialdl.pipeline.steps import IMAGE, Recording, Value

@@ -27,7 +27,7 @@ from spatialdl.comm.repartition import move, move_back, shape_of
 from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds, last_slices
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
-from spatialdl.spatial.pool import with_rows, without_rows
+from spatialdl.spatial.pooled_windows import with_rows, without_rows
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image

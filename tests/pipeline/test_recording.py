@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
 from spatialdl.pipeline.balance import measured
-from spatialdl.pipeline.recording import CannotRecord, Forward
+from spatialdl.pipeline.recorder import CannotRecord
+from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of, run_step
-from spatialdl.spatial.meta import meta_copy
+from spatialdl.spatial.meta import KNOWN, meta_copy
 from tests.pipeline.cutting import run_stages, stages_of, trained
 
 NETWORKS = {
@@ -48,6 +49,18 @@ def replayed(model: nn.Module, recording: Recording, x: Tensor):
 
 def names(recording: Recording) -> list[str]:
     return [step.name for step in recording.steps]
+
+
+def test_operations_of_a_network_are_computed_once_by_shape():
+    """PyTorch's meta device takes a millisecond for BatchNorm, of which networks have hundreds."""
+    model = resnet50(num_classes=4, width=4)
+    first = recorded(model)
+    count = len(KNOWN)
+    assert count > 0
+    again = recorded(model)
+    assert len(KNOWN) == count
+    assert names(again) == names(first)
+    assert again.sizes == first.sizes
 
 
 def test_an_unusual_forward_runs_again_as_it_was():

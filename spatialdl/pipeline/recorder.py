@@ -1,0 +1,294 @@
+"""Runs a forward once and records its calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spatialdl.pipeline.attributes import AttributeKey, Attributes, CodeRegion
+from spatialdl.pipeline.memory import SharedStorage
+from spatialdl.pipeline.outer_state import OuterState, form_of
+from spatialdl.pipeline.source_lines import replays, users_line
+from spatialdl.pipeline.steps import (
+    IMAGE,
+    Attribute,
+    Recording,
+    Step,
+    Value,
+    is_reference,
+    itself,
+    without_unused,
+)
+from spatialdl.random import keyed
+from spatialdl.random.streams import numbers_drawn
+from spatialdl.spatial.meta import on_meta
+
+_NO_TENSOR = ("__set__", "__delete__", "backward", "register_hook")
+"""Names of functions with a side effect that return no tensor."""
+
+
+class CannotRecord(Exception):
+    """A forward cannot be recorded; the message has the reason."""
+
+
+@dataclass
+class CallRecorder:
+    """Runs a forward once and records its calls."""
+
+    model: nn.Module
+    whole: set[str]
+    owners: list[str] = field(default_factory=lambda: [""])
+
+    def __post_init__(self) -> None:
+        self._paths = {id(module): path for path, module in self.model.named_modules()}
+        self._blocks = {
+            id(child)
+            for module in self.model.modules()
+            if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            for child in module.children()
+        }
+        self._attributes = {
+            id(tensor): Attribute(path)
+            for path, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]
+        }
+        self._values: dict[int, Value] = {}
+        self._memory = SharedStorage()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._memory.note(tensor, -1)
+        self._steps: list[Step] = []
+        self._calls: Counter[str] = Counter()
+        self._opened: set[str] = set()
+        self._sizes: dict[Value, int] = {}
+        self._changed: set[Value] = set()
+        self._written_state: set[str] = set()
+        self._drawing: set[str] = set()
+        self._loose = ""
+        self._inside = False  # whether a step is running
+        self._called_whole = ""
+        self.state = Attributes(self.model, self._region)
+        self.outer = OuterState(self.model)
+
+    def _region(self) -> CodeRegion:
+        if self._inside and self._called_whole:
+            return CodeRegion(self._called_whole, True)
+        return CodeRegion(self.owners[-1], False)
+
+    def around(self, key: AttributeKey, users: Iterable[CodeRegion]) -> str:
+        """The smallest module that contains all code that uses an attribute.
+
+        Raises:
+            CannotRecord: if that is the whole network.
+        """
+        paths = [user.path.split(".") for user in users]
+        shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
+        while shared and ".".join(shared) not in self._opened:
+            shared.pop()
+        if not shared or not shared[0]:
+            raise CannotRecord(
+                f"its forward changes the attribute '{key}', which stages would treat as a "
+                "constant; keep it in a separate module, or make it a buffer modified in place"
+            )
+        return ".".join(shared)
+
+    def record(self, image: Tensor) -> Recording:
+        self._note(image, IMAGE)
+        with (
+            torch.enable_grad(),
+            on_meta(),
+            keyed(0, 0),
+            self._recorded_calls(),
+            self.state.watched(),
+            self.outer.watched(),
+        ):
+            result = self.model(image)
+        output = tree_map(self._as_value, result)
+        if not any(isinstance(leaf, Value) for leaf in tree_leaves(output, is_leaf=is_reference)):
+            raise CannotRecord("its forward returns no tensor")
+        steps, last_use = without_unused(self._steps, output)
+        return Recording(
+            steps,
+            output,
+            self._sizes,
+            written=frozenset(self._changed),
+            drawing=frozenset(self._drawing),
+            loose=self._loose,
+            written_state=frozenset(self._written_state),
+            joints=tuple(self._memory.joints(steps, last_use)),
+        )
+
+    @contextmanager
+    def _recorded_calls(self) -> Iterator[None]:
+        original = nn.Module.__call__
+        recorder = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return recorder._module(original, module, args, kwargs)
+
+        def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            return recorder._function(own_apply.__get__(None, kind), args, kwargs)
+
+        own_apply = torch.autograd.Function.__dict__["apply"]
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            with _Functions(self._function):
+                yield
+        finally:
+            torch.autograd.Function.apply = own_apply  # type: ignore[method-assign]
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def _module(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        path = self._paths.get(id(module))
+        if self._inside or path is None:
+            return original(module, *args, **kwargs)
+        if not self._is_whole(module, path):
+            if module is self.model:
+                return original(module, *args, **kwargs)
+            self._opened.add(path)
+            self.owners.append(path)
+            result = original(module, *args, **kwargs)
+            self.owners.pop()
+            return result
+        nth, self._calls[path] = self._calls[path], self._calls[path] + 1
+        before = numbers_drawn()
+        self._called_whole = path
+        result = self._step(path, lambda: original(module, *args, **kwargs), args, kwargs, nth)
+        self._called_whole = ""
+        if numbers_drawn() != before:
+            self._drawing.add(path)
+        return result
+
+    def _is_whole(self, module: nn.Module, path: str) -> bool:
+        hooks = (
+            *(module._forward_pre_hooks, module._forward_hooks),
+            *(module._backward_pre_hooks, module._backward_hooks),
+        )
+        if any(hooks) or path in self.whole:
+            return True
+        if type(module).forward is nn.Sequential.forward:
+            return False
+        if id(module) in self._blocks or isinstance(module, _BatchNorm):
+            return True
+        return type(module).__module__.startswith("torch.nn.")
+
+    def _function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return function(*args, **kwargs)
+        before = numbers_drawn()
+        result = self._step(function, lambda: function(*args, **kwargs), args, kwargs)
+        if numbers_drawn() != before:
+            self._loose = self._steps[-1].name
+        return result
+
+    def _step(self, call: Any, run: Callable[[], Any], args: Any, kwargs: Any, nth: int = 0) -> Any:
+        self._inside = True
+        try:
+            if self._memory.written():
+                raise CannotRecord("its forward writes into a tensor by code outside of PyTorch")
+            own_args, own_kwargs = tree_map(self._as_value, (args, kwargs))
+            result = run()
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            written = self._memory.written()
+            if tensors or written or isinstance(call, str):
+                number = len(self._steps)
+                gives = tuple(Value(number, part) for part in range(len(tensors)))
+                with_grad = torch.is_grad_enabled()
+                owner = self.owners[-1]
+                where = users_line()
+                leaves = tree_leaves(result) if isinstance(call, str) else ()
+                non_tensors = tuple(
+                    form_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor)
+                )
+                self._steps.append(
+                    Step(
+                        call, own_args, own_kwargs, gives, owner, nth, with_grad, non_tensors, where
+                    )
+                )
+                operands = (
+                    leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+                )
+                self._memory.note_write(number, written, operands)
+                self._note_all(tensors, gives, written)
+            elif getattr(call, "__name__", "") in _NO_TENSOR:
+                raise CannotRecord(
+                    f"its forward calls '{resolve_name(call)}', which is not recorded; call it in "
+                    "a separate module"
+                )
+            return result
+        finally:
+            self._inside = False
+
+    def _note_all(
+        self, tensors: Sequence[Tensor], gives: Sequence[Value], written: Sequence[Tensor]
+    ) -> None:
+        """Assign values to the outputs of a step, and new values to what it modified in place.
+
+        Parameters and buffers are not renamed.
+        """
+        if torch._C._is_any_autocast_enabled():
+            raise CannotRecord("its forward enables autocast; do that inside of a block")
+        returned = set(map(id, tensors))
+        for tensor in written:
+            if id(tensor) in self._attributes:
+                self._written_state.add(self._attributes[id(tensor)].path)
+                self._memory.note(tensor, -1)
+            else:
+                self._changed.add(self._values[id(tensor)])
+        for tensor, value in zip(tensors, gives, strict=True):
+            self._sizes[value] = tensor.numel()
+            if id(tensor) not in self._attributes:
+                self._note(tensor, value)
+        for tensor in written:
+            if id(tensor) not in returned and id(tensor) not in self._attributes:
+                self._rename(tensor)
+
+    def _rename(self, tensor: Tensor) -> None:
+        old, new = self._as_value(tensor), Value(len(self._steps))
+        self._steps.append(Step(itself, (old,), {}, (new,), self.owners[-1]))
+        self._note(tensor, new)
+
+    def _note(self, tensor: Tensor, value: Value) -> None:
+        self._values[id(tensor)] = value
+        self._memory.note(tensor, value.step, value)
+        self._sizes[value] = tensor.numel()
+
+    def _as_value(self, operand: Any) -> Any:
+        if isinstance(operand, nn.Module | FunctionType | MethodType | partial):
+            raise CannotRecord("its forward passes a function or a module on, as a checkpoint does")
+        if not isinstance(operand, Tensor):
+            return operand
+        reference = self._values.get(id(operand)) or self._attributes.get(id(operand))
+        if reference is None:
+            raise CannotRecord(
+                f"its forward uses a tensor of shape {tuple(operand.shape)} of unknown origin (an "
+                "attribute that is not a buffer, code outside of PyTorch); do that in a separate "
+                "module"
+            )
+        return reference
+
+
+class _Functions(TorchFunctionMode):
+    """Passes every call of a PyTorch function to a callback."""
+
+    def __init__(self, record: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._record(func, args, kwargs or {})
+
+
+replays(CallRecorder.record.__code__)
