@@ -37,10 +37,9 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from math import isfinite, prod
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -48,6 +47,16 @@ from spatialdl.data import fields
 from spatialdl.data.codec import CODECS, LOSSLESS, Codec
 from spatialdl.data.inside import file_status
 from spatialdl.data.pixels import DTYPES
+from spatialdl.data.samples import (
+    Sample,
+    ShardInfo,
+    TileSample,
+    as_row,
+    parse_region,
+    parse_shard,
+    parse_tile,
+    parse_volume,
+)
 from spatialdl.data.saving import replacing
 from spatialdl.errors import ShardError
 
@@ -63,90 +72,8 @@ UNLABELLED = 255
 T = TypeVar("T")
 Kind = Literal["tiles", "regions", "volumes"]
 KINDS: tuple[Kind, ...] = ("tiles", "regions", "volumes")
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.h5")
 _BLOCK_BYTES = 2**20
 _USUAL_SPLITS = ("train", "val", "test")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """One shard file: name inside the folder, bytes, SHA-256 and number of samples."""
-
-    file: str
-    bytes: int
-    sha256: str
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class TileSample:
-    """Location of a tile (`shard`, row `index` of its datasets) and its metadata.
-
-    `label` is an index into the classes or None; `x`, `y` are level-0 pixels of `slide`.
-    """
-
-    shard: int
-    index: int
-    label: int | None
-    split: str | None
-    slide: str
-    x: int
-    y: int
-
-
-@dataclass(frozen=True, slots=True)
-class RegionBand:
-    """Rows `row0` to `row0 + rows` of a region (slices of a volume), in one shard."""
-
-    shard: int
-    row0: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class RegionSample:
-    """A region of any size: one band if stored in a single shard, several if striped."""
-
-    id: str
-    height: int
-    width: int
-    mpp: float | None
-    striped: bool
-    bands: tuple[RegionBand, ...]
-    label: int | None
-    split: str | None
-    slide: str
-    x: int
-    y: int
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """(Rows, columns); of a volume (slices, rows, columns)."""
-        return self.height, self.width
-
-
-@dataclass(frozen=True, slots=True)
-class VolumeSample(RegionSample):
-    """A volume: a region with an additional leading dim, along which its bands lie.
-
-    Attributes:
-        depth: number of slices.
-        spacing: millimetres between neighbouring slices, rows and columns, if known.
-        affine: the first three rows of the matrix that maps (slice, row, column, 1) to
-            millimetres to the right, the front and the top of the patient (RAS+), if known.
-    """
-
-    depth: int
-    spacing: tuple[float, ...] | None
-    affine: tuple[tuple[float, ...], ...] | None
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """(Slices, rows, columns)."""
-        return self.depth, self.height, self.width
-
-
-Sample = TileSample | RegionSample
 
 
 @dataclass(slots=True)
@@ -201,7 +128,7 @@ class Manifest:
             # One sample per line, so that the file stays readable and works with grep.
             out.write(json.dumps(head, indent=1)[:-2].encode())
             for name, rows in (("shards", self.shards), ("samples", self.samples)):
-                lines = ",\n  ".join(json.dumps(_row(row)) for row in rows)
+                lines = ",\n  ".join(json.dumps(as_row(row)) for row in rows)
                 out.write(f',\n "{name}": [\n  {lines}\n ]'.encode())
             out.write(b"\n}\n")
 
@@ -294,13 +221,6 @@ def sha256_of(path: Path, progress: Callable[[int], object] | None = None) -> st
     return digest.hexdigest()
 
 
-def _row(row: ShardInfo | Sample) -> dict[str, Any]:
-    """A shard or sample as a JSON object; `asdict` takes longer than cutting a small tile."""
-    if isinstance(row, RegionSample):
-        return asdict(row)
-    return {name: getattr(row, name) for name in row.__slots__}
-
-
 def _parse(raw: dict[str, Any]) -> Manifest:
     version = fields.whole(raw, "format_version", 1)
     if version > FORMAT_VERSION:
@@ -318,7 +238,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         masks=fields.flag(raw, "masks"),
         codec=codec,
         dtype=_one_of(raw, "dtype", DTYPES) if version > 2 else "uint8",
-        shards=_parse_rows(raw, "shards", _parse_shard),
+        shards=_parse_rows(raw, "shards", parse_shard),
         made_with=fields.table(raw, "made_with"),
     )
     if (manifest.kind == "tiles") != (manifest.tile_size is not None):
@@ -357,104 +277,10 @@ def _parse_size(size: object) -> tuple[int, int]:
     return fields.whole(rows, "tile_size"), fields.whole(cols, "tile_size")
 
 
-def _parse_shard(row: dict[str, Any]) -> ShardInfo:
-    numbers = fields.whole(row, "bytes"), fields.whole(row, "samples")
-    shard = ShardInfo(fields.text(row, "file"), numbers[0], fields.text(row, "sha256"), numbers[1])
-    if not _SHARD_NAME.fullmatch(shard.file):
-        raise ValueError(f"shard file {fields.shown(shard.file)} is not a plain name ending in .h5")
-    return shard
-
-
-def _parse_tile(row: dict[str, Any]) -> TileSample:
-    return TileSample(
-        shard=fields.place(row, "shard"), index=fields.place(row, "index"), **_common(row)
-    )
-
-
-def parse_region(row: dict[str, Any]) -> RegionSample:
-    """Parse a region from its `asdict` form.
-
-    Raises:
-        KeyError, ValueError: a field is missing or of the wrong type.
-    """
-    return RegionSample(**_region(row))
-
-
-def _parse_volume(row: dict[str, Any]) -> VolumeSample:
-    return VolumeSample(
-        depth=fields.whole(row, "depth", 1),
-        spacing=None if row["spacing"] is None else spacing_of(row["spacing"]),
-        affine=None if row["affine"] is None else affine_of(row["affine"]),
-        **_region(row),
-    )
-
-
-def spacing_of(value: Any) -> tuple[float, ...]:
-    """Validate the spacing of a volume.
-
-    Raises:
-        ValueError: it is not three finite numbers above 0.
-    """
-    numbers = _floats(value, 3)
-    if numbers is None or min(numbers) <= 0:
-        raise ValueError(f"spacing is {fields.shown(value)}, expected three numbers above 0, in mm")
-    return numbers
-
-
-def affine_of(value: Any) -> tuple[tuple[float, ...], ...]:
-    """Validate the affine of a volume.
-
-    Raises:
-        ValueError: it is not three rows of four finite numbers.
-    """
-    rows = [_floats(row, 4) for row in value] if isinstance(value, list | tuple) else []
-    matrix = tuple(row for row in rows if row is not None)
-    if not len(matrix) == len(rows) == 3:
-        raise ValueError(f"affine is {fields.shown(value)}, expected three rows of four numbers")
-    return matrix
-
-
-def _floats(value: Any, count: int) -> tuple[float, ...] | None:
-    """`count` finite numbers as floats, or None if `value` is anything else."""
-    if not isinstance(value, list | tuple) or len(value) != count:
-        return None
-    if any(type(x) not in (int, float) or not isfinite(x) for x in value):
-        return None
-    return tuple(map(float, value))
-
-
-def _region(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": fields.text(row, "id"),
-        "height": fields.whole(row, "height", 1),
-        "width": fields.whole(row, "width", 1),
-        "mpp": None if row["mpp"] is None else fields.positive(row, "mpp"),
-        "striped": fields.flag(row, "striped"),
-        "bands": tuple(
-            RegionBand(
-                fields.whole(b, "shard"), fields.whole(b, "row0"), fields.whole(b, "rows", 1)
-            )
-            for b in fields.tables(row, "bands")
-        ),
-        **_common(row),
-    }
-
-
-def _common(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "label": None if row["label"] is None else fields.place(row, "label"),
-        # Many samples share few names: interning keeps one copy of each.
-        "split": None if row["split"] is None else sys.intern(fields.text(row, "split")),
-        "slide": sys.intern(fields.text(row, "slide")),
-        "x": fields.place(row, "x"),
-        "y": fields.place(row, "y"),
-    }
-
-
 _PARSERS: dict[Kind, Callable[[dict[str, Any]], Sample]] = {
-    "tiles": _parse_tile,
+    "tiles": parse_tile,
     "regions": parse_region,
-    "volumes": _parse_volume,
+    "volumes": parse_volume,
 }
 
 

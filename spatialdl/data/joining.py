@@ -14,14 +14,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from spatialdl.data.folder import FolderInProgress
-from spatialdl.data.format import (
-    Manifest,
-    RegionSample,
-    Sample,
-    ShardInfo,
-    shard_name,
-    shard_status,
-)
+from spatialdl.data.format import Manifest, shard_name, shard_status
+from spatialdl.data.samples import RegionSample, Sample, ShardInfo
 from spatialdl.data.saving import link
 from spatialdl.errors import ShardError
 

@@ -17,9 +17,10 @@ from imagecodecs import deflate_crc32  # libdeflate's: ten times as fast as zlib
 
 from spatialdl.data.chunk_map import MISSING, map_chunks
 from spatialdl.data.codec import Codec, Coding
-from spatialdl.data.format import Manifest, Sample, TileSample, shard_status
+from spatialdl.data.format import Manifest, shard_status
 from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.region_shard import region_path
+from spatialdl.data.samples import Sample, TileSample
 
 CRC32 = "crc32"
 _SHOWN = 5

@@ -16,9 +16,10 @@ import h5py
 from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
 from spatialdl.data.codec import Codec
 from spatialdl.data.coded_reading import read_coded
-from spatialdl.data.format import ShardInfo, sha256_of
+from spatialdl.data.format import sha256_of
 from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.read_priority import reading_source
 from spatialdl.errors import ShardError

@@ -20,17 +20,9 @@ import numpy.typing as npt
 from spatialdl.data.chunks import Chunks
 from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
-from spatialdl.data.format import (
-    NO_LABEL,
-    RegionBand,
-    RegionSample,
-    ShardInfo,
-    VolumeSample,
-    chunk_size,
-    stored_bytes,
-    volume_chunk,
-)
+from spatialdl.data.format import NO_LABEL, chunk_size, stored_bytes, volume_chunk
 from spatialdl.data.pixels import as_image, as_mask, image_dtype, image_shape
+from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo, VolumeSample
 from spatialdl.data.shard_file import ImageRows, Settling, ShardFile
 from spatialdl.parallel.layout import even_bounds
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import h5py
 
-from spatialdl.data.format import ShardInfo, sha256_of, shard_name
+from spatialdl.data.format import sha256_of, shard_name
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.saving import settle, sync
 
 _PAGE = 4096

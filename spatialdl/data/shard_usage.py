@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.batches import Batching
-from spatialdl.data.format import ShardInfo, TileSample
 from spatialdl.data.image_source import Box, whole_box
 from spatialdl.data.loader import sample_order
+from spatialdl.data.samples import ShardInfo, TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.views import Views
 

@@ -14,22 +14,13 @@ from torch.utils.data import Dataset
 
 from spatialdl.data.chunk_map import Where
 from spatialdl.data.codec import Codec, Coding
-from spatialdl.data.format import (
-    NO_LABEL,
-    Manifest,
-    RegionBand,
-    RegionSample,
-    Sample,
-    TileSample,
-    VolumeSample,
-    sha256_of,
-    shard_status,
-)
+from spatialdl.data.format import NO_LABEL, Manifest, sha256_of, shard_status
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
 from spatialdl.data.locating import describe_damage
 from spatialdl.data.open_shards import OpenShard, OpenShards
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
+from spatialdl.data.samples import RegionBand, RegionSample, Sample, TileSample, VolumeSample
 from spatialdl.errors import ShardError
 
 _UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError, IndexError, OverflowError)

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from spatialdl.data.chunks import Chunks
 from spatialdl.data.codec import Coding
 from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
-from spatialdl.data.format import NO_LABEL, ShardInfo, TileSample, chunk_size, stored_bytes
+from spatialdl.data.format import NO_LABEL, chunk_size, stored_bytes
 from spatialdl.data.pixels import as_image, as_mask
+from spatialdl.data.samples import ShardInfo, TileSample
 from spatialdl.data.shard_file import Settling, ShardFile
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data import fields
-from spatialdl.data.format import VolumeSample, spacing_of
 from spatialdl.data.image_source import Box, pairs
+from spatialdl.data.samples import VolumeSample, spacing_of
 
 T = TypeVar("T", int, float)
 

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
 from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.folder import Comm, FolderInProgress, agree, check_target
-from spatialdl.data.format import KINDS, Kind, Manifest, affine_of, spacing_of
+from spatialdl.data.format import KINDS, Kind, Manifest
 from spatialdl.data.joining import join_parts, part_folder, remove_parts
 from spatialdl.data.region_shard import RegionShards
+from spatialdl.data.samples import affine_of, spacing_of
 from spatialdl.data.shard_file import ImageRows
 from spatialdl.data.striping import Striping
 from spatialdl.data.tile_shard import TileShards

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from spatialdl.data.augmentation.color import value_range
-from spatialdl.data.format import TileSample
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
+from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.predicting.cutting import BatchCutting

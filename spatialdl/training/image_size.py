@@ -7,7 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from spatialdl.data.format import Manifest, RegionSample
+from spatialdl.data.format import Manifest
+from spatialdl.data.samples import RegionSample
 from spatialdl.parallel.placement import Placement
 
 Size = tuple[int, ...]

@@ -11,11 +11,6 @@ from hypothesis import strategies as st
 from spatialdl.data.format import (
     FORMAT_VERSION,
     Manifest,
-    RegionBand,
-    RegionSample,
-    ShardInfo,
-    TileSample,
-    VolumeSample,
     chunk_size,
     order_splits,
     sha256_of,
@@ -23,6 +18,7 @@ from spatialdl.data.format import (
     stored_bytes,
     volume_chunk,
 )
+from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo, TileSample, VolumeSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError
 

@@ -10,8 +10,9 @@ import pytest
 
 from spatialdl.data import ShardWriter, open_shards
 from spatialdl.data.chunk_map import ChunkMap
-from spatialdl.data.format import Manifest, ShardInfo
+from spatialdl.data.format import Manifest
 from spatialdl.data.open_shards import ChunkMaps, OpenShards, identity
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import local_name
 from spatialdl.errors import ShardError
 

@@ -8,9 +8,9 @@ import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.encoded import EncodedImage
-from spatialdl.data.format import RegionSample
 from spatialdl.data.jpeg import decode, encode
 from spatialdl.data.region_shard import cut_rows
+from spatialdl.data.samples import RegionSample
 from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import even_bounds
 

@@ -8,8 +8,8 @@ import pytest
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.batches import Batch, Batching, BatchReader
-from spatialdl.data.format import ShardInfo
 from spatialdl.data.loader import sample_order
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.shard_usage import (
     ShardUse,
     combined_usage,

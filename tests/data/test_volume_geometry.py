@@ -6,7 +6,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from spatialdl.data.format import VolumeSample
+from spatialdl.data.samples import VolumeSample
 from spatialdl.data.volume_geometry import Geometry, VolumeTurn, orientation_of
 
 CODES = [

@@ -392,7 +392,7 @@ class RecordTarget:
         self._batch.mkdir()
 
     def valid(self) -> list[bytes]:
-        from spatialdl.data.format import ShardInfo
+        from spatialdl.data.samples import ShardInfo
         from spatialdl.predicting.records import PredictionRecord as Prediction
         from spatialdl.slides.batch.record import PartRecord, SlideRecord, save_part
         from spatialdl.slides.batch.report import TilingReport

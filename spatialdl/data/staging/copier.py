@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache, StagedJob
 from spatialdl.data.staging.copying import (
     BusyError,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.samples import ShardInfo
 from spatialdl.errors import ShardError
 
 _AT_A_TIME = 8 * 2**20  # bytes; parallel file systems favour large requests

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import spatialdl
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache
 from spatialdl.data.staging.copier import Order, ShardEvent
 from spatialdl.text import readable_bytes

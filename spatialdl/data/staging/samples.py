@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spatialdl.data.format import Manifest, RegionSample, Sample
+from spatialdl.data.format import Manifest
+from spatialdl.data.samples import RegionSample, Sample
 
 _LISTED = 3  # samples and slides listed by name
 

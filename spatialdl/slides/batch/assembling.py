@@ -9,14 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from spatialdl.data.folder import COORDS, SETTINGS
-from spatialdl.data.format import (
-    MANIFEST,
-    Manifest,
-    Sample,
-    ShardInfo,
-    TileSample,
-    shard_name,
-)
+from spatialdl.data.format import MANIFEST, Manifest, shard_name
+from spatialdl.data.samples import Sample, ShardInfo, TileSample
 from spatialdl.data.saving import TEMPORARY, fsync_folder, link, load_json, save_json
 from spatialdl.slides.batch.parts import stored_codec
 from spatialdl.slides.batch.preview import preview_name

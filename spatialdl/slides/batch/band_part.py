@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.format import CHUNK, RegionBand, RegionSample, stored_bytes
+from spatialdl.data.format import CHUNK, stored_bytes
 from spatialdl.data.region_shard import cut_rows, write_band
+from spatialdl.data.samples import RegionBand, RegionSample
 from spatialdl.data.shard_file import ShardFile
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.executors import count_tiles

@@ -21,7 +21,8 @@ import h5py
 import numpy as np
 
 from spatialdl.data.folder import COORDS
-from spatialdl.data.format import ShardInfo, sha256_of
+from spatialdl.data.format import sha256_of
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.saving import replacing
 from spatialdl.errors import SlideError
 from spatialdl.slides.cutting.tiling import TilePlan

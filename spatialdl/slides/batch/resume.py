@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.saving import link
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.batch.preview import preview_name

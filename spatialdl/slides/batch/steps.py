@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from spatialdl.data.format import CHUNK, RegionSample, stored_bytes
+from spatialdl.data.format import CHUNK, stored_bytes
+from spatialdl.data.samples import RegionSample
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import save_coords

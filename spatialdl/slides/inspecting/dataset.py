@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from spatialdl.data.format import Manifest, RegionSample, ShardInfo, VolumeSample
+from spatialdl.data.format import Manifest
+from spatialdl.data.samples import RegionSample, ShardInfo, VolumeSample
 from spatialdl.parallel.layout import spatial_names
 from spatialdl.text import aligned, counted, fitted, readable_bytes
 

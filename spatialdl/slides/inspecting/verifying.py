@@ -10,8 +10,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.data.folder import COORDS
-from spatialdl.data.format import MANIFEST, Manifest, ShardInfo, sha256_of, shard_status
+from spatialdl.data.format import MANIFEST, Manifest, sha256_of, shard_status
 from spatialdl.data.locating import describe_damage
+from spatialdl.data.samples import ShardInfo
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.record import SlideRecord
 from spatialdl.slides.batch.resume import names_in

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mesh import Mesh
-from spatialdl.data.format import UNLABELLED, VolumeSample
+from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import ImageSource, whole_box
+from spatialdl.data.samples import VolumeSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.targets import sample_numbers
 from spatialdl.data.views import Views

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache, StagedJob, local_name
 from spatialdl.errors import ShardError
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.data.format import Manifest, RegionBand, RegionSample, ShardInfo
+from spatialdl.data.format import Manifest
+from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
 from spatialdl.data.staging.samples import of_splits, samples_in
 
 SHARDS = [ShardInfo(f"shard-{n:05d}.h5", 9, "0" * 64, 2) for n in range(3)]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.format import Manifest, RegionBand, RegionSample
+from spatialdl.data.format import Manifest
+from spatialdl.data.samples import RegionBand, RegionSample
 from spatialdl.slides.batch.assembling import assemble, load_settings
 from spatialdl.slides.batch.options import parsed
 from spatialdl.slides.batch.record import PartRecord, SlideRecord

@@ -7,9 +7,9 @@ import h5py
 import numpy as np
 import pytest
 
-from spatialdl.data.format import RegionBand, RegionSample
 from spatialdl.data.jpeg import decode
 from spatialdl.data.region_shard import region_path
+from spatialdl.data.samples import RegionBand, RegionSample
 from spatialdl.errors import SlideError
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.executors import SerialExecutor

@@ -13,7 +13,7 @@ import numpy as np
 import openslide
 import pytest
 
-from spatialdl.data.format import ShardInfo
+from spatialdl.data.samples import ShardInfo
 from spatialdl.slides.batch.coords import save_coords
 from spatialdl.slides.batch.record import holds
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles

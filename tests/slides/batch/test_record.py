@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.data.format import RegionBand, RegionSample, ShardInfo, sha256_of
+from spatialdl.data.format import sha256_of
+from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
 from spatialdl.slides.batch.record import PartRecord, SlideRecord, holds, load_part, save_part
 from spatialdl.slides.batch.report import TilingReport
 
