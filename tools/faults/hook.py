@@ -21,7 +21,7 @@ from types import CodeType
 from typing import Any
 
 sys.path.append(os.environ["SPATIALDL_FAULTS_TOOLS"])  # for the plugin of pytest as well
-import sites  # noqa: E402
+import sites
 
 
 class _Recorder:

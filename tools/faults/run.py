@@ -97,13 +97,25 @@ def reach(root: Path, state: Path, faults: list[dict[str, Any]], parts: list[str
     env = environment(root, plan, state / "probes.json")
     env |= {"PYTEST_ADDOPTS": "-p reached_plugin", "SPATIALDL_FAULTS_RECORD": str(folder)}
     for part in parts:
-        done = state / f"{part}.done"
+        done = state / f"{part.replace('/', '-')}.done"
         if not done.exists():
-            with (state / f"{part}.log").open("w") as log:
+            with done.with_suffix(".log").open("w") as log:
                 begin = time.time()
-                command = ["make", "--keep-going", part]
+                command = command_of(part)
                 subprocess.run(command, cwd=root, env=env, stdout=log, stderr=log, check=False)
             done.write_text(f"{time.time() - begin:.0f} s\n")
+
+
+def command_of(part: str) -> list[str]:
+    """What runs a part: a target of the Makefile, or tests by paths, as ``4:tests/mpi/comm``."""
+    if "tests/" not in part:
+        return ["make", "--keep-going", part]
+    ranks, _, paths = part.rpartition(":")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
+    if ranks:
+        mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+        return [mpiexec, "--oversubscribe", "-n", ranks, *command, *paths.split()]
+    return [*command, *paths.split()]
 
 
 def reached(state: Path) -> tuple[dict[int, set[tuple[str, str]]], dict[tuple[str, str], float]]:
@@ -152,7 +164,7 @@ def batches(
     words = set(fault["name"].split(":")[0].removesuffix(".py").split("/")[1:])
 
     def order(item: tuple[str, str]) -> tuple[float, str]:
-        part, test = item
+        _, test = item
         near = len(words & set(test.split("::")[0].replace("test_", "")[:-3].split("/")))
         return seconds[item] / (1 + 4 * near), test
 
@@ -180,7 +192,11 @@ def run_batch(
         mpiexec = str(Path(sys.executable).with_name("mpiexec"))
         command = [mpiexec, "--oversubscribe", "-n", ranks, *command]
     if device:
-        env = {**env, "SPATIALDL_DEVICE": device[0], "SPATIALDL_DEVICE_PATH": (device + [""])[1]}
+        env = {
+            **env,
+            "SPATIALDL_DEVICE": device[0],
+            "SPATIALDL_DEVICE_PATH": device[-1] if len(device) > 1 else "",
+        }
         env |= {"SPATIALDL_DEVICES": "1"} if device[-1] in ("host", "mpi") else {}
     with log.open("a") as file:
         process = subprocess.Popen(
@@ -251,7 +267,9 @@ def compare(before: Path, after: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("what", choices=("draw", "reach", "try", "compare"))
     parser.add_argument("results", nargs="*", type=Path, help="two files to compare")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the checkout to test")
@@ -260,10 +278,16 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="file of verdicts (STATE/noticed.json)")
     parser.add_argument("--within", default="", help="draw: only files that begin so")
     parser.add_argument("--count", type=int, default=COUNT, help="draw: number of faults")
-    parser.add_argument("--ranks", type=int, default=OF_RANKS, help="draw: of these where ranks talk")
+    parser.add_argument(
+        "--ranks", type=int, default=OF_RANKS, help="draw: of these where ranks talk"
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--budget", type=float, default=240, help="try: seconds for each fault")
-    parser.add_argument("--parts", default=",".join(PARTS), help="reach: targets of the Makefile")
+    parser.add_argument(
+        "--parts",
+        default=",".join(PARTS),
+        help="reach: targets of the Makefile, or paths of tests, as 4:tests/mpi/comm",
+    )
     options = parser.parse_args()
     root = options.root.resolve()
     state = options.state or root / ".faults"
