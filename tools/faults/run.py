@@ -42,9 +42,10 @@ def draw(root: Path, count: int, of_ranks: int, seed: int, within: str = "") -> 
     everything: dict[str, list[list[Site]]] = defaultdict(list)
     for file in sorted((root / "spatialdl").rglob("*.py")):
         parts = file.relative_to(root / "spatialdl").parts
-        if parts[0] not in SKIPPED and str(file.relative_to(root)).startswith(within):
-            if statements := [found for found in sites(root, file) if found]:
-                everything[parts[0]] += statements
+        if parts[0] in SKIPPED or not str(file.relative_to(root)).startswith(within):
+            continue
+        if statements := [found for found in sites(root, file) if found]:
+            everything[parts[0]] += statements
     taken: dict[Site, None] = {}
     for folder in sorted(everything):
         taken[rng.choice(rng.choice(everything[folder]))] = None
@@ -75,8 +76,8 @@ def environment(root: Path, plan: dict[str, Any], at: Path) -> dict[str, str]:
     at.write_text(json.dumps(plan))
     hook = Path(sysconfig.get_path("purelib")) / "spatialdl_faults.pth"
     hook.write_text(
-        "import os; os.environ.get('SPATIALDL_FAULTS') and "
-        "exec(open(os.environ['SPATIALDL_FAULTS_TOOLS'] + '/hook.py').read(), {'__name__': 'fault_hook'})\n"
+        "import os; os.environ.get('SPATIALDL_FAULTS') and exec("
+        "open(os.environ['SPATIALDL_FAULTS_TOOLS'] + '/hook.py').read(), {'__name__': 'hook'})\n"
     )
     more = {"SPATIALDL_FAULTS": str(at), "SPATIALDL_FAULTS_TOOLS": str(HERE)}
     more |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
