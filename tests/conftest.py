@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
@@ -35,6 +37,32 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("quick")
+
+
+MOST_SECONDS = 15
+TAKE_LONGER: dict[str, str] = {}
+"""Tests that may take more than `MOST_SECONDS`, ten at most, each with its reason."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name tests that take too long; they do not fail, as machines are busy at times."""
+    taken: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                taken[report.nodeid] += report.duration
+    for test, seconds in taken.most_common():
+        if seconds > MOST_SECONDS and test not in TAKE_LONGER:
+            said = f"warning: {test} took {seconds:.0f} s, more than {MOST_SECONDS}"
+            terminalreporter.write_line(said)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Cases of a longer proof are collected where slow tests are asked for (-m slow)."""
+    if re.search(r"(?<!not )\bslow\b", config.getoption("markexpr", "")):
+        os.environ.setdefault("SPATIALDL_SLOW", "1")
+
 
 # Shells let what a script runs in the background ignore it, and all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

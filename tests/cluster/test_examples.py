@@ -105,6 +105,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path):
     assert losses(tmp_path / "run-3") != losses(tmp_path / "run-4")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_not_queued_again(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stopped.json").write_text('{"signal": "SIGUSR1"}')  # of an earlier start
@@ -118,7 +119,7 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["train.sbatch", "run", *SP_PP],
+        pytest.param(["train.sbatch", "run", *SP_PP], marks=pytest.mark.slow),
         pytest.param(["tile.sbatch", "slides", "tiles"], marks=pytest.mark.slow),
         pytest.param(["predict.sbatch", "run", "predicted"], marks=pytest.mark.slow),
     ],

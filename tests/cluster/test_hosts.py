@@ -30,6 +30,7 @@ def assert_is_the_run_of_one_process(cwd: Path, one_process: list[float]) -> Non
     assert losses(cwd / "run") == pytest.approx(one_process, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_mpiexec_on_two_hosts_equals_one_process(agent, one_process, tmp_path):
     mpiexec = mpiexec_command(4)
     hosts = ["--host", ",".join(f"{host}:2" for host in HOSTS)]

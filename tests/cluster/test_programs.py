@@ -20,6 +20,8 @@ from tests.cluster.alone import losses_alone
 from tests.cluster.slurm import SRUN, TRAIN, run
 from tests.training.checkpoints.runs import losses, table
 
+pytestmark = pytest.mark.slow
+
 
 def printed(cwd: Path, *words: str) -> str:
     """The output of a command on two nodes, with a rank on each."""

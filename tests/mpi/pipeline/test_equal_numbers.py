@@ -5,20 +5,34 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
+from tests.mpi.covering import cover
+from tests.mpi.equality import slow_cases
 from tests.mpi.equality_cases import LAYOUTS, OVER_A_BACKEND, Case
 from tests.mpi.equality_runs import check_equality
 
+MOST_RANKS = 5
+"""Of `make test`; rows of more are run where there are so many ranks, each of them."""
 
-def marked(cases: list[Case]) -> list[object]:
-    return [pytest.param(c, marks=pytest.mark.slow) if c.takes_long else c for c in cases]
+QUICK = [case for case in (*LAYOUTS, *OVER_A_BACKEND) if not case.takes_long]
+COVERING = {
+    *cover([case for case in QUICK if case.placement.world_size <= MOST_RANKS]),
+    *(case for case in QUICK if case.placement.world_size > MOST_RANKS),
+}
 
 
-@pytest.mark.parametrize("case", marked(LAYOUTS), ids=str)
+def here(cases: list[Case]) -> list[object]:
+    """The rows that cover all others, then the others, for worlds of this size."""
+    fitting = [case for case in cases if case.placement.world_size == MPI.COMM_WORLD.size]
+    quick = [case for case in fitting if case in COVERING]
+    return [*quick, *slow_cases(case for case in fitting if case not in COVERING)]
+
+
+@pytest.mark.parametrize("case", here(LAYOUTS), ids=str)
 def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     check_equality(case, world)
 
 
-@pytest.mark.parametrize("case", marked(OVER_A_BACKEND), ids=str)
+@pytest.mark.parametrize("case", here(OVER_A_BACKEND), ids=str)
 def test_equals_one_process_over_a_backend(
     case: Case, world: MPI.Intracomm, ends_process_group: None
 ) -> None:
