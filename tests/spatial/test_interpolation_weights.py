@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -24,15 +25,17 @@ def applied(how: ResampledDim, column: Tensor) -> Tensor:
 
 
 def interpolated(how: ResampledDim, column: Tensor) -> Tensor:
-    """By PyTorch; with columns that stay as they are."""
-    image = column.view(1, 1, -1, 1).expand(1, 1, -1, 3)
+    """By PyTorch; with other dims that stay as they are."""
+    others = how.dims - 1
+    image = column.view(1, 1, -1, *[1] * others).expand(1, 1, -1, *[3] * others)
     mode = MODES[how.mode]
     options = {} if mode.startswith("nearest") else {"align_corners": how.align_corners}
     if how.antialias:
         options["antialias"] = True
-    size = (how.count, 3) if how.scale is None else None
-    factor = None if how.scale is None else (how.scale, 1.0)
-    return F.interpolate(image, size, factor, mode, **options)[0, 0, :, 1]
+    size = (how.count, *[3] * others) if how.scale is None else None
+    factor = None if how.scale is None else (how.scale, *[1.0] * others)
+    found = F.interpolate(image, size, factor, mode, **options)
+    return found.reshape(found.shape[2], -1)[:, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -45,6 +48,8 @@ def test_outputs_are_those_of_pytorch(mode: str, dtype: torch.dtype) -> None:
         cases += [ResampledDim(mode, *pair, align_corners=True) for pair in SIZES]
         cases += [ResampledDim(mode, *pair, antialias=True) for pair in SIZES]
         cases += [ResampledDim(mode, 10, int(10 * s), False, True, s) for s in SCALES]
+    else:  # rounded otherwise in signals and volumes than in images
+        cases += [replace(how, dims=dims) for how in cases for dims in (1, 3)]
     draw = torch.Generator().manual_seed(0)
     for how in cases:
         column = torch.randn(how.size, generator=draw, dtype=torch.float64).to(dtype)
