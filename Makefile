@@ -68,17 +68,16 @@ test-docs: $(READY)
 test-mpi: $(READY)
 	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
 
-	# messages and channels on a number of ranks that divides nothing, and what needs three ranks; layouts
-	# of three: see test-device
-	$(RUN) 600 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/channels tests/mpi/comm \
+	# layouts of three ranks, messages and channels on a number that divides nothing; of two: test-device
+	$(RUN) 600 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/pipeline/test_equal_numbers.py \
+	    tests/mpi/channels tests/mpi/comm \
 	    $(addprefix --ignore tests/mpi/, channels/test_networks.py channels/test_parallel.py \
 	    comm/test_agreement.py comm/test_backend.py comm/test_processes.py comm/test_transport.py) \
 	    $(addprefix tests/mpi/, $(addprefix pipeline/, test_batch_norm.py test_forward_parameters.py \
 	    test_samples_apart.py test_sharded.py) training/debug training/tasks/test_known_labels.py \
 	    training/test_staging.py)
 
-	# other numbers of ranks: stages of one rank beside stages of many; of two: see test-device; of eight:
-	# test-slow
+	# other numbers of ranks: stages of one rank beside stages of many; of eight: test-slow
 	set -e; for ranks in 1 5; do \
 	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
 	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
@@ -96,10 +95,9 @@ BY_ALL_PATHS := tests/mpi/comm/test_device_transport.py tests/mpi/comm/test_redu
     tests/mpi/comm/test_repartition.py tests/mpi/comm/test_collectives.py
 WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
 ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py
-LEFT_OUT ?=
 
 test-gpu: $(READY)
-	$(ON_GPU)=nccl $(WITH_TESTS) $(LEFT_OUT) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
+	$(ON_GPU)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
 	    tests/mpi/bench tests/mpi/channels tests/mpi/training/optimization \
 	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
 	$(ON_GPU)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
@@ -107,16 +105,20 @@ test-gpu: $(READY)
 	SPATIALDL_DEVICES=1 $(ON_GPU)=host $(WITH_TESTS) $(ON_SHARED)
 	SPATIALDL_DEVICES=1 $(ON_GPU)=mpi $(WITH_TESTS) $(ON_SHARED)
 
-# operators on split images, layouts by host and mpi, and those of four ranks are left to test-slow
+# what is other than on a CPU: kernels and memory of a device, the ways of messages, streams that are
+# late at random beside layouts and one network a family; everything on it is left to test-slow
 test-device: $(READY)
 	# in processes of its own: a device that is there is every test's accelerator
 	$(BIN)/python -c "from tests.simulated_device import load, missing; missing() or load()"
 	$(SERIAL) tests/simulated_device
-	$(MAKE) test-gpu GPU=sim ON_SHARED=tests/mpi/spatial/test_pad.py \
-	    LEFT_OUT="--ignore tests/mpi/spatial/test_op_db.py"
-	# layouts of three ranks, whose streams are late at random
-	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
-	    tests/mpi/pipeline/test_equal_numbers.py
+	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS) \
+	    tests/mpi/spatial/test_families.py tests/mpi/pipeline/test_host_waits.py \
+	    tests/mpi/pipeline/test_equal_numbers.py \
+	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
+	set -e; for path in host mpi; do \
+	    SPATIALDL_DEVICES=1 $(ON_SIM)=$$path $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
+	        $(BY_ALL_PATHS) tests/mpi/spatial/test_pad.py; \
+	done
 	# virtual tiles, of which some wait on a disk while messages are packed in streams that are late
 	SPATIALDL_DEVICES=1 SIM_DELAY_US=300 $(ON_SIM)=host $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/training/test_virtual_tiles.py -k segmentation
@@ -150,6 +152,8 @@ test-slow: $(READY)
 	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
 	# all layouts on the simulated accelerator, and all that surrounds their steps
+	SIM_DELAY_US=20 $(ON_SIM)=nccl $(RUN) 1200 -n 3 $(MPI_TESTS) -m "not slow" \
+	    tests/mpi/pipeline/test_equal_numbers.py
 	set -e; for ranks in 2 3; do \
 	    $(ON_SIM)=nccl $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" $(WHOLE_RUNS); \
 	done
@@ -174,11 +178,12 @@ coverage: $(READY)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --sort cover --skip-covered
 
-# how many changes of the central modules, one at a time, their tests notice; see pyproject.toml
+# faults planted all over the package, and bugs of the past, one at a time: which do the tests notice?
+# Hours; it goes on where it was stopped, and its records lie in .faults/
 mutants: $(READY)
-	$(BIN)/pip install --quiet "mutmut>=3.8,<4"
-	$(BIN)/python -m mutmut run --max-children 2
-	$(BIN)/python -m mutmut results
+	$(BIN)/python tools/faults/run.py reach
+	$(BIN)/python tools/faults/run.py try
+	$(BIN)/python tools/faults/run.py try --faults tools/faults/fixes.json --result .faults/fixes.json
 
 lint: $(READY)
 	$(BIN)/ruff check .
