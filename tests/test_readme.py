@@ -61,27 +61,51 @@ RUN_ELSEWHERE = ("train_plain.py", "train_split.py")
 """By tests/integrations/test_lightning.py, which compares their losses."""
 
 
-@pytest.mark.parametrize(
-    "block", [one for one in blocks("python") if name_of(one) not in RUN_ELSEWHERE], ids=name_of
-)
-def test_python_runs(block, tmp_path):
-    (tmp_path / name_of(block)).write_text(block)
-    starts = ("init_mesh", "init_process_group", "spatialdl.Pipeline(", "grid=(2, 1)")
-    together = any(word in block for word in starts)
-    launcher = mpiexec_command(2) if together else []
+TOGETHER = ("init_mesh", "init_process_group", "spatialdl.Pipeline(", "grid=(2, 1)")
+"""What a program that runs on ranks has in it; of the pages, all run on two."""
+
+RUNNER = """
+import os, runpy, sys
+
+if __name__ == "__main__":  # and not again in processes that programs start
+    here, path, modules = os.getcwd(), list(sys.path), set(sys.modules)
+    for folder, program in (os.path.split(word) for word in sys.argv[1:]):
+        print(f"running {folder}/{program}", flush=True)
+        os.chdir(os.path.join(here, folder))
+        sys.path[:] = [os.getcwd(), *path]
+        runpy.run_path(os.path.abspath(program), run_name="__main__")
+        for name in set(sys.modules) - modules:  # of its own, which another page may have, too
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(here):
+                del sys.modules[name]
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_python_runs(ranks, tmp_path):
+    """All programs of all pages, one after the other: starting a process takes longer than most."""
+    (tmp_path / "runner.py").write_text(RUNNER)
+    programs, said = [], 0
+    for page, text in PAGES.items():
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            name, runs_on = name_of(block), 2 if any(word in block for word in TOGETHER) else 1
+            (tmp_path / page.stem).mkdir(exist_ok=True)
+            (tmp_path / page.stem / name).write_text(block)
+            if runs_on == ranks and name not in RUN_ELSEWHERE:
+                programs.append(f"{page.stem}/{name}")
+                said += "refusal" in block
+    launcher = [*mpiexec_command(2), sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
-        [*launcher, sys.executable, name_of(block)],
+        [*(launcher if ranks == 2 else [sys.executable]), "runner.py", *programs],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    if "refusal" in block:
-        said = " ".join(next(text for text in blocks("text") if "not supported on" in text).split())
-        assert done.stdout.count(said) == 2
+    refusal = " ".join(next(text for text in blocks("text") if "not supported on" in text).split())
+    assert done.stdout.count(refusal) == 2 * said
 
 
 def test_the_network_that_is_checked_is_exact(tmp_path):
