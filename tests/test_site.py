@@ -10,9 +10,11 @@ from pathlib import Path
 
 import markdown
 import pytest
+import torch.nn.functional as F
 import yaml
 
 from spatialdl.configuring.keys import CONF, groups, keys_of
+from spatialdl.spatial.table import HANDLERS
 from tests.test_docs import PUBLIC
 from tools.site import commands, configuration, repository
 
@@ -100,6 +102,19 @@ def test_links_out_of_the_documentation_lead_to_these_pages():
     assert there == "[a](../source/LICENSE.md) [b](../gpus.md)"
     there = repository.redirected("[a](docs/gpus.md) [b](LICENSE)", "X.md", "source/X.md")
     assert there == "[a](../gpus.md) [b](LICENSE.md)"
+
+
+def test_pages_that_the_site_fills_in_say_so_in_the_repository():
+    generated = [
+        name for name, text in PAGES.items() if re.search(r"^(:::|<!-- \w+ of) ", text, re.M)
+    ]
+    assert [name for name in generated if "`make docs`" not in PAGES[name]] == []
+    assert len(generated) == 4
+
+
+def test_the_operation_that_a_page_teaches_is_not_there_already():
+    taught = re.findall(r"register_op\(F\.(\w+)\)", PAGES["own-operation.md"])
+    assert [name for name in taught if getattr(F, name) not in HANDLERS] == taught != []
 
 
 def messages() -> list[str]:
