@@ -148,8 +148,8 @@ def _draw_precision(
             reason = reason and _too_few(level, positive)
         if curve is not None and not _too_few(level, positive):
             label = f"{fitted(name, _LONGEST)}: {_value(found, 'average_precision', name)}"
-            x, y = curve.recall, curve.precision
-            panel.plot(x, y, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
+            at, precision = curve.recall, curve.precision
+            panel.plot(at, precision, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
             panel.axhline(positive.mean(), color=colour, lw=0.8, ls=":")
     if not reason:
         panel.plot([], [], color="0.4", lw=0.8, ls=":", label="chance: share of the class")
