@@ -202,6 +202,8 @@ $(DOCS): $(READY)
 .PHONY: docs
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "site/index.html is the first page; its search works only from a server:"
+	@echo "$(BIN)/python -m http.server -d site 8000, then http://localhost:8000"
 
 bench: $(READY)
 	$(BIN)/python -m spatialdl.bench spatial

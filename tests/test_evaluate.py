@@ -8,11 +8,14 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn import metrics as known
 
 from spatialdl import evaluate
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
+from spatialdl.data.importing.command import main as import_command
+from spatialdl.slides.cohort.command import main as split_table
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
 from tests.fitting import fit
@@ -92,6 +95,31 @@ def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
     assert code == 0, said
     assert (folder / "again" / "metrics.csv").read_bytes() == before
     assert "data:image/jpeg" in (folder / "again" / "report.html").read_text()
+
+
+def test_a_flat_folder_with_a_table_is_split_imported_trained_on_and_evaluated(folder, here):
+    rng, lines = np.random.default_rng(1), ["filename,label,patient"]
+    (folder / "flat").mkdir()
+    for number in range(12):  # bright images of one class, of odd sizes, PNG and JPEG
+        name = f"i{number:02}.{('png', 'jpg')[number % 2]}"
+        bright = number // 2 % 2 * 120
+        pixels = rng.integers(bright, bright + 99, (33 + number, 47 - number, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "flat" / name)
+        lines.append(f"{name},{('dark', 'bright')[bright > 0]},p{number // 2}")
+    (folder / "flat.csv").write_text("\n".join(lines))
+    divide = ("--val", "0.34", "--test", "0", "--stratify", "label")
+    assert split_table(["flat.csv", "--out", "split.csv", *divide]) == 0
+    assert import_command(["images", "flat", "--labels", "split.csv", "--out", "images"]) == 0
+    data = ("data=shards", f"data.path={folder / 'images'}", "data.image_size=[40,40]")
+    train(folder / "image_run", *NETWORK, "trainer.max_steps=4", data=data)
+    call = ("ckpt_path=image_run", "shards=images", "split=val", "labels=split.csv")
+    code, said = here(*call, "hydra.run.dir=i")
+    assert code == 0, said
+    told = json.loads((folder / "i" / "metrics.json").read_text())
+    assert (told["unit"], told["levels"]["patient"]["samples"]) == ("patient", 2)
+    assert sorted(row["label"] for row in rows(folder / "i" / "predictions.csv")) == (
+        ["bright"] * 2 + ["dark"] * 2
+    )
 
 
 def test_masks_are_compared_pixel_by_pixel(folder, here):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import markdown
 import pytest
+import torch.nn.functional as F
 import yaml
 
 from spatialdl.configuring.keys import CONF, groups, keys_of
+from spatialdl.spatial.table import HANDLERS
 from tests.test_docs import PUBLIC
 from tools.site import commands, configuration, repository
 
@@ -54,7 +58,11 @@ def test_the_reference_has_every_key_with_its_comment():
         CONF / group / f"{one}.yaml" for group, choices in groups().items() for one in choices
     ]
     keys = [key for file in files for key in keys_of(file) if not key.name.startswith("hydra")]
-    assert [key.name for key in keys if f"| `{key.name}` |" not in page] == []
+    rendered = markdown.markdown(page, extensions=["tables"])
+    rows = re.findall(r"<tr>\n<td>(.*?)</td>\n<td>.*?</td>\n<td>(.*?)</td>", rendered)
+    shown = {tuple(html.unescape(re.sub(r"</?\w+>", "", cell)) for cell in row) for row in rows}
+    assert {(key.name, key.comment.replace("`", "")) for key in keys} - shown == set()
+    assert "<em>" not in rendered  # of `_target_` in comments and headings
     assert "| `data.batch_size` | `8` | images per step" in page
     assert "#### `parallel=sp+pp`" in page
     for command in COMMANDS:
@@ -94,6 +102,19 @@ def test_links_out_of_the_documentation_lead_to_these_pages():
     assert there == "[a](../source/LICENSE.md) [b](../gpus.md)"
     there = repository.redirected("[a](docs/gpus.md) [b](LICENSE)", "X.md", "source/X.md")
     assert there == "[a](../gpus.md) [b](LICENSE.md)"
+
+
+def test_pages_that_the_site_fills_in_say_so_in_the_repository():
+    generated = [
+        name for name, text in PAGES.items() if re.search(r"^(:::|<!-- \w+ of) ", text, re.M)
+    ]
+    assert [name for name in generated if "`make docs`" not in PAGES[name]] == []
+    assert len(generated) == 4
+
+
+def test_the_operation_that_a_page_teaches_is_not_there_already():
+    taught = re.findall(r"register_op\(F\.(\w+)\)", PAGES["own-operation.md"])
+    assert [name for name in taught if getattr(F, name) not in HANDLERS] == taught != []
 
 
 def messages() -> list[str]:

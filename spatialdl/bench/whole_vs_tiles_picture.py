@@ -43,14 +43,17 @@ def _show(panel: Any, kind: str, side: int, tile: int) -> None:
     image = image.reshape(small, _FACTOR, small, _FACTOR, 3).mean((1, 3)).astype("uint8")
     panel.imshow(image, extent=(0, side, side, 0))
     panel.add_patch(Rectangle((side // 4, side // 4), tile, tile, fill=False, linewidth=2))
-    panel.set_title(f'a slide, "{kind}"')
+    panel.set_title(f"slide of the class {kind}")
     panel.set_xticks([])
     panel.set_yticks([])
-    panel.set_xlabel(f"{side} x {side}; a tile: {tile}")
+    panel.set_xlabel(f"{side} x {side} pixels\nblack: a tile of {tile} x {tile}")
 
 
 def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
     """Plot means over the seeds as lines, with bands from the worst to the best seed."""
+    from matplotlib.patches import Patch
+
+    seeds = result["options"]["seeds"]
     for name, arm in result["found"].items():
         curves = [run["curve"] for run in result["runs"] if run["arm"] == name]
         by_epoch = [[100 * value for value in values] for values in zip(*curves, strict=True)]
@@ -59,12 +62,17 @@ def _draw_accuracy(panel: Any, result: dict[str, Any]) -> None:
         panel.fill_between(epochs, lowest, highest, color=COLORS[name], alpha=0.25, linewidth=0)
         means = [statistics.mean(values) for values in by_epoch]
         panel.plot(epochs, means, color=COLORS[name], linewidth=2, label=arm["title"])
-    panel.axhline(50, color="#8a8a8a", linewidth=1, linestyle="dotted")
+    panel.axhline(50, color="#8a8a8a", linewidth=1, linestyle="dotted", label="chance")
     panel.set_ylim(0, 104)
     panel.set_xlabel("epoch")
+    panel.set_ylabel("validation slides, %")
     panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.set_title(f"slide accuracy, % ({result['options']['seeds']} seeds)")
-    panel.legend(frameon=False, loc="lower right")
+    panel.set_title(f"correctly classified (mean of {seeds} runs)")
+    handles = [
+        *panel.get_legend_handles_labels()[0],
+        Patch(color="#c4c8cd", label="worst to best run"),
+    ]
+    panel.legend(handles=handles, frameon=False, loc="lower right", fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
 
 
@@ -74,7 +82,7 @@ def _draw_memory(panel: Any, memory: dict[str, float]) -> None:
     bars = panel.bar(ranks, gigabytes, color=COLORS["whole"], width=0.6)
     panel.bar_label(bars, [f"{value:.1f}" for value in gigabytes])
     panel.margins(y=0.12)
-    panel.set_xlabel("ranks")
-    panel.set_title("whole: GB a rank")
+    panel.set_xlabel("ranks per whole image")
+    panel.set_title("memory per rank, GB")
     panel.set_yticks([])
     panel.spines[["top", "right", "left"]].set_visible(False)

@@ -77,20 +77,27 @@ class BagLabels:
         return found, missing
 
 
-def read_bag_labels(path: Path, columns: Sequence[str] | None) -> BagLabels:
-    """Read a CSV of slides.
+def read_bag_labels(
+    path: Path,
+    columns: Sequence[str] | None,
+    names: Sequence[str] = SLIDE_COLUMNS,
+    setting: str = "data.columns=[...]",
+) -> BagLabels:
+    """Read a CSV of slides, or of images.
 
     Args:
         path: path of the file.
         columns: label columns; None takes all columns without another meaning.
+        names: names of the slide column, in order of precedence.
+        setting: the setting that chooses label columns, for messages.
 
     Raises:
         ValueError: the file is missing or malformed, a column is missing, a slide or split cell is
             empty, or a patient is in several splits.
     """
-    table = read_table(path)
+    table = read_table(path, names=names)
     patient = next((name for name in PATIENTS if name in table.columns), None)
-    chosen = _label_columns(path, table.columns, columns)
+    chosen = _label_columns(path, table.columns, columns, setting)
     rows: dict[str, SlideRow] = {}
     for line, row in zip(table.lines, table.rows, strict=True):
         where = f"{path} line {line}"
@@ -106,7 +113,9 @@ def read_bag_labels(path: Path, columns: Sequence[str] | None) -> BagLabels:
     return BagLabels(path, tuple(chosen), rows, SPLIT in table.columns)
 
 
-def _label_columns(path: Path, head: Sequence[str], columns: Sequence[str] | None) -> Sequence[str]:
+def _label_columns(
+    path: Path, head: Sequence[str], columns: Sequence[str] | None, setting: str
+) -> Sequence[str]:
     reserved = {*SLIDE_COLUMNS, SPLIT, *PATIENTS, *_OTHER}
     if columns is None:
         columns = [name for name in head if name not in reserved]
@@ -115,7 +124,7 @@ def _label_columns(path: Path, head: Sequence[str], columns: Sequence[str] | Non
         what = f"no column {', '.join(missing)}" if missing else "no label column"
         raise ValueError(
             f"{path} has {what}; its columns are {', '.join(head)}: set label columns with "
-            "data.columns=[...]"
+            f"{setting}"
         )
     return columns
 
@@ -130,5 +139,5 @@ def _check_patients(rows: Mapping[str, SlideRow]) -> None:
         if before.split != row.split:
             raise ValueError(
                 f"{row.where}: patient {row.patient} is in the split {row.split}, and in "
-                f"{before.split} at {before.where}: all slides of a patient belong in one split"
+                f"{before.split} at {before.where}: keep each patient in one split"
             )

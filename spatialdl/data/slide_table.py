@@ -1,9 +1,9 @@
-"""A table of slides: a CSV with one row per slide; all columns are kept."""
+"""A table of slides or images: a CSV with one row for each; all columns are kept."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,9 @@ from spatialdl.data.saving import save_table
 
 SLIDE_COLUMNS = ("slide", "slide_id")
 """Names of the slide column; the second is CLAM's."""
+
+IMAGE_COLUMNS = ("image", "image_id", "image_name", "filename", "file_name", "file")
+"""Names of the column of images in a table of images, in order of precedence."""
 
 PATIENT, SPLIT = "patient", "split"
 
@@ -22,7 +25,7 @@ class SlideTable:
     Attributes:
         columns: column names.
         rows: cells by column, without surrounding white space.
-        key: the slide column, one of `SLIDE_COLUMNS` unless another name was allowed.
+        key: the slide or image column.
         lines: line number of each row, from 1.
     """
 
@@ -63,11 +66,62 @@ class SlideTable:
         save_table(path, self.columns, ([row[name] for name in self.columns] for row in self.rows))
 
 
-def read_table(path: Path, others: Sequence[str] = ()) -> SlideTable:
+class PathIndex:
+    """Look-up of files by the end of their path, then by their name without suffix.
+
+    Args:
+        paths: paths of the files.
+        noun: what a file is, for messages.
+        addresses: returns all absolute paths of a file.
+        aliases: returns all names of a file.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        noun: str,
+        addresses: Callable[[Path], Sequence[Path]],
+        aliases: Callable[[Path], Sequence[str]],
+    ) -> None:
+        self._noun = noun
+        self._paths: dict[str, list[tuple[Path, Path]]] = {}
+        self._names: dict[str, list[Path]] = {}
+        for path in paths:
+            for address in addresses(path):
+                self._paths.setdefault(address.name, []).append((address, path))
+            for name in aliases(path):
+                self._names.setdefault(name, []).append(path)
+
+    def find(self, name: str, where: str) -> Path | None:
+        """Return the file of that name; None if there is none.
+
+        Raises:
+            ValueError: several files match.
+        """
+        parts = Path(name).parts
+        ends = [
+            path
+            for address, path in self._paths.get(Path(name).name, [])
+            if address.parts[-len(parts) :] == parts
+        ]
+        matches = list(dict.fromkeys(ends or self._names.get(name, [])))
+        if len(matches) > 1:
+            raise ValueError(
+                f"{where}: {self._noun} {name!r} is ambiguous: {', '.join(map(str, matches))}; "
+                "add its suffix, or its folder if that is not enough"
+            )
+        return matches[0] if matches else None
+
+
+def read_table(
+    path: Path, others: Sequence[str] = (), names: Sequence[str] = SLIDE_COLUMNS
+) -> SlideTable:
     """Read a table of slides.
 
     Args:
+        path: path of the file.
         others: other names of the slide column, allowed for the first column.
+        names: names of the slide column, in order of precedence.
 
     Raises:
         ValueError: the file is missing or malformed, has no slide column, no rows, or a duplicate
@@ -83,11 +137,11 @@ def read_table(path: Path, others: Sequence[str] = ()) -> SlideTable:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     columns = tuple(name.strip() for name in lines[0]) if lines else ()
-    keys = (*(name for name in columns[:1] if name in others), *SLIDE_COLUMNS)
+    keys = (*(name for name in columns[:1] if name in others), *names)
     key = next((name for name in keys if name in columns), None)
     if key is None:
         raise ValueError(
-            f"{path} has no column {' or '.join((*SLIDE_COLUMNS, *others))}; its header is "
+            f"{path} has no column {' or '.join((*names, *others))}; its header is "
             f"{','.join(columns) or 'empty'}"
         )
     twice = sorted({name for name in columns if columns.count(name) > 1})

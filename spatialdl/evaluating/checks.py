@@ -8,7 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.configuring.values import check_values
 from spatialdl.data.predicted_table import find_predicted
-from spatialdl.data.slide_table import SlideTable, read_table
+from spatialdl.data.slide_table import IMAGE_COLUMNS, SLIDE_COLUMNS, SlideTable, read_table
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.checks import check_choices
@@ -43,12 +43,12 @@ def check_evaluation(config: DictConfig) -> Placement:
 
 
 def read_labels(file: Path) -> SlideTable:
-    """Read a table of labels: a row per slide, or per volume or sample if that is column 1.
+    """Read a table of labels: a row per slide or image, or volume or sample if that is column 1.
 
     Raises:
         ValueError: the file is not such a table.
     """
-    return read_table(file, ("volume", SAMPLE))
+    return read_table(file, ("volume", SAMPLE), (*SLIDE_COLUMNS, *IMAGE_COLUMNS))
 
 
 def _check_predictions(config: DictConfig) -> Placement:

@@ -23,6 +23,8 @@ _MOST_CURVES = len(_COLOURS)
 _MOST_CLASSES = 20  # classes of a readable confusion matrix
 _MOST_POINTS = 20_000
 _LONGEST = 24  # characters of a name
+FEW = 5
+"""Curves need as many samples with and without the class; calibration twice as many in all."""
 
 
 def save_pictures(
@@ -55,6 +57,7 @@ def save_pictures(
     return paths
 
 
+_UNDEFINED = "undefined"
 _TITLES = {
     "roc": "ROC curves",
     "precision-recall": "Precision and recall",
@@ -71,9 +74,13 @@ def _save(
     levels: Sequence[Level],
     classes: Sequence[str],
     found: Sequence[Measured],
-    draw: Callable[..., bool],
+    draw: Callable[..., str],
 ) -> bool:
-    """Save a panel per level (regression: a row per target); False if all are empty."""
+    """Save a panel per level (regression: a row per target); False if all are undefined.
+
+    Args:
+        draw: draws a panel; returns why it cannot, else an empty text.
+    """
     from matplotlib.figure import Figure
 
     if draw is _draw_confusion and levels[0].task == "segmentation":
@@ -83,19 +90,21 @@ def _save(
     inches = side * 1.08 * len(levels), side * len(targets)
     figure = Figure(figsize=inches, dpi=110, layout="constrained")
     panels = figure.subplots(len(targets), len(levels), squeeze=False).ravel()
-    drawn = []
+    reasons = []
     for panel, (target, level) in zip(panels, product(targets, levels), strict=True):
         own = [one for one in found if one.level == level.name and one.group == ALL]
-        drawn.append(
+        reasons.append(
             draw(panel, level, [target] if target else classes, own, *_at(classes, target))
         )
         before = f"{fitted(target, _LONGEST)}, " if target else ""
         after = _left_out(classes) if draw in (_draw_roc, _draw_precision) else ""
-        title = f"{before}by {level.name} ({len(level):,}){after}"
+        title = f"{before}by {level.name}, n = {len(level):,}{after}"
         panel.set_title(title, fontsize=10, loc="left")
-        if not drawn[-1]:
-            panel.text(0.5, 0.5, "undefined", ha="center", va="center", transform=panel.transAxes)
-    if not any(drawn):
+        if reasons[-1]:
+            middle = {"ha": "center", "va": "center", "transform": panel.transAxes}
+            white = {"facecolor": "white", "edgecolor": "none"}
+            panel.text(0.5, 0.5, reasons[-1], color="0.35", fontsize=9, bbox=white, **middle)
+    if set(reasons) == {_UNDEFINED}:
         return False
     with replacing(path) as out:
         figure.savefig(out, format="png")
@@ -114,51 +123,56 @@ def _at(classes: Sequence[str], target: str) -> list[int]:
 # --- curves
 
 
-def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
-    panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
-    any_drawn = False
-    for colour, name, ranking, _ in _rankings(level, classes):
+def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> str:
+    panel.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", label="chance")
+    reason = _UNDEFINED
+    for colour, name, ranking, positive in _rankings(level, classes):
         curve = ranking.curve()
         if curve is not None:
-            any_drawn = True
+            reason = reason and _too_few(level, positive)
+        if curve is not None and not _too_few(level, positive):
             label = f"{fitted(name, _LONGEST)}: {_value(found, 'auroc', name)}"
             panel.plot(curve.false_positive, curve.recall, color=colour, lw=1.6, label=label)
-    _finish(
-        panel,
-        "false positive rate",
-        "true positive rate (recall)",
-        "lower right",
-        any_drawn,
-        "AUROC",
-    )
-    return any_drawn
+    x, y = "false positive rate (1 - specificity)", "true positive rate (sensitivity)"
+    _finish(panel, x, y, "lower right", not reason, "AUROC")
+    return reason
 
 
 def _draw_precision(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
-) -> bool:
-    any_drawn = False
-    for colour, name, ranking, share in _rankings(level, classes):
+) -> str:
+    reason = _UNDEFINED
+    for colour, name, ranking, positive in _rankings(level, classes):
         curve = ranking.curve()
         if curve is not None:
-            any_drawn = True
+            reason = reason and _too_few(level, positive)
+        if curve is not None and not _too_few(level, positive):
             label = f"{fitted(name, _LONGEST)}: {_value(found, 'average_precision', name)}"
-            x, y = curve.recall, curve.precision
-            panel.plot(x, y, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
-            panel.axhline(share, color=colour, lw=0.8, ls=":")
-    _finish(
-        panel,
-        "recall",
-        "precision (dotted: share of the class)",
-        "lower left",
-        any_drawn,
-        "average precision",
+            at, precision = curve.recall, curve.precision
+            panel.plot(at, precision, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
+            panel.axhline(positive.mean(), color=colour, lw=0.8, ls=":")
+    if not reason:
+        panel.plot([], [], color="0.4", lw=0.8, ls=":", label="chance: share of the class")
+    x, y = "recall (sensitivity)", "precision (positive predictive value)"
+    _finish(panel, x, y, "lower left", not reason, "average precision")
+    return reason
+
+
+def _too_few(level: Level, positive: npt.NDArray[np.bool_]) -> str:
+    """Why a curve would mislead; empty if it would not."""
+    counts = int(positive.sum()), int((~positive).sum())
+    if min(counts) >= FEW:
+        return ""
+    return (
+        f"{counts[0]} {level.name}s of the class, {counts[1]} of others:\n"
+        f"not drawn with fewer than {FEW} of each"
     )
-    return any_drawn
 
 
-def _rankings(level: Level, classes: Sequence[str]) -> list[tuple[str, str, Ranking, float]]:
-    """Colour, name, ranking and prevalence of each class to draw."""
+def _rankings(
+    level: Level, classes: Sequence[str]
+) -> list[tuple[str, str, Ranking, npt.NDArray[np.bool_]]]:
+    """Colour, name, ranking and members of each class to draw."""
     numbers = range(min(len(classes), _MOST_CURVES))
     if level.task == "classification" and len(classes) == 2:
         numbers = range(1, 2)  # the other class has the mirrored curve
@@ -172,7 +186,7 @@ def _rankings(level: Level, classes: Sequence[str]) -> list[tuple[str, str, Rank
         if len(positive):
             unit = np.zeros(len(positive), np.int64)
             ranking = Ranking(scores, positive, unit)
-            found.append((_COLOURS[k], classes[k], ranking, float(positive.mean())))
+            found.append((_COLOURS[k], classes[k], ranking, positive))
     return found
 
 
@@ -196,7 +210,7 @@ def _finish(panel: Any, x: str, y: str, place: str, labelled: bool, title: str =
 # --- calibration
 
 
-def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
+def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> str:
     """Draw a reliability diagram, with the share of samples per bin."""
     if level.task == "classification":
         confidence = level.values.max(1)
@@ -206,22 +220,30 @@ def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence
         known = ~np.isnan(level.truth)
         confidence, right = level.values[known], level.truth[known] > 0.5
         x, y = "probability of a class", "observed frequency"
+    if len(confidence) < 2 * FEW:
+        _finish(panel, x, y, "best", labelled=False)
+        return f"{len(confidence)} {level.name}s:\nnot drawn with fewer than {2 * FEW}"
     at = np.minimum(bins_of(confidence), BINS - 1)
     counts = np.bincount(at, minlength=BINS)
     there = counts > 0
     means = np.bincount(at, confidence, BINS)[there] / counts[there]
     shares = np.bincount(at, right, BINS)[there] / counts[there]
-    panel.plot([0, 1], [0, 1], color="0.75", lw=1, ls="--")
+    panel.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", label="perfect calibration")
     edges = np.linspace(0, 1, BINS + 1)
     bars = counts / counts.sum() * 0.25  # at the bottom, at most a quarter of the height
     panel.bar(
-        edges[:-1], bars, 1 / BINS, align="edge", color="#c9d6e6", label="share of samples / 4"
+        edges[:-1],
+        bars,
+        1 / BINS,
+        align="edge",
+        color="#c9d6e6",
+        label="share of samples, 1/4 as high",
     )
     error = next((shown_value(o) for o in found if o.metric == "calibration_error"), None)
     label = "by bin" if error is None else f"calibration error {error}"
     panel.plot(means, shares, "o-", color=_COLOURS[0], lw=1.4, ms=4, label=label)
     _finish(panel, x, y, "best", labelled=True)
-    return True
+    return ""
 
 
 # --- confusion
@@ -229,10 +251,10 @@ def _draw_bins(panel: Any, level: Level, classes: Sequence[str], found: Sequence
 
 def _draw_confusion(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
-) -> bool:
+) -> str:
     scores: Any = level.scores()
     draw_pairs(panel, scores.confusion(np.ones((1, scores.units)))[0], classes)
-    return True
+    return ""
 
 
 def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> None:
@@ -247,7 +269,7 @@ def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> N
     panel.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.set_xlabel("predicted")
-    panel.set_ylabel("true")
+    panel.set_ylabel("true (%: of its row)")
 
 
 def _distinct(classes: Sequence[str]) -> list[str]:
@@ -265,7 +287,7 @@ def _short(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> bool:
+def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> str:
     """Draw a point per image, and the mean of each class with its interval."""
     scores = level.scores()
     assert isinstance(scores, PixelScores)
@@ -285,7 +307,7 @@ def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence
     panel.grid(axis="y", color="0.92")
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
-    return bool(np.isfinite(dice).any())
+    return "" if np.isfinite(dice).any() else _UNDEFINED
 
 
 def image_errors(pixels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -298,7 +320,7 @@ def image_errors(pixels: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 def _draw_numbers(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured], number: int
-) -> bool:
+) -> str:
     """Draw predictions of one target over the true values."""
     step = max(1, len(level) // _MOST_POINTS)
     truth, values = level.truth[::step, number], level.values[::step, number]
@@ -308,10 +330,11 @@ def _draw_numbers(
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     if np.isnan(truth).all():
-        return False
+        return _UNDEFINED
     panel.scatter(truth, values, s=12, alpha=0.5, color=_COLOURS[number], lw=0)
     ends = float(np.nanmin(truth)), float(np.nanmax(truth))
-    panel.plot(ends, ends, color="0.5", lw=1, ls="--")
+    panel.plot(ends, ends, color="0.5", lw=1, ls="--", label="predicted = target")
+    panel.legend(fontsize=7.5, loc="lower right", framealpha=0.85)
     text = f"R2 {_value(found, 'r2', classes[0])}"
     panel.text(0.03, 0.97, text, fontsize=8, va="top", transform=panel.transAxes)
-    return True
+    return ""

@@ -36,11 +36,15 @@ def kaplan_meier(times: Floats, events: npt.NDArray[np.bool_]) -> tuple[Floats, 
 
 def draw_survival(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
-) -> bool:
-    """Draw a curve per half, with a tick at each censoring; False without an event."""
+) -> str:
+    """Draw a curve per half, with a tick at each censoring.
+
+    Returns:
+        Why it cannot be drawn, else an empty text.
+    """
     risks, times, events = level.values[:, 0], level.truth[:, 0], level.truth[:, 1] == 1
     if not events.any():
-        return False
+        return "no event"
     is_high = risks > np.median(risks)
     for (name, colour), chosen in zip(_HALVES, (~is_high, is_high), strict=True):
         if chosen.any():
@@ -57,7 +61,7 @@ def draw_survival(
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(fontsize=7.5, loc="best", framealpha=0.85, title=title, title_fontsize=7.5)
-    return True
+    return ""
 
 
 def _draw(panel: Any, times: Floats, events: npt.NDArray[np.bool_], name: str, colour: str) -> None:

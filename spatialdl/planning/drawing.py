@@ -48,7 +48,7 @@ def draw_timeline(row: Row, path: Path) -> None:
     hidden = len(prediction.timeline.spans) - len(ranks)
     more = f", {hidden} more ranks not shown" if hidden else ""
     draw_rows(panel, ranks, 0.0, f"predicted step: {prediction.placement.describe()}{more}")
-    panel.set_xlabel("ms")
+    panel.set_xlabel("time since the step began, ms")
     draw_legend(figure)
     figure.savefig(path)
 
@@ -76,7 +76,9 @@ def draw_layout(row: Row, job: PlannedJob, path: Path) -> None:
         panel.set_title(f"stage {stage}: {first_layers or 'all layers'}{divided}", fontsize=9)
         _draw_stage(panel, placement, stage, size)
     shown = "" if stages == placement.stages else f", the first {stages} stages"
-    figure.suptitle(f"{by(size)} on {placement.describe()}{shown}", fontsize=10)
+    what = {1: "positions", 2: "pixels", 3: "voxels"}[len(size)]
+    title = f"{by(size)} {what} on {placement.describe()}{shown}"
+    figure.suptitle(f"{title}\na number is the rank that holds the tile", fontsize=10)
     figure.savefig(path)
 
 
@@ -104,6 +106,8 @@ def _draw_stage(panel: Axes, placement: Placement, stage: int, size: Sequence[in
         panel.set_xlim(0, width)
         panel.set_ylim(height, 0)
         panel.set_xticks([0, width])
+        panel.set_xlabel("columns, pixels" if len(size) == 2 else "positions", fontsize=8)
+        panel.set_ylabel("rows, pixels" if len(size) == 2 else "", fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     panel.set_yticks([0, size[0]] if len(size) == 2 else [])
     panel.set_aspect("equal")

@@ -69,7 +69,7 @@ def save_overlay(
             alpha=OPACITY if grey is not None else 1.0,
             interpolation="nearest",
         )
-        panel.set_title(fitted(name, 40), fontsize=10)
+        panel.set_title(f"class {name}" if name.isdigit() else fitted(name, 40), fontsize=10)
         panel.set_xlim(0, extent[1])
         panel.set_ylim(extent[0], 0)
     if image is not None:

@@ -40,6 +40,8 @@ from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.volume_inputs import VolumeImages
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.text import fitted
+from spatialdl.training.pictures.heat_maps import COLOURS as HEAT_COLOURS
+from spatialdl.training.pictures.heat_maps import OPACITY
 from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,
@@ -166,7 +168,8 @@ class VolumeMaps:
         grey = mean_sections([pixel_patches(stored.read, box, stored.size)], stored.size)
         known = stored.size, grey, stored.spacing, stored.affine
         drawn = [draw_sections(*known), draw_sections(*known, classes, heat)]
-        _save_figure(self._run_dir / self._named(f"-{what}.png"), title, drawn, names)
+        path = self._run_dir / self._named(f"-{what}.png")
+        _save_figure(path, title, drawn, names, heat=heat is not None)
 
 
 def _spread(values: Array, box: Box, size: Size) -> MapPiece:
@@ -190,8 +193,11 @@ def _box(piece: MapPiece) -> Box:
     return tuple(number for first, n in spans for number in (first, first + n))
 
 
-def _save_figure(path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str]) -> None:
-    """Draw the slices without and with overlay side by side, and a legend of classes."""
+def _save_figure(
+    path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str], *, heat: bool
+) -> None:
+    """Draw the slices without and with overlay, and a legend of classes or the scale of heat."""
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -199,7 +205,8 @@ def _save_figure(path: Path, title: str, pictures: Sequence[Picture], names: Seq
     down, across = (1, 2) if 2 * rows > cols else (2, 1)
     inches = 7.0 * across, 7.0 * down * rows / cols + 1
     figure = Figure(figsize=inches, dpi=130, layout="constrained")
-    for panel, picture in zip(figure.subplots(down, across), pictures, strict=True):
+    panels = figure.subplots(down, across)
+    for panel, picture in zip(panels, pictures, strict=True):
         panel.imshow(picture, interpolation="nearest")
         panel.set_axis_off()
     marks = [
@@ -207,6 +214,10 @@ def _save_figure(path: Path, title: str, pictures: Sequence[Picture], names: Seq
         for number, name in enumerate(names)
         if number > 0
     ][:_LEGEND]
+    if heat:
+        scale = ScalarMappable(cmap=HEAT_COLOURS)
+        label = "contribution to the class, relative to the largest"
+        figure.colorbar(scale, ax=panels, shrink=0.8, alpha=OPACITY, label=label)
     if marks:
         figure.legend(handles=marks, loc="outside lower center", ncols=min(6, len(marks)))
     figure.suptitle(fitted(title, 60), fontsize=11)

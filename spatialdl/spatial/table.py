@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
@@ -39,7 +40,8 @@ def register_op(
 
     The decorated function is called with the arguments of `torch_functions` (functions of
     ``torch``, ``torch.nn.functional`` or methods of ``torch.Tensor``) if any argument is a
-    SpatialTensor. It computes the result or raises `UnsupportedSpatialOp`.
+    SpatialTensor. It computes the result or raises `UnsupportedSpatialOp`. Compose it of supported
+    operations, which communicate and have exact backward; in your own network call these instead.
 
     Args:
         torch_functions: all names of the operation.
@@ -53,22 +55,41 @@ def register_op(
     Returns:
         A decorator that returns the function unchanged.
 
+    Warns:
+        UserWarning: the package has a handler of the operation, which is replaced.
+
     Example:
-        >>> @spatialdl.register_op(torch.nn.functional.my_op)
-        ... def my_op(x, inplace=False):
-        ...     return spatialdl.from_local(...)
+        >>> @spatialdl.register_op(torch.nn.functional.cosine_similarity)
+        ... def cosine_similarity(x1, x2, dim=1, eps=1e-8):
+        ...     return (F.normalize(x1, dim=dim) * F.normalize(x2, dim=dim)).sum(dim)
     """
 
     def register(handler: Handler) -> Handler:
         if prefix:
             WITH_PREFIX.update(torch_functions)
         for function in torch_functions:
+            _check_new(function, handler)
             HANDLERS[function] = (
                 handler if split is None else _checked(function, handler, tuple(split))
             )
         return handler
 
     return register
+
+
+def _check_new(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    """Warn before a handler of the package is replaced by one from elsewhere."""
+    package, _, _ = __name__.partition(".")
+    before, after = (
+        getattr(each, "__module__", "").partition(".")[0] == package
+        for each in (HANDLERS.get(function), handler)
+    )
+    if before and not after:
+        warnings.warn(
+            f"{_name_of(function)} works on split images already; register_op replaces the "
+            f"package's handler by {handler.__module__}.{handler.__qualname__}",
+            stacklevel=4,
+        )
 
 
 def any_other(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -126,14 +147,18 @@ def spatial_in(values: Any) -> list[SplitOperand]:
 
 def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> UnsupportedSpatialOp:
     """The error with the operation, the layout and advice."""
-    name = str(func)
-    if not isinstance(func, torch._ops.OpOverload):
-        name = getattr(func, "__name__", name)
-        if name in ("__get__", "__set__"):  # of a property such as Tensor.mT
-            name = getattr(func.__self__, "__name__", name)
     where = "".join(f" on an image split {x.describe()}" for x in list(operands)[:1])
     advice = advice or (
-        "call full_tensor() before it to gather the image on every rank, or register a handler "
-        "with spatialdl.register_op"
+        "compose it of supported operations, or call full_tensor() before it to gather the image "
+        "on every rank; in code that is not yours, by spatialdl.register_op"
     )
-    return UnsupportedSpatialOp(f"{name} is not supported{where}: {advice}")
+    return UnsupportedSpatialOp(f"{_name_of(func)} is not supported{where}: {advice}")
+
+
+def _name_of(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return str(func)
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):  # of a property such as Tensor.mT
+        name = str(getattr(func.__self__, "__name__", name))
+    return name

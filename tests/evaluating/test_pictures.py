@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_a_matrix_shows_counts_and_shares_of_its_rows() -> None:
     assert [text.get_text() for text in panel.texts] == [
         *("3\n75 %", "1\n25 %", "0\n0 %", "20 k\n100 %")
     ]
-    assert (panel.get_xlabel(), panel.get_ylabel()) == ("predicted", "true")
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("predicted", "true (%: of its row)")
 
 
 def test_long_names_can_be_told_apart() -> None:
@@ -87,7 +88,19 @@ def test_classes_that_have_no_curve_are_counted(monkeypatch: pytest.MonkeyPatch,
         "matplotlib.axes.Axes.set_title", lambda self, text, **_: titles.append(text)
     )
     saved(tmp_path, level("classification", 12), [str(k) for k in range(12)])
-    assert titles[:3] == ["by slide (40), 8 of 12 classes"] * 2 + ["by slide (40)"]
+    assert titles[:3] == ["by slide, n = 40, 8 of 12 classes"] * 2 + ["by slide, n = 40"]
+
+
+def test_a_curve_of_few_slides_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.text", lambda self, x, y, text, **_: texts.append(text)
+    )
+    each = level("classification", 2, count=6)
+    each = replace(each, truth=np.arange(6) % 3 // 2)
+    assert "ROC curves" in saved(tmp_path, each, ["a", "b"])
+    curve = "2 slides of the class, 4 of others:\nnot drawn with fewer than 5 of each"
+    assert texts[:3] == [curve, curve, "6 slides:\nnot drawn with fewer than 10"]
 
 
 def test_the_error_of_a_mask_is_what_its_dice_lacks() -> None:

@@ -79,8 +79,13 @@ def _value(default: str) -> str:
 
 
 def _text(comment: str) -> str:
-    return html.escape(comment, quote=False).replace("|", "\\|")
+    """Plain text as Markdown that shows it unchanged, but for `code`."""
+    parts = re.split(r"(`[^`]+`)", comment)
+    parts[::2] = [
+        re.sub(r"[\\*_\[\]]", r"\\\g<0>", html.escape(part, quote=False)) for part in parts[::2]
+    ]
+    return "".join(parts).replace("|", "\\|")
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].rstrip('.')}." if text else ""
+    return _text(f"{text[0].upper()}{text[1:].rstrip('.')}.") if text else ""

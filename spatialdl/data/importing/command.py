@@ -15,7 +15,7 @@ from spatialdl.data.importing.clam import import_clam
 from spatialdl.data.importing.image_folder import BrokenImagesError, import_images
 from spatialdl.data.importing.volumes import import_volumes
 from spatialdl.data.options import add_shard_options
-from spatialdl.text import positive_int
+from spatialdl.text import counted, positive_int
 
 _OK, _FAILED = 0, 1
 _SETTINGS = (
@@ -41,8 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(record=True) as remarks:
             warnings.simplefilter("always", UserWarning)
             if options.kind == "images":
+                table = {"column": options.column, "skip_unmatched": options.skip_unmatched}
                 skipped = import_images(
-                    options.folder, options.out, rgb=options.rgb, jobs=options.jobs, **more
+                    options.folder,
+                    options.out,
+                    labels=options.labels,
+                    rgb=options.rgb,
+                    jobs=options.jobs,
+                    **table,
+                    **more,
                 )
             elif options.kind == "volumes":
                 paths: dict[str, Any] = {"masks": options.masks, "labels": options.labels}
@@ -62,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = Manifest.load(options.out)
     of = f" of {len(made.classes)} classes" if made.classes else ""
     masked = " with masks" if made.masks else ""
-    print(f"wrote {len(made.samples)} {made.kind}{of}{masked} to {options.out}")
+    what = f"{len(made.samples)} {made.kind}"
+    if options.kind == "images":
+        what = f"{counted(len(made.samples), 'image')} as {made.kind}"
+    print(f"wrote {what}{of}{masked} to {options.out}")
     return _OK
 
 
@@ -71,12 +81,28 @@ def _parser() -> argparse.ArgumentParser:
         prog="spatialdl-import", description="Convert images, patches or volumes to a data set."
     )
     kinds = made.add_subparsers(dest="kind", required=True, metavar="images|clam|volumes")
-    images = kinds.add_parser("images", help="a folder of images in class folders")
+    images = kinds.add_parser("images", help="a folder of images: class folders, or a table")
     images.add_argument(
         "folder",
         type=Path,
         metavar="FOLDER",
-        help="with CLASS/image.png, or train|val|test/CLASS/image.png",
+        help="with CLASS/image.png, or train|val|test/CLASS/image.png; with --labels, images at "
+        "any depth",
+    )
+    images.add_argument(
+        "--labels",
+        type=Path,
+        metavar="CSV",
+        help="columns image (or filename, file, ...), label, and optionally split (train, val, "
+        "test) and patient",
+    )
+    images.add_argument(
+        "--column", default="label", metavar="NAME", help="column of the labels (default label)"
+    )
+    images.add_argument(
+        "--skip-unmatched",
+        action="store_true",
+        help="skip images without a label in the table, and labels without an image",
     )
     images.add_argument(
         "--rgb", action="store_true", help="convert all images to three channels of uint8"

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.data.format import Kind
+from spatialdl.data.importing.image_labels import label_images
 from spatialdl.data.importing.images import (
     BrokenImageError,
     FoundImage,
@@ -44,6 +45,9 @@ def import_images(
     folder: Path,
     out: Path,
     *,
+    labels: Path | None = None,
+    column: str = "label",
+    skip_unmatched: bool = False,
     rgb: bool = False,
     skip_broken: bool = False,
     jobs: int = 1,
@@ -53,8 +57,12 @@ def import_images(
     """Write a data set from a folder of images.
 
     Args:
-        folder: contains a folder of images per class, or such folders per split.
+        folder: contains a folder of images per class, or such folders per split; with `labels`,
+            images at any depth.
         out: the data set to create.
+        labels: a table of images, see `label_images`.
+        column: its column of labels.
+        skip_unmatched: skip images without a label, and rows of the table without an image.
         rgb: convert all images to three channels of uint8.
         skip_broken: skip images that cannot be read.
         jobs: decoding threads.
@@ -62,13 +70,18 @@ def import_images(
         settings: arguments of `ShardWriter`.
 
     Returns:
-        Errors of the skipped images.
+        Errors of the skipped images, and a sentence for each kind of mismatch with the table.
 
     Raises:
         BrokenImagesError: some cannot be read, and `skip_broken` is false.
-        ValueError: no images, or inconsistent ones; nothing was written.
+        ValueError: no images, inconsistent ones, or a table that does not match them; nothing was
+            written.
     """
-    images = find_images(folder)
+    images, unmatched = find_images(folder, class_folders=labels is None), list[str]()
+    if labels is not None:
+        images, unmatched = label_images(
+            images, labels, column=column, skip_unmatched=skip_unmatched
+        )
     broken: dict[str, str] = {}
     sizes = _sizes(images, broken, progress)
     kind: Kind = "tiles"
@@ -91,7 +104,7 @@ def import_images(
         reasons = [broken[image.name] for image in images if image.name in broken]
         if reasons and (not skip_broken or len(reasons) == len(images)):
             raise BrokenImagesError(reasons, len(images))
-    return reasons
+    return unmatched + reasons
 
 
 def _sizes(

@@ -1,7 +1,7 @@
-"""Images of other programs, found in class folders.
+"""Images of other programs, found in a folder.
 
 The layout is that of torchvision's `ImageFolder`: `CLASS/image.png`, or `SPLIT/CLASS/image.png` if
-all folders are named after splits.
+all folders are named after splits. Where a table has the labels, images lie at any depth.
 """
 
 from __future__ import annotations
@@ -52,27 +52,35 @@ class FoundImage:
     split: str | None
 
 
-def find_images(folder: Path) -> list[FoundImage]:
+def find_images(folder: Path, *, class_folders: bool = True) -> list[FoundImage]:
     """Find all images of a folder, sorted by split, class and name; other files are ignored.
+
+    Args:
+        folder: the folder.
+        class_folders: folders are classes; else images lie at any depth, without labels.
 
     Raises:
         ValueError: the folder does not exist, has no images, or an image lies beside folders.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give one with a folder of images per class")
+        raise ValueError(
+            f"{folder} is not a folder; give one with a folder of images per class, or of images "
+            "with --labels CSV"
+        )
     inside = _folders(folder)
     splits = bool(inside) and all(path.name.lower() in SPLITS for path in inside)
     found = []
     for top in inside if splits else [folder]:
         split = SPLITS[top.name.lower()] if splits else None
-        for group in _folders(top) or [top]:
+        for group in (_folders(top) if class_folders else []) or [top]:
             label = None if group == top else group.name
             paths = sorted(path for path in group.rglob("*") if _is_image(path))
             found += [
                 FoundImage(path, path.relative_to(folder).as_posix(), label, split)
                 for path in paths
             ]
-        _check_loose(top)
+        if class_folders:
+            _check_loose(top)
     if splits:
         _check_loose(folder)
     if not found:
@@ -170,7 +178,10 @@ def _folders(folder: Path) -> list[Path]:
 def _check_loose(folder: Path) -> None:
     loose = [path for path in sorted(folder.iterdir()) if _is_image(path)]
     if loose and _folders(folder):
-        raise ValueError(f"{loose[0]} lies beside folders; move it into one of them, or remove it")
+        raise ValueError(
+            f"{loose[0]} lies beside folders; move it into one of them, remove it, or "
+            "give the labels of all images by --labels CSV"
+        )
 
 
 def _is_image(path: Path) -> bool:

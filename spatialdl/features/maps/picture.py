@@ -69,8 +69,11 @@ def save_picture(
         whole = (-x / scale, (columns - x) / scale, (rows - y) / scale, -y / scale)
         axes[0].imshow(thumbnail.image, extent=whole)
     axes[1].imshow(colours, extent=place, interpolation="nearest")
-    shares = ", ".join(f"{part:.0%}" for part in parts)
-    for panel, title in zip(axes, ("region", f"components ({shares})"), strict=True):
+    named = zip(("red", "green", "blue"), parts, strict=False)
+    shares = ", ".join(f"{colour} {part:.0%}" for colour, part in named)
+    for panel, title in zip(
+        axes, ("region", f"principal components ({shares} of variance)"), strict=True
+    ):
         panel.set_axis_off()
         panel.set_xlim(0, width)
         panel.set_ylim(height, 0)

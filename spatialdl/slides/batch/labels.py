@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from spatialdl.data.slide_table import PathIndex
 from spatialdl.slides.reading.paths import slide_addresses, slide_aliases, slide_name
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.text import counted
@@ -44,7 +45,7 @@ def read_labels(
     """
     labels: dict[Path, SlideLabel] = {}
     unknown: list[str] = []
-    index = Index(slides)
+    index = slide_index(slides)
     for line, name, label in _rows(path, classes):
         slide = index.find(name, f"{path} line {line}")
         if slide is None:
@@ -120,37 +121,9 @@ def _mpp(where: str, value: object) -> float | None:
     return mpp
 
 
-class Index:
+def slide_index(slides: Sequence[Path]) -> PathIndex:
     """Look-up of slides by the end of their path, then by their name without suffix."""
-
-    def __init__(self, slides: Sequence[Path]) -> None:
-        self._paths: dict[str, list[tuple[Path, Path]]] = {}
-        self._names: dict[str, list[Path]] = {}
-        for slide in slides:
-            for address in slide_addresses(slide):
-                self._paths.setdefault(address.name, []).append((address, slide))
-            for name in slide_aliases(slide):
-                self._names.setdefault(name, []).append(slide)
-
-    def find(self, name: str, where: str) -> Path | None:
-        """Return the slide of that name; None if there is none.
-
-        Raises:
-            ValueError: several slides match.
-        """
-        parts = Path(name).parts
-        ends = [
-            slide
-            for address, slide in self._paths.get(Path(name).name, [])
-            if address.parts[-len(parts) :] == parts
-        ]
-        matches = list(dict.fromkeys(ends or self._names.get(name, [])))
-        if len(matches) > 1:
-            raise ValueError(
-                f"{where}: slide {name!r} is ambiguous: {', '.join(map(str, matches))}; "
-                "add its suffix, or its folder if that is not enough"
-            )
-        return matches[0] if matches else None
+    return PathIndex(slides, "slide", slide_addresses, slide_aliases)
 
 
 def _is(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from spatialdl.pages.writing import save_page
+from spatialdl.slides.batch.picture import LEGEND
 from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.report import STATUSES, TilingReport, by_status, totals
 from spatialdl.slides.cutting.filters import FILTERS
@@ -83,6 +84,7 @@ def save_batch(
         columns=_heads(numbers, pictured, reasons),
         rows=_rows(path, reports, pictures, numbers),
         pictured=pictured,
+        legend=LEGEND if pictured else (),
         reasons=reasons,
     )
 

@@ -17,6 +17,15 @@ from spatialdl.slides.reading.reader import Thumbnail
 _LONGEST, _SHORTEST = 1600, 800  # limits of the longer side; thumbnails of small slides are tiny
 _OUTLINE, _REGION, _MISSING = (0, 150, 60), (140, 0, 200), (160, 160, 160)
 _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
+LEGEND = (
+    (_OUTLINE, "tissue"),
+    (_TAKEN, "tile"),
+    (_DROPPED, "tile dropped by a filter"),
+    (_UNREADABLE, "tile that cannot be read"),
+    (_REGION, "annotation"),
+    (_MISSING, "slide that cannot be read"),
+)
+"""Colours (red, green, blue) of outlines, 0 to 255, and what they surround."""
 
 
 def save_overview(

@@ -8,9 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from spatialdl.data.slide_table import PATIENT, SPLIT, SlideTable, read_table
+from spatialdl.data.slide_table import (
+    IMAGE_COLUMNS,
+    PATIENT,
+    SLIDE_COLUMNS,
+    SPLIT,
+    SlideTable,
+    read_table,
+)
 from spatialdl.slides.batch.finding_slides import find_slides
-from spatialdl.slides.batch.labels import Index
+from spatialdl.slides.batch.labels import slide_index
 from spatialdl.slides.cohort.likeness import same_slides
 from spatialdl.slides.cohort.splitting import (
     assign,
@@ -37,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        table = read_table(options.labels)
+        table = read_table(options.labels, names=(*SLIDE_COLUMNS, *IMAGE_COLUMNS))
         alike = _alike(options, table)
         if options.check:
             return _check(options, table, alike)
@@ -51,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spatialdl-split",
-        description="Split a table of slides into train, val and test, grouped by patient.",
+        description="Split a table of slides or images into train, val and test, by patient.",
     )
     add = parser.add_argument
-    add("labels", type=Path, metavar="CSV", help="column slide or slide_id; one row per slide")
+    add("labels", type=Path, metavar="CSV", help="column slide, or image; one row for each")
     add("--out", type=Path, metavar="PATH", help="CSV to write; with --folds a folder")
     add(
         "--folds",
@@ -115,7 +122,7 @@ def _alike(options: argparse.Namespace, table: SlideTable) -> list[list[int]]:
     """Groups of rows whose slides have the same image; empty without --slides."""
     if options.slides is None:
         return []
-    index = Index(find_slides(options.slides, recursive=options.recursive))
+    index = slide_index(find_slides(options.slides, recursive=options.recursive))
     matches = [index.find(name, f"{options.labels}: {name}") for name in table.slides]
     missing = [name for name, path in zip(table.slides, matches, strict=True) if path is None]
     if missing:

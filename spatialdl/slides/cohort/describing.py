@@ -14,7 +14,7 @@ from spatialdl.data.predicted_table import Columns, find_predicted, read_predict
 from spatialdl.data.slide_table import read_table
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
-from spatialdl.slides.batch.labels import Index
+from spatialdl.slides.batch.labels import slide_index
 from spatialdl.slides.cohort.measuring import SlideMeasures, measure_slides
 from spatialdl.slides.cohort.page import CohortSlide, members_of, save_cohort
 from spatialdl.text import counted, positive_int
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _facts(options: argparse.Namespace, names: Mapping[Path, str]) -> Facts:
     """Cells of the tables for each slide, by its name."""
     facts: Facts = {name: {} for name in names.values()}
-    index = Index(list(names))
+    index = slide_index(list(names))
     if options.labels is not None:
         table = read_table(options.labels)
         for row in table.rows:

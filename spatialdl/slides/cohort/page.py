@@ -21,6 +21,16 @@ from spatialdl.text import counted
 LABEL, SCANNER, PREDICTED = "label", "scanner", "predicted"
 _COLOURS = ("#1f5fa8", "#d1701f", "#2f8f5b", "#8a4fa3", "#8a8a8a")
 _MOST_VALUES = 12
+_AXES = {
+    "mpp": "micrometres per pixel",
+    "tissue_mm2": "tissue, mm²",
+    "tissue_percent": "tissue, % of the slide",
+    "hematoxylin": "hematoxylin, optical density",
+    "eosin": "eosin, optical density",
+    "brightness": "brightness of tissue, 0 to 255",
+    "blur": "blur, 0 (sharp) to 1",
+    "tiles": "tiles",
+}
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,7 @@ def _draw(
         panel.scatter(spread, heights, s=16, color=colour, alpha=0.7, edgecolors=edges, lw=1.4)
         if heights:
             panel.hlines(np.median(heights), place - 0.3, place + 0.3, color="0.35", lw=1.2)
-    panel.set_title(what, fontsize=9, loc="left")
+    panel.set_title(_AXES[what], fontsize=9, loc="left")
     panel.set_xticks(range(len(names)), _shown(names), fontsize=8)
     panel.set_xlim(-0.6, len(names) - 0.4)
     panel.tick_params(axis="y", labelsize=8)

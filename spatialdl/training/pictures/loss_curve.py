@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spatialdl.text import counted
 from spatialdl.training.best import COUNTS, METRICS
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _LABELS = {
     "rmse": "RMSE",
     "mae": "mean absolute error",
 }
+FEW = 10
+"""Metrics of fewer samples or slides are not drawn: one moves an accuracy by over 10 %."""
 _ERRORS = ("rmse", "mae")
 _SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
 _BUILT_IN = {"step", "loss", *COUNTS, *(name for names in METRICS.values() for name in names)}
@@ -88,11 +91,20 @@ def draw_loss(
 
 
 def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
-    """Draw metrics in percent, or errors if the task has none; without undefined metrics."""
+    """Draw metrics in percent, or errors if the task has none.
+
+    Undefined metrics are left out, and those of fewer than `FEW` samples or slides.
+    """
+    few, prefix = few_validated(validations) or ("", None)
     shares = [name for name in _SHARES if name in validations[0]]
     names = shares or [name for name in _ERRORS if name in validations[0]]
     names += _own_shares(validations) if shares else []
-    names = [name for name in names if any(row[name] is not None for row in validations)]
+    names = [
+        name
+        for name in names
+        if any(row[name] is not None for row in validations)
+        and not (prefix is not None and name.startswith(prefix))
+    ]
     steps = [row["step"] for row in validations]
     for name, colour in zip(names, _COLOURS, strict=False):
         scale = 100 if shares else 1
@@ -101,11 +113,26 @@ def draw_metrics(panel: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
         panel.plot(steps, values, color=colour, marker="o", markersize=4, label=label)
     names = names[: len(_COLOURS)]
     if shares:
-        panel.set_ylim(0, 100)
-    panel.set_ylabel("validation, %" if shares else "validation")
-    if names:
+        panel.set_ylim(-3, 103)  # so that lines and points at 0 and 100 are drawn in full
+    panel.set_ylabel("validation, %" if shares else "validation, units of the target")
+    if few:
+        panel.plot([], [], " ", label=f"{few}: too few to draw their metrics")
+    if names or few:
         columns = len(names) if len(names) <= 3 else 2  # a wider legend would shrink the panel
         panel.legend(frameon=False, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def few_validated(validations: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """What was validated in so small a number that its metrics say little; None if nothing.
+
+    Returns:
+        The number with its noun, such as "2 slides", and the prefix of the names of these metrics.
+    """
+    last = validations[-1] if validations else {}
+    samples, slides = last.get("samples"), last.get("slides")
+    if samples is not None and samples < FEW and "mean_dice" not in last:  # Dice counts pixels
+        return counted(samples, "validation sample"), ""
+    return (counted(slides, "slide"), "slide_") if slides is not None and slides < FEW else None
 
 
 def _own_shares(validations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -141,7 +141,7 @@ def draw_step(
     draw_rows(ideal_axes, ideal[:rows], 0.0, "simulated: same actions, instant messages")
     measured.axvline(1e3 * (end - begin), color="0.3", linewidth=0.8)
     ideal_axes.axvline(1e3 * longest, color="0.3", linewidth=0.8)
-    ideal_axes.set_xlabel("ms")
+    ideal_axes.set_xlabel("time since the step began, ms")
     draw_legend(figure)
     figure.savefig(path)
 

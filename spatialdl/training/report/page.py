@@ -26,6 +26,9 @@ from spatialdl.training.console.validation_table import (
     scalar_metrics,
 )
 from spatialdl.training.pictures.gallery import Example, stacked
+from spatialdl.training.pictures.heat_maps import COLOURS as HEAT_COLOURS
+from spatialdl.training.pictures.loss_curve import few_validated
+from spatialdl.training.pictures.thumbnails import COLOURS as MASK_COLOURS
 from spatialdl.training.report.curves import curves
 from spatialdl.training.time_split import PARTS
 from spatialdl.version import __version__
@@ -89,7 +92,10 @@ def save_report(
         validations=_validations(validations),
         classes=class_rows(last, names),
         confusion=_confusion(last, names),
+        few=_few(validations),
         examples=[_shown(example) for example in examples],
+        class_colours=_class_colours(examples, names),
+        heat_colours=_heat_colours(examples),
         timeline=as_data(timeline.read_bytes(), "png") if timeline else "",
         settings=settings_lines({str(k): v for k, v in plain.items()}, overrides),
         overrides=overrides,
@@ -104,9 +110,11 @@ def _facts(
 ) -> list[tuple[str, str]]:
     """Headline results, as names and values."""
     facts = []
+    few = few_validated(validations)
     if validations:
         last = scalar_metrics(validations[-1])
-        shown = [n for n in last if n in (*SHARES, "rmse", "mae", "r2")][:2]
+        shown = [n for n in last if n in (*SHARES, "rmse", "mae", "r2")]
+        shown = [n for n in shown if few is None or not n.startswith(few[1])][:2]
         facts += [(metric_label(name), metric_text(name, last[name])) for name in shown]
         facts.append(("validation loss", metric_text("loss", last.get("loss"))))
     if steps:
@@ -188,6 +196,33 @@ def _shown(example: Example) -> dict[str, Any]:
         "pictures": pictures,
         "stacked": stacked(example),
     }
+
+
+def _few(validations: Sequence[Mapping[str, Any]]) -> str:
+    """A warning about metrics of few slides."""
+    few = few_validated(validations)
+    return f"{few[0]}: their metrics say little, and are not drawn above." if few else ""
+
+
+def _class_colours(examples: Sequence[Example], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and CSS colours of classes, if examples show masks; class 0 is not drawn."""
+    if not any("truth" in example.pictures for example in examples):
+        return []
+    tints = (MASK_COLOURS[(k - 1) % len(MASK_COLOURS)] for k in range(1, len(names)))
+    return [
+        (name, f"rgb({', '.join(str(round(float(c))) for c in tint)})")
+        for name, tint in zip(names[1:], tints, strict=True)
+    ]
+
+
+def _heat_colours(examples: Sequence[Example]) -> str:
+    """CSS colours of the scale, lowest first, if examples show heat maps."""
+    from matplotlib import colormaps
+
+    if not any(name.startswith("heat map") for one in examples for name in one.pictures):
+        return ""
+    scale = (colormaps[HEAT_COLOURS](step / 8)[:3] for step in range(9))
+    return ", ".join(f"rgb({', '.join(f'{255 * c:.0f}' for c in colour)})" for colour in scale)
 
 
 def _environment() -> list[tuple[str, str]]:

@@ -29,13 +29,37 @@ def test_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
     more = ("--codec", "zstd", "--level", 19, "--stripes", 2, "--mpp", 0.5, "--stripe-count", 1)
     assert run("images", images, "--out", out, *more) == 0
     told = capsys.readouterr()
-    assert told.out == f"wrote 2 regions of 2 classes to {out}\n"
+    assert told.out == f"wrote 2 images as regions of 2 classes to {out}\n"
     assert told.err.startswith("remark: stripes were not set")
     assert (ShardDataset(out).codec, ShardDataset(out).sample(0).mpp) == ("zstd", 0.5)
     assert run("images", images, "--out", out) == 1
     assert "already contains a data set" in capsys.readouterr().err
     assert run("images", images, "--out", out, "--overwrite", "--codec", "jpeg", "--jobs", 2) == 0
     assert ShardDataset(out).kind == "tiles"
+
+
+def test_images_with_a_table(
+    tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = tmp_path / "t.csv", tmp_path / "set"
+    table.write_text("file,grade\na/1.png,2\nx,1\n")
+    call = ("images", images, "--out", out, "--labels", table, "--column", "grade")
+    assert run(*call) == 1
+    assert capsys.readouterr().err == (
+        f"error: 1 image without a label in {table}: b/1.png; 1 label of {table} without an image: "
+        "x; nothing was written: complete the table or the folder, or skip these with "
+        "--skip-unmatched\n"
+    )
+    assert run(*call, "--skip-unmatched") == 0
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        f"skipped: 1 image without a label in {table}: b/1.png",
+        f"skipped: 1 label of {table} without an image: x",
+    ]
+    assert told.out == f"wrote 1 image as tiles of 1 classes to {out}\n"
+    with pytest.raises(SystemExit):
+        run("images", "--help")
+    assert "slide" not in capsys.readouterr().out
 
 
 def test_broken_images(tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -814,8 +814,12 @@ def test_a_taught_operation_is_an_ordinary_function(mesh: Mesh) -> None:
     assert spatialdl.register_op(torch.trace)(handler) is handler
     try:
         assert torch.trace(shard(image(), mesh)) == "taught"
+        flip = HANDLERS[torch.flip]
+        with pytest.warns(UserWarning, match="flip works on split images already; .* replaces the"):
+            spatialdl.register_op(torch.flip)(handler)
     finally:
         del HANDLERS[torch.trace]
+        HANDLERS[torch.flip] = flip
 
 
 @pytest.mark.parametrize("shape", [(H, W), (W,), (1, 2, 4, H, W)])

@@ -46,7 +46,9 @@ def test_folds_hold_each_patient_once(tmp_path, labels, capsys):
     assert sorted([*held_out, *tests[0]]) == sorted(f"s{k}.tiff" for k in range(24))
 
 
-def test_without_folds_there_is_one_table(tmp_path, labels):
+@pytest.mark.parametrize("key", ["slide", "filename"])
+def test_without_folds_there_is_one_table(tmp_path, labels, key):
+    labels.write_text(labels.read_text().replace("slide", key, 1))
     assert (
         main([str(labels), "--val", "0.25", "--test", "0", "--out", str(tmp_path / "s.csv")]) == 0
     )
