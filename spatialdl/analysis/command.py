@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spatialdl.analysis import options as given
 from spatialdl.comm.abort import describe_error
+from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import run_as_rank
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = given.parser().parse_args(words)
         if options.ranks is not None:
             given.check(options)
+            check_capacity(options.ranks)
             return start_ranks(options.ranks, "spatialdl.analysis.command", words)
         return _run(start_world(), words)
     except KeyboardInterrupt:
