@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.capacity import check_capacity
+from spatialdl.comm.ending import forget_run
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import (
@@ -86,6 +87,7 @@ def _hydra_main(config: DictConfig) -> None:
 
             config, overrides = choose_alone(config, overrides)
         if config.debug.name == "fakecomm":
+            forget_run()
             if not _print_preflight(config, overrides):
                 sys.exit(1)
             return

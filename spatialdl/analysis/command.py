@@ -18,6 +18,7 @@ from spatialdl.analysis import options as given
 from spatialdl.comm.abort import describe_error
 from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import launched, start_ranks
+from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import run_as_rank
 from spatialdl.text import counted, print_lines
@@ -65,8 +66,11 @@ def _run(world: Communicator, words: Sequence[str]) -> int:
     try:
         _analyze(parsed, world)
     except (ValueError, OSError) as error:
-        if world.rank == 0:
-            print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
+        text = f"error: {describe_error(error)}"
+        if world.size > 1 and world.rank == 0:
+            print_last(text)
+        elif world.rank == 0:
+            print(text, file=sys.stderr, flush=True)
         code = _FAILED
     world.barrier()  # a rank that exits with an error would abort the job before rank 0 prints
     return code

@@ -25,9 +25,13 @@ def note_run(*, log: Path | None = None, folder: Path | None = None) -> None:
     _Run.log, _Run.folder = log or _Run.log, folder or _Run.folder
 
 
-def forget_run() -> None:
-    """Remove the run directory if it is empty, and forget it and its log."""
-    if _Run.folder is not None and _Run.folder != Path.cwd():
+def forget_run(*, keep: bool = False) -> None:
+    """Forget the run directory and its log; remove the directory if it is empty.
+
+    Args:
+        keep: whether to keep an empty directory, too: a job will use it.
+    """
+    if not keep and _Run.folder is not None and _Run.folder != Path.cwd():
         with suppress(OSError):
             _Run.folder.rmdir()
     _Run.log = _Run.folder = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from threading import Thread
 from typing import IO
 
@@ -98,6 +99,7 @@ class LauncherOutput:
 
 def _write(data: bytes) -> None:
     if data and sys.__stderr__ is not None:
-        sys.__stderr__.flush()
-        sys.__stderr__.buffer.write(data)
-        sys.__stderr__.buffer.flush()
+        with suppress(OSError):  # nobody reads it, but ranks must not wait for that
+            sys.__stderr__.flush()
+            sys.__stderr__.buffer.write(data)
+            sys.__stderr__.buffer.flush()

@@ -25,7 +25,7 @@ from spatialdl.comm.early_signals import Stopped, let_end
 from spatialdl.comm.ending import end_job, forget_run, note_run, record_ending
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.limit import limit_waits
-from spatialdl.comm.liveness import report_start
+from spatialdl.comm.liveness import print_last, report_start
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.consistency.compare import check_alike
@@ -62,12 +62,13 @@ def hydra_job() -> Iterator[Path]:
     """The run directory of this Hydra job, in a process without a launcher.
 
     An error is printed, recorded in the run's log, and ends the process. The directory, which Hydra
-    has created, is removed at the end if it is empty.
+    has created, is removed then if it is empty.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     note_run(folder=run_dir)
     try:
         yield run_dir
+        forget_run(keep=True)
     except Exception as error:
         exit_with(error)
     finally:
@@ -85,7 +86,7 @@ def run_as_rank(work: Callable[[], object]) -> None:
         work()
     except SystemExit as stop:
         if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
+            print_last(stop.code)
         if stop.code:
             end_job(stop.code if isinstance(stop.code, int) else 1)
 
