@@ -221,7 +221,7 @@ def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
 
 def _picture_input(slide: Slide, name: str, cutting: BatchCutting, scale: float) -> Input:
     """A slide as large as the training images, as one image."""
-    size, places = cutting.view, [(0, 0)]
+    size, places = (cutting.view[0], cutting.view[1]), [(0, 0)]
     source = SlideImages(slide.path, cutting.slide_mpp, places, size, scale, slide.background)
     span = size[0] * scale, size[1] * scale
     return Input(name, source, size, places, span, slide.size, slide.known_mpp, slide.path)
