@@ -46,7 +46,7 @@ class NoticeFilter:
         passed = b""
         while True:
             if self._skips_blanks:
-                self._waiting = self._waiting.lstrip()
+                self._waiting = self._waiting.lstrip(b" \n\0")
                 self._skips_blanks = not self._waiting
             text, rule, after = self._waiting.partition(_RULE)
             if not self._is_open:

@@ -22,7 +22,7 @@ from types import FrameType
 from spatialdl.comm.early_signals import STOPPING, take
 from spatialdl.comm.ending import end_job, record_ending
 from spatialdl.comm.launch import launched
-from spatialdl.comm.liveness import announced_signal, print_last
+from spatialdl.comm.liveness import SWITCH, announced_signal, print_last
 from spatialdl.data.saving import replacing
 
 MARKER = "stopped.json"
@@ -81,6 +81,8 @@ def _see(number: int) -> None:
         if not _Seen.has_stepped and number != signal.SIGUSR1:
             if not is_first_rank:
                 time.sleep(_HEAD_START_S)
+            if SWITCH in os.environ and announced is None:
+                end_job(128 + number)  # the launcher ends the job for another rank's error
             text = f"stopped by {signal.Signals(number).name} before the first step was done"
             record_ending(text)
             print_last(text)
