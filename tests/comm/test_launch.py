@@ -203,7 +203,7 @@ NOTICE = f"{RULE}prterun has exited due to process rank 0\n{RULE}"
 
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 def test_notices_of_the_launcher_are_set_aside(step):
-    text = f"a--{TABLE}b{NOTICE} \nrank 1: {NOTICE[:-9]}".encode()
+    text = f"a--{TABLE}b{NOTICE} \n\0rank 1: {NOTICE[:-9]}".encode()
     notices = NoticeFilter()
     passed = b"".join(notices.feed(text[n : n + step]) for n in range(0, len(text), step))
     passed += notices.feed(b"", last=True)
