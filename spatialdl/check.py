@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.abort import describe_error, install_abort_hook
+from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import by
@@ -58,6 +59,7 @@ def _start(options: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         ranks = prod(options.grid)
+        check_capacity(ranks)
         code = start_ranks(ranks, "spatialdl.check", [*sys.argv[1:], "--answer", str(answer)])
         return code == 0 and answer.read_text() == EXACT
 

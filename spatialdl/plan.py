@@ -18,8 +18,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.comm.abort import describe_error
-from spatialdl.commands.start import check_command_line, composed_job, run_directory
+from spatialdl.commands.start import (
+    check_command_line,
+    composed_job,
+    hydra_job,
+    run_directory,
+    run_single_process,
+)
 from spatialdl.configuring.help import print_help, wants_help
 from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
@@ -37,13 +42,12 @@ def main() -> None:
     if wants_help(sys.argv[1:]):
         print_help("plan")
         return
-    try:
-        check_command_line(flags_of(sys.argv[1:], "plan"), "plan")
-        _hydra_main()
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-    except ValueError as error:
-        sys.exit(f"error: {describe_error(error)}")
+    run_single_process(_run_alone)
+
+
+def _run_alone() -> None:
+    check_command_line(flags_of(sys.argv[1:], "plan"), "plan")
+    _hydra_main()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://spatialdl.conf", config_name="plan")
@@ -51,12 +55,11 @@ def _hydra_main(config: DictConfig) -> None:
     from spatialdl.comm.single_process import SingleProcess
 
     overrides = list(HydraConfig.get().overrides.task)
-    try:
-        with run_directory(SingleProcess(), composed_job(), config, "plan") as (agreed, folder):
-            plan(agreed, overrides, folder)
-    except Exception as error:
-        print(f"error: {describe_error(error)}", file=sys.stderr)
-        sys.exit(1)
+    with (
+        hydra_job(),
+        run_directory(SingleProcess(), composed_job(), config, "plan") as (agreed, folder),
+    ):
+        plan(agreed, overrides, folder)
 
 
 def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row]:

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.abort import describe_error
-from spatialdl.comm.early_signals import let_end
+from spatialdl.comm.capacity import check_capacity
+from spatialdl.comm.ending import forget_run
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import (
@@ -31,6 +31,7 @@ from spatialdl.commands.start import (
     composed_by_rank,
     composed_job,
     config_source_flags,
+    hydra_job,
     join_ranks,
     run_as_rank,
     run_dir_overrides,
@@ -43,12 +44,11 @@ from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
 from spatialdl.consistency.rank_state import training_files
 from spatialdl.training import signals
-from spatialdl.training.checks import check_config
+from spatialdl.training.checks import SYNTHETIC, check_config
 from spatialdl.training.console import run_log
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
-    from spatialdl.parallel.placement import Placement
 
 log = logging.getLogger("spatialdl.train")
 
@@ -69,7 +69,6 @@ def main() -> None:
 
 
 def _run_alone(arguments: Sequence[str]) -> None:
-    let_end()
     check_command_line(flags_of(arguments), "train")
     _hydra_main()
 
@@ -79,8 +78,7 @@ def _hydra_main(config: DictConfig) -> None:
     """Run one Hydra job, in a process without a launcher."""
     job = HydraConfig.get()
     overrides = list(job.overrides.task)
-    run_dir = Path(job.runtime.output_dir)
-    try:
+    with hydra_job() as run_dir:
         if config.launcher.name == "slurm":
             _submit(config, overrides, run_dir)
             return
@@ -89,63 +87,55 @@ def _hydra_main(config: DictConfig) -> None:
 
             config, overrides = choose_alone(config, overrides)
         if config.debug.name == "fakecomm":
-            _remove_if_empty(run_dir)
+            forget_run()
             if not _print_preflight(config, overrides):
                 sys.exit(1)
             return
         placement = check_config(config)
         if placement.world_size > 1:
-            _check_data_and_network(config, placement, overrides)
+            check_capacity(placement.world_size, config.comm.oversubscribe)
+            check_data_and_network(config, overrides)
             log.info("%s: starting %s", run_dir, placement.describe())
             arguments = [*config_source_flags(), *overrides, *run_dir_overrides(run_dir)]
-            code = start_ranks(placement.world_size, "spatialdl.train", arguments, stops=True)
+            code = start_ranks(
+                *(placement.world_size, "spatialdl.train", arguments),
+                stops=True,
+                log=run_dir / "train.log",
+            )
             if code:
                 sys.exit(code)
         else:
             signals.install()
             run_log.warn_once()
             _train(start_world(), composed_job(), config, overrides)
-    except Exception as error:
-        print(f"error: {describe_error(error)}", file=sys.stderr)
-        sys.exit(1)
 
 
-def _check_data_and_network(
-    config: DictConfig, placement: Placement, overrides: Sequence[str]
-) -> None:
-    from spatialdl.training.image_size import check_stored_size
+def check_data_and_network(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Open the data sets, and build a user's network, once before ranks start.
 
-    check_stored_size(config.data, placement)
-    if config.data.name == "dataset" and not is_own_network(config.model["_target_"]):
-        from spatialdl.training.settings import open_sources
-
-        open_sources(config.data, int(config.seed), config.task.name, config.task.get("loss"))
-    check_own_network(config, overrides)
-
-
-def check_own_network(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Build a user's network once before ranks start, where its errors are printed once.
+    Their errors are printed once. Synthetic data sets need no look: the configuration describes
+    them.
 
     Raises:
-        ValueError: if it cannot be built, or the initial weights do not fit.
+        ValueError: if data, network, initial weights and layout do not fit together.
     """
-    if not is_own_network(config.model["_target_"]):
+    from spatialdl.training.image_size import check_stored_size
+
+    check_stored_size(config.data, config.parallel)
+    is_own = is_own_network(config.model["_target_"])
+    if config.data.name in SYNTHETIC and not is_own:
         return
-    from spatialdl.comm.single_process import SingleProcess
-    from spatialdl.training.network.building import make_network
-    from spatialdl.training.settings import open_sources
+    from spatialdl.training.settings import open_and_check
 
     config = config.copy()
-    fit_model_keys(config, overrides)
-    data = open_sources(config.data, int(config.seed), config.task.name, config.task.get("loss"))
-    make_network(config, data, SingleProcess())
+    if is_own:
+        fit_model_keys(config, overrides)
+    sources = open_and_check(config)
+    if is_own:
+        from spatialdl.comm.single_process import SingleProcess
+        from spatialdl.training.network.building import make_network
 
-
-def _remove_if_empty(run_dir: Path) -> None:
-    """Remove the run directory that Hydra created, if it is empty."""
-    if run_dir != Path.cwd():
-        with suppress(OSError):
-            run_dir.rmdir()
+        make_network(config, sources, SingleProcess())
 
 
 def _print_preflight(config: DictConfig, overrides: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,29 @@ def test_a_clone_beside_a_script_is_not_taken_for_the_package(tmp_path: Path) ->
     installed = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "script.py"]
     subprocess.run(command, cwd=tmp_path, env=installed, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 0, "  train     train a network on images split over ranks\n"),
+        (["traim"], 1, "error: command traim is unknown; nearest: train; `python -m spatialdl` li"),
+        (["spatialdl-tile", "--help"], 0, "usage: spatialdl-tile [-h] --out DIR"),
+        (["train", "data.bach_size=3"], 1, "error: data.bach_size is unknown; nearest: data.batch"),
+    ],
+)
+def test_commands_are_listed_and_started_by_name(words, code, said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["spatialdl", *words])
+    for variable in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    ended = 0
+    try:
+        runpy.run_module("spatialdl", run_name="__main__")
+    except SystemExit as stop:
+        ended = stop.code
+    if isinstance(ended, str):
+        print(ended)
+        ended = 1
+    assert ended == code
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err

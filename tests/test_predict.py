@@ -155,7 +155,7 @@ def of_other_shapes(num_classes: int, in_channels: int) -> nn.Module:
 )
 def test_errors_of_an_own_network_are_found_before_ranks_start(changed, said, here, monkeypatch):
     started = []
-    monkeypatch.setattr(prediction, "start_ranks", lambda *words: started.append(words) or 0)
+    monkeypatch.setattr(prediction, "start_ranks", lambda *words, **_: started.append(words) or 0)
     words = ("ckpt_path=run", "slides=b.tif", "hydra.run.dir=not_there", "parallel=sp")
     assert here(*words)[0] == 0
     assert len(started) == 1

@@ -38,14 +38,24 @@ trainer.run = run
 sys.modules[trainer.__name__] = trainer
 """
 NETWORK = """
+import numpy as np
 import torch
 class Network(torch.nn.Module):
     def __init__(self, num_classes, depth=2): ...
 def keyword_only(*, depth=2): ...
+class Rows(list):
+    def __init__(self):
+        super().__init__((np.zeros((2, 8, 3), np.uint8), number // 7) for number in range(8))
 def linear(num_classes):
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, num_classes))
 def broken(num_classes): raise KeyError("no such thing")
 """
+
+
+ROWS = [
+    *("parallel=sp", "data=dataset", "data.dataset._target_=networks.Rows"),
+    *("data.num_classes=1", "data.batch_size=2"),
+]
 
 
 @pytest.fixture
@@ -88,7 +98,7 @@ def inside(tmp_path, monkeypatch, capsys):
     trainer.run = lambda config, run_dir: calls.append((config, run_dir))
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
     monkeypatch.setattr("spatialdl.training.trainer", trainer, raising=False)
-    monkeypatch.setattr(train, "start_ranks", lambda *call, stops: calls.append(call) or 0)
+    monkeypatch.setattr(train, "start_ranks", lambda *call, **_: calls.append(call) or 0)
     monkeypatch.setattr(train, "launched", lambda: None)  # whoever started the tests
     handlers, level = logging.root.handlers[:], logging.root.level
 
@@ -170,7 +180,11 @@ def test_regions_of_several_sizes_start_no_rank(inside, tmp_path):
     code, errors, calls = inside("parallel=sp", "data=shards", "data.path=set")
     assert (code, calls) == (1, [])
     assert "error: the images of set have 2 different sizes, such as 40 x 40, 50 x 40" in errors
-    assert inside("parallel=sp", "data=shards", "data.path=set", "data.image_size=[32,32]")[0] == 0
+    words = ("parallel=sp", "data=shards", "data.path=set", "data.image_size=[32,32]")
+    code, errors, calls = inside(*words, "data.num_classes=0")
+    assert (code, calls) == (1, [])
+    assert "error: data.num_classes=0, but set has 1 classes (a): leave it out" in errors
+    assert inside(*words)[0] == 0
 
 
 def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
@@ -231,6 +245,16 @@ def test_exit_code_of_the_ranks_is_passed_on(inside, monkeypatch):
         (["comm.backend=mpi"], "comm.backend=mpi is not supported: use one of null, mpi4py, gloo"),
         (["parallel.data=0"], "error: parallel.data must be a whole number of at least 1, got 0"),
         (
+            ["parallel=dp", "parallel.data=4000", "data.batch_size=4000"],
+            "error: 4000 ranks are too many for this machine with",
+        ),
+        (
+            [*ROWS, "parallel.grid=[3,1]"],
+            "error: an image of 2x8 is smaller than the grid 3x1: use a smaller parallel.grid",
+        ),
+        ([*ROWS, "parallel.grid=[2,1,1]"], "error: parallel.grid=[2, 1, 1] has 3 numbers, one too"),
+        (ROWS, "error: sample 7 of data.dataset (networks.Rows): the class is 1, expected 0 to 0"),
+        (
             ["model._target_=networks.Nothing"],
             "error: model._target_=networks.Nothing cannot be imported: module 'networks' has "
             "no attribute 'Nothing'",
@@ -243,6 +267,7 @@ def test_a_mistake_is_told_without_a_traceback(inside, arguments, text):
     assert text in errors
     assert "Traceback" not in errors
     assert not calls
+    assert not any(Path("outputs").glob("*"))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +466,9 @@ def test_ranks_of_a_launcher_are_told_once_of_an_unknown_word(command, tmp_path)
     assert not (tmp_path / "outputs").exists()
 
 
-def test_an_error_on_one_rank_reaches_the_exit_code(command):
+def test_an_error_on_one_rank_reaches_the_exit_code_and_the_log(command, tmp_path):
     done = command("parallel=sp", "seed=1001", "hydra.run.dir=out")
     assert done.returncode == 1
-    assert f"rank 1 on {os.uname().nodename}: seed 1001 is not to my liking\n" in done.stderr
+    said = f"rank 1 on {os.uname().nodename}: seed 1001 is not to my liking\n"
+    assert done.stderr == said, "banners of the launcher"
+    assert (tmp_path / "out" / "train.log").read_text().endswith(f"[ERROR] - {said}")

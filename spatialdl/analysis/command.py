@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from spatialdl.analysis import options as given
 from spatialdl.comm.abort import describe_error
+from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import launched, start_ranks
+from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import run_as_rank
 from spatialdl.text import counted, print_lines
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = given.parser().parse_args(words)
         if options.ranks is not None:
             given.check(options)
+            check_capacity(options.ranks)
             return start_ranks(options.ranks, "spatialdl.analysis.command", words)
         return _run(start_world(), words)
     except KeyboardInterrupt:
@@ -63,8 +66,11 @@ def _run(world: Communicator, words: Sequence[str]) -> int:
     try:
         _analyze(parsed, world)
     except (ValueError, OSError) as error:
-        if world.rank == 0:
-            print(f"error: {describe_error(error)}", file=sys.stderr, flush=True)
+        text = f"error: {describe_error(error)}"
+        if world.size > 1 and world.rank == 0:
+            print_last(text)
+        elif world.rank == 0:
+            print(text, file=sys.stderr, flush=True)
         code = _FAILED
     world.barrier()  # a rank that exits with an error would abort the job before rank 0 prints
     return code

@@ -18,11 +18,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+from typing import NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from spatialdl.comm.ending import end_job
+from spatialdl.comm.ending import end_job, record_ending
 from spatialdl.comm.launch import launched
 from spatialdl.comm.liveness import print_last, print_stderr
 from spatialdl.errors import CommMismatch, NotFinite, UnsupportedSpatialOp
@@ -56,6 +57,14 @@ def describe_error(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
+def exit_with(error: BaseException) -> NoReturn:
+    """Print an error as the last output, record it in the run's log, exit with code 1."""
+    text = describe_error(error)
+    print(f"error: {text}", file=sys.stderr)
+    record_ending(text)
+    sys.exit(1)
+
+
 def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(lost in str(error) for lost in _CONNECTION_LOST)
 
@@ -81,6 +90,7 @@ def _hook(kind: type[BaseException], error: BaseException, where: TracebackType 
         print_stderr(text)  # the other rank's error matters more, and must come last
     else:
         print_last(text)
+        record_ending(text)
         if info and info.launcher == "torchrun":
             _record_for_torchrun(error)
     end_job(1)

@@ -6,6 +6,7 @@ calls `keep` before any other import, and the later handler takes the signals th
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
@@ -27,18 +28,34 @@ def take() -> list[signal.Signals]:
     return taken
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal that ends this process before it has anything to save.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = 128 + number
+
+
 def let_end() -> None:
-    """Restore default handling of SIGINT and SIGTERM, and raise those already kept."""
-    if signal.getsignal(signal.SIGTERM) is not _note:
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for number in take():
-        if number == signal.SIGUSR1:
-            _pending.append(number)
-        else:
-            signal.raise_signal(number)
+    """Have SIGINT and SIGTERM raise `Stopped`, also those that arrived before."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) in (_note, signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _stop)
+    for number in _pending:
+        if number != signal.SIGUSR1:
+            raise Stopped(number)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _note(number, frame)  # for what starts next, if a callback of a library drops the exception
+    raise Stopped(number)
 
 
 def _note(number: int, _frame: FrameType | None) -> None:
+    if number != signal.SIGUSR1 and "SPATIALDL_ROLL_CALL" in os.environ:
+        os._exit(128 + number)  # a rank, for which the process that started it speaks
     _pending.append(signal.Signals(number))

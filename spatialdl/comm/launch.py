@@ -18,13 +18,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from spatialdl.comm import allocator, early_signals
+from spatialdl.comm.capacity import is_one_machine, usable_cores
+from spatialdl.comm.ending import record_ending
+from spatialdl.comm.launcher_output import LauncherOutput
 from spatialdl.comm.liveness import Liveness, print_stderr
+from spatialdl.comm.scratch import job_folder
 
 GRACE_S = 10.0
 """Ranks that still run after this long since a stop signal are killed."""
@@ -35,6 +39,7 @@ TERMINAL = "SPATIALDL_TERMINAL"
 """Set for ranks whose output ends in a terminal, although it passes through a launcher."""
 
 _SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"  # of Open MPI 5, on the host of mpiexec
+_SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HEAD_START_S = 0.25
@@ -129,18 +134,26 @@ def check_mpi_world(size: int, environment: Mapping[str, str] | None = None) -> 
     raise ValueError(mismatch + advice)
 
 
-def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: bool = False) -> int:
+def start_ranks(
+    world_size: int,
+    module: str,
+    arguments: Sequence[str],
+    stops: bool = False,
+    log: Path | None = None,
+) -> int:
     """Run ``python -m module arguments...`` on several ranks and wait for them.
 
     Uses ``srun`` inside a Slurm allocation, else the ``mpiexec`` beside this Python, else the
-    first on PATH. Signals are forwarded, and the ranks end when this process does.
+    first on PATH. Signals are forwarded, and the ranks end when this process does. Why a job has
+    failed is printed once, last, and appended to the log if the ranks have begun one.
 
     Args:
         world_size: number of ranks.
         module: module to run.
         arguments: its command line.
         stops: whether ranks exit cleanly on SIGUSR1, which launchers forward; on SIGTERM and
-            Ctrl-C mpiexec would kill them. A second signal kills them in any case.
+            Ctrl-C mpiexec would kill them. It does so while they start, and on a second signal.
+        log: log file of the run.
 
     Returns:
         Exit code of the job: 0 only if all ranks succeeded.
@@ -149,12 +162,20 @@ def start_ranks(world_size: int, module: str, arguments: Sequence[str], stops: b
         FileNotFoundError: if there is no launcher.
     """
     command, environment = ranks_command(world_size, module, arguments)
-    with Liveness(world_size) as ranks, _own_sessions(environment):
-        all_started = ranks.complete if stops else None
-        code = _supervise(command, {**environment, **ranks.environment}, all_started)
-    vanished = ranks.vanished()
-    if vanished and code and code - 128 not in _STOP_SIGNALS:
-        print_stderr(f"error: {vanished}")
+    with Liveness(world_size) as ranks, _own_folders(environment):
+        code, notices = _supervise(
+            command, {**environment, **ranks.environment}, ranks if stops else None
+        )
+    reason = ranks.vanished() if code else None
+    if code - 128 in _STOP_SIGNALS:
+        reason = None if ranks.explained else f"stopped by {signal.Signals(code - 128).name}"
+    elif reason is not None:
+        reason = f"error: {reason}"
+    elif code and not ranks.explained:
+        reason = notices
+    if reason is not None and reason.strip():
+        print_stderr(reason.strip())
+        record_ending(reason, log)
     return code
 
 
@@ -172,7 +193,7 @@ def ranks_command(
         environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
     else:
         launcher = mpiexec_command(world_size)
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        cores = usable_cores()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
         if world_size > cores:
             environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -265,17 +286,21 @@ def _vendor_options(mpiexec: str) -> list[str]:
 
 
 @contextmanager
-def _own_sessions(environment: MutableMapping[str, str]) -> Iterator[None]:
-    """Give Open MPI a new session folder for this job, and remove it afterwards.
+def _own_folders(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """Give Open MPI new folders for this job, and remove them afterwards.
 
     In a folder shared by jobs it names sessions by process id, and fails to start ("listener
-    thread failed to start") where a killed job with the same id has left its files.
+    thread failed to start") where a killed job with the same id has left its files. Its shared
+    memory stays in /dev/shm if a rank is killed or aborts.
     """
-    if _SESSIONS in environment:
-        yield
-        return
-    with tempfile.TemporaryDirectory("", "spatialdl-mpi-", ignore_cleanup_errors=True) as folder:
-        environment[_SESSIONS] = folder
+    with ExitStack() as stack:
+        if _SESSIONS not in environment:
+            environment[_SESSIONS] = stack.enter_context(job_folder(Path(tempfile.gettempdir())))
+        shared = Path("/dev/shm")
+        is_set = any(name in environment for name in _SEGMENTS)
+        if is_one_machine(environment) and not is_set and os.access(shared, os.W_OK):
+            folder = stack.enter_context(job_folder(shared))
+            environment.update(dict.fromkeys(_SEGMENTS, folder))
         yield
 
 
@@ -289,54 +314,68 @@ def _output_of(*command: str) -> str:
 
 
 def _supervise(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    all_started: threading.Event | None = None,
-) -> int:
+    command: Sequence[str], environment: Mapping[str, str], ranks: Liveness | None = None
+) -> tuple[int, str]:
     """Run a launcher, forward signals to it, and leave no process behind.
 
     Args:
-        all_started: given if ranks stop on SIGUSR1; set once they all handle it.
+        ranks: given if ranks stop on SIGUSR1, once they all handle it.
+
+    Returns:
+        The exit code, and the launcher's notices of a failed job.
     """
     child: subprocess.Popen[bytes] | None = None
     received: list[int] = []
+    began = time.monotonic()
 
     def forward(number: int, _frame: FrameType | None) -> None:
         is_first = number in _STOP_SIGNALS and not any(one in _STOP_SIGNALS for one in received)
         received.append(number)
         if child is not None:
-            send(child, signal.SIGUSR1 if is_first and all_started is not None else number)
+            send(child, number, is_first)
 
-    def send(launcher: subprocess.Popen[bytes], number: int) -> None:
-        if all_started is None or number != signal.SIGUSR1:
+    def send(launcher: subprocess.Popen[bytes], number: int, is_first: bool) -> None:
+        # ranks on other machines cannot report that they have started
+        started = ranks is not None and (
+            ranks.complete.is_set() or time.monotonic() - began > _STARTED_S
+        )
+        if ranks is not None and is_first and started:
+            ranks.announce(number)
+            number = signal.SIGUSR1
+        if ranks is None or number != signal.SIGUSR1:
             _send_signal(launcher, number)
         else:  # it would kill a launcher that has just begun
-            delayed = threading.Timer(0, _send_when_started, (launcher, number, all_started))
+            delayed = threading.Timer(0, _send_when_started, (launcher, number, ranks.complete))
             delayed.daemon = True
             delayed.start()
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    if all_started is not None:
-        received += early_signals.take()
+    received += early_signals.take()
     try:
+        for number in received:
+            if number in _STOP_SIGNALS:
+                return 128 + number, ""
         # a new session, or Ctrl-C would reach the launcher twice
         child = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=_end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (one system call)
         )
+        output = LauncherOutput(child.stderr)
         for number in received:
-            send(child, number)
+            send(child, number, is_first=number in _STOP_SIGNALS)
         code = child.wait()
+        notices = output.close()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     stop_signals = [number for number in received if number in _STOP_SIGNALS]
-    if stop_signals and not (all_started is not None and code == 0):
-        return 128 + stop_signals[0]
-    return code if code >= 0 else 128 - code
+    if stop_signals and not (ranks is not None and code == 0):
+        return 128 + stop_signals[0], notices
+    return (code if code >= 0 else 128 - code), notices
 
 
 def _send_when_started(

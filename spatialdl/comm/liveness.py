@@ -26,6 +26,7 @@ SWITCH = "SPATIALDL_ROLL_CALL"
 HELD_BACK_S = 5.0
 """How long final messages wait for the launcher to exit."""
 
+_SIGNAL = "signal"  # file beside the socket
 _MOST, _MOST_BYTES = 20_000, 200_000
 _CREDENTIALS = struct.Struct("3i")
 _OOM_KILLS = {  # of cgroups(7), version 2 and 1
@@ -58,6 +59,15 @@ def print_stderr(text: str) -> None:
     if stream is not None:
         stream.write(f"{text}\n")
         stream.flush()
+
+
+def announced_signal() -> signal.Signals | None:
+    """Signal for which the starting process sent SIGUSR1; None if it sent none, or elsewhere."""
+    with suppress(OSError, ValueError):
+        if SWITCH in os.environ:
+            text = Path(os.environ[SWITCH]).with_name(_SIGNAL).read_text()
+            return signal.Signals(int(text))
+    return None
 
 
 def _send(message: dict[str, object]) -> bool:
@@ -95,7 +105,7 @@ class Liveness:
         self._pids: dict[int, int] = {}
         self._exits: list[list[int]] = []
         self._messages: list[str] = []
-        self._expected = False
+        self._expected = self._explained = False
         self._oom_before = _oom_kills()
 
     def __enter__(self) -> Self:
@@ -138,6 +148,16 @@ class Liveness:
         cause = "killed by the kernel: out of memory" if out_of_memory else "by SIGKILL or a crash"
         return f"{first} on {socket.gethostname()} died without an error message, {cause}"
 
+    @property
+    def explained(self) -> bool:
+        """Whether a rank has printed why the job ends."""
+        return self._explained
+
+    def announce(self, number: int) -> None:
+        """Tell ranks on this machine which signal the next SIGUSR1 stands for."""
+        if self._folder is not None:
+            (Path(self._folder) / _SIGNAL).write_text(str(int(number)))
+
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
@@ -169,6 +189,7 @@ class Liveness:
             message = json.loads(data)
             if "said" in message:
                 self._expected = True
+                self._explained |= bool(message["said"])
                 if message["said"] and message["said"] not in self._messages:
                     self._messages.append(str(message["said"]))
                 return

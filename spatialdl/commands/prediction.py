@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from spatialdl.comm.abort import describe_error
+from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import LaunchInfo, launched, start_ranks
 from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
@@ -21,6 +21,7 @@ from spatialdl.commands.start import (
     composed_by_rank,
     composed_job,
     config_source_flags,
+    hydra_job,
     join_ranks,
     run_as_rank,
     run_dir_overrides,
@@ -73,20 +74,17 @@ class Command:
 
     def start(self, config: DictConfig) -> None:
         """Run one Hydra job, in a process without a launcher."""
-        try:
-            self._start(config)
-        except Exception as error:
-            print(f"error: {describe_error(error)}", file=sys.stderr)
-            sys.exit(1)
+        with hydra_job() as run_dir:
+            self._start(config, run_dir)
 
     def _run_alone(self) -> None:
         check_command_line(flags_of(sys.argv[1:], self.name), self.name)
         self.application()
 
-    def _start(self, config: DictConfig) -> None:
+    def _start(self, config: DictConfig, run_dir: Path) -> None:
         job = HydraConfig.get()
-        run_dir = Path(job.runtime.output_dir)
         placement = self.check(config)
+        check_capacity(placement.world_size, config.comm.oversubscribe)
         if config.slides is not None:  # report errors before ranks start, which takes minutes
             slide_paths(config.slides)
         if config.volumes is not None:
@@ -102,7 +100,8 @@ class Command:
         log = logging.getLogger(f"spatialdl.{self.name}")
         log.info("%s: starting %s", run_dir, placement.describe())
         arguments = [*config_source_flags(), *job.overrides.task, *run_dir_overrides(run_dir)]
-        code = start_ranks(placement.world_size, f"spatialdl.{self.name}", arguments)
+        log_file = run_dir / f"{self.name}.log"
+        code = start_ranks(placement.world_size, f"spatialdl.{self.name}", arguments, log=log_file)
         if code:
             sys.exit(code)
 

@@ -20,11 +20,12 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from spatialdl.comm.abort import describe_error, install_abort_hook
-from spatialdl.comm.ending import end_job
+from spatialdl.comm.abort import exit_with, install_abort_hook
+from spatialdl.comm.early_signals import Stopped, let_end
+from spatialdl.comm.ending import end_job, forget_run, note_run, record_ending
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.limit import limit_waits
-from spatialdl.comm.liveness import report_start
+from spatialdl.comm.liveness import print_last, report_start
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
 from spatialdl.consistency.compare import check_alike
@@ -44,12 +45,34 @@ _CHECKED = "hydra.output_subdir=null"  # has no effect: it is the default of our
 def run_single_process(work: Callable[[], object]) -> None:
     """Run a process without a launcher; print errors in one line."""
     try:
+        let_end()
         work()
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        record_ending(str(stop))
+        sys.exit(stop.code)
     except (ValueError, OSError) as error:  # OSError if Hydra cannot create the run directory
-        print(f"error: {describe_error(error)}", file=sys.stderr)
-        sys.exit(1)
+        exit_with(error)
+    finally:
+        forget_run()
+
+
+@contextmanager
+def hydra_job() -> Iterator[Path]:
+    """The run directory of this Hydra job, in a process without a launcher.
+
+    An error is printed, recorded in the run's log, and ends the process. The directory, which Hydra
+    has created, is removed then if it is empty.
+    """
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    note_run(folder=run_dir)
+    try:
+        yield run_dir
+        forget_run(keep=True)
+    except Exception as error:
+        exit_with(error)
+    finally:
+        forget_run()
 
 
 def run_as_rank(work: Callable[[], object]) -> None:
@@ -63,7 +86,7 @@ def run_as_rank(work: Callable[[], object]) -> None:
         work()
     except SystemExit as stop:
         if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
+            print_last(stop.code)
         if stop.code:
             end_job(stop.code if isinstance(stop.code, int) else 1)
 
@@ -217,6 +240,7 @@ def run_directory(
         with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
             composed.hydra.runtime.output_dir = str(run_dir)
         HydraConfig.instance().set_config(composed)
+        note_run(log=run_dir / f"{command}.log")
         if world.rank == 0:
             _write_records(composed, config, run_dir / _RECORDS)
             stack.enter_context(run_log.log_to_file(run_dir / f"{command}.log"))

@@ -5,12 +5,40 @@ Imports no PyTorch: lists are checked before ranks start, when no user code is i
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+_LIBRARIES = (
+    *(sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")),
+    *("<frozen", str(Path(__file__).resolve().parents[1])),
+)
+"""Code that is neither the user's nor named by the user."""
+
+
+def describe_cause(error: BaseException) -> str:
+    """Describe an error of code that a configuration names, without Hydra's words around it.
+
+    The type is left out where the text has it, and the place is that in the user's code.
+    """
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    text = text.partition(" full_key: ")[0]
+    if not isinstance(error, ValueError | OSError | HydraException):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    if inside:
+        text += f" ({inside[-1].filename}, line {inside[-1].lineno})"
+    return text
 
 
 @dataclass(frozen=True)
@@ -39,10 +67,9 @@ class Plugin:
             assert isinstance(plain, dict)
             plain.pop("name", None)
             return hydra.utils.instantiate({"_convert_": "all", **plain})
-        except (OmegaConfBaseException, hydra.errors.InstantiationException) as error:
-            reason = " ".join(str(error).split())
+        except (OmegaConfBaseException, InstantiationException) as error:
             raise ValueError(
-                f"{self.key}: {self.target} cannot be instantiated: {reason}"
+                f"{self.key}: {self.target} cannot be instantiated: {describe_cause(error)}"
             ) from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
+from spatialdl.configuring.plugins import describe_cause
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, pairs, whole_box
 from spatialdl.data.sample_forms import Decoded, SampleForm
@@ -23,6 +25,10 @@ from spatialdl.data.sample_generators import Seed, own_generators, seeded
 from spatialdl.data.sample_transforms import SampleTransforms
 
 log = logging.getLogger("spatialdl.data")
+
+
+_SPREAD = (1, 0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)
+"""Positions of probed samples; data sets are often sorted by class, so the last one is first."""
 
 
 class DatasetSource:
@@ -86,6 +92,23 @@ class DatasetSource:
         self._num_classes, self._size = num_classes, size
         self._last = None
         self.decoded(0, 0)
+
+    def probe(self, seconds: float = 2.0) -> None:
+        """Check samples spread over the data set, so that errors are found before ranks start.
+
+        Args:
+            seconds: no further sample is read after this time.
+
+        Raises:
+            ValueError: one cannot be read, or does not match the first.
+        """
+        end, last = time.monotonic() + seconds, len(self) - 1
+        spread = [round(last * part) for part in _SPREAD]
+        for number in dict.fromkeys([*_extreme_labels(self.dataset), *spread]):
+            self.decoded(0, number)
+            if time.monotonic() > end:
+                break
+        self._last = None
 
     @property
     def has_masks(self) -> bool:
@@ -156,8 +179,18 @@ class DatasetSource:
     def _decoded(self, epoch: int, sample: int) -> Decoded:
         if self._own is None:
             self._own = own_generators((self.dataset, self._transforms.transforms))
-        with seeded(self._own, self._seed, epoch, sample):
-            given = self._transforms(self.dataset[sample])
+        try:
+            with seeded(self._own, self._seed, epoch, sample):
+                given = self._transforms(self.dataset[sample])
+        except OSError as error:
+            cause = describe_cause(error)
+            raise ValueError(
+                f"sample {sample} of {self.name} cannot be read: {cause}: check the path, or leave "
+                "the sample out"
+            ) from error
+        except Exception as error:
+            error.add_note(f"sample {sample} of {self.name}")
+            raise
         try:
             found = self._form.decoded(given)
             if self.channels:
@@ -227,6 +260,18 @@ class Epoch:
         if not self._source.has_masks:
             raise ValueError(f"{self._source.name} has no masks")
         return _cut(self._source.decoded(self._epoch, sample).target, box, sample, 0)
+
+
+def _extreme_labels(dataset: Any) -> list[int]:
+    """Samples with the highest and the lowest class, by an attribute as torchvision has it."""
+    labels = getattr(dataset, "targets", None)
+    try:
+        classes = np.asarray(labels)
+        if classes.shape == (len(dataset),) and classes.dtype.kind in "iu":
+            return [int(classes.argmax()), int(classes.argmin())]
+    except (ValueError, TypeError):
+        pass
+    return []
 
 
 def _cut(array: Pixels, box: Box | None, sample: int, channels: int) -> Pixels:

@@ -36,6 +36,8 @@ CUTTING = (
     *("edge", "stain_reference"),
 )
 """Keys that configure how slides are cut."""
+_DIMS = {"features": 1, "volumes": 3, "slides": 2}
+"""Spatial dims of inputs; slides beside features are drawn on, not predicted."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": (None, *PRECISIONS),
     "table": TABLES,
@@ -76,7 +78,8 @@ def check_config(config: DictConfig) -> Placement:
             "parallel.stream=auto is for training: give the virtual tiles, such as "
             "parallel.stream=[4,4]"
         )
-    dims = 1 if config.features is not None else None if config.volumes is None else 3
+    given = (key for key in _DIMS if config[key] is not None)
+    dims = _DIMS.get(next(given, ""))  # of data sets the checkpoint knows it
     placement = placement_of(config.parallel, dims)
     if config.features is not None and placement.world_size > placement.data:
         raise ValueError(

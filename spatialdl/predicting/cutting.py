@@ -37,6 +37,8 @@ class BatchCutting:
         edge: treatment of tiles at a slide's edges, see `slides.cutting.tiling`.
         filters: names and limits of the filters that drop tiles, see `slides.cutting.filters`.
         slide_mpp: micrometres per level-0 pixel, overrides the slides' metadata.
+        as_pictures: whether the training images were not cut from slides, as far as is known: a
+            slide as large as they are is one image then, with or without tissue.
     """
 
     tile_size: int
@@ -51,6 +53,7 @@ class BatchCutting:
     stain_normalise: str | None = None
     stain_reference: str | None = None
     slide_mpp: float | None = None
+    as_pictures: bool = False
 
     def options(self) -> Namespace:
         """These settings as options of the tiling command."""
@@ -96,7 +99,9 @@ def cutting_of(config: DictConfig, trained: Trained) -> BatchCutting:
             "whole=false cuts tiles, but the checkpoint's network predicts a class per pixel, "
             "which has seams between tiles: leave it out"
         )
-    tile_size = _tile_size(config, trained, whole)
+    asked = any(config[key] is not None for key in ("tile_size", "overlap", "edge", "min_tissue"))
+    as_pictures = not (whole or asked or recorded.get("tile_size"))
+    tile_size = _tile_size(config, trained, whole, as_pictures)
     as_trained = config.tile_size is None and not whole
     found = BatchCutting(
         tile_size,
@@ -111,6 +116,7 @@ def cutting_of(config: DictConfig, trained: Trained) -> BatchCutting:
         stain_normalise=recorded.get("stain_normalise"),
         stain_reference=config.stain_reference,
         slide_mpp=_either(config.slide_mpp, recorded.get("slide_mpp"), None),
+        as_pictures=as_pictures,
     )
     _check_fits(found, config, recorded)
     return found
@@ -175,19 +181,25 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _tile_size(config: DictConfig, trained: Trained, whole: bool) -> int:
+def _tile_size(config: DictConfig, trained: Trained, whole: bool, as_pictures: bool) -> int:
     if whole:
         return _SIDE_OF_WHOLE
     size = _either(config.tile_size, trained.made_with.get("tile_size"), None)
     if size is not None:
         return int(size)
     rows, cols = trained.image_size
-    if rows != cols:
-        raise ValueError(
-            f"the network was trained on images of {rows}x{cols}, but tiles are square: add "
-            "tile_size=..."
-        )
+    if rows != cols and not as_pictures:
+        raise ValueError(tiles_are_square(trained.image_size))
     return rows
+
+
+def tiles_are_square(size: Size) -> str:
+    """Message for slides that would be cut for a network of rectangular images."""
+    rows, cols = size
+    return (
+        f"the network was trained on images of {rows}x{cols}, but tiles are square: add "
+        "tile_size=..."
+    )
 
 
 def _resolution(config: DictConfig, recorded: Mapping[str, Any]) -> Wanted:

@@ -16,7 +16,7 @@ from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
 from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.errors import ShardError, SlideError
-from spatialdl.predicting.cutting import BatchCutting
+from spatialdl.predicting.cutting import BatchCutting, tiles_are_square
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, outside_remark, plan_tiles
@@ -172,6 +172,15 @@ def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
     """
     choosing = Choosing(cutting.options(), [])
     with Slide(path, cutting.slide_mpp) as slide:
+        if cutting.as_pictures:
+            scale = cutting.wanted.scale(slide)
+            rows, cols = (round(side / scale) for side in slide.size)
+            if (rows, cols) == cutting.view:
+                return _picture_input(slide, name, cutting, scale)
+            if cutting.view[0] != cutting.view[1]:
+                raise SlideError(
+                    f"slide {path} is {rows}x{cols} pixels, and {tiles_are_square(cutting.view)}"
+                )
         plan = plan_tiles(
             slide,
             cutting.tile_size,
@@ -208,6 +217,14 @@ def slide_input(path: Path, name: str, cutting: BatchCutting) -> Input:
             path,
             cutting.whole,
         )
+
+
+def _picture_input(slide: Slide, name: str, cutting: BatchCutting, scale: float) -> Input:
+    """A slide as large as the training images, as one image."""
+    size, places = (cutting.view[0], cutting.view[1]), [(0, 0)]
+    source = SlideImages(slide.path, cutting.slide_mpp, places, size, scale, slide.background)
+    span = size[0] * scale, size[1] * scale
+    return Input(name, source, size, places, span, slide.size, slide.known_mpp, slide.path)
 
 
 def _places(

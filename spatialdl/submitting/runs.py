@@ -178,7 +178,7 @@ def _ranks_of(config: DictConfig) -> int:
     """Number of ranks of the layout; of ``parallel=auto`` the user's ``parallel.world``."""
     if config.parallel.name != "auto":
         placement = check_config(config)
-        check_stored_size(config.data, placement)
+        check_stored_size(config.data, config.parallel)
         return placement.world_size
     world = config.parallel.world
     if not isinstance(world, int) or world < 1:

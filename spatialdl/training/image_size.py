@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 
 from spatialdl.data.format import Manifest
 from spatialdl.data.samples import RegionSample
-from spatialdl.parallel.placement import Placement
 
 Size = tuple[int, ...]
 
@@ -31,17 +30,17 @@ def common_size(path: Path, sizes: Iterable[Size]) -> Size:
     return different[0]
 
 
-def check_stored_size(data: DictConfig, placement: Placement) -> None:
+def check_stored_size(data: DictConfig, parallel: DictConfig) -> None:
     """Check the size of stored images before ranks are started.
 
     Args:
         data: group ``data`` of the configuration.
-        placement: layout of the ranks.
+        parallel: group ``parallel`` of the configuration.
 
     Raises:
         ValueError: if images differ in size, or are too small for the layout.
     """
-    from spatialdl.training.layouts import check_image
+    from spatialdl.training.layouts import check_image, placement_of
 
     if data.name != "shards" or data.image_size is not None:
         return
@@ -58,4 +57,4 @@ def check_stored_size(data: DictConfig, placement: Placement) -> None:
         if not sizes:
             return  # the loader raises an error that names the available splits
         size = common_size(path, sizes)
-    check_image(size, placement)
+    check_image(size, placement_of(parallel, len(size)))

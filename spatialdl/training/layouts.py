@@ -258,14 +258,19 @@ def _grid(setting: object, dims: int | None, key: str = "parallel.grid") -> tupl
     if min(numbers) < 1:
         raise ValueError(f"{key}={setting} needs numbers of at least 1")
     if dims is not None and len(numbers) != dims:
-        if max(numbers[1:], default=1) == 1:  # [2, 1] also means halves of signals and volumes
+        is_first_dim = max(numbers[1:], default=1) == 1
+        if len(numbers) <= 2 and is_first_dim:  # [2, 1] also means halves of signals and volumes
             return (numbers[0], *(1,) * (dims - 1))
-        names = ",".join(spatial_names(dims))
-        raise ValueError(
-            f"{key}={setting} has {len(numbers)} numbers, but the images have {dims} spatial dims: "
-            f"set one per dim, {key}=[{names}]"
-        )
+        raise ValueError(_dims_mismatch(key, setting, len(numbers), dims))
     return tuple(numbers)
+
+
+def _dims_mismatch(key: str, setting: object, numbers: int, dims: int) -> str:
+    excess = ", one too many" if numbers == dims + 1 else ""
+    return (
+        f"{key}={setting} has {numbers} numbers{excess}, but the images have {dims} spatial dims: "
+        f"set one per dim, {key}=[{','.join(spatial_names(dims))}]"
+    )
 
 
 def check_batch(batch_size: int, microbatches: int, placement: Placement) -> None:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.configuring.own_keys import named
+from spatialdl.configuring.plugins import describe_cause
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.sample_forms import SampleForm, shown
@@ -182,8 +183,10 @@ def _made(settings: Any, key: str) -> Any:
     try:
         return hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"{key}._target_={target} cannot be created: {text}") from error
+        raise ValueError(
+            f"{key}._target_={target} cannot be created: {describe_cause(error)}: check its "
+            f"arguments, {key}.NAME=..."
+        ) from error
 
 
 def _source(

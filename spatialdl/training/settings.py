@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.bags import BagSource, BagViews
+from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.loader import check_workers
 from spatialdl.data.normalisation import Normalisation, wants_statistics
@@ -27,7 +29,9 @@ from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.bag_sources import open_bags
+from spatialdl.training.checks import SYNTHETIC
 from spatialdl.training.image_size import common_size
+from spatialdl.training.layouts import check_image, placement_of
 from spatialdl.training.own_data import open_own_data
 
 log = logging.getLogger("spatialdl.data")
@@ -37,9 +41,6 @@ TARGETED = ("multilabel", "regression")
 
 SURVIVAL_BINS = 4
 """Time intervals of task=survival if `data.num_classes` is not set."""
-
-SYNTHETIC = ("synthetic", "fractals")
-"""Values of `data=` for generated data sets."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,39 @@ def open_sources(
     normalisation.check_pixels(sources.train_views.dtype)
     if background is not None:
         sources.train_views.check_background()
+    if task == "classification":
+        for source in (sources.train, sources.validation):
+            _check_labels(source, sources.num_classes)
+    return sources
+
+
+def _check_labels(source: ImageSource | None, classes: int) -> None:
+    """Check the labels that are stored; those of a user's samples are known as they are read."""
+    if source is None or isinstance(source, DatasetSource) or not len(source.labels):
+        return
+    labels = np.asarray(source.labels)
+    wrong = int(labels.max()) if labels.max() >= classes else int(labels.min())
+    if not 0 <= wrong < classes:
+        raise ValueError(
+            f"a sample has class {wrong}, expected 0 to {classes - 1} (data.num_classes={classes}):"
+            f" set data.num_classes={max(int(labels.max()) + 1, 1)}, or number classes from 0"
+        )
+
+
+def open_and_check(config: DictConfig) -> Sources:
+    """Open the data sets before ranks start, and check the layout and some samples.
+
+    Raises:
+        ValueError: see `open_sources`; or if images do not fit the layout, or labels the number of
+            classes.
+    """
+    sources = open_sources(config.data, int(config.seed), config.task.name, config.task.get("loss"))
+    if not sources.train_views.varies:
+        placement = placement_of(config.parallel, len(sources.image_size))
+        check_image(sources.image_size, placement)
+    for source in (sources.train, sources.validation):
+        if isinstance(source, DatasetSource):
+            source.probe()
     return sources
 
 

@@ -1,6 +1,8 @@
 """Stop signals: the run finishes its step, writes a checkpoint, and exits with code 0.
 
-A second signal ends it at once. Signals within one second count as one, because schedulers and
+A second signal ends it at once, and so do SIGINT and SIGTERM before the first step is done, when
+there is nothing to save. SIGUSR1 asks for a checkpoint in any case: schedulers send it before a
+time limit, and start the run again. Signals within one second count as one, because schedulers and
 launchers may both signal a rank. A separate thread receives them, because Python runs no handlers
 while the main thread waits in MPI.
 """
@@ -18,18 +20,21 @@ from pathlib import Path
 from types import FrameType
 
 from spatialdl.comm.early_signals import STOPPING, take
-from spatialdl.comm.ending import end_job
+from spatialdl.comm.ending import end_job, record_ending
 from spatialdl.comm.launch import launched
+from spatialdl.comm.liveness import SWITCH, announced_signal, print_last
 from spatialdl.data.saving import replacing
 
 MARKER = "stopped.json"
 """File in the run directory for scripts that restart the run."""
 
 _AS_ONE_S = 1.0
+_HEAD_START_S = 1.0  # for rank 0 to end a job of which all ranks were signalled
 
 
 class _Seen:
     installed = False
+    has_stepped = False
     first: int | None = None
     at = 0.0
 
@@ -68,13 +73,30 @@ def _watch(reader: int) -> None:
 
 def _see(number: int) -> None:
     now = time.monotonic()
+    info = launched()
+    is_first_rank = info is None or info.rank == 0
     if _Seen.first is None:
+        announced = announced_signal() if number == signal.SIGUSR1 else None
+        number = announced if announced in STOPPING else number
+        if not _Seen.has_stepped and number != signal.SIGUSR1:
+            if not is_first_rank:
+                time.sleep(_HEAD_START_S)
+            if SWITCH in os.environ and announced is None:
+                end_job(128 + number)  # the launcher ends the job for another rank's error
+            text = f"stopped by {signal.Signals(number).name} before the first step was done"
+            record_ending(text)
+            print_last(text)
+            end_job(128 + number)
         _Seen.first, _Seen.at = number, now
-        info = launched()
-        if info is None or info.rank == 0:
+        if is_first_rank:
             sys.stderr.write("stopping after this step; send the signal again to exit at once\n")
     elif number == signal.SIGINT or now - _Seen.at >= _AS_ONE_S:
         end_job(128 + number)
+
+
+def step_done() -> None:
+    """Note that there is a step to save, for which SIGINT and SIGTERM wait from now on."""
+    _Seen.has_stepped = True
 
 
 def seen() -> bool:

@@ -332,6 +332,7 @@ class Trainer:
         with self._watch.over(self.progress.step + 1):
             own = self._step.run(batch, self.progress.step)
         self.progress.step_done()
+        signals.step_done()
         loss = self._step_sync.after_step(own)
         if self._overfit is not None:
             self._overfit.note(loss)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl.comm.abort import describe_error
+from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import (
     LaunchInfo,
     check_mpi_world,
@@ -21,6 +22,8 @@ from spatialdl.comm.launch import (
     mpiexec_command,
     start_ranks,
 )
+from spatialdl.comm.launcher_output import NoticeFilter
+from spatialdl.comm.scratch import PREFIX, job_folder
 from spatialdl.errors import UnsupportedSpatialOp
 
 OPEN_MPI = {
@@ -29,6 +32,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
 SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
+SHARED_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
 SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SLURM_STEP = {**SLURM_JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4"}
@@ -172,13 +176,63 @@ def test_open_mpi_keeps_its_files_of_a_job_where_no_other_job_has_any(place, mon
     folders = set()
     for _ in range(2):
         assert start_ranks(2, "job", []) == 0
-        folders.add(seen(place)[1][SESSIONS])
-    assert len(folders) == 2
+        environment = seen(place)[1]
+        folders |= {environment[name] for name in (SESSIONS, SHARED_MEMORY)}
+    assert len(folders) == 4
     assert not any(map(os.path.exists, folders))
     monkeypatch.setenv(SESSIONS, str(place))
     assert start_ranks(2, "job", []) == 0
     assert seen(place)[1][SESSIONS] == str(place)
     assert place.exists()
+
+
+def test_folders_of_killed_jobs_are_removed(tmp_path):
+    with job_folder(tmp_path) as used:
+        (tmp_path / f"{PREFIX}killed" / "session").mkdir(parents=True)
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))
+        with job_folder(tmp_path) as folder:
+            assert {str(one) for one in tmp_path.iterdir()} == {used, folder}
+    assert not list(tmp_path.iterdir())
+
+
+RULE = "-" * 74 + "\n"
+TABLE = f"{RULE}rows\n{RULE}"
+NOTICE = f"{RULE}prterun has exited due to process rank 0\n{RULE}"
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_notices_of_the_launcher_are_set_aside(step):
+    text = f"a--{TABLE}b{NOTICE} \n\0rank 1: {NOTICE[:-9]}".encode()
+    notices = NoticeFilter()
+    passed = b"".join(notices.feed(text[n : n + step]) for n in range(0, len(text), step))
+    passed += notices.feed(b"", last=True)
+    assert passed.decode() == f"a--{TABLE}brank 1: "
+    assert b"".join(notices.notices).decode() == NOTICE + NOTICE[:-9]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "refused"),
+    [
+        (16, {}, None),
+        (17, {}, "17 ranks are too many for this machine with 2 cores: use at most 16, or"),
+        (17, {"SLURM_JOB_ID": "7"}, None),
+        (8, {"MEMORY": "2000000"}, r"8 ranks .* with 2.0 GB of free memory.*: use at most 4, or"),
+    ],
+)
+def test_ranks_need_cores_and_memory(ranks, environment, refused, place, monkeypatch):
+    """200 ranks on two cores started for minutes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    free = int(environment.pop("MEMORY", "90000000")) * 1000
+    monkeypatch.setattr("spatialdl.comm.capacity.available_memory", lambda: free)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    check_capacity(ranks, oversubscribe=True)
+    if refused is None:
+        check_capacity(ranks, oversubscribe=False)
+    else:
+        with pytest.raises(ValueError, match=f"{refused}.*or set comm.oversubscribe=true"):
+            check_capacity(ranks, oversubscribe=False)
 
 
 def test_mpiexec_is_taken_from_the_path_if_there_is_none_beside_python(place, monkeypatch):

@@ -53,6 +53,7 @@ def test_what_fits(words, ranks, given, tmp_path):
             "slides=null volumes=a.nii split=val",
             "split=val selects from shards=",
         ),
+        ("parallel=sp parallel.grid=[2,1,1]", "has 3 numbers, one too many"),
         ("slides=null volumes=a.nii parallel=sp parallel.grid=[1,2]", r"grid=\[1, 2\] has 2 "),
         ("slides=null shards=SET edge=pad", "edge configures how slides are cut"),
         ("slides=null shards=SET/none", "is not a folder"),

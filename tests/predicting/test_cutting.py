@@ -117,9 +117,11 @@ def test_tiles_are_squares_even_if_training_images_are_not():
     trained = known_network(("a", "b"))
     trained.config.data.image_size = [32, 24]
     with pytest.raises(ValueError, match="images of 32x24, but tiles are square: add tile"):
-        cutting_of(composed("predict", "level=0"), trained)
+        cutting_of(composed("predict", "level=0 overlap=3"), trained)
+    found = cutting_of(composed("predict", "level=0"), trained)
+    assert (found.as_pictures, found.view) == (True, (32, 24))
     found = cutting_of(composed("predict", "level=0 tile_size=32"), trained)
-    assert found.tile_size == 32
+    assert (found.tile_size, found.as_pictures) == (32, False)
 
 
 def test_whatever_changes_the_images_changes_the_key(tmp_path):
@@ -129,6 +131,7 @@ def test_whatever_changes_the_images_changes_the_key(tmp_path):
         **{"tile_size": 45, "view": (44, 44), "wanted": Wanted(0.8), "whole": True, "overlap": 5},
         **{"edge": "pad", "min_tissue": 0.3, "background": "dark", "filters": {"pen": 0.2}},
         **{"stain_normalise": "macenko", "stain_reference": str(image(tmp_path)), "slide_mpp": 1},
+        "as_pictures": True,
     }
     assert set(other) == {one.name for one in fields(BatchCutting)}
     keys = [before.key(), *(replace(before, **{key: other[key]}).key() for key in other)]

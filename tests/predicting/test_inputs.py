@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+from PIL import Image
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.errors import SlideError
@@ -39,6 +40,20 @@ def test_an_image_has_the_same_pixels_however_it_is_divided(scale, large, tmp_pa
     assert np.abs(whole.astype(int) - expected).max() <= (0 if large > 500 else 2)
     images.close()
     assert np.array_equal(pickle.loads(pickle.dumps(images)).read(0), whole)
+
+
+def test_a_picture_as_large_as_the_training_images_is_one_image(tmp_path):
+    """A rectangular PNG was refused without a tile size, and one without tissue had no tiles."""
+    pixels = np.full((32, 24, 3), 250, np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    cutting = BatchCutting(32, (32, 24), Wanted(level=0), whole=False, as_pictures=True)
+    found = slide_input(tmp_path / "a.png", "a", cutting)
+    assert (found.places, found.size, found.span, found.whole) == (
+        *([(0, 0)], (32, 24), (32.0, 24.0), False),
+    )
+    assert np.array_equal(found.source.read(0, (1, 30, 2, 9)), pixels[1:30, 2:9])
+    with pytest.raises(SlideError, match=r"a.* is 32x24 pixels, and .* of 24x32, but tiles are"):
+        slide_input(tmp_path / "a.png", "a", replace(cutting, view=(24, 32)))
 
 
 def shards(folder: Path, places: list[tuple[int, int]], **made_with: object) -> ShardDataset:

@@ -20,7 +20,8 @@ def written(folder: Path, *sizes: tuple[int, int, str]) -> str:
 
 def checked(*words: str) -> None:
     config = composed("train", " ".join(words))
-    check_stored_size(config.data, check_config(config))
+    check_config(config)
+    check_stored_size(config.data, config.parallel)
 
 
 def test_sizes() -> None:

@@ -110,6 +110,9 @@ def test_grids_have_a_number_for_each_spatial_dim():
     sentence = r"grid=\[1, 2\] has 2 numbers, but the images have 3 spatial dims: set one per dim"
     with pytest.raises(ValueError, match=sentence):
         placement_of(config("parallel=sp", "parallel.grid=[1,2]").parallel, 3)
+    for grid in ("[2,1,1]", "[1,2,1]"):
+        with pytest.raises(ValueError, match="has 3 numbers, one too many, but the images have 2"):
+            placement_of(config("parallel=sp", f"parallel.grid={grid}").parallel, 2)
     with pytest.raises(ValueError, match=r"of 8x8x8 have 3 spatial dims, but parallel.grid has 2"):
         check_image((8, 8, 8), Placement(1, ((2, 1),)))
 

@@ -88,6 +88,16 @@ def test_images_are_cropped_and_padded():
         ("Noise", ("data.keys=[a]",), r"data.keys=\['a'\] must be \[image,target\]"),
         ("Noise", ("data.keys=[0,5]",), "has 2 parts, but data.keys"),
         ("Noise", ("data.channel_dim=middle",), "must be first, last or null"),
+        (
+            *("Files", ("data.num_classes=2",)),
+            r"^sample 0 of data.dataset \(.*\.Files\) cannot be read: .*'gone-0.png' \("
+            r".*own_datasets\.py, line \d+\): check the path, or leave the sample out$",
+        ),
+        (
+            *("Files", ("data.dataset.table=gone.csv",)),
+            r"^data.dataset._target_=.*\.Files cannot be created: .*'gone.csv' \("
+            r".*own_datasets\.py, line \d+\): check its arguments, data.dataset.NAME=\.\.\.$",
+        ),
         ("Noise", ("data.validation=val",), "data.validation=val is not a data set"),
     ],
 )

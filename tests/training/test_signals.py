@@ -22,6 +22,8 @@ import os, sys, time
 from spatialdl.training import signals
 signals.install()
 signals.install()  # as the jobs of a sweep do
+if sys.argv[1] != "start":
+    signals.step_done()
 print("ready", flush=True)
 while not any(signals.flags()):
     time.sleep(0.001)
@@ -57,6 +59,18 @@ def test_the_first_signal_only_asks(number):
         assert agreed(seen) is number
         assert waits.wait(60) == 0
         assert "stopping after this step" in waits.stderr.read()
+
+
+@pytest.mark.parametrize("number", STOPPING, ids=lambda one: one.name)
+def test_before_the_first_step_only_a_scheduler_waits_for_it(number):
+    """Ctrl-C and SIGTERM took as long as the start and a step, 260 s in one case."""
+    with process("start") as waits:
+        assert waits.stdout.readline() == "ready\n"
+        waits.send_signal(number)
+        is_kept = number == signal.SIGUSR1
+        assert waits.wait(60) == (0 if is_kept else 128 + number)
+        said = waits.stderr.read()
+        assert f"stopped by {number.name} before the first step was done" in said or is_kept
 
 
 def test_nobody_has_asked_for_anything_here():
@@ -117,6 +131,7 @@ def test_several_ways_to_tell_the_same_count_once(monkeypatch):
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(signals, "end_job", ended.append)
     monkeypatch.setattr(signals._Seen, "first", None)
+    signals.step_done()
     for number, at, code in (
         (signal.SIGUSR1, 100.0, None),
         (signal.SIGTERM, 100.9, None),

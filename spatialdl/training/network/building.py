@@ -15,6 +15,7 @@ from torch import nn
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
 from spatialdl.configuring.own_keys import offered_keys, refused_key
+from spatialdl.configuring.plugins import describe_cause
 from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule
@@ -80,7 +81,9 @@ def instantiate(config: DictConfig) -> nn.Module:
     try:
         model = _called(config.model, offered_keys(config.model))
     except hydra.errors.InstantiationException as error:
-        raise ValueError(f"model={config.model._target_} cannot be built: {error}") from error
+        raise ValueError(
+            f"model={config.model._target_} cannot be built: {describe_cause(error)}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model={config.model._target_} creates a {type(model).__name__}, expected a "

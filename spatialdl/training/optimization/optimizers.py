@@ -13,6 +13,8 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
+from spatialdl.configuring.plugins import describe_cause
+
 SCALES = {
     "none": lambda ratio: 1.0,
     "linear": lambda ratio: ratio,
@@ -56,7 +58,7 @@ def make_optimizer(
     try:
         optimizer: torch.optim.Optimizer = hydra.utils.instantiate(settings)(groups)
     except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
-        raise ValueError(f"cannot create the optimizer: {error}") from error
+        raise ValueError(f"cannot create the optimizer: {describe_cause(error)}") from error
     return optimizer
 
 
@@ -162,7 +164,7 @@ def make_scheduler(
     try:
         scheduler: LRScheduler = hydra.utils.instantiate(settings)(optimizer)
     except (TypeError, ValueError, hydra.errors.InstantiationException) as error:
-        raise ValueError(f"cannot create the scheduler: {error}") from error
+        raise ValueError(f"cannot create the scheduler: {describe_cause(error)}") from error
     if warm_up == 0:
         return scheduler
     linear = LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)

@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from spatialdl.configuring.plugins import describe_cause
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -135,8 +136,9 @@ def _made(settings: DictConfig, target: str) -> Callable[[Tensor, Tensor], Tenso
             return functools.partial(function, **arguments)
         made = hydra.utils.instantiate(settings, _convert_=settings.get("_convert_", "all"))
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"task.loss._target_={target} cannot be created: {text}") from error
+        raise ValueError(
+            f"task.loss._target_={target} cannot be created: {describe_cause(error)}"
+        ) from error
     if not callable(made):
         raise ValueError(f"task.loss._target_={target} is not callable with output and target")
     return made  # type: ignore[no-any-return]
