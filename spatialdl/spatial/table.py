@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.torch_internals import OpOverload, tree_flatten
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _HOLDERS = (torch.Tensor, list, tuple, dict)
@@ -127,7 +127,7 @@ def spatial_in(values: Any) -> list[SplitOperand]:
 def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> UnsupportedSpatialOp:
     """The error with the operation, the layout and advice."""
     name = str(func)
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         name = getattr(func, "__name__", name)
         if name in ("__get__", "__set__"):  # of a property such as Tensor.mT
             name = getattr(func.__self__, "__name__", name)
