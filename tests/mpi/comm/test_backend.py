@@ -265,7 +265,9 @@ def test_gradients_of_sharded_parameters_are_clipped_together(mesh):
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     close([whole(norm)], [expected])
-    close([whole(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    # PyTorch 2.8 adds the 1e-6 that keeps it from dividing by zero once for each rank
+    grads = ([whole(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
+    close(*grads, tolerance=1e-8)
 
 
 @pytest.mark.world(4)
