@@ -22,7 +22,7 @@ import torch.utils._pytree
 from torch import nn
 
 OLDEST, NEWEST = "2.8", "2.15"
-"""Versions of PyTorch with which the tests passed; see docs/environment.md."""
+"""Versions of PyTorch with which the tests passed; see docs/first-network.md."""
 
 
 def _missing(name: object) -> ImportError:
