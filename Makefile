@@ -1,8 +1,12 @@
 # make setup | make demo | make test-fast | make test | make test-docs | make test-device | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
-BIN    := .venv/bin
-READY  := .venv/.ready
-DOCS   := .venv/.docs
+# TORCH=2.15.0: that version of PyTorch, in an environment of its own
+TORCH  ?=
+VENV   := .venv$(addprefix -torch-,$(TORCH))
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+DOCS   := $(VENV)/.docs
+PIP    := $(BIN)/pip install --quiet $(if $(TORCH),,--constraint tools/constraints.txt)
 RUN    := $(BIN)/mpiexec --oversubscribe --timeout
 MPI_TESTS := $(BIN)/python -m pytest -p no:cacheprovider
 
@@ -19,11 +23,11 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup demo test test-fast test-serial test-mpi test-docs test-device test-gpu test-cluster test-slow coverage mutants lint typecheck bench bench-gpu clean
 
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable ".[mpi,dev,proof]"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[mpi,dev,proof]" $(addprefix torch==,$(TORCH))
 	# apart, as the wheel of torchvision has operators for CUDA only: beside a CPU build of torch it
 	# cannot be imported as it is, and what finds it fails; tests/vision.py makes both known to a test
-	$(BIN)/pip install --quiet --no-deps --target .venv/vision "timm>=1.0" "torchvision>=0.23,<0.29"
+	$(PIP) $(if $(TORCH),torch==$(TORCH),--no-deps --target .venv/vision) "timm>=1.0" "torchvision>=0.23"
 	touch $(READY)
 
 setup: $(READY)
@@ -194,7 +198,7 @@ typecheck: $(READY)
 	$(BIN)/mypy
 
 $(DOCS): $(READY)
-	$(BIN)/pip install --quiet --editable ".[docs]"
+	$(PIP) --editable ".[docs]"
 	touch $(DOCS)
 
 # the site, into site/; a link that leads nowhere, or a page that is not in the navigation, is an error
@@ -214,4 +218,4 @@ bench-gpu: $(READY)
 	$(BIN)/python -m spatialdl.bench suite --device auto
 
 clean:
-	rm -rf .venv build *.egg-info outputs demo site
+	rm -rf .venv .venv-torch-* build *.egg-info outputs demo site

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from spatialdl.bags.tiles import OwnTiles
 from spatialdl.random.drawing import PartsOfSamples
+from spatialdl.torch_internals import BatchNormBase, InstanceNormBase
 
 Progress = Callable[[int], object]
 TOLERANCE = 1e-3
@@ -205,15 +204,15 @@ def batch_statistics(encoder: nn.Module) -> list[str]:
     return [
         f"{name or 'encoder'} ({type(layer).__name__})"
         for name, layer in encoder.named_modules()
-        if (isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None))
-        or (isinstance(layer, _InstanceNorm) and layer.training and layer.track_running_stats)
+        if (isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None))
+        or (isinstance(layer, InstanceNormBase) and layer.training and layer.track_running_stats)
     ]
 
 
 def freeze_norms(encoder: nn.Module) -> None:
     """Set BatchNorm and InstanceNorm layers to evaluation mode, with their running statistics."""
     for layer in encoder.modules():
-        if isinstance(layer, _BatchNorm | _InstanceNorm):
+        if isinstance(layer, BatchNormBase | InstanceNormBase):
             layer.eval()
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from mpi4py import MPI
 from torch import nn
-from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -30,6 +29,7 @@ from spatialdl.comm.datatypes import buffer
 from spatialdl.comm.device_group import backend_for
 from spatialdl.comm.device_path import choose_device_path
 from spatialdl.comm.world import start_world
+from spatialdl.torch_internals import ProcessGroup, Work
 
 Thing = TypeVar("Thing")
 Todo = Callable[[], object]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.random.composite import inside
+from spatialdl.torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 
 def refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
@@ -39,7 +38,7 @@ class CopiedView(Tensor):
 
 def _unguarded(x: Any) -> Any:
     if isinstance(x, CopiedView):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)
     return x
 

@@ -16,7 +16,6 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.channels.copies import guarded, refusal, target_of, writes_into
 from spatialdl.channels.moves import divided, gathered, replicated
@@ -25,6 +24,14 @@ from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.partition import Partition
 from spatialdl.random.composite import inside
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+from spatialdl.torch_internals import (
+    DisableTorchFunction,
+    make_wrapper_subclass,
+    set_throw_on_mutable_data_ptr,
+    tensor_version,
+    tree_leaves,
+    tree_map,
+)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 CHANNEL_OPS: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -64,10 +71,10 @@ class ChannelTensor(Tensor):
         shape[at] = partition.size
         # The wrapper itself is a leaf. A function that bypasses the handlers creates a wrapper with
         # a grad_fn that does not lead to `part`; `_check_history` detects it.
-        x: ChannelTensor = torch.Tensor._make_wrapper_subclass(
+        x: ChannelTensor = make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
-        torch._C._set_throw_on_mutable_data_ptr(x)
+        set_throw_on_mutable_data_ptr(x)
         x.part, x.at, x.partition, x.comm = part, at, partition, comm
         return x
 
@@ -194,7 +201,7 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _OF_WRAPPER:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return func(*args, **kwargs)
     for x in args:
         for one in x if isinstance(x, list | tuple) else (x,):
@@ -270,7 +277,7 @@ for _name in ("data", "grad"):
     _refuse(getattr(Tensor, _name).__set__, f"it would change a copy; {_SET}")
 
 
-@channel_op(Tensor._version.__get__)  # type: ignore[attr-defined]
+@channel_op(tensor_version.__get__)  # type: ignore[attr-defined]
 def _version(x: ChannelTensor) -> int:
     return x.part._version
 
@@ -296,7 +303,7 @@ def on_tile(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _check_history(x: ChannelTensor) -> None:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         is_leaf, is_followed = x.grad_fn is None, x.requires_grad
     if not is_leaf:
         raise UnsupportedSpatialOp(

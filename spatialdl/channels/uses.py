@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels.tensor import ChannelTensor, whole_of
 from spatialdl.channels.weights import Use, install_weights, places
@@ -29,6 +28,7 @@ from spatialdl.parallel.partition import FORMS
 from spatialdl.random import keyed
 from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import tree_map_only
 
 ROUNDS = 8
 """Maximum number of forwards, repeated while operations after the layers request partitions."""

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.utils._pytree import tree_map_only
 
 from spatialdl.channels import along, group_norm, heads, layers, products, shapes
 from spatialdl.channels.moves import all_gather, own_part
 from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.partition import Partition
+from spatialdl.torch_internals import (
+    make_wrapper_subclass,
+    set_throw_on_mutable_data_ptr,
+    tree_map_only,
+)
 
 TRIES = 2
 """Number of dims along which division of a weight that no layer uses is tried."""
@@ -91,10 +95,10 @@ class Weight(ChannelTensor):
         cls, module: nn.Module, name: str, shape: torch.Size, use: Use, comm: Communicator
     ) -> Weight:
         held = _held(module, name)
-        x: Weight = torch.Tensor._make_wrapper_subclass(
+        x: Weight = make_wrapper_subclass(
             cls, shape, dtype=held.dtype, device=held.device, requires_grad=held.requires_grad
         )
-        torch._C._set_throw_on_mutable_data_ptr(x)
+        set_throw_on_mutable_data_ptr(x)
         x.module, x.key, x.comm, x.use, x.is_cut = module, name, comm, use, False
         return x
 

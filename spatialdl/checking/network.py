@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from spatialdl.configuring.own_keys import named
+from spatialdl.torch_internals import DropoutBase
 
 
 def find_builder(target: str) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def build(target: str, seed: int, arguments: Mapping[str, Any] | None = None) ->
 
 def switch_off_dropout(network: nn.Module) -> int:
     """Set p = 0 in all dropout modules; returns the number of modules changed."""
-    active = [m for m in network.modules() if isinstance(m, _DropoutNd) and m.p > 0]
+    active = [m for m in network.modules() if isinstance(m, DropoutBase) and m.p > 0]
     for module in active:
         module.p = 0.0
     return len(active)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.source_lines import users_line
@@ -21,6 +20,7 @@ from spatialdl.spatial.dims import from_image, to_image
 from spatialdl.spatial.prefix import apart
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
+from spatialdl.torch_internals import tree_flatten, tree_map
 
 _VALUES: dict[str, Any] = {
     "torch.Tensor.item": 1.0,

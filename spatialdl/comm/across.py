@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange, Route
 from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.plan import MessageSizes
 from spatialdl.comm.waiting import noted
+from spatialdl.torch_internals import disable_current_modes
 
 
 class Sent(NamedTuple):
@@ -119,7 +119,7 @@ class Across:
             noted("agreeing to stop", self._comm.world_ranks, pending.wait)
             if flag[0] > 0:
                 raise GivenUp
-        with _disable_current_modes():
+        with disable_current_modes():
             flag = torch.tensor([float(self.stops())])
             self._stop_request = flag, self._comm.start_all_reduce(flag)
 
@@ -174,7 +174,7 @@ def _buffers(entries: Sequence[_Entry]) -> dict[int, Tensor]:
     counts: dict[int, int] = {}
     for process, _, _, piece in entries:
         counts[process] = counts.get(process, 0) + piece.numel()
-    with _disable_current_modes():
+    with disable_current_modes():
         return {
             process: torch.empty(1, count, dtype=entries[0][-1].dtype, device=entries[0][-1].device)
             for process, count in counts.items()

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.digest import first_difference
 from spatialdl.errors import CommMismatch
+from spatialdl.torch_internals import current_graph_task_id
 
 FIRST, WINDOW, LONGEST = 8, 4, 1024
 OF_WEIGHTS = 2**16
@@ -150,7 +150,7 @@ class Agreement:
         Raises:
             ValueError: if it differs, and hence the losses.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == self._backward:
             return
         self._backward = task

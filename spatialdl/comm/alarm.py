@@ -186,9 +186,10 @@ class ByStore:
 
     def __init__(self, rank: int, size: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-        from torch.distributed.distributed_c10d import _get_default_store
 
-        store = _get_default_store()
+        from spatialdl.torch_internals import default_store
+
+        store = default_store()
         with suppress(Exception):  # not every kind of store can be cloned
             store = store.clone()  # type: ignore[attr-defined]
         self._store: Store = PrefixStore("spatialdl/alarm", store)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from spatialdl.torch_internals import backend_plugins
+
 _made: Counter[tuple[int, ...]] = Counter()
 
 _CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
@@ -23,7 +25,7 @@ def backend_for(device: torch.device) -> str | None:
     built_in = _CLASSES.get(name)
     if built_in is not None:
         return name if hasattr(dist, built_in) else None
-    return name if name.upper() in dist.Backend._plugins else None
+    return name if name.upper() in backend_plugins else None
 
 
 def device_group(
@@ -71,7 +73,7 @@ def _backend(name: str, store: Store, rank: int, size: int, limit: timedelta) ->
         options = group_class.Options()
         options._timeout = limit
         return group_class(store, rank, size, options)
-    plugin = dist.Backend._plugins[name.upper()]
+    plugin = backend_plugins[name.upper()]
     if plugin.extended_api:
         raise ValueError(f"unsupported backend {name}: set comm.device_path=host")
     return plugin.creator_fn(store, rank, size, limit)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_group import backend_for
 from spatialdl.comm.processes import machine
+from spatialdl.torch_internals import default_store
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -227,7 +228,7 @@ def _is_mpi(comm: Communicator) -> bool:
 def _store(comm: Communicator) -> Store:
     """Rendezvous store for groups of these ranks."""
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return default_store()
     from spatialdl.comm.store import store_by_mpi
 
     return store_by_mpi(comm)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import atexit
 import operator
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -18,8 +18,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from spatialdl.comm import check
 from spatialdl.comm.boxed import Exchange
@@ -30,6 +29,7 @@ from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.processes import machine
 from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted
+from spatialdl.torch_internals import default_store, group_names, naming_groups
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
 _made: Counter[tuple[int, ...]] = Counter()
@@ -212,9 +212,7 @@ def _gloo_group(ranks: tuple[int, ...]) -> Any:
     ``dist.new_group`` names a group by the number of groups. If garbage collection removes one
     earlier on one rank than on another, later names differ or clash.
     """
-    store = PrefixStore(
-        f"spatialdl/{'-'.join(map(str, ranks))}/{_made[ranks]}", _get_default_store()
-    )
+    store = PrefixStore(f"spatialdl/{'-'.join(map(str, ranks))}/{_made[ranks]}", default_store())
     _made[ranks] += 1
     here = ranks.index(dist.get_rank())
     limit = timeout_of_groups() or dist.default_pg_timeout
@@ -234,8 +232,7 @@ def local_group(ranks: Sequence[int], backend: str) -> Any:
         )
 
 
-@contextmanager
-def _named_by_its_ranks() -> Iterator[None]:
+def _named_by_its_ranks() -> AbstractContextManager[None]:
     """Name new groups by their ranks, and by the number of groups of the same ranks.
 
     PyTorch names a group by the number of all groups of its process: ranks with different numbers
@@ -244,15 +241,9 @@ def _named_by_its_ranks() -> Iterator[None]:
 
     def named(ranks: list[int]) -> str:
         prefix = f"spatialdl/{'-'.join(map(str, ranks))}/"
-        names = distributed_c10d._world.pg_names.values()
-        return f"{prefix}{sum(name.startswith(prefix) for name in names)}"
+        return f"{prefix}{sum(name.startswith(prefix) for name in group_names())}"
 
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = named
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = original
+    return naming_groups(named)
 
 
 def _packed(obj: Any) -> Tensor:

@@ -21,6 +21,7 @@ from spatialdl.comm import check, trace
 from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.comm.reduce import add_over_ranks_, sum_over_ranks
 from spatialdl.comm.waiting import noted
+from spatialdl.torch_internals import foreach_copy_
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -240,7 +241,7 @@ def _split(joined: Tensor, tensors: Sequence[Tensor]) -> None:
         for one, part in elsewhere:
             one.copy_(part)
     elif elsewhere:
-        torch._foreach_copy_([one for one, _ in elsewhere], [part for _, part in elsewhere])
+        foreach_copy_([one for one, _ in elsewhere], [part for _, part in elsewhere])
 
 
 def shard_of(tensor: Tensor) -> Tensor:

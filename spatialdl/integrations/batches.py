@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.parallel.layout import image_shape
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import tree_leaves, tree_map_only
 
 Split = Callable[[Any, Mesh], Any] | Collection[str | int] | str | int | None
 """A function of batch and mesh, the keys of images and masks, or None for detection."""

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.random.composite import inside
+from spatialdl.torch_internals import tree_leaves
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _BATCH_NORMS = {

@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.pipeline.outer_state import form_of
+from spatialdl.torch_internals import BatchNormBase
 
 _ALWAYS = frozenset(vars(nn.Module())) - {"training"} | {"__dict__", "__class__"}
 """Attributes of every module, whose content is handled separately."""
@@ -125,7 +125,7 @@ class Attributes:
             if is_lost:
                 lost[min(group)] = users
         for key in self.constants():
-            if key.name == "training" and isinstance(self._modules[key.path], _BatchNorm):
+            if key.name == "training" and isinstance(self._modules[key.path], BatchNormBase):
                 lost[key] = self._users[key]  # BatchNorm does not train while it is recorded
         return lost
 

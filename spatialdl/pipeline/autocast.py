@@ -41,7 +41,7 @@ def value_types(
     Raises:
         ValueError: if a stage cannot be run without data.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from spatialdl.torch_internals import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True), device, autocast(device, dtype):
         values = {IMAGE: torch.empty(image.shape, dtype=image.dtype)}

@@ -18,7 +18,6 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.comm.communicator import Communicator
@@ -26,6 +25,7 @@ from spatialdl.pipeline.recording import Forward, switch_to
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
 from spatialdl.spatial.meta import computed_attributes, meta_copy, on_meta
+from spatialdl.torch_internals import tree_leaves
 
 OPERATIONS_PER_ELEMENT = 20
 """Cost of a memory-bound operation per element of its output, in multiply-adds."""

@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.pipeline.stage import Stage
 from spatialdl.pipeline.statistics import SliceStatistics, is_plain, under_checkpoint
 from spatialdl.pipeline.steps import Recording, Step, Value, run_step
 from spatialdl.random.streams import numbers_drawn
 from spatialdl.spatial.norm import StatisticsOver
+from spatialdl.torch_internals import (
+    BatchNormBase,
+    DisableTorchFunction,
+    unsafe_preserve_version_counter,
+)
 
 log = logging.getLogger("spatialdl.pipeline")
 
@@ -53,10 +56,13 @@ def check_compiler(device: torch.device) -> None:
     Raises:
         ValueError: if there is no compiler, or inductor does not support the device.
     """
-    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-    from torch.utils._triton import has_triton
+    from spatialdl.torch_internals import (
+        InvalidCxxCompiler,
+        get_cpp_compiler,
+        get_scheduling_for_device,
+        has_triton,
+        init_backend_registration,
+    )
 
     init_backend_registration()
     if get_scheduling_for_device(device.type) is None:
@@ -181,7 +187,7 @@ class _Run:
         self._gives = tuple(value for value in outputs if value not in self._dropped)
         layers = [stage.get_submodule(path) for path in _paths(own)]
         self._modules = [module for layer in layers for module in layer.modules()]
-        self._norms = [module for module in self._modules if isinstance(module, _BatchNorm)]
+        self._norms = [module for module in self._modules if isinstance(module, BatchNormBase)]
         self._plain = _function(own, self._takes, self._gives, device)
         self._compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(
             self._plain, fullgraph=True, dynamic=False, options=OPTIONS
@@ -205,14 +211,14 @@ class _Run:
             for norm in self._norms:
                 stack.enter_context(_hooks_around(norm))
             # function modes already saw the first run
-            stack.enter_context(torch._C.DisableTorchFunction())
+            stack.enter_context(DisableTorchFunction())
             outputs = self._outputs(stage, tensors)
         values.update(zip(self._gives, outputs, strict=True))
         for value in self._dropped:
             values.pop(value, None)
 
     def _outputs(self, stage: Stage, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from spatialdl.torch_internals import FailOnRecompileLimitHit, TorchDynamoException
 
         try:
             return self._compiled(stage, *tensors)
@@ -249,7 +255,7 @@ def _function(
 
 
 @contextmanager
-def _hooks_around(norm: _BatchNorm) -> Iterator[None]:
+def _hooks_around(norm: BatchNormBase) -> Iterator[None]:
     """Run the hooks of a BatchNorm around compiled steps that call it once.
 
     Running statistics keep their version counter, as uncompiled forwards may have saved them for
@@ -264,7 +270,7 @@ def _hooks_around(norm: _BatchNorm) -> Iterator[None]:
         statistic for statistic in (norm.running_mean, norm.running_var) if statistic is not None
     ]
     try:
-        with _unsafe_preserve_version_counter(tuple(running)):
+        with unsafe_preserve_version_counter(tuple(running)):
             yield
     finally:
         for name, known in hooks.items():
@@ -289,7 +295,7 @@ class _Watch:
         self._keeps = path is not None and any(f"{k}.".startswith(f"{path}.") for k in kept)
         attributes = {name: getattr(stage.get_submodule(h), n) for name, h, n in _split(step)}
         self._state = [*attributes.values(), *_state(root)]
-        self._norms = [module for module in self._modules if isinstance(module, _BatchNorm)]
+        self._norms = [module for module in self._modules if isinstance(module, BatchNormBase)]
         self._again = False
 
     def __enter__(self) -> _Watch:
@@ -344,7 +350,7 @@ def _state(root: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers, without the running statistics of BatchNorm."""
     yield from root.parameters()
     for module in root.modules():
-        if not (isinstance(module, _BatchNorm) and is_plain(module)):
+        if not (isinstance(module, BatchNormBase) and is_plain(module)):
             yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.affine import Followed
+from spatialdl.torch_internals import NormBase
 
 REMEDY = (
     "keep it in a plain moving average, or take a layout that does not divide samples over ranks "
@@ -155,7 +155,7 @@ class ForwardBuffers:
             self._moving = [
                 place
                 for place, moves in zip(places, updated, strict=True)
-                if moves or isinstance(place.module, _NormBase)  # may be frozen temporarily
+                if moves or isinstance(place.module, NormBase)  # may be frozen temporarily
             ]
         rows = [row for row, moves in enumerate(updated) if moves]
         if not rows:

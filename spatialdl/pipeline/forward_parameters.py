@@ -19,6 +19,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.digest import digest
 from spatialdl.comm.gradients import shard_of
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.torch_internals import DisableTorchFunction
 
 
 class _Seen(NamedTuple):
@@ -98,7 +99,7 @@ class ForwardParameters:
     @torch.no_grad()
     def _look(self, module: nn.Module, prefix: str = "") -> dict[str, _Seen]:
         parameters = {}
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for name, parameter in module.named_parameters(prefix.removesuffix(".")):
                 local = shard_of(parameter)
                 state = parameter._version, local._version, local.data_ptr()
@@ -109,7 +110,7 @@ class ForwardParameters:
         return parameters
 
     def _compare(self, before: dict[str, _Seen], after: dict[str, _Seen]) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for name, old in before.items():
                 new = after.get(name)
                 if new is not None and type(new.tensor) is not type(old.tensor):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Reducer, Replicated, shard_of
+from spatialdl.torch_internals import foreach_div_, foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from spatialdl.pipeline.sharded import ShardedStage
@@ -75,7 +76,7 @@ class Gradients:
         if float(self._comm.all_reduce(torch.tensor([overflows], dtype=torch.float64))) > 0:
             return False
         if grads:
-            torch._foreach_div_(grads, scale)
+            foreach_div_(grads, scale)
         return True
 
     def clip(self, limit: float) -> Tensor:
@@ -92,7 +93,7 @@ class Gradients:
             return norm
         for grads in self._by_stage():
             if grads:
-                torch._foreach_mul_(grads, factor)
+                foreach_mul_(grads, factor)
         return norm
 
     def _squares(self) -> Tensor:
@@ -125,4 +126,4 @@ class Gradients:
 def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Tensor:
     """Norm of each non-empty tensor, in few kernels."""
     nonempty = [tensor for tensor in tensors if tensor.numel()]
-    return torch.stack(torch._foreach_norm(nonempty, order, dtype)) if nonempty else torch.zeros(0)
+    return torch.stack(foreach_norm(nonempty, order, dtype)) if nonempty else torch.zeros(0)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from spatialdl.pipeline.steps import Joint, Step, Value, itself
+from spatialdl.torch_internals import DisableTorchFunction
 
 
 @dataclass
@@ -63,7 +63,7 @@ class SharedStorage:
 
     def written(self) -> list[Tensor]:
         """Tensors whose memory was written to since they were noted."""
-        with torch._C.DisableTorchFunction():  # function modes would run for each tensor
+        with DisableTorchFunction():  # function modes would run for each tensor
             bumped = [
                 member
                 for member in self._members.values()
@@ -138,7 +138,7 @@ def _joint(steps: Sequence[Step], first: int, last: int, write: int) -> Joint:
 
 def _memory_of(tensor: Tensor) -> int:
     try:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse tensors have no storage of their own
         return id(tensor)

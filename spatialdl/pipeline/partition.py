@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.pipeline.balance import StepCosts, Weigh, balance, estimated
 from spatialdl.pipeline.recorder import CannotRecord
@@ -16,6 +15,7 @@ from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import Joint, Recording, Step
 from spatialdl.spatial.gather import Names, module_names
 from spatialdl.spatial.recompute import recompute_blocks
+from spatialdl.torch_internals import BatchNormBase
 
 
 def cut(
@@ -201,7 +201,7 @@ def joints_of(model: nn.Module, recording: Recording) -> list[Joint]:
         if path in recording.written_state:
             constant.discard(id(buffer))
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNormBase):
             constant -= {id(buffer) for buffer in module.buffers()}
     joints = list(recording.joints)
     users: dict[int, tuple[int, str]] = {}

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.pipeline.attributes import AttributeKey, Attributes, CodeRegion
 from spatialdl.pipeline.memory import SharedStorage
@@ -33,6 +31,7 @@ from spatialdl.pipeline.steps import (
 from spatialdl.random import keyed
 from spatialdl.random.streams import numbers_drawn
 from spatialdl.spatial.meta import on_meta
+from spatialdl.torch_internals import BatchNormBase, is_any_autocast_enabled, tree_leaves, tree_map
 
 _NO_TENSOR = ("__set__", "__delete__", "backward", "register_hook")
 """Names of functions with a side effect that return no tensor."""
@@ -180,7 +179,7 @@ class CallRecorder:
             return True
         if type(module).forward is nn.Sequential.forward:
             return False
-        if id(module) in self._blocks or isinstance(module, _BatchNorm):
+        if id(module) in self._blocks or isinstance(module, BatchNormBase):
             return True
         return type(module).__module__.startswith("torch.nn.")
 
@@ -238,7 +237,7 @@ class CallRecorder:
 
         Parameters and buffers are not renamed.
         """
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             raise CannotRecord("its forward enables autocast; do that inside of a block")
         returned = set(map(id, tensors))
         for tensor in written:

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.pipeline.attributes import AttributeKey, own_attributes
 from spatialdl.pipeline.outer_state import OuterState, form_of
 from spatialdl.pipeline.recorder import CallRecorder, CannotRecord
 from spatialdl.pipeline.steps import Recording
 from spatialdl.spatial.meta import meta_copy
+from spatialdl.torch_internals import BatchNormBase
 
 RUNS = 2
 """Maximum number of repeated runs until a forward reaches a steady state."""
@@ -35,7 +35,7 @@ def switch_to(shadow: nn.Module, training: bool) -> None:
     """Set the mode, but keep BatchNorm in evaluation, as it refuses a single value in training."""
     shadow.train(training)
     for layer in shadow.modules():
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNormBase):
             layer.eval()
 
 

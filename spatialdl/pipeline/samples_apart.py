@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.handover import HandoverShape
@@ -31,6 +30,7 @@ from spatialdl.random import keyed
 from spatialdl.random.composite import inside
 from spatialdl.random.plain import PLAIN
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import tree_leaves
 
 ALL, FEWER = 3, 2
 """Samples of the runs per rank that has any; in the third run, the first ones are foreign."""

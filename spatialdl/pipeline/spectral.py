@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.comm.replay import replaying
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.torch_internals import ParametrizedSpectralNorm
 
 
 class SpectralNorms:
@@ -35,7 +35,7 @@ class SpectralNorms:
         self._comm = comm
         self._norms: list[_Norm] = []
         for path, module in stage.named_modules():
-            if isinstance(module, _SpectralNorm) and hasattr(module, "_u"):
+            if isinstance(module, ParametrizedSpectralNorm) and hasattr(module, "_u"):
                 self._norms.append(_Norm(path, module, ("_u", "_v"), _refine))
                 module.register_forward_pre_hook(self._norms[-1].before)
             for key, hook in list(module._forward_pre_hooks.items()):
@@ -156,7 +156,7 @@ class _Norm:
             vector.copy_(value)
 
 
-def _refine(norm: _SpectralNorm, args: Any) -> None:
+def _refine(norm: ParametrizedSpectralNorm, args: Any) -> None:
     norm._power_method(norm._reshape_weight_to_matrix(args[0]), norm.n_power_iterations)
 
 

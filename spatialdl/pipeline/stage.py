@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.source_lines import replays
@@ -19,6 +18,7 @@ from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, r
 from spatialdl.random import scope
 from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import DisableTorchFunction, tree_leaves
 
 OUTPUT = Value(-2)
 """The return value of a network, which need not be one tensor."""
@@ -404,7 +404,7 @@ def _copies_saved(state: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _memory(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():  # not recorded as an operation of the forward
+    with DisableTorchFunction():  # not recorded as an operation of the forward
         return tensor.untyped_storage().data_ptr()
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.communicator import Communicator
@@ -27,6 +26,12 @@ from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.replay import replaying
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.spatial.recompute import recompute
+from spatialdl.torch_internals import (
+    BatchNormBase,
+    current_graph_task_id,
+    foreach_add_,
+    foreach_copy_,
+)
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
@@ -50,22 +55,24 @@ class SliceStatistics:
 
     def __init__(self, stage: nn.Module, comm: Communicator, in_order: bool = False) -> None:
         self._comm, self._in_order = comm, in_order
-        self._direct: set[_BatchNorm] = set()
+        self._direct: set[BatchNormBase] = set()
         self._norms = [
             layer
             for layer in stage.modules()
-            if isinstance(layer, _BatchNorm) and is_plain(layer) and layer.running_mean is not None
+            if isinstance(layer, BatchNormBase)
+            and is_plain(layer)
+            and layer.running_mean is not None
         ]
         self._slice, self._counts = 0, True
-        self._kept: dict[_BatchNorm, list[_Kept]] = {norm: [] for norm in self._norms}
-        self._before: dict[_BatchNorm, tuple[float | None, Tensor, Tensor, Tensor]] = {}
+        self._kept: dict[BatchNormBase, list[_Kept]] = {norm: [] for norm in self._norms}
+        self._before: dict[BatchNormBase, tuple[float | None, Tensor, Tensor, Tensor]] = {}
         for norm in self._norms:
             norm.register_forward_pre_hook(self._start)
             # a checkpoint ends its second run by an exception out of the last layer
             norm.register_forward_hook(self._keep, always_call=True)
 
     @property
-    def modules(self) -> list[_BatchNorm]:
+    def modules(self) -> list[BatchNormBase]:
         """The layers whose statistics are kept."""
         return self._norms
 
@@ -82,7 +89,7 @@ class SliceStatistics:
 
     def _start(self, norm: nn.Module, args: Any) -> None:
         """Set momentum 1 and fresh buffers, which receive the unweighted statistics of a slice."""
-        if not (isinstance(norm, _BatchNorm) and norm.training) or replaying():
+        if not (isinstance(norm, BatchNormBase) and norm.training) or replaying():
             return
         if self._in_order and not self._runs_again(norm):
             return
@@ -94,7 +101,7 @@ class SliceStatistics:
         )
 
     def _keep(self, norm: nn.Module, args: Any, output: Any) -> None:
-        if not (isinstance(norm, _BatchNorm) and norm in self._before) or replaying():
+        if not (isinstance(norm, BatchNormBase) and norm in self._before) or replaying():
             return
         mean, variance, _ = _buffers(norm)
         if self._counts:
@@ -103,7 +110,7 @@ class SliceStatistics:
             self._before.pop(norm)
         )
 
-    def _runs_again(self, norm: _BatchNorm) -> bool:
+    def _runs_again(self, norm: BatchNormBase) -> bool:
         if not under_checkpoint():
             self._direct.add(norm)
             return False
@@ -137,9 +144,9 @@ class SliceStatistics:
             updates, parts = sum(calls[norms[0]]), [values[n] for n in norms]
             if updates:
                 _add([self._norms[n] for n in norms], updates, torch.cat(parts))
-        torch._foreach_add_([_buffers(norm)[2] for norm in self._norms], [sum(r) for r in calls])
+        foreach_add_([_buffers(norm)[2] for norm in self._norms], [sum(r) for r in calls])
 
-    def _own_part(self, norm: _BatchNorm, calls: list[int]) -> Tensor:
+    def _own_part(self, norm: BatchNormBase, calls: list[int]) -> Tensor:
         """Contribution of this rank's slices to the layer's statistics."""
         kept, self._kept[norm] = self._kept[norm], []
         weights = _weights(norm, sum(calls))
@@ -153,7 +160,7 @@ class SliceStatistics:
 
 def under_checkpoint() -> bool:
     """Whether a foreign checkpoint reruns the current call in backward, now or later."""
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != -1:
         return True
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -165,13 +172,13 @@ def under_checkpoint() -> bool:
     return False
 
 
-def is_plain(norm: _BatchNorm) -> bool:
+def is_plain(norm: BatchNormBase) -> bool:
     """Whether the forward is PyTorch's own; `pipeline.affine` handles other ones."""
-    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    own = (BatchNormBase.forward, nn.SyncBatchNorm.forward)
     return type(norm).forward in own and "forward" not in vars(norm)
 
 
-def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+def _buffers(norm: BatchNormBase) -> tuple[Tensor, Tensor, Tensor]:
     # not by attribute access: where channels are divided, forwards see those of the whole shape
     names = ("running_mean", "running_var", "num_batches_tracked")
     mean, variance, count = (norm._buffers[name] for name in names)
@@ -180,7 +187,7 @@ def _buffers(norm: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, count
 
 
-def _add(norms: Sequence[_BatchNorm], updates: int, values: Tensor) -> None:
+def _add(norms: Sequence[BatchNormBase], updates: int, values: Tensor) -> None:
     """Apply updates of the running statistics of some layers with the same momentum.
 
     Args:
@@ -195,10 +202,10 @@ def _add(norms: Sequence[_BatchNorm], updates: int, values: Tensor) -> None:
         updated.mul_(before).add_(values).div_(before + updates)
     else:
         updated.mul_((1.0 - momentum) ** updates).add_(values)
-    torch._foreach_copy_(running, torch.split(updated, [len(buffer) for buffer in running]))
+    foreach_copy_(running, torch.split(updated, [len(buffer) for buffer in running]))
 
 
-def _weights(norm: _BatchNorm, updates: int) -> list[float]:
+def _weights(norm: BatchNormBase, updates: int) -> list[float]:
     """Weight of each update in the result; for cumulative averages, before the division."""
     if norm.momentum is None:
         return [1.0] * updates

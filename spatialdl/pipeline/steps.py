@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_leaves, tree_map
 
 from spatialdl.pipeline.outer_state import form_of
 from spatialdl.pipeline.source_lines import replays
+from spatialdl.torch_internals import tree_leaves, tree_map
 
 
 class Value(NamedTuple):

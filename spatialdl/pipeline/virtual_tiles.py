@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from spatialdl.comm.across import Across, GivenUp
 from spatialdl.comm.handover import HandoverShape
@@ -24,6 +23,7 @@ from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 from spatialdl.streaming.copies import ModelCopies
 from spatialdl.streaming.memory import Memory
+from spatialdl.torch_internals import foreach_div_, tree_map
 
 
 class VirtualTiles:
@@ -108,7 +108,7 @@ class VirtualTiles:
         if present:
             own, grads = zip(*present, strict=True)
             self.memory.release(grads)
-            torch._foreach_div_(grads, self.count)  # mean of the tiles' losses, as over ranks
+            foreach_div_(grads, self.count)  # mean of the tiles' losses, as over ranks
             torch.autograd.backward(own, grads)
 
     # --- pieces of this rank's tile

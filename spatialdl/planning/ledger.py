@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from spatialdl.planning.touches import Touches, written
 from spatialdl.spatial.meta import run, tensors_in
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import TorchDispatchMode
 
 aten = torch.ops.aten
 

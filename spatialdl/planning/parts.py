@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from spatialdl.channels.tensor import whole_of
 from spatialdl.channels.uses import uses_of
@@ -18,6 +17,7 @@ from spatialdl.pipeline.stage import Stage, values_in
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of
 from spatialdl.random import keyed
 from spatialdl.spatial.meta import computed_attributes
+from spatialdl.torch_internals import tree_leaves
 
 _META = torch.device("meta")
 

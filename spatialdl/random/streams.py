@@ -17,6 +17,7 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.replay import aside
 from spatialdl.random.generator import TensorRegion, key_of, signed
+from spatialdl.torch_internals import current_graph_task_id
 
 
 @dataclass
@@ -46,7 +47,7 @@ def next_key(mesh: Mesh | None = None) -> int:
         RuntimeError: in backward without `checkpoint_contexts`, as the mask would differ from that
             of forward. Within `keyed` already in forward.
     """
-    if not thread.again and (torch._C._current_graph_task_id() != -1 or _would_differ()):
+    if not thread.again and (current_graph_task_id() != -1 or _would_differ()):
         raise RuntimeError(
             "a random mask is drawn in backward, where it would differ from that of forward: "
             "pass context_fn=spatialdl.random.checkpoint_contexts (and use_reentrant=False) to "

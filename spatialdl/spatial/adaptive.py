@@ -31,6 +31,7 @@ from spatialdl.spatial.pooled_windows import with_rows, without_rows
 from spatialdl.spatial.table import refusal, register_op, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image
+from spatialdl.torch_internals import nn_functions
 
 aten = torch.ops.aten
 
@@ -317,8 +318,8 @@ def _register(average: Any, highest: Any, dims: int) -> None:
         return _max(highest, input, output_size, return_indices, dims)
 
 
-_register((F.adaptive_avg_pool2d, torch._C._nn.adaptive_avg_pool2d), F.adaptive_max_pool2d, 2)
-_register((F.adaptive_avg_pool3d, torch._C._nn.adaptive_avg_pool3d), F.adaptive_max_pool3d, 3)
+_register((F.adaptive_avg_pool2d, nn_functions.adaptive_avg_pool2d), F.adaptive_max_pool2d, 2)
+_register((F.adaptive_avg_pool3d, nn_functions.adaptive_avg_pool3d), F.adaptive_max_pool3d, 3)
 
 
 def _refuse(*functions: Any) -> None:
@@ -331,9 +332,9 @@ def _refuse(*functions: Any) -> None:
 
 _refuse(
     F.adaptive_max_pool2d_with_indices,
-    torch._C._nn.adaptive_max_pool2d,
+    nn_functions.adaptive_max_pool2d,
     F.adaptive_max_pool3d_with_indices,
-    torch._C._nn.adaptive_max_pool3d,
+    nn_functions.adaptive_max_pool3d,
     torch.adaptive_max_pool1d,
     F.adaptive_max_pool1d_with_indices,
 )

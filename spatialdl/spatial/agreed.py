@@ -10,19 +10,22 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.replay import replaying
 from spatialdl.spatial.table import is_spatial
+from spatialdl.torch_internals import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    tree_leaves,
+)
 
 
 def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
@@ -35,7 +38,7 @@ def watched(arguments: Any, result: Any, compares: bool = True) -> Any:
     flat = tree_leaves(arguments)
     mesh: Any = next((value.mesh for value in flat if is_spatial(value)), None)  # type: ignore[attr-defined]
     agreement: Agreement | None = mesh and mesh.agreement
-    in_backward = replaying() or torch._C._current_graph_task_id() != -1  # recomputation
+    in_backward = replaying() or current_graph_task_id() != -1  # recomputation
     if agreement is None or not agreement.compares or in_backward:
         return result
     if mesh.size > 1:  # else there is nothing to average
@@ -52,13 +55,13 @@ def leave_alone(roots: Iterable[Any]) -> None:
     for root in roots:
         if is_spatial(root):
             agreement = root.mesh.agreement  # type: ignore[attr-defined]
-            runs = torch._C._current_graph_task_id() != -1
+            runs = current_graph_task_id() != -1
             if agreement is not None and agreement.compares and not runs:
                 _hook(root, agreement, compares=False)  # type: ignore[arg-type]
 
 
 def _hook(value: Tensor, agreement: Agreement, compares: bool) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         value.register_hook(lambda grad: agreement.gradient(grad, compares))  # type: ignore[no-untyped-call]
 
 

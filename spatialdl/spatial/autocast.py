@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from spatialdl.torch_internals import nn_functions, tree_map
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -26,7 +27,7 @@ ON_GPU: frozenset[Callable[..., Any]] = frozenset(
 ON_CPU: frozenset[Callable[..., Any]] = frozenset(
     {
         *(F.avg_pool3d, F.max_pool3d, torch.max_pool3d, F.adaptive_max_pool3d),
-        *(F.adaptive_avg_pool3d, torch._C._nn.adaptive_avg_pool3d),
+        *(F.adaptive_avg_pool3d, nn_functions.adaptive_avg_pool3d),
     }
 )
 PADS_ON_CPU = {"reflect": 2, "replicate": 3}  # up to this number of spatial dims

@@ -14,6 +14,11 @@ from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.gradients import Reducer, Replicated, average_
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.spatial.agreed import note_averaged
+from spatialdl.torch_internals import (
+    current_graph_task_id,
+    queue_callback,
+    will_engine_execute_node,
+)
 
 
 class Averaging:
@@ -51,7 +56,7 @@ class Averaging:
             RuntimeError: the last backward raised an error.
         """
         if self._running:
-            if torch._C._current_graph_task_id() == -1:
+            if current_graph_task_id() == -1:
                 raise RuntimeError(
                     "the last backward raised an error before its gradients were averaged, and "
                     "ranks have sent different numbers of them: restart the program"
@@ -81,7 +86,7 @@ class Averaging:
 
     def _seen(self, number: int, grad: Tensor) -> Tensor | None:
         """Hook of a gradient before it is accumulated or returned by ``torch.autograd.grad``."""
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:
             self._task, self._returns = task, _is_returned(self._reducer.trained[number])
             self._returned = {}
@@ -89,10 +94,10 @@ class Averaging:
             if not self._running and not self.accumulates:
                 self._running = True
                 self._reducer.last_backward(self._network.module)
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+                queue_callback(self._finish)
             return None
         if not self._returned:
-            torch.autograd.Variable._execution_engine.queue_callback(self._average_returned)
+            queue_callback(self._average_returned)
         self._returned[number] = grad.clone()
         return self._returned[number]
 
@@ -114,7 +119,7 @@ def _is_returned(parameter: nn.Parameter) -> bool:
     """Whether the current backward returns the gradient of a leaf (``autograd.grad``)."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        torch._C._will_engine_execute_node(node)
+        will_engine_execute_node(node)
     except RuntimeError:  # PyTorch raises for such leaves
         return True
     return False

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from spatialdl.random.composite import inside
 from spatialdl.spatial.deferred_gradients import can_be_deferred, deferred
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import are_functorch_transforms_active
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.is_floating_point()
         and can_be_deferred(weight)
         and not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind))
-        and not torch._C._are_functorch_transforms_active()
+        and not are_functorch_transforms_active()
     )
 
 

@@ -22,6 +22,7 @@ from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image, check_output, empty_output, per_dim, window_move
+from spatialdl.torch_internals import nn_functions
 
 
 def _windows(
@@ -38,7 +39,7 @@ def _windows(
     return windows
 
 
-@register_op(F.unfold, torch._C._nn.im2col, split=("input",))
+@register_op(F.unfold, nn_functions.im2col, split=("input",))
 def unfold(
     input: SpatialTensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
@@ -151,7 +152,7 @@ def _steps_of(windows: tuple[Window, ...]) -> dict[str, tuple[int, ...]]:
     }
 
 
-@register_op(F.fold, torch._C._nn.col2im, split=("input",))
+@register_op(F.fold, nn_functions.col2im, split=("input",))
 def fold(
     input: SpatialTensor,
     output_size: Any,

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import tree_map
 
 Names = str | int | Iterable[str | int] | None
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from spatialdl.torch_internals import nn_functions
+
 CUBIC = -0.75
 CUBIC_ANTIALIAS = -0.5
 """The constant of the cubic kernel (Keys 1981); PyTorch's differs for antialiasing."""
@@ -102,7 +104,7 @@ def _nearest(how: ResampledDim, dtype: torch.dtype) -> Tensor:
     others = [1] * (how.dims - 1)
     column = torch.arange(how.size, dtype=dtype).view(1, 1, -1, *others)
     exact = "_exact" if how.mode == "nearest-exact" else ""
-    kernel = getattr(torch._C._nn, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
+    kernel = getattr(nn_functions, f"{exact and '_'}upsample_nearest{exact}{how.dims}d")
     scales = None if how.scale is None else [how.scale, *map(float, others)]
     indices: Tensor = kernel(column, None if scales else [how.count, *others], scales)
     return indices.view(-1, 1).long()

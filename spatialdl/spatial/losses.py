@@ -25,9 +25,9 @@ from spatialdl.spatial.operands import lift, on_one_layout, own_box_of
 from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
+from spatialdl.torch_internals import nn_functions
 
 Function = Callable[..., Any]
-_nn = torch._C._nn
 _NONE, _MEAN, _SUM = 0, 1, 2  # PyTorch's numbers for reductions
 
 
@@ -72,38 +72,38 @@ def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: An
     return _over_ranks(first.mesh, total, count, func.__name__).to(dtype)
 
 
-@register_op(_nn.mse_loss)
+@register_op(nn_functions.mse_loss)
 def mse_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _pixelwise(_nn.mse_loss, [input, target], reduction)
+    return _pixelwise(nn_functions.mse_loss, [input, target], reduction)
 
 
-@register_op(_nn.l1_loss)
+@register_op(nn_functions.l1_loss)
 def l1_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _pixelwise(_nn.l1_loss, [input, target], reduction)
+    return _pixelwise(nn_functions.l1_loss, [input, target], reduction)
 
 
-@register_op(_nn.soft_margin_loss)
+@register_op(nn_functions.soft_margin_loss)
 def soft_margin_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _pixelwise(_nn.soft_margin_loss, [input, target], reduction)
+    return _pixelwise(nn_functions.soft_margin_loss, [input, target], reduction)
 
 
-@register_op(_nn.smooth_l1_loss)
+@register_op(nn_functions.smooth_l1_loss)
 def smooth_l1_loss(
     input: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0
 ) -> Tensor:
-    return _pixelwise(_nn.smooth_l1_loss, [input, target], reduction, beta)
+    return _pixelwise(nn_functions.smooth_l1_loss, [input, target], reduction, beta)
 
 
-@register_op(_nn.huber_loss)
+@register_op(nn_functions.huber_loss)
 def huber_loss(input: Tensor, target: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
-    return _pixelwise(_nn.huber_loss, [input, target], reduction, delta)
+    return _pixelwise(nn_functions.huber_loss, [input, target], reduction, delta)
 
 
-@register_op(_nn.binary_cross_entropy)
+@register_op(nn_functions.binary_cross_entropy)
 def binary_cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN
 ) -> Tensor:
-    return _pixelwise(_nn.binary_cross_entropy, [input, target, weight], reduction)
+    return _pixelwise(nn_functions.binary_cross_entropy, [input, target, weight], reduction)
 
 
 @register_op(torch.binary_cross_entropy_with_logits)
@@ -256,7 +256,7 @@ def _over_classes(
     return _over_ranks(input.mesh, total, whole, func.__name__).to(dtype)
 
 
-@register_op(_nn.cross_entropy_loss)
+@register_op(nn_functions.cross_entropy_loss)
 def cross_entropy_loss(
     input: Tensor,
     target: Tensor,
@@ -266,11 +266,17 @@ def cross_entropy_loss(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     return _over_classes(
-        _nn.cross_entropy_loss, input, target, weight, reduction, ignore_index, label_smoothing
+        nn_functions.cross_entropy_loss,
+        input,
+        target,
+        weight,
+        reduction,
+        ignore_index,
+        label_smoothing,
     )
 
 
-@register_op(_nn.nll_loss_nd)
+@register_op(nn_functions.nll_loss_nd)
 def nll_loss(
     input: Tensor,
     target: Tensor,
@@ -278,4 +284,4 @@ def nll_loss(
     reduction: int = _MEAN,
     ignore_index: int = -100,
 ) -> Tensor:
-    return _over_classes(_nn.nll_loss_nd, input, target, weight, reduction, ignore_index)
+    return _over_classes(nn_functions.nll_loss_nd, input, target, weight, reduction, ignore_index)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from spatialdl.torch_internals import BatchNormBase, TorchDispatchMode
 
 Known = dict[Any, Any]
 """Forms of results by operation, operands and default dtype; they depend on nothing else."""
@@ -57,7 +57,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     memo |= {id(one): torch.empty_like(one, device="meta") for one in computed_attributes(model)}
     shadow = copy.deepcopy(model, memo).eval()
     for layer in shadow.modules():
-        if isinstance(layer, _BatchNorm) and layer.momentum is None:
+        if isinstance(layer, BatchNormBase) and layer.momentum is None:
             layer.momentum = 0.1  # a cumulative average reads a counter, which has no value here
     return shadow
 

@@ -22,6 +22,7 @@ from spatialdl.spatial.autocast import HALF
 from spatialdl.spatial.constants import constant
 from spatialdl.spatial.span import split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
+from spatialdl.torch_internals import foreach_lerp_
 
 aten = torch.ops.aten
 
@@ -295,4 +296,4 @@ def update_running(
     both = (running_mean, moments.mean), (running_var, unbiased)
     kept = [(one, value.to(one.dtype)) for one, value in both if one is not None]
     if kept:
-        torch._foreach_lerp_([one for one, _ in kept], [value for _, value in kept], momentum)
+        foreach_lerp_([one for one, _ in kept], [value for _, value in kept], momentum)

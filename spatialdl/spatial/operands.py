@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.parallel.layout import Interval
 from spatialdl.random.composite import inside
@@ -22,6 +21,7 @@ from spatialdl.spatial.prefix import apart
 from spatialdl.spatial.sharing import note_view
 from spatialdl.spatial.table import any_other, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
+from spatialdl.torch_internals import tree_flatten, tree_map
 
 
 @register_op(any_other, prefix=True)

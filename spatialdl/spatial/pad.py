@@ -14,9 +14,10 @@ from spatialdl.spatial.autocast import padded_as
 from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex, take
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+from spatialdl.torch_internals import nn_functions
 
 
-@register_op(F.pad, torch._C._nn.pad, split=("input",))
+@register_op(F.pad, nn_functions.pad, split=("input",))
 def pad_image(
     input: SpatialTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:

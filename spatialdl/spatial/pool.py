@@ -28,6 +28,7 @@ from spatialdl.spatial.window import (
     per_dim,
     window_move,
 )
+from spatialdl.torch_internals import nn_functions
 
 
 def _windows(
@@ -131,23 +132,23 @@ _refuse(
     F.max_pool1d_with_indices,
     torch.max_pool1d_with_indices,
     F.max_pool2d_with_indices,
-    torch._C._nn.max_pool2d_with_indices,
+    nn_functions.max_pool2d_with_indices,
     F.max_pool3d_with_indices,
-    torch._C._nn.max_pool3d_with_indices,
+    nn_functions.max_pool3d_with_indices,
     F.max_unpool1d,
     F.max_unpool2d,
-    torch._C._nn.max_unpool2d,
+    nn_functions.max_unpool2d,
     F.max_unpool3d,
-    torch._C._nn.max_unpool3d,
+    nn_functions.max_unpool3d,
 )
 _refuse(
     "its windows are random; use max pooling or adaptive max pooling",
     F.fractional_max_pool2d,
     F.fractional_max_pool2d_with_indices,
-    torch._C._nn.fractional_max_pool2d,
+    nn_functions.fractional_max_pool2d,
     F.fractional_max_pool3d,
     F.fractional_max_pool3d_with_indices,
-    torch._C._nn.fractional_max_pool3d,
+    nn_functions.fractional_max_pool3d,
 )
 
 

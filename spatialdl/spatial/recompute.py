@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.replay import ReplayTape
 from spatialdl.random.drawing import same_again
 from spatialdl.spatial import replicas
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import top_saved_tensors_hooks, tree_leaves, tree_map_only
 
 WEIGHTS = 2
 """Minimum number of convolutions or linear layers in a block; one alone saves only its input."""
@@ -48,7 +48,7 @@ def recompute(
         context_fn=lambda: (run.tape.record(), _SecondRun(run)),
     )
     # Inside a checkpoint of the network itself, both of its runs must save the same tensors.
-    nested = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    nested = top_saved_tensors_hooks(False) is not None
     if not roots or not (nested or _overwrites.get(roots[0], True)):
         return again(function, *args, **kwargs)
     inputs = _Inputs(args, kwargs)

@@ -35,6 +35,7 @@ from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import check_image, empty_output
+from spatialdl.torch_internals import nn_functions
 
 Call = Callable[..., Any]
 HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "cubic": 2}
@@ -214,22 +215,21 @@ def _add_up(window: Tensor, taps: InterpolationWeights, dim: int) -> Tensor:
 
 # --- functions called by torch.nn.functional.interpolate
 
-nn = torch._C._nn
 KERNELS: dict[tuple[str, int], Call] = {
-    ("nearest", 1): nn.upsample_nearest1d,
-    ("nearest", 2): nn.upsample_nearest2d,
-    ("nearest", 3): nn.upsample_nearest3d,
-    ("nearest-exact", 1): nn._upsample_nearest_exact1d,
-    ("nearest-exact", 2): nn._upsample_nearest_exact2d,
-    ("nearest-exact", 3): nn._upsample_nearest_exact3d,
-    ("linear", 1): nn.upsample_linear1d,
-    ("linear", 2): nn.upsample_bilinear2d,
-    ("linear", 3): nn.upsample_trilinear3d,
-    ("cubic", 2): nn.upsample_bicubic2d,
+    ("nearest", 1): nn_functions.upsample_nearest1d,
+    ("nearest", 2): nn_functions.upsample_nearest2d,
+    ("nearest", 3): nn_functions.upsample_nearest3d,
+    ("nearest-exact", 1): nn_functions._upsample_nearest_exact1d,
+    ("nearest-exact", 2): nn_functions._upsample_nearest_exact2d,
+    ("nearest-exact", 3): nn_functions._upsample_nearest_exact3d,
+    ("linear", 1): nn_functions.upsample_linear1d,
+    ("linear", 2): nn_functions.upsample_bilinear2d,
+    ("linear", 3): nn_functions.upsample_trilinear3d,
+    ("cubic", 2): nn_functions.upsample_bicubic2d,
 }
 ANTIALIASED: dict[tuple[str, int], Call] = {
-    ("linear", 2): nn._upsample_bilinear2d_aa,
-    ("cubic", 2): nn._upsample_bicubic2d_aa,
+    ("linear", 2): nn_functions._upsample_bilinear2d_aa,
+    ("cubic", 2): nn_functions._upsample_bicubic2d_aa,
 }
 KERNEL_DIMS = {f: dims for table in (KERNELS, ANTIALIASED) for (_, dims), f in table.items()}
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import differentiable_sum, max_over_ranks, sum_over_ranks
@@ -23,6 +22,7 @@ from spatialdl.parallel.layout import Box, Layout
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op
+from spatialdl.torch_internals import disable_current_modes, len_torch_dispatch_stack
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ def on_meta(function: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unseen(call: Callable[[], Any]) -> Any:
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if len_torch_dispatch_stack() == 0:
         return call()
-    with _disable_current_modes():
+    with disable_current_modes():
         return call()
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.torch_internals import OpOverload, tree_flatten
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _HOLDERS = (torch.Tensor, list, tuple, dict)
@@ -156,7 +156,7 @@ def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> Un
 
 
 def _name_of(func: Any) -> str:
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return str(func)
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__"):  # of a property such as Tensor.mT

@@ -23,9 +23,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_flatten, tree_map
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.mesh import Mesh
@@ -47,6 +44,17 @@ from spatialdl.spatial.table import (
     refusal,
     register_op,
     spatial_in,
+)
+from spatialdl.torch_internals import (
+    DisableTorchFunctionSubclass,
+    current_graph_task_id,
+    disable_dynamo,
+    get_eval_frame_callback,
+    is_tracing,
+    make_wrapper_subclass,
+    set_throw_on_mutable_data_ptr,
+    tree_flatten,
+    tree_map,
 )
 
 __all__ = [
@@ -164,7 +172,7 @@ class SpatialTensor(torch.Tensor):
         size = dims.sizes(tile.shape, layout.size)
         if dims.beside:
             SpatialTensor.any_has_prefix = True
-        wrapper: SpatialTensor = torch.Tensor._make_wrapper_subclass(
+        wrapper: SpatialTensor = make_wrapper_subclass(
             cls,
             size,
             strides=_strides(size, tile),
@@ -173,7 +181,7 @@ class SpatialTensor(torch.Tensor):
             requires_grad=requires_grad,
         )
         # C++ extensions bypass the handlers and would read address 0.
-        torch._C._set_throw_on_mutable_data_ptr(wrapper)
+        set_throw_on_mutable_data_ptr(wrapper)
         wrapper._tile = tile
         wrapper._family = Family()
         wrapper.spatial_layout = layout
@@ -232,7 +240,7 @@ class SpatialTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and above_split(types):
             return NotImplemented
-        if torch._C._is_tracing():
+        if is_tracing():
             raise refusal(func, spatial_in((args, kwargs or {})), _NO_TRACE)
         # Disabling Dynamo takes longer than some operations, so only if it is active.
         if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
@@ -250,7 +258,7 @@ class SpatialTensor(torch.Tensor):
             func, args = aten.empty_like.default, args[:1]
         if func in _PER_TILE or _is_pointwise(func):
             return _on_tiles(func, args, kwargs or {})
-        if _called.function is not None or torch._C._current_graph_task_id() != -1:
+        if _called.function is not None or current_graph_task_id() != -1:
             raise refusal(_called.function or func, spatial_in((args, kwargs)))
         error = refusal(func, spatial_in((args, kwargs)), _NO_SCRIPT)
         # The TorchScript interpreter drops the message of the error.
@@ -285,7 +293,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = HANDLERS[any_other](func, args, kwargs)
     outermost, _called.function = _called.function, func
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     finally:
         _called.function = outermost
@@ -298,7 +306,7 @@ def _check_no_prefix(func: Any, args: Any, kwargs: Any) -> None:
 
 
 # torch.compile must not trace exchanges; it runs these calls eagerly.
-_call_untraced = _disable_dynamo(_call)
+_call_untraced = disable_dynamo(_call)
 
 
 def _is_whole(tile: Tensor, mesh: Mesh) -> bool:
@@ -408,7 +416,7 @@ class _FromTile(torch.autograd.Function):
 def to_tile(x: SpatialTensor) -> Tensor:
     """The tile of `x`, for local computation that autograd differentiates."""
     if x.mesh.grid_comm.size == 1 and type(x) is not SpatialTensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)
     check_lines(x)
     note_tile(x)
@@ -485,7 +493,7 @@ def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTe
     A tensor detached from a graph keeps the sum, as an activation does: it is passed to the
     backward of the first part where a network is cut in two.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         self.requires_grad_(requires_grad)
         if self.requires_grad and self.is_leaf and not (self._inner or self._is_averaged):
             self._is_averaged = True

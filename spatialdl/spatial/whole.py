@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from spatialdl.comm.agreement import Agreement
 from spatialdl.comm.mesh import Mesh
@@ -28,6 +27,13 @@ from spatialdl.spatial.dims import SpatialDims, samples_of
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.table import HANDLERS, refusal, spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, above_split
+from spatialdl.torch_internals import (
+    DisableTorchFunctionSubclass,
+    OpOverloadPacket,
+    disabled_torch_dispatch,
+    is_tracing,
+    tree_leaves,
+)
 
 Function = Callable[..., Any]
 Rule = Callable[[Function, Any, Any], Any]
@@ -38,15 +44,15 @@ _CONV_DIMS: dict[Function, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3
 class WholeTensor(SpatialTensor):
     """A `SpatialTensor` of a grid of one rank: the tile itself, differentiated by PyTorch."""
 
-    __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl  # type: ignore[assignment]
+    __torch_dispatch__ = disabled_torch_dispatch  # type: ignore[assignment]
 
     @property
     def _tile(self) -> Tensor:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.detach()
 
     def dim(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return torch.Tensor.dim(self)
 
     @classmethod
@@ -56,7 +62,7 @@ class WholeTensor(SpatialTensor):
         rule = _RULES.get(func)
         if rule is None and func not in HANDLERS and inside(func) is None:
             rule = as_plain
-        if rule is None or torch._C._is_tracing() or (Agreement.any_compares and func in HANDLERS):
+        if rule is None or is_tracing() or (Agreement.any_compares and func in HANDLERS):
             return super().__torch_function__(func, types, args, kwargs)
         return rule(func, args, kwargs or {})
 
@@ -97,7 +103,7 @@ def _fits(like: SpatialTensor, result: Tensor) -> bool:
 def _draws(func: Function) -> bool:
     """Whether a function draws random numbers, which depend on the layout without a handler."""
     packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return False
     overloads = [getattr(packet, name) for name in packet.overloads()]  # type: ignore[no-untyped-call]
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
@@ -111,7 +117,7 @@ def as_plain(func: Function, args: Any, kwargs: Any) -> Any:
         raise refusal(func, spatial_in((args, kwargs)))
     if kwargs.get("requires_grad"):
         return as_plain(func, args, {**kwargs, "requires_grad": False}).requires_grad_()
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         if type(result) is Tensor:
             return _as_operands(func, result, args, kwargs)
@@ -143,7 +149,7 @@ def _on_image(func: Function, args: Any, kwargs: Any) -> Any:
     if type(x) is WholeTensor and x.spatial_dims.is_image and StatisticsOver.comm is None:
         dims = x.spatial_dims
         takes = x.dim() == len(dims.at) + 2 and _CONV_DIMS.get(func, len(dims.at)) == len(dims.at)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             y = _tried(func, args, kwargs) if takes else None
             if y is not None:
                 layout = _layout_of(y.shape[0], *y.shape[2:])
@@ -165,7 +171,7 @@ def _detached(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _not_split(func: Function, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -187,7 +193,7 @@ def _gradients(func: Function, args: Any, kwargs: Any) -> Any:
 
 def _seen_as(grad: Tensor, x: SpatialTensor) -> Tensor:
     """A gradient, a plain tensor in PyTorch's operations, split as `x` is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return _split_as(grad.as_subclass(Tensor), x)
 
 

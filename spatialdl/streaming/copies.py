@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
+
+from spatialdl.torch_internals import reparametrize_module
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -58,7 +59,7 @@ class ModelCopies:
         names: dict[str, Tensor] = {
             name: self._leaves[parameter] for name, parameter in self._model.named_parameters()
         }
-        with _reparametrize_module(self._model, names, tie_weights=True):
+        with reparametrize_module(self._model, names, tie_weights=True):
             yield
 
     @property

@@ -23,6 +23,7 @@ from spatialdl.comm.allocator import return_freed_memory
 from spatialdl.streaming.device_store import DeviceDiskStore, PinnedStore
 from spatialdl.streaming.store import DiskStore, Slot, Store
 from spatialdl.streaming.watch import Watch, storages_of
+from spatialdl.torch_internals import current_graph_task_id
 
 SMALL = 64 * 2**10
 """Storages up to this number of bytes are never offloaded."""
@@ -309,7 +310,7 @@ class Memory:
 
         One for each: more would be offloaded again before their turn.
         """
-        backward = torch._C._current_graph_task_id() >= 0
+        backward = current_graph_task_id() >= 0
         number, entries = self._active, []
         for back in (1, 0)[: len(self._tiles)]:
             tile = self._tiles[number % len(self._tiles)]

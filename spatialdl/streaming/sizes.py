@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.recompute import recompute_blocks
+from spatialdl.torch_internals import TorchDispatchMode, tree_leaves
 
 SHARE = 0.4
 """Fraction of the limit for inputs and outputs of the largest operation on a tile."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
@@ -23,6 +22,7 @@ from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.streaming.copies import ModelCopies
 from spatialdl.streaming.memory import Memory, memory_within
+from spatialdl.torch_internals import foreach_div_, tree_flatten, tree_map, tree_unflatten
 
 
 def stream(
@@ -203,7 +203,7 @@ class _Run:
         present = [grad for grad in gradients if grad is not None]
         self.memory.release(present)
         if present:  # as over ranks, gradients are of the mean of the ranks' losses
-            torch._foreach_div_(present, self._count)
+            foreach_div_(present, self._count)
         return self._image_gradient(), gradients
 
     def _seeds(self, rank: int, grads: Sequence[Tensor | None]) -> tuple[list[Any], list[Any]]:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from spatialdl.torch_internals import DisableTorchFunction, TorchDispatchMode
 
 
 class Keeper(Protocol):
@@ -89,7 +90,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
-        with torch._C.DisableTorchFunction():  # not an operation of the network
+        with DisableTorchFunction():  # not an operation of the network
             yield tensor.untyped_storage()
 
 

@@ -20,6 +20,7 @@ from spatialdl.comm.backend.host import (
     Reduction,
     blocks,
     check_counts,
+    copy_if_aliased,
     dense,
     give_back,
     message,
@@ -92,9 +93,11 @@ def all_gather_single(comm: Comm, output: Tensor, tensor: Tensor) -> Job:
     """
     check_fits("all_gather", output, tensor, comm.size)
     held, received = dense(tensor), room_for(output)
+    in_place = held.data_ptr() == received.data_ptr() + comm.rank * held.nbytes
 
     def job() -> None:
-        comm.Allgather(message(held), message(received, held.numel()))
+        sent = held if in_place else copy_if_aliased(held, received)
+        comm.Allgather(MPI.IN_PLACE if in_place else message(sent), message(received, held.numel()))
         give_back(output, received)
 
     return job
@@ -186,7 +189,8 @@ def _reduce_scatter(
     is_even = len(set(counts)) == 1
 
     def job() -> None:
-        sent, taken = how.opened(held, own=False), how.landing(received)
+        taken = how.landing(received)
+        sent = copy_if_aliased(how.opened(held, own=False), taken)
         if is_even:
             comm.Reduce_scatter_block(how.message(sent, comm.size), how.message(taken), how.mpi)
         else:
@@ -220,7 +224,8 @@ def all_to_all_single(
     held, received = dense(tensor), room_for(output)
 
     def job() -> None:
-        comm.Alltoallv(blocks(held, outgoing), blocks(received, incoming))
+        sent = copy_if_aliased(held, received)
+        comm.Alltoallv(blocks(sent, outgoing), blocks(received, incoming))
         give_back(output, received)
 
     return job

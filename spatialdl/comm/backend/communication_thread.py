@@ -18,10 +18,10 @@ from threading import Event, Lock, Thread, get_ident
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from spatialdl.comm.backend.arrivals import Arrivals
 from spatialdl.comm.backend.calls import Call, Job, fail
+from spatialdl.torch_internals import Work
 
 
 class CollectiveWork(Work):

@@ -79,6 +79,14 @@ def room_for(tensor: Tensor) -> Tensor:
     return tensor if _is_dense(tensor) else room(tensor.shape, tensor)
 
 
+def copy_if_aliased(sent: Tensor, received: Tensor) -> Tensor:
+    """`sent`, or a copy if both tensors, which are dense, share memory: MPI forbids it."""
+    first, second = sorted(
+        (one.data_ptr(), one.data_ptr() + one.nbytes) for one in (sent, received)
+    )
+    return sent.detach().clone() if second[0] < first[1] else sent
+
+
 def room(shape: Sequence[int], like: Tensor) -> Tensor:
     """Host memory, pinned if `like` is on a device."""
     return torch.empty(shape, dtype=like.dtype, pin_memory=not like.is_cpu)

@@ -10,7 +10,6 @@ from threading import Lock
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from spatialdl.comm.backend.calls import Call, seconds
 from spatialdl.comm.backend.host import (
@@ -22,6 +21,7 @@ from spatialdl.comm.backend.host import (
     room_for,
     wait_in_stream,
 )
+from spatialdl.torch_internals import Work
 
 
 class MessageWork(Work):

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import (
+
+from spatialdl.comm import check
+from spatialdl.comm.backend import collectives, matching
+from spatialdl.comm.backend.arrivals import Arrivals
+from spatialdl.comm.backend.calls import Call, Group, Job, seconds
+from spatialdl.comm.backend.communication_thread import CommunicationThread
+from spatialdl.comm.backend.host import device_kinds, queued_before, wait_in_stream
+from spatialdl.comm.backend.messages import GroupMessages, MessageWork
+from spatialdl.torch_internals import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -26,14 +34,6 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     Work,
 )
-
-from spatialdl.comm import check
-from spatialdl.comm.backend import collectives, matching
-from spatialdl.comm.backend.arrivals import Arrivals
-from spatialdl.comm.backend.calls import Call, Group, Job, seconds
-from spatialdl.comm.backend.communication_thread import CommunicationThread
-from spatialdl.comm.backend.host import device_kinds, queued_before, wait_in_stream
-from spatialdl.comm.backend.messages import GroupMessages, MessageWork
 
 NAME = "mpi4py"
 Tensors = Sequence[Tensor]

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from importlib import import_module
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -23,6 +22,7 @@ from spatialdl.comm.launch import check_mpi_world
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.store import store_by_mpi
 from spatialdl.comm.watchdog import watch_calls
+from spatialdl.torch_internals import backend_plugins, rendezvous_handlers, self_recording_backends
 
 Rendezvous = Iterator[tuple[Any, int, int]]
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT")
@@ -34,11 +34,13 @@ _open: list[MpiProcessGroup] = []
 
 def register() -> None:
     """Register the backend and its rendezvous with torch.distributed; idempotent."""
-    if NAME.upper() in dist.Backend._plugins:
+    if NAME.upper() in backend_plugins:
         return
     dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=device_kinds())
-    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    handlers["env"] = _env_or_mpi(handlers["env"])  # the default handler
+    # since 2.15 groups of all other backends get a flight recorder, which looks for a backend
+    # inside the group: in one written in Python there is none
+    self_recording_backends.add(NAME)
+    rendezvous_handlers["env"] = _env_or_mpi(rendezvous_handlers["env"])  # the default handler
 
 
 def _env_or_mpi(by_environment: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spatialdl.channels.tensor import ChannelTensor
@@ -24,6 +23,7 @@ from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import tree_leaves
 
 _MOST_OTHERS = 8
 _FORWARD, _LOSS, _BACKWARD, _AVERAGED = range(4)

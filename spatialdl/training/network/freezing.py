@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spatialdl.pipeline.stage import rest_in_training
+from spatialdl.torch_internals import BatchNormBase
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -39,7 +39,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             matched.add(parameters[name])
     for layer in model.modules():
         own = set(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and own and own <= matched:
+        if isinstance(layer, BatchNormBase) and own and own <= matched:
             rest_in_training(layer)
     frozen = [p.numel() for p in parameters.values() if not p.requires_grad]
     if patterns and len(frozen) == len(parameters):

@@ -18,6 +18,19 @@ from torch.optim.optimizer import ParamsT
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
+from spatialdl.torch_internals import (
+    foreach_add,
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sqrt_,
+    foreach_sub_,
+)
 
 
 class LayerWise(torch.optim.Optimizer):
@@ -57,7 +70,7 @@ class LayerWise(torch.optim.Optimizer):
 
     def _norms(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Norms of tensors shaped like the parameters, over all ranks that share these."""
-        norms = list(torch._foreach_norm(list(tensors)))
+        norms = list(foreach_norm(list(tensors)))
         over = [self.divided.get(id(one)) for one in parameters]
         for comm in {id(one): one for one in over if one is not None}.values():
             places = [place for place, one in enumerate(over) if one is comm]
@@ -117,14 +130,14 @@ class LARS(LayerWise):
             local = group["trust"] * weights / (gradients + decay * weights + group["eps"])
             # weights of 0 would never move, and gradients of 0 would apply all decay at once
             rates = torch.where((weights > 0) & (gradients > 0), rate * local, rate)
-            steps = torch._foreach_add(grads, parameters, alpha=decay)
-            torch._foreach_mul_(steps, rates.unbind())
+            steps = foreach_add(grads, parameters, alpha=decay)
+            foreach_mul_(steps, rates.unbind())
         else:
-            steps = torch._foreach_mul(grads, rate)
+            steps = foreach_mul(grads, rate)
         buffers = self._buffers(parameters, "momentum_buffer")
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, steps)
-        torch._foreach_sub_(parameters, buffers)
+        foreach_mul_(buffers, group["momentum"])
+        foreach_add_(buffers, steps)
+        foreach_sub_(parameters, buffers)
 
 
 class LAMB(LayerWise):
@@ -161,21 +174,21 @@ class LAMB(LayerWise):
         counts = [self._counted(one) for one in parameters]
         means = self._buffers(parameters, "exp_avg")
         squares = self._buffers(parameters, "exp_avg_sq")
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        roots = torch._foreach_div(squares, [1 - beta2**count for count in counts])
-        torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, group["eps"])
-        steps = torch._foreach_div(means, [1 - beta1**count for count in counts])
-        torch._foreach_div_(steps, roots)
+        foreach_lerp_(means, grads, 1 - beta1)
+        foreach_mul_(squares, beta2)
+        foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = foreach_div(squares, [1 - beta2**count for count in counts])
+        foreach_sqrt_(roots)
+        foreach_add_(roots, group["eps"])
+        steps = foreach_div(means, [1 - beta1**count for count in counts])
+        foreach_div_(steps, roots)
         if group["weight_decay"]:
-            torch._foreach_add_(steps, parameters, alpha=group["weight_decay"])
+            foreach_add_(steps, parameters, alpha=group["weight_decay"])
             weights = self._norms(parameters, parameters)
             lengths = self._norms(parameters, steps)
             ratios = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
-            torch._foreach_mul_(steps, ratios.unbind())
-        torch._foreach_sub_(parameters, steps, alpha=float(group["lr"]))
+            foreach_mul_(steps, ratios.unbind())
+        foreach_sub_(parameters, steps, alpha=float(group["lr"]))
 
     def _counted(self, parameter: Tensor) -> float:
         """Increment and return the step count of a parameter, on the host."""

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from spatialdl.channels.weights import whole_outputs
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.torch_internals import tree_leaves
 
 NEEDED = "a network that ends with global average pooling and a linear layer in one stage"
 

@@ -192,6 +192,9 @@ def test_reduce_scatter(dtype):
     stacked = torch.empty(3, 2, dtype=dtype)
     dist.reduce_scatter_tensor(stacked, torch.stack(given[rank()]))
     alike(stacked, expected)
+    joined = torch.cat(given[rank()])  # into a part of what is sent, which MPICH once refused
+    dist.reduce_scatter_tensor(joined[3 * rank() : 3 * rank() + 3], joined)
+    alike(joined[3 * rank() : 3 * rank() + 3], expected)
 
 
 def test_parts_of_a_reduce_scatter_may_differ_in_size():
@@ -245,6 +248,11 @@ def test_all_gather_into_one_tensor(dtype):
     stacked = torch.empty(size(), 3, 5, dtype=dtype)
     dist.all_gather_into_tensor(stacked, parts[rank()])
     alike(stacked, torch.stack(parts))
+    for shift in (0, 1):  # from this rank's own place, as FSDP2 does, and from that of another
+        stacked.zero_()
+        place = stacked[(rank() + shift) % size()].copy_(parts[rank()])
+        dist.all_gather_into_tensor(stacked, place)
+        alike(stacked, torch.stack(parts))
     dist.broadcast(parts[rank()], 0)
     alike(parts[rank()], values((3, 5), dtype, 0))
 
@@ -277,7 +285,8 @@ def test_all_to_all(dtype):
     )
     alike(joined, torch.cat(expected))
     even = torch.empty(2 * size(), dtype=torch.int64)
-    dist.all_to_all_single(even, torch.arange(2 * size()) + 100 * rank())
+    even.copy_(torch.arange(2 * size()) + 100 * rank())
+    dist.all_to_all_single(even, even)
     assert even.tolist() == [100 * of + 2 * rank() + k for of in range(size()) for k in (0, 1)]
 
 

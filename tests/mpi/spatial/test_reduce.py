@@ -284,10 +284,13 @@ def test_what_is_refused(number: int, meshes: dict) -> None:
     ],
 )
 def test_what_pytorch_refuses_is_refused(call: Operation, meshes: dict) -> None:
-    with pytest.raises((IndexError, RuntimeError, TypeError)) as plain:
+    kinds = (IndexError, RuntimeError, TypeError)
+    with pytest.raises(kinds) as plain:
         call(image(0, (6, 6)))
+    # of integers, PyTorch 2.15 raises NotImplementedError for data, and RuntimeError without
+    (kind,) = (kind for kind in kinds if issubclass(plain.type, kind))
     for mesh in meshes.values():
-        with pytest.raises(plain.type):
+        with pytest.raises(kind):
             call(shard(image(0, (6, 6)), mesh))
 
 
