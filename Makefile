@@ -1,6 +1,7 @@
 # make setup | make demo | make test-fast | make test | make test-docs | make test-device | make test-gpu [GPU=cuda] | make test-cluster | make test-slow | make lint | make bench | make bench-gpu
 PYTHON ?= python3
 BIN    := .venv/bin
+USABLE := .venv/.usable
 READY  := .venv/.ready
 DOCS   := .venv/.docs
 RUN    := $(BIN)/mpiexec --oversubscribe --timeout
@@ -18,17 +19,25 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-fast test-serial test-mpi test-docs test-device test-gpu test-cluster test-slow coverage mutants lint typecheck bench bench-gpu clean
 
-$(READY): pyproject.toml
+# what running needs; sources are compiled when they are first imported, which halves the time
+$(USABLE): pyproject.toml
+	@echo "installing spatialdl, PyTorch and an MPI into .venv: less than a minute where pip has them in its"
+	@echo "cache, else the time to download 400 MB; after its last message pip still unpacks for half of it"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable ".[mpi,dev,proof]"
-	# apart, as the wheel of torchvision has operators for CUDA only: beside a CPU build of torch it
-	# cannot be imported as it is, and what finds it fails; tests/vision.py makes both known to a test
-	$(BIN)/pip install --quiet --no-deps --target .venv/vision "timm>=1.0" "torchvision>=0.23,<0.29"
+	$(BIN)/pip install --no-compile --editable ".[mpi]"
+	touch $(USABLE)
+
+$(READY): $(USABLE)
+	@echo "installing what the tests and checks need, too: about two minutes"
+	$(BIN)/pip install --no-compile --editable ".[mpi,dev,proof]"
+	# apart, as programs of tests import torchvision before spatialdl, which fails beside a CPU build of
+	# torch (see spatialdl/torchvision_operators.py); tests/vision.py makes both known to a test
+	$(BIN)/pip install --no-compile --no-deps --target .venv/vision "timm>=1.0" "torchvision>=0.23,<0.29"
 	touch $(READY)
 
 setup: $(READY)
 
-demo: $(READY)
+demo: $(USABLE)
 	$(BIN)/python examples/demo.py $(if $(SLIDES),--slides "$(SLIDES)")
 
 # while one writes: boxes, plans, schedules, shards, slides, the rules of the source, and on two ranks
