@@ -21,8 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # what running needs; sources are compiled when they are first imported, which halves the time
 $(USABLE): pyproject.toml
-	@echo "installing spatialdl, PyTorch and an MPI into .venv: less than a minute where pip has them in its"
-	@echo "cache, else the time to download 400 MB; after its last message pip still unpacks for half of it"
+	@echo "installing spatialdl, PyTorch and an MPI into .venv: about a minute, and the time of downloads;"
+	@echo "pip says nothing while it unpacks, which is half of it"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --no-compile --editable ".[mpi]"
 	touch $(USABLE)
