@@ -82,6 +82,9 @@ def test_python_runs(block, tmp_path):
     if "refusal" in block:
         said = " ".join(next(text for text in blocks("text") if "not supported on" in text).split())
         assert done.stdout.count(said) == 2
+    if name_of(block) == "four_lines.py":
+        (shown,) = (text for text in blocks("text") if text.startswith("rank 0: loss"))
+        assert sorted(done.stdout.splitlines()) == shown.splitlines()
 
 
 def test_the_network_that_is_checked_is_exact(tmp_path):
