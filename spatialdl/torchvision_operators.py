@@ -9,7 +9,6 @@ implementation: calling one raises PyTorch's NotImplementedError.
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -19,8 +18,6 @@ _NAME = "torchvision"
 _LOOKED_UP = ("nms", "qnms")  # other operators only where the library is loaded
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _DECLARED: list[Any] = []  # a library of PyTorch forgets its operators when it is deleted
-
-log = logging.getLogger("spatialdl")
 
 
 class _BeforeImport:
@@ -49,9 +46,7 @@ def declare_missing(folder: Path) -> None:
     try:
         for library in folder.glob("_C*.so"):
             torch.ops.load_library(library)
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
-        log.debug("operators of torchvision, such as nms, cannot be called: %s", reason)
+    except OSError:  # as torchvision itself handles it
         declared = torch.library.Library(_NAME, "FRAGMENT")
         for name in _LOOKED_UP:
             declared.define(name + _SCHEMA)
