@@ -30,7 +30,7 @@ class _BeforeImport:
 
 def prepare() -> None:
     """Have the first import of torchvision in this process declare the operators it lacks."""
-    sys.meta_path.insert(0, _BeforeImport())  # type: ignore[arg-type]  # needs find_spec only
+    sys.meta_path.insert(0, _BeforeImport())
 
 
 def declare_missing(folder: Path) -> None:
@@ -43,11 +43,13 @@ def declare_missing(folder: Path) -> None:
 
     if _DECLARED:
         return
+    operators: Any = torch.ops
+    libraries: Any = torch.library
     try:
         for library in folder.glob("_C*.so"):
-            torch.ops.load_library(library)
+            operators.load_library(library)
     except OSError:  # as torchvision itself handles it
-        declared = torch.library.Library(_NAME, "FRAGMENT")
+        declared = libraries.Library(_NAME, "FRAGMENT")
         for name in _LOOKED_UP:
             declared.define(name + _SCHEMA)
         _DECLARED.append(declared)

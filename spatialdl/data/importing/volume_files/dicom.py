@@ -211,7 +211,8 @@ def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
 
 def _values(frame: _Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        stored = needed("pydicom.pixels").pixel_array(frame.path, index=frame.number, raw=True)
+        decode = needed("pydicom.pixels").pixel_array
+        stored: npt.NDArray[Any] = decode(frame.path, index=frame.number, raw=True)
     except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise ValueError(f"{frame.path.name}: {error}") from error
     if stored.shape != frame.size:
