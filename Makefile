@@ -4,9 +4,11 @@ PYTHON ?= python3
 TORCH  ?=
 VENV   := .venv$(addprefix -torch-,$(TORCH))
 BIN    := $(VENV)/bin
+USABLE := $(VENV)/.usable
 READY  := $(VENV)/.ready
 DOCS   := $(VENV)/.docs
-PIP    := $(BIN)/pip install --quiet $(if $(TORCH),,--constraint tools/constraints.txt)
+# sources are compiled when they are first imported, which halves the time of installing
+PIP    := $(BIN)/pip install --no-compile $(if $(TORCH),torch==$(TORCH),--constraint tools/constraints.txt)
 RUN    := $(BIN)/mpiexec --oversubscribe --timeout
 MPI_TESTS := $(BIN)/python -m pytest -p no:cacheprovider
 
@@ -22,17 +24,25 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-fast test-serial test-mpi test-docs test-device test-gpu test-cluster test-slow coverage mutants lint typecheck bench bench-gpu clean
 
-$(READY): pyproject.toml
+# what running needs
+$(USABLE): pyproject.toml
+	@echo "installing spatialdl, PyTorch and an MPI into $(VENV): about a minute, and the time of downloads;"
+	@echo "pip says nothing while it unpacks, which is half of it"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[mpi,dev,proof]" $(addprefix torch==,$(TORCH))
-	# apart, as the wheel of torchvision has operators for CUDA only: beside a CPU build of torch it
-	# cannot be imported as it is, and what finds it fails; tests/vision.py makes both known to a test
-	$(PIP) $(if $(TORCH),torch==$(TORCH),--no-deps --target .venv/vision) "timm>=1.0" "torchvision>=0.23"
+	$(PIP) --editable ".[mpi]"
+	touch $(USABLE)
+
+$(READY): $(USABLE)
+	@echo "installing what the tests and checks need, too: about two minutes"
+	$(PIP) --editable ".[mpi,dev,proof]"
+	# apart, as programs of tests import torchvision before spatialdl, which fails beside a CPU build of
+	# torch (see spatialdl/torchvision_operators.py); tests/vision.py makes both known to a test
+	$(PIP) $(if $(TORCH),,--no-deps --target $(VENV)/vision) "timm>=1.0" "torchvision>=0.23"
 	touch $(READY)
 
 setup: $(READY)
 
-demo: $(READY)
+demo: $(USABLE)
 	$(BIN)/python examples/demo.py $(if $(SLIDES),--slides "$(SLIDES)")
 
 # while one writes: boxes, plans, schedules, shards, slides, the rules of the source, and on two ranks

@@ -28,11 +28,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from spatialdl import torchvision_operators
 from spatialdl.comm import allocator
 from spatialdl.errors import CommMismatch, ShardError, SlideError, UnsupportedSpatialOp
 from spatialdl.version import __version__
 
 allocator.prepare()
+torchvision_operators.prepare()
 
 if TYPE_CHECKING:
     from spatialdl.channels.parallel import (

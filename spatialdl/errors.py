@@ -11,6 +11,10 @@ class CommMismatch(RuntimeError):
     """Ranks called different operations (detected by ``comm.check``)."""
 
 
+class MpiNotFound(ImportError):
+    """No MPI library can be loaded."""
+
+
 class SlideError(ValueError):
     """A slide is missing, unreadable, or lacks metadata for tiling."""
 

@@ -16,7 +16,7 @@ NEEDED = PROJECT["dependencies"] + [
     one
     for extra in (
         *("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes", "features", "lightning"),
-        "spatialdata",
+        *("dicom", "spatialdata", "tensorboard"),
     )
     for one in EXTRAS[extra]
 ]

@@ -106,6 +106,9 @@ def test_python_runs(ranks, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     refusal = " ".join(next(text for text in blocks("text") if "not supported on" in text).split())
     assert done.stdout.count(refusal) == 2 * said
+    if "README/four_lines.py" in programs:
+        (shown,) = (text for text in blocks("text") if text.startswith("rank 0: loss"))
+        assert set(shown.splitlines()) <= set(done.stdout.splitlines())
 
 
 def test_the_network_that_is_checked_is_exact(tmp_path):

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from spatialdl.comm.ending import record_ending
 from spatialdl.comm.launcher_output import LauncherOutput
 from spatialdl.comm.liveness import Liveness, print_stderr
 from spatialdl.comm.scratch import job_folder
+from spatialdl.errors import MpiNotFound
 
 GRACE_S = 10.0
 """Ranks that still run after this long since a stop signal are killed."""
@@ -188,7 +190,7 @@ def ranks_command(
         FileNotFoundError: if there is no launcher.
     """
     environment = {**os.environ, **allocator.environment()}
-    if "SLURM_JOB_ID" in environment and not _in_slurm_step(environment):
+    if _needs_srun(environment):
         launcher = _srun(world_size)
         environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
     else:
@@ -201,6 +203,16 @@ def ranks_command(
             environment[TERMINAL] = "1"
             environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
     return [*launcher, sys.executable, "-m", module, *arguments], environment
+
+
+def program_command(world_size: int) -> str:
+    """Command line that starts this program on several ranks, for a message."""
+    try:
+        in_job = _needs_srun(os.environ)
+        launcher = _srun(world_size) if in_job else mpiexec_command(world_size)
+    except FileNotFoundError:
+        launcher = ["mpiexec", "-n", str(world_size)]
+    return shlex.join([*launcher, sys.executable, *sys.orig_argv[1:]])
 
 
 def disable_tcp_on_one_machine(environment: MutableMapping[str, str] | None = None) -> None:
@@ -393,6 +405,11 @@ def _send_signal(child: subprocess.Popen[bytes], number: int) -> None:
         killer.start()
 
 
+def _needs_srun(environment: Mapping[str, str]) -> bool:
+    """Whether this process is in a Slurm allocation, but not in a step of it."""
+    return "SLURM_JOB_ID" in environment and not _in_slurm_step(environment)
+
+
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process; a batch script has no numeric step id."""
     return environment.get("SLURM_STEP_ID", "").isdigit()
@@ -412,11 +429,20 @@ def initialise_mpi() -> None:
     Open MPI 5.0 crashes in a rank that receives a message while it still waits in ``MPI_Init`` for
     other ranks (github.com/open-mpi/ompi/issues/12495). No synchronisation is available before,
     so the first message is delayed by a fixed time.
+
+    Raises:
+        MpiNotFound: mpi4py cannot load an MPI library.
     """
     if "mpi4py.MPI" in sys.modules:
         return
     disable_tcp_on_one_machine()
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = "; ".join(str(error).split("\n")[:2])
+        raise MpiNotFound(
+            f'mpi4py finds no MPI ({reason}): pip install "spatialdl[mpi]", or load the MPI '
+            "module of this site"
+        ) from None
     if MPI.COMM_WORLD.size > 1 and MPI.get_vendor()[0] == "Open MPI":
         time.sleep(_HEAD_START_S)

@@ -14,7 +14,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, current_device
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.gradients import Replicated
-from spatialdl.comm.launch import check_mpi_world
+from spatialdl.comm.launch import check_mpi_world, program_command
 from spatialdl.comm.limit import check_timeout
 from spatialdl.comm.processes import Nodes
 from spatialdl.comm.protection import (
@@ -182,6 +182,7 @@ def init_mesh(
     Raises:
         ValueError: if ``data * prod(grid) * tensor`` is not the number of ranks, if arguments
             differ between ranks, or if MPI does not connect the ranks that were launched.
+        MpiNotFound: if no MPI library can be loaded.
     """
     if timeout != "default":
         check_timeout(timeout, by_command=False)
@@ -236,7 +237,9 @@ def start_placement(
     world = all_ranks() if comm is None else as_communicator(comm)
     if comm is None:
         check_mpi_world(world.size)
-    placement.check_world(world.size, what, "data")
+    alone = comm is None and world.size == 1
+    command = program_command(placement.world_size) if alone else None
+    placement.check_world(world.size, what, "data", command)
     check_same_arguments(world, function, arguments)
     protect(world, timeout, check)
     choose_device_path(world, current_device())

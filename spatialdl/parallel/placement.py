@@ -209,13 +209,16 @@ class Placement:
         """Ranks of one replica, in the order of their places."""
         return self.at(range(replica * self.replica_size, (replica + 1) * self.replica_size))
 
-    def check_world(self, ranks: int, name: str, key: str = "parallel.data") -> None:
+    def check_world(
+        self, ranks: int, name: str, key: str = "parallel.data", command: str | None = None
+    ) -> None:
         """Check the world size.
 
         Args:
             ranks: world size.
             name: setting that needs these degrees, such as ``parallel=sp+pp``.
             key: key that sets the number of replicas.
+            command: command line that starts the program on the right number of ranks.
 
         Raises:
             ValueError: if it differs; with the product, the number of ranks, and a fitting value.
@@ -229,7 +232,7 @@ class Placement:
         product = str(self.axes(0)) if self.stages == 1 else self.describe()
         raise ValueError(
             f"{name} needs {product}, but this world has {_ranks(ranks)}: start it with "
-            f"`mpiexec -n {self.world_size}`, or {advice}"
+            f"`{command or f'mpiexec -n {self.world_size}'}`, or {advice}"
         )
 
     def positions(self, rank: int) -> list[Position]:

@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import subprocess
+import sys
+
 import pytest
 from mpi4py import MPI
 from torch import nn
@@ -21,6 +27,37 @@ def test_a_grid_that_does_not_fit_names_the_product_and_the_world():
         init_mesh(grid=(3, 1), data=2, comm=MPI.COMM_SELF)
     assert "data 2 x rows 3 x columns 1 = 6 ranks" in str(error.value)
     assert "mpiexec -n 6" in str(error.value)
+
+
+PROGRAM = "import spatialdl; print(spatialdl.init_mesh(grid=(2, 1)).part)"
+
+
+def test_a_program_without_ranks_says_how_it_is_started_on_them(tmp_path):
+    (tmp_path / "my program.py").write_text(PROGRAM)
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+        )
+
+    (last,) = run(sys.executable, "my program.py").stderr.splitlines()[-1:]
+    started = run(*shlex.split(re.search(r"start it with `(.*)`", last)[1]))
+    assert (started.returncode, sorted(started.stdout.split())) == (0, ["0", "1"])
+
+
+def test_without_an_mpi_a_program_says_how_to_get_one():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "MPI4PY_LIBMPI": "/no/libmpi.so"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    (last,) = done.stderr.splitlines()[-1:]
+    assert last.startswith("spatialdl.errors.MpiNotFound: mpi4py finds no MPI (")
+    assert 'pip install "spatialdl[mpi]"' in last
+    assert "During handling" not in done.stderr
 
 
 def test_a_stage_has_the_grid_and_the_ranks_of_the_placement():

@@ -20,7 +20,7 @@ def timm_encoder(wish: Wish) -> Encoder:
     try:
         import timm
         import timm.data
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # also where timm and torchvision do not match
         raise ValueError(
             f"--encoder {wish.name} needs timm ({error}): pip install 'spatialdl[features]'"
         ) from error

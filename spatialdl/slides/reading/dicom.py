@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from spatialdl.errors import SlideError
+
 _SUFFIX, _START = ".dcm", b"DICM"  # the start follows a preamble
 _PREAMBLE = 128
 _SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"  # VL Whole Slide Microscopy Image Storage
@@ -47,7 +49,11 @@ def is_dicom(start: bytes) -> bool:
 
 
 def grouped(files: Iterable[Path]) -> list[Series]:
-    """Group the DICOM files of one folder by series, sorted by UID."""
+    """Group the DICOM files of one folder by series, sorted by UID.
+
+    Raises:
+        SlideError: there are some, but pydicom is not installed.
+    """
     series: dict[str, list[tuple[Path, str]]] = {}
     for path in sorted(files):
         if (header := _header(path)) is not None:
@@ -75,13 +81,20 @@ def _header(path: Path) -> tuple[str, str] | None:
 
 @lru_cache(_KNOWN)
 def _known_header(path: Path, size: int, changed_ns: int) -> tuple[str, str] | None:
-    from pydicom.filereader import read_partial  # a slow import that most batches do not need
-
     try:
-        with path.open("rb") as file, warnings.catch_warnings(action="ignore"):
+        with path.open("rb") as file:
             if not is_dicom(file.read(_PREAMBLE + len(_START))):
                 return None
-            file.seek(0)
+    except OSError:
+        return None
+    try:
+        from pydicom.filereader import read_partial
+    except ImportError:
+        raise SlideError(
+            f"{path} is a DICOM file, whose series requires pydicom: pip install 'spatialdl[dicom]'"
+        ) from None
+    try:
+        with path.open("rb") as file, warnings.catch_warnings(action="ignore"):
             dataset = read_partial(
                 file, lambda tag, vr, length: tag > _SERIES, specific_tags=[_CLASS, _SERIES]
             )

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from spatialdl.errors import SlideError
 from spatialdl.slides.reading.dicom import grouped, is_uid, may_be_dicom
 from tests.slides.dicom_series import uid, write_annotation, write_series
 from tests.slides.tiled_tiffs import picture
@@ -45,6 +47,15 @@ def test_a_header_with_a_path_for_a_uid_is_none(tmp_path: Path) -> None:
     path = write_annotation(tmp_path / "a.dcm", "1.2.3.4")
     path.write_bytes(path.read_bytes().replace(b"1.2.3.4\0", b"../../x\0"))
     assert grouped([path]) == []
+
+
+def test_without_pydicom_only_dicom_files_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydicom.filereader", None)
+    (tmp_path / "IM0001").write_text("no slide")
+    assert grouped(tmp_path.iterdir()) == []
+    write_annotation(tmp_path / "a.dcm", uid("note"))
+    with pytest.raises(SlideError, match=r"a\.dcm is a DICOM file.*pip install .spatialdl\[dicom"):
+        grouped(tmp_path.iterdir())
 
 
 def test_names_tell_what_may_be_dicom() -> None:

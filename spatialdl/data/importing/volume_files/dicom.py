@@ -10,14 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydicom import Dataset
-from pydicom.pixels.utils import pixel_array
 
-from spatialdl.data.importing.volume_files.volume import Read, Reader, StoredVolume, affine_from
+from spatialdl.data.importing.volume_files.volume import (
+    Read,
+    Reader,
+    StoredVolume,
+    affine_from,
+    needed,
+)
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
 
 _TO_RAS = np.array([-1.0, -1.0, 1.0])
 _UNEVEN = 0.1
@@ -204,7 +211,8 @@ def _start(frames: Sequence[_Frame], dtype: np.dtype[Any]) -> Read:
 
 def _values(frame: _Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        stored = pixel_array(frame.path, index=frame.number, raw=True)
+        decode = needed("pydicom.pixels").pixel_array
+        stored: npt.NDArray[Any] = decode(frame.path, index=frame.number, raw=True)
     except Exception as error:  # decoders raise arbitrary errors for damaged files
         raise ValueError(f"{frame.path.name}: {error}") from error
     if stored.shape != frame.size:

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from pydicom import Dataset, dcmread
+from typing import TYPE_CHECKING
 
 from spatialdl.data.importing.volume_files.dicom import open_series
-from spatialdl.data.importing.volume_files.volume import StoredVolume
+from spatialdl.data.importing.volume_files.volume import StoredVolume, needed
 from spatialdl.text import counted
+
+if TYPE_CHECKING:
+    from pydicom import Dataset
 
 _SUFFIXES = (".dcm", ".dicom", ".ima")
 _NO_VOLUMES = {  # objects that also have rows and columns
@@ -80,12 +82,17 @@ class DicomFolder:
 
 
 def find_series(folder: Path, paths: Iterable[Path]) -> DicomFolder:
-    """Find the series of files and folders inside a folder; files other than DICOM are ignored."""
+    """Find the series of files and folders inside a folder; files other than DICOM are ignored.
+
+    Raises:
+        ValueError: there are DICOM files, but pydicom is not installed.
+    """
     found: dict[str, DicomSeries] = {}
     bad: list[tuple[Path, str]] = []
     others: Counter[str] = Counter()
     segmentation = None
     for path in sorted(file for one in paths for file in _files(one) if _is_dicom(file)):
+        needed("pydicom")
         try:
             kind = _no_image(header := _header(path))
         except Exception as error:  # pydicom raises arbitrary errors for damaged files
@@ -126,7 +133,10 @@ def _is_dicom(path: Path) -> bool:
 def _header(path: Path) -> Dataset:
     """The header without pixels; also of old files that lack the 128-byte preamble."""
     with path.open("rb") as file:
-        return dcmread(file, stop_before_pixels=True, force=True, specific_tags=list(_TAGS))
+        header: Dataset = needed("pydicom").dcmread(
+            file, stop_before_pixels=True, force=True, specific_tags=list(_TAGS)
+        )
+    return header
 
 
 def _no_image(header: Dataset) -> str | None:

@@ -10,7 +10,8 @@ from spatialdl.data.importing.volume_files.volume import affine_from, millimetre
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("nibabel", "a.nii"), ("nrrd", "a.nrrd"), ("zarr", "a.ome.zarr")]
+    ("package", "name"),
+    [("nibabel", "a.nii"), ("nrrd", "a.nrrd"), ("zarr", "a.ome.zarr"), ("pydicom", "a.dcm")],
 )
 def test_without_a_package_its_extra_is_named(package, name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
