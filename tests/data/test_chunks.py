@@ -1,46 +1,44 @@
+"""Chunks as they are written to HDF5, and the map of where they lie."""
+
 from __future__ import annotations
 
+import re
+import struct
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from spatialdl.data import ShardWriter
+from spatialdl.data.chunk_map import MISSING, map_chunks
 from spatialdl.data.chunks import Chunks
-from spatialdl.data.codec import JPEG, Coding
+from spatialdl.data.codec import JPEG, Codec, Coding
 from spatialdl.data.jpeg import encode
+from tests.data.conftest import noise, picture
 
-RANDOM = np.random.default_rng(0)
-
-
-def picture(rows: int, cols: int, channels: int = 3) -> np.ndarray:
-    slope = np.add.outer(np.arange(rows) * 2, np.arange(cols))[..., None] // 2 % 200
-    return (slope + RANDOM.integers(0, 40, (rows, cols, channels))).astype(np.uint8)
+IMAGE = noise(70, 100)
 
 
-@pytest.fixture
-def h5(tmp_path: Path) -> h5py.File:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        yield file
-
-
-@pytest.mark.parametrize("chunk", [(32, 48), (70, 100), (128, 128)])
-def test_raw_chunks_are_plain_hdf5(h5: h5py.File, chunk: tuple[int, int]) -> None:
-    image = picture(70, 100)
-    Chunks(h5, "image", image.shape, chunk).write(image)
-    Chunks(h5, "mask", (70, 100), chunk).write(image[..., 0])
-    stack = Chunks(h5, "stack", image.shape, chunk, stacked=True)
-    for number in range(3):
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("chunk", [(32, 48), (128, 128)])
+def test_raw_chunks_are_plain_hdf5(h5: h5py.File, chunk: tuple[int, int], dtype: str) -> None:
+    image = (picture(70, 100) * 1.5).astype(dtype)
+    Chunks(h5, "image", image.shape, chunk, dtype).write(image)
+    Chunks(h5, "mask", (70, 100), chunk).write(IMAGE[..., 0])
+    stack = Chunks(h5, "stack", image.shape, chunk, dtype, stacked=True)
+    for number in range(2):
         assert stack.grow() == number
-        stack.write(image + np.uint8(number), number=number)
+        stack.write(image[::-1] if number else image, number=number)
+    assert h5["image"].dtype == dtype
     assert (h5["image"][:] == image).all()
-    assert (h5["mask"][:] == image[..., 0]).all()
-    assert (h5["stack"][:] == [image, image + 1, image + 2]).all()
+    assert (h5["mask"][:] == IMAGE[..., 0]).all()
+    assert (h5["stack"][:] == [image, image[::-1]]).all()
     assert h5["stack"].chunks == (1, *chunk, 3)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_reader_without_the_filter_gets_an_error(h5: h5py.File, channels: int) -> None:
+def test_chunks_of_jpeg_are_whole_streams_that_hdf5_does_not_read(h5: h5py.File, channels) -> None:
     image = picture(70, 100, channels)
     Chunks(h5, "image", image.shape, (32, 48), coding=Coding("jpeg", 80)).write(image)
     dataset = h5["image"]
@@ -54,25 +52,12 @@ def test_a_reader_without_the_filter_gets_an_error(h5: h5py.File, channels: int)
     number, flags, values, _ = settings.get_filter(0)
     assert (number, flags) == (JPEG, h5py.h5z.FLAG_OPTIONAL)
     assert values == (80, 48, 32, int(channels == 3))  # quality, columns, rows, colours
-
-
-def test_each_chunk_is_a_jpeg_of_full_size(h5: h5py.File) -> None:
-    image = picture(70, 100)
-    Chunks(h5, "image", image.shape, (32, 48), coding=Coding("jpeg", 80)).write(image)
     padded = np.pad(image, ((0, 26), (0, 44), (0, 0)), mode="edge")
     for row in range(0, 70, 32):
         for col in range(0, 100, 48):
-            unfiltered, stream = h5["image"].id.read_direct_chunk((row, col, 0))
+            unfiltered, stream = dataset.id.read_direct_chunk((row, col, 0))
             assert unfiltered == 0
             assert bytes(stream) == encode(padded[row : row + 32, col : col + 48], 80)
-
-
-def test_types_that_are_not_bytes_are_plain_hdf5(h5: h5py.File) -> None:
-    for dtype in ("uint16", "float16", "float32", "float64"):
-        image = (picture(70, 100, 2) * 100.5).astype(dtype)
-        Chunks(h5, dtype, image.shape, (32, 48), dtype).write(image)
-        assert h5[dtype].dtype == dtype
-        assert (h5[dtype][:] == image).all()
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
@@ -88,11 +73,125 @@ def test_others_read_what_is_compressed_without_loss(h5: h5py.File, codec: str, 
 
 
 def test_what_a_codec_does_not_hold_is_refused(h5: h5py.File) -> None:
-    jpeg = Coding("jpeg")
-    with pytest.raises(ValueError, match="2 channels"):
-        Chunks(h5, "image", (8, 8, 2), (8, 8), coding=jpeg)
-    with pytest.raises(
-        ValueError, match="type uint16, but codec 'jpeg' supports only uint8; use codec="
-    ):
-        Chunks(h5, "image", (8, 8, 3), (8, 8), np.uint16, coding=jpeg)
+    for channels, dtype, says in [
+        (2, np.uint8, "2 channels"),
+        (3, np.uint16, "type uint16, but codec 'jpeg' supports only uint8; use codec="),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            Chunks(h5, "image", (8, 8, channels), (8, 8), dtype, coding=Coding("jpeg"))
     assert "image" not in h5
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_offsets_are_where_the_pixels_lie(h5: h5py.File, dtype: str) -> None:
+    image = IMAGE.astype(dtype)
+    stack = Chunks(h5, "stack", image.shape, (32, 48), dtype, stacked=True)
+    for number in range(3):
+        stack.write(image + image.dtype.type(number), number=stack.grow())
+    Chunks(h5, "mask", (70, 100), (32, 48)).write(IMAGE[..., 0])
+    h5.flush()
+    content = Path(h5.filename).read_bytes()
+    found = map_chunks(h5["stack"], True, len(content))
+    assert (found.shape, found.cell) == ((3, 70, 100, 3), (32, 48, 3))
+    assert (found.dtype, found.sizes) == (dtype, None)
+    assert (found.offsets.shape, found.offsets.dtype) == ((3, 3, 3), np.int64)
+    chunk = np.frombuffer(content, dtype, 32 * 48 * 3, found.offsets[2, 1, 0])
+    wanted = image[32:64, :48] + image.dtype.type(2)
+    assert (chunk.reshape(32, 48, 3) == wanted).all()
+    found = map_chunks(h5["mask"], False, len(content))
+    chunk = np.frombuffer(content, np.uint8, 32 * 48, found.offsets[0, 1])
+    assert (chunk.reshape(32, 48) == IMAGE[:32, 48:96, 0]).all()
+
+
+def test_chunks_that_were_not_written_are_missing(h5: h5py.File) -> None:
+    dataset = h5.create_dataset("image", (70, 100, 3), np.uint8, chunks=(32, 48, 3))
+    dataset[40, 99] = 1
+    found = map_chunks(dataset, False, 2**40)
+    assert np.argwhere(found.offsets != MISSING).tolist() == [[1, 2]]
+
+
+def test_parts_tile_the_box(h5: h5py.File) -> None:
+    Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
+    found = map_chunks(h5["image"], False, 2**40)
+    parts = list(found.parts((slice(31, 65), slice(47, 97)), (34, 50, 3)))
+    assert [part.begin for part in parts] == found.offsets.ravel().tolist()
+    assert parts[0][2:] == ((slice(31, 32), slice(47, 48)), (slice(0, 1), slice(0, 1)))
+    assert parts[4][2:] == ((slice(0, 32), slice(0, 48)), (slice(1, 33), slice(1, 49)))
+    assert parts[8][2:] == ((slice(0, 1), slice(0, 1)), (slice(33, 34), slice(49, 50)))
+    assert [part.chunk for part in parts] == [(row, col) for row in range(3) for col in range(3)]
+    assert len(list(found.parts((slice(32, 64), slice(48, 96)), (32, 48, 3)))) == 1
+    for where in [
+        (0, slice(0, 9), slice(0, 9)),
+        (slice(0, 71), slice(0, 9)),
+        (slice(0, 9), slice(92, 101)),
+        (slice(-1, 8), slice(0, 9)),
+        (slice(0, 8), slice(0, 9)),
+    ]:
+        with pytest.raises(ValueError, match=r"its shape is \(70, 100, 3\), requested .* into"):
+            list(found.parts(where, (9, 9, 3)))
+
+
+def test_what_is_not_raw_is_left_to_hdf5(h5: h5py.File) -> None:
+    h5["whole"] = IMAGE
+    h5.create_dataset("zip", data=IMAGE, chunks=(32, 48, 3), compression="gzip")
+    h5.create_dataset("big", data=IMAGE.astype(">i2"), chunks=(32, 48, 3))
+    h5.create_dataset("planes", data=IMAGE, chunks=(32, 48, 1))
+    h5.create_dataset("pairs", data=np.stack([IMAGE, IMAGE]), chunks=(2, 32, 48, 3))
+    h5.create_dataset("line", data=IMAGE.reshape(-1), chunks=(48,))
+    for name in h5:
+        assert map_chunks(h5[name], name == "pairs", 2**40) is None, name
+
+
+@pytest.mark.parametrize("codec", ["jpeg", "zstd", "lz4"])
+def test_streams_have_sizes(h5: h5py.File, codec: Codec) -> None:
+    Chunks(h5, "image", IMAGE.shape, (32, 48), coding=Coding(codec)).write(IMAGE)
+    h5.flush()
+    content = Path(h5.filename).read_bytes()
+    found = map_chunks(h5["image"], False, len(content), codec)
+    assert found.nbytes == 2 * found.offsets.nbytes
+    begin = found.offsets[1, 2]
+    stream = h5["image"].id.read_direct_chunk((32, 96, 0))[1]
+    assert content[begin : begin + found.sizes[1, 2]] == bytes(stream)
+
+
+def test_other_codecs_are_refused(h5: h5py.File) -> None:
+    Chunks(h5, "raw", IMAGE.shape, (32, 48)).write(IMAGE)
+    Chunks(h5, "zstd", IMAGE.shape, (32, 48), coding=Coding("zstd")).write(IMAGE)
+    for name, codec, filters in [("raw", "jpeg", "[]"), ("zstd", "lz4", "[32015, 3]")]:
+        says = re.escape(f"it has uint8 in filters {filters}, expected codec {codec!r}")
+        with pytest.raises(ValueError, match=says):
+            map_chunks(h5[name], False, 2**40, codec)
+    assert map_chunks(h5["zstd"], False, 2**40) is None
+    h5["zstd"].id.write_direct_chunk((32, 48, 0), IMAGE[:32, :48].copy(), filter_mask=1)
+    with pytest.raises(ValueError, match=r"chunk at \(32, 48, 0\) skipped its filters"):
+        map_chunks(h5["zstd"], False, 2**40, "zstd")
+    with pytest.raises(ValueError, match=r"chunk at \(\d+, \d+, 0\) has 4608 bytes at \d+, expect"):
+        map_chunks(h5["raw"], False, 20_000)  # beyond the file
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [(0, "lies outside of"), (40, "lies outside of"), (2**60, "whose chunks do not fit")],
+)
+def test_an_image_of_another_size_than_its_chunks(tmp_path: Path, rows: int, says: str) -> None:
+    """A few damaged bytes were an `IndexError`, or more memory than there is."""
+    with h5py.File(tmp_path / "a.h5", "w") as h5:
+        Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
+    content = (tmp_path / "a.h5").read_bytes()
+    before = struct.pack("<3Q", *IMAGE.shape)
+    assert before in content
+    damaged = content.replace(before, struct.pack("<3Q", rows, *IMAGE.shape[1:]))
+    (tmp_path / "a.h5").write_bytes(damaged)
+    with h5py.File(tmp_path / "a.h5") as h5, pytest.raises(ValueError, match=says):
+        map_chunks(h5["image"], False, len(content))
+
+
+def test_chunks_of_shards_begin_with_a_page(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set") as writer:
+        for _ in range(3):
+            writer.add(noise(600, 600), mask=noise(600, 600)[..., 0])
+    shard = tmp_path / "set" / "shard-00000.h5"
+    with h5py.File(shard) as file:
+        for name in ("images", "masks"):
+            assert (map_chunks(file[name], True, shard.stat().st_size).offsets % 4096 == 0).all()
+    assert shard.stat().st_size < 3 * 4 * 512 * 512 * 4 + 50_000  # and there is little between
