@@ -1,5 +1,10 @@
+"""Views of images and volumes: cropped, padded and changed, of any box the same."""
+
 from __future__ import annotations
 
+from itertools import permutations, product
+
+import nibabel
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +13,9 @@ from hypothesis import strategies as st
 from spatialdl.data.augmentation.drawing import draw
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.format import UNLABELLED
+from spatialdl.data.samples import VolumeSample
 from spatialdl.data.views import Views
+from spatialdl.data.volume_geometry import Geometry, VolumeTurn, orientation_of
 
 ALL = Augmentation("random", 0.5, True, 0.2, 0.2, 0.2, 0.1, 0.1, 2.0)
 
@@ -48,12 +55,9 @@ class Images:
         return image[row0:row1, col0:col1]
 
 
-def whole(views, epoch=0, sample=0):
-    return views.read(epoch, sample, (0, views.size[0], 0, views.size[1]))
-
-
-def whole_mask(views, epoch=0, sample=0):
-    return views.read_mask(epoch, sample, (0, views.size[0], 0, views.size[1]))
+def whole(views, epoch=0, sample=0, mask=False):
+    box = tuple(at for n in views.size for at in (0, n))
+    return (views.read_mask if mask else views.read)(epoch, sample, box)
 
 
 @st.composite
@@ -88,16 +92,30 @@ def test_a_box_is_that_of_the_whole_view(data, stored, size, augmentation):
     assert found.dtype == dtype
     assert found.flags.c_contiguous
     np.testing.assert_array_equal(found, whole(views, epoch)[cut], strict=True)
-    np.testing.assert_array_equal(mask, whole_mask(views, epoch)[cut], strict=True)
+    np.testing.assert_array_equal(mask, whole(views, epoch, mask=True)[cut], strict=True)
 
 
-def test_without_augmentation_the_own_size_is_the_image_itself():
+def test_without_augmentation_the_own_size_is_the_image_itself_and_no_more_is_read():
     images = Images([(7, 9)])
     views = Views(images, (7, 9))
     assert (whole(views) == images.images[0]).all()
-    assert (whole_mask(views) == images.masks[0]).all()
+    assert (whole(views, mask=True) == images.masks[0]).all()
     assert (views.read(5, 0, (2, 4, 1, 9)) == images.images[0][2:4, 1:9]).all()
     assert images.asked[-1] == (2, 4, 1, 9)
+    for box in ((0, 8, 0, 9), (-1, 3, 0, 8), (5, 4, 0, 8)):
+        with pytest.raises(ValueError, match="is not inside a view of 7 x 9"):
+            views.read(0, 0, box)
+    images = Images([(40, 50)])
+    views = Views(images, (20, 20), augmentation=Augmentation("random", 0.5, True))
+    for epoch in range(20):
+        views.read(epoch, 0, (3, 8, 11, 18))
+        row0, row1, col0, col1 = images.asked[-1]
+        assert sorted((row1 - row0, col1 - col0)) == [5, 7]
+    blurred = Views(images, (20, 20), augmentation=Augmentation(blur=1.0))
+    blurred.read(0, 0, (5, 8, 5, 12))
+    row0, row1, col0, col1 = images.asked[-1]
+    assert 3 < row1 - row0 <= 9
+    assert 7 < col1 - col0 <= 13
 
 
 @pytest.mark.parametrize(("dtype", "white"), [("uint8", 255), ("uint16", 65535), ("float32", 1)])
@@ -109,7 +127,7 @@ def test_small_images_lie_in_the_middle_of_the_background(dtype, white):
     assert (found[:2] == white).all()
     assert (found[5:] == white).all()
     assert (whole(views, sample=1)[:, 2:4] == images.images[1][1:8]).all()
-    mask = whole_mask(views)
+    mask = whole(views, mask=True)
     assert (mask[2:5] == images.masks[0][:, 3:9]).all()
     assert (mask[[0, 1, 5, 6]] == UNLABELLED).all()
 
@@ -145,20 +163,6 @@ def test_the_scale_of_pixels_is_white(dtype, white):
         assert np.abs(found - expected).max() < (2 / white if dtype == "uint16" else 1e-5)
 
 
-def test_only_what_lies_under_a_box_is_read():
-    images = Images([(40, 50)])
-    views = Views(images, (20, 20), augmentation=Augmentation("random", 0.5, True))
-    for epoch in range(20):
-        views.read(epoch, 0, (3, 8, 11, 18))
-        row0, row1, col0, col1 = images.asked[-1]
-        assert sorted((row1 - row0, col1 - col0)) == [5, 7]
-    blurred = Views(images, (20, 20), augmentation=Augmentation(blur=1.0))
-    blurred.read(0, 0, (5, 8, 5, 12))
-    row0, row1, col0, col1 = images.asked[-1]
-    assert 3 < row1 - row0 <= 9
-    assert 7 < col1 - col0 <= 13
-
-
 def test_masks_move_with_their_images():
     """Image and mask still match after all changes of geometry."""
     images = Images([(21, 34)])
@@ -166,7 +170,7 @@ def test_masks_move_with_their_images():
     views = Views(images, (30, 25), augmentation=Augmentation("random", 0.5, True))
     seen = set()
     for epoch in range(30):
-        image, mask = whole(views, epoch), whole_mask(views, epoch)
+        image, mask = whole(views, epoch), whole(views, epoch, mask=True)
         inside = mask != UNLABELLED
         assert 0 < inside.sum() < inside.size
         assert (image[..., 0][inside] == 100 + 50 * mask[inside]).all()
@@ -180,18 +184,6 @@ def test_epochs_samples_and_seeds_differ():
     images = [whole(views, epoch, sample).tobytes() for epoch in range(4) for sample in range(2)]
     images.append(whole(Views(views.source, (16, 16), augmentation=ALL, seed=1)).tobytes())
     assert len(set(images)) == len(images)
-
-
-def test_boxes_beyond_the_view_are_refused():
-    views = Views(Images([(5, 5)]), (8, 8))
-    for box in ((0, 9, 0, 8), (-1, 3, 0, 8), (5, 4, 0, 8)):
-        with pytest.raises(ValueError, match="is not inside a view of 8 x 8"):
-            views.read(0, 0, box)
-
-
-def test_colours_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match=r"data.augment.hue require images of 3 channels"):
-        Views(Images([(5, 5)], channels=1), (5, 5), augmentation=Augmentation(hue=0.1))
 
 
 class Volumes(Images):
@@ -225,14 +217,13 @@ def test_boxes_of_changed_volumes_are_those_of_the_whole_view(size):
         seen.add((*mirrors, drawn.turns))
         mirrored = np.flip(cropped, [dim for dim, flip in enumerate(mirrors) if flip])
         expected = np.rot90(mirrored, drawn.turns, axes=(1, 2))
-        whole_view = views.read(epoch, 0, (0, size[0], 0, size[1], 0, size[2]))
-        assert whole_view.dtype == np.int16
-        assert (whole_view == expected).all()
+        assert whole(views, epoch).dtype == np.int16
+        assert (whole(views, epoch) == expected).all()
         cuts = [sorted(random.integers(0, n + 1, 2).tolist()) for n in size]
         box = tuple(at for cut in cuts for at in cut)
         part = tuple(slice(*cut) for cut in cuts)
         assert (views.read(epoch, 0, box) == expected[part]).all()
-        mask = views.read_mask(epoch, 0, (0, size[0], 0, size[1], 0, size[2]))
+        mask = whole(views, epoch, mask=True)
         assert (views.read_mask(epoch, 0, box) == mask[part]).all()
         assert ((mask == UNLABELLED) <= (expected == -7).all(-1)).all()
         stored = views.stored_box(epoch, 0, box)
@@ -264,12 +255,15 @@ def test_signals_are_cropped_padded_and_flipped():
         Views(Signals(), (7,), augmentation=Augmentation(rotate=True))
 
 
-@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "stain", "blur"])
-def test_changes_of_colour_are_refused_of_volumes_by_name(name):
-    with pytest.raises(ValueError, match=rf"data\.augment\.{name} change colours .* are volumes"):
-        Views(Volumes([(3, 4, 5)]), (3, 4, 5), augmentation=Augmentation(**{name: 0.1}))
-    with pytest.raises(ValueError, match=rf"data\.augment\.{name} change .* images of int16"):
-        Views(Images([(4, 5)], "int16"), (4, 5), augmentation=Augmentation(**{name: 0.1}))
+def test_changes_of_colour_are_refused_by_name_where_there_are_none():
+    for name in ("brightness", "contrast", "saturation", "hue", "stain", "blur"):
+        how = Augmentation(**{name: 0.1})
+        with pytest.raises(ValueError, match=rf"augment\.{name} change colours .* are volumes"):
+            Views(Volumes([(3, 4, 5)]), (3, 4, 5), augmentation=how)
+        with pytest.raises(ValueError, match=rf"augment\.{name} change .* images of int16"):
+            Views(Images([(4, 5)], "int16"), (4, 5), augmentation=how)
+    with pytest.raises(ValueError, match=r"data.augment.hue require images of 3 channels"):
+        Views(Images([(5, 5)], channels=1), (5, 5), augmentation=Augmentation(hue=0.1))
 
 
 def test_volumes_are_padded_with_zeros_and_integers_with_negative_ones_too():
@@ -278,3 +272,89 @@ def test_volumes_are_padded_with_zeros_and_integers_with_negative_ones_too():
     assert Views(source, (3, 3, 3), -1024).read(0, 0, (0, 1, 0, 1, 0, 1)).item() == -1024
     with pytest.raises(ValueError, match=r"data\.background=-40000 .* use -32768 to 32767"):
         Views(source, (3, 3, 3), -40000).check_background()
+
+
+CODES = [
+    "".join(letters) for axes in permutations(("LR", "PA", "IS")) for letters in product(*axes)
+]
+
+
+def affine_with(code: str) -> np.ndarray:
+    """Slightly oblique, of (slice, row, column)."""
+    affine = np.array([[0.1, 0.05, 0.02, 3], [0.05, 0.1, 0.03, 4], [0, 0.02, 0.1, 5]])
+    for dim, letter in enumerate(code):
+        axis = next(k for k, ends in enumerate(("LR", "PA", "IS")) if letter in ends)
+        affine[axis, dim] = 2.0 if letter in "RAS" else -2.0
+    return affine
+
+
+def sample(affine, spacing) -> VolumeSample:
+    known = {"mpp": None, "striped": False, "bands": (), "label": None, "split": None}
+    return VolumeSample(
+        *("0", 4, 5), **known, slide="", x=0, y=0, depth=3, spacing=spacing, affine=affine
+    )
+
+
+def test_orientations_are_those_of_nibabel():
+    for code in CODES:
+        affine = affine_with(code)
+        assert orientation_of(affine) == code
+        of_file = np.vstack([affine[:, [2, 1, 0, 3]], [0, 0, 0, 1]])
+        assert "".join(nibabel.aff2axcodes(of_file)) == code[::-1]
+
+
+@pytest.mark.parametrize("stored", CODES[::5])
+@pytest.mark.parametrize("seen", CODES[::7])
+def test_a_turn_moves_each_voxel_to_where_it_is_seen(stored, seen):
+    turn = VolumeTurn.between(stored, seen)
+    voxels = np.arange(4 * 5 * 6 * 2).reshape(4, 5, 6, 2)
+    turned = turn.seen(voxels)
+    assert turned.shape[:3] == turn.seen_size((4, 5, 6))
+    assert (turn.stored(turned[..., 1]) == voxels[..., 1]).all()
+    # the voxel at the end of a dim lies at the end that its letter names
+    for number, letter in enumerate(seen):
+        axis = next(ends for ends in ("LR", "PA", "IS") if letter in ends)
+        dim = next(k for k, other in enumerate(stored) if other in axis)
+        first = voxels.take(0 if stored[dim] != letter else -1, dim)
+        assert set(first.ravel()) == set(turned.take(-1, number).ravel())
+    box = tuple(n for size in turned.shape[:3] for n in (1, size - 1))
+    box = (0, *box[1:])  # not the same from both ends
+    spans = [slice(*box[k : k + 2]) for k in (0, 2, 4)]
+    at = turn.stored_box(box, turned.shape[:3])
+    under = voxels[tuple(slice(*at[k : k + 2]) for k in (0, 2, 4))]
+    assert (turn.seen(under) == turned[tuple(spans)]).all()
+
+
+def test_a_training_set_has_an_orientation_if_all_of_its_volumes_have_it():
+    one, other = affine_with("SAR"), affine_with("SPL")
+    alike = Geometry.of([sample(one, (2, 1, 1)), sample(one, (3, 1, 0.5))])
+    assert alike == Geometry("SAR", ((2, 1, 0.5), (3, 1, 1)))
+    assert Geometry.parsed(alike.described()) == alike
+    assert Geometry.of([sample(one, None), sample(other, (1, 1, 1))]) == Geometry()
+    assert Geometry.of([sample(None, (1, 1, 1))]) == Geometry(None, ((1, 1, 1), (1, 1, 1)))
+    assert Geometry.of([]) == Geometry() == Geometry.parsed(Geometry().described())
+    assert alike.turn(other) == VolumeTurn.between("SPL", "SAR")
+    assert alike.turn(None) == Geometry().turn(one) == VolumeTurn()
+
+
+def test_what_no_checkpoint_of_ours_says_is_refused():
+    for row in (
+        *({"orientation": wrong, "spacing": None} for wrong in ("RAX", "RLS", 3)),
+        {"orientation": None, "spacing": [[1, 1, 1]]},
+        {"orientation": None, "spacing": [[1, 1, 1], [1, 1, 0]]},
+        {"spacing": None},
+    ):
+        with pytest.raises((ValueError, KeyError)):
+            Geometry.parsed(row)
+
+
+def test_other_spacings_are_remarked():
+    trained = Geometry(None, ((2.0, 1.0, 1.0), (2.0, 1.0, 1.0)))
+    assert trained.remark((2.1, 1.0, 0.95)) == Geometry().remark(None) == ""
+    said = trained.remark((5.0, 1.0, 1.0))
+    assert "5 x 1 x 1 mm" in said
+    assert "training set has 2 x 1 x 1 mm" in said
+    assert "is unknown" in trained.remark(None)
+    wide = Geometry(None, ((2.0, 1.0, 1.0), (4.0, 1.0, 1.0)))
+    assert wide.remark((3.0, 1.0, 1.0)) == ""
+    assert "2 x 1 x 1 to 4 x 1 x 1 mm" in wide.remark((9.0, 1.0, 1.0))

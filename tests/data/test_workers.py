@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers, pack, unpack
 from tests.data.numbers import SIZE, Numbers, batching, contents, views
 
-ROOT = Path(__file__).resolve().parents[2]
 CLONE_NEWNS, MS_PRIVATE = 0x20000, 0x44000  # of sched.h, and of mount.h with all below
 
 
@@ -95,7 +95,11 @@ def test_an_error_in_a_worker_comes_out_with_its_sample_and_traceback():
     ("source", "error", "says"),
     [
         (Odd(2), RuntimeError, r"Stubborn: rain and snow \(sample 0, epoch 0\)"),
-        (Numbers(6, deadly=4), ChildProcessError, r"while reading samples .*4, 5 of .*data.workers"),
+        (
+            Numbers(6, deadly=4),
+            ChildProcessError,
+            r"while reading samples .*4, 5 of .*data.workers",
+        ),
         (Unpicklable(2), ValueError, r"cannot be pickled .*cannot pickle an open.*workers=0"),
     ],
 )
@@ -124,56 +128,45 @@ def test_a_batch_is_one_block():
     assert contents([unpack(*pack(nothing))]) == contents([nothing])
 
 
-ALONE = """
-import multiprocessing
-import sys
-from spatialdl.data.loader import Loader
-from tests.data.numbers import batching, views
-if __name__ == "__main__":
+def train_alone(pipe) -> None:
+    """Say which workers a program has, batch by batch, until the pipe is closed."""
+    forkserver._forkserver.__init__()  # that of the parent is none of a fork
     loader = Loader(views(40), batching(2), workers=2)
-    for batch in loader.batches():
-        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-        sys.stdin.readline()
-"""
+    for _ in loader.batches():
+        pipe.send([child.pid for child in multiprocessing.active_children()])
+        with suppress(EOFError):
+            pipe.recv()
 
 
 @pytest.mark.parametrize(
-    "endings",
+    ("method", "ending"),
     [
-        (signal.SIGKILL,),
-        pytest.param((signal.SIGINT, signal.SIGTERM, None), marks=pytest.mark.slow),  # None: to the end
+        ("fork", signal.SIGKILL),
+        *(
+            pytest.param("spawn", ending, marks=pytest.mark.slow)
+            for ending in (signal.SIGINT, signal.SIGTERM, None)  # None: reads to the end
+        ),
     ],
 )
-def test_no_process_stays_behind(tmp_path, endings):
-    (tmp_path / "alone.py").write_text(ALONE)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "alone.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for _ in endings
-    ]
-    for program, ending in zip(programs, endings, strict=True):
-        with program:
-            watched = [os.pidfd_open(int(pid)) for pid in program.stdout.readline().split()]
-            assert len(watched) == 2
-            if ending is None:
-                program.stdin.close()
-            else:
-                program.send_signal(ending)
-            try:
-                program.wait(60)
-            finally:
-                program.kill()
-            for one in watched:
-                assert select.select([one], [], [], 60)[0], "a worker is still there"
-                os.close(one)
+def test_no_process_stays_behind(method, ending):
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    program = context.Process(target=train_alone, args=(theirs,))
+    program.start()
+    workers = [os.pidfd_open(pid) for pid in ours.recv()]
+    assert len(workers) == 2
+    if ending is None:
+        while program.is_alive():
+            ours.send("go on")
+            with suppress(EOFError):
+                ours.poll(1) and ours.recv()
+    else:
+        os.kill(program.pid, ending)
+    program.join(60)
+    program.kill()
+    for one in workers:
+        assert select.select([one], [], [], 60)[0], "a worker is still there"
+        os.close(one)
 
 
 class Slow(Numbers):
