@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from spatialdl.data.chunk_map import map_chunks
 from spatialdl.data.chunks import Chunks
 from spatialdl.data.codec import Codec, Coding, decode
 from spatialdl.data.coded_reading import read_coded
-from spatialdl.data.jpeg import encode
 from spatialdl.data.raw_reading import MappedFile, PreadFile, file_system, open_raw
-from tests.data.conftest import RANDOM, picture
+from tests.data.conftest import picture
 
 IMAGE = picture(70, 100)
 WHOLE = np.s_[0:70, 0:100]
@@ -42,6 +40,22 @@ def opened(shard):
     os.close(fd)
 
 
+def test_pread_goes_on_where_it_was_interrupted_and_ends_with_the_file(
+    shard, opened, monkeypatch
+) -> None:
+    preadv, out = os.preadv, np.empty(IMAGE.shape, np.uint8)
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
+    PreadFile(opened).read(shard[1], out, WHOLE)
+    assert (out == IMAGE).all()
+    monkeypatch.setattr(os, "preadv", preadv)
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_reading.np, "empty", None)  # a whole chunk needs no buffer
+        PreadFile(opened).read(shard[1], out[:32, :48].copy(), np.s_[32:64, 48:96])
+    os.truncate(shard[0], 10_000)
+    with pytest.raises(OSError, match=r"end of file at byte 10000, expected \d+ more bytes"):
+        PreadFile(opened).read(shard[1], out, WHOLE)
+
+
 @pytest.mark.parametrize("kind", [MappedFile, PreadFile])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float64"])
 def test_raw_boxes_are_slices_of_the_whole(kind, dtype, h5) -> None:
@@ -61,27 +75,6 @@ def test_raw_boxes_are_slices_of_the_whole(kind, dtype, h5) -> None:
     first = image[32, 48:].ravel()[: 96 // image.itemsize]
     assert (raw.stored(int(chunks.offsets[1, 1]), 96).view(dtype) == first).all()
     os.close(fd)
-
-
-def test_a_read_that_is_interrupted_goes_on(shard, opened, monkeypatch) -> None:
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
-    out = np.empty(IMAGE.shape, np.uint8)
-    PreadFile(opened).read(shard[1], out, WHOLE)
-    assert (out == IMAGE).all()
-
-
-def test_a_file_that_ends_is_an_error(shard, opened) -> None:
-    os.truncate(shard[0], 10_000)
-    with pytest.raises(OSError, match=r"end of file at byte 10000, expected \d+ more bytes"):
-        PreadFile(opened).read(shard[1], np.empty(IMAGE.shape, np.uint8), WHOLE)
-
-
-def test_whole_chunks_go_straight_to_where_they_are_wanted(shard, opened, monkeypatch) -> None:
-    monkeypatch.setattr(raw_reading.np, "empty", None)  # no buffer
-    out = np.zeros((32, 48, 3), np.uint8)
-    PreadFile(opened).read(shard[1], out, np.s_[32:64, 48:96])
-    assert (out == IMAGE[32:64, 48:96]).all()
 
 
 def test_the_better_reader_of_the_file_system(shard, opened, monkeypatch) -> None:
@@ -147,26 +140,6 @@ def read(h5: h5py.File, request: pytest.FixtureRequest) -> Reader:
     return of
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("codec", ["jpeg", "zstd", "lz4"])
-def test_coded_boxes_are_slices_of_the_whole(h5, read: Reader, codec: Codec, stacked: bool) -> None:
-    chunks = Chunks(h5, "image", IMAGE.shape, (32, 48), coding=Coding(codec), stacked=stacked)
-    before = (chunks.grow(),) if stacked else ()
-    chunks.write(IMAGE[:64])
-    chunks.write(IMAGE[64:], row0=64)
-    whole = read("image", codec, (*before, *WHOLE))
-    if codec == "jpeg":
-        stream = np.frombuffer(encode(IMAGE[:32, :48]), np.uint8)
-        first = decode("jpeg", stream, (32, 48, 3), np.dtype(np.uint8))
-        assert (whole[:32, :48] == first).all()
-    else:
-        assert (whole == IMAGE).all()
-    for row0, row1, col0, col1 in RANDOM.integers(0, [70, 70, 100, 100], (12, 4)):
-        rows, cols = slice(*sorted((row0, row1))), slice(*sorted((col0, col1)))
-        if rows.stop > rows.start and cols.stop > cols.start:
-            assert (read("image", codec, (*before, rows, cols)) == whole[rows, cols]).all()
-
-
 def test_only_chunks_under_the_box_are_decoded_and_once(h5, read: Reader, monkeypatch) -> None:
     Chunks(h5, "image", IMAGE.shape, (32, 48), coding=Coding("zstd")).write(IMAGE)
     decoded = []
@@ -224,27 +197,6 @@ def test_a_cache_drops_what_is_unused_longest() -> None:
     assert cache.get(5) is not None
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
-
-
-def test_threads_share_a_cache() -> None:
-    cache = ChunkCache(2_000)
-    wrong = []
-
-    def work(seed: int) -> None:
-        for number in np.random.default_rng(seed).integers(0, 40, 2_000).tolist():
-            found = cache.get(number)
-            if found is None:
-                cache.put(number, chunk(number))
-            elif found[0] != number:
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert cache.nbytes == 100 * len(cache) <= 2_000
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -21,8 +21,8 @@ IMAGE = noise(70, 100)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("chunk", [(32, 48), (128, 128)])
-def test_raw_chunks_are_plain_hdf5(h5: h5py.File, chunk: tuple[int, int], dtype: str) -> None:
+def test_raw_chunks_are_plain_hdf5(h5: h5py.File, dtype: str) -> None:
+    chunk = (32, 48)
     image = (picture(70, 100) * 1.5).astype(dtype)
     Chunks(h5, "image", image.shape, chunk, dtype).write(image)
     Chunks(h5, "mask", (70, 100), chunk).write(IMAGE[..., 0])
@@ -80,27 +80,6 @@ def test_what_a_codec_does_not_hold_is_refused(h5: h5py.File) -> None:
         with pytest.raises(ValueError, match=says):
             Chunks(h5, "image", (8, 8, channels), (8, 8), dtype, coding=Coding("jpeg"))
     assert "image" not in h5
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_offsets_are_where_the_pixels_lie(h5: h5py.File, dtype: str) -> None:
-    image = IMAGE.astype(dtype)
-    stack = Chunks(h5, "stack", image.shape, (32, 48), dtype, stacked=True)
-    for number in range(3):
-        stack.write(image + image.dtype.type(number), number=stack.grow())
-    Chunks(h5, "mask", (70, 100), (32, 48)).write(IMAGE[..., 0])
-    h5.flush()
-    content = Path(h5.filename).read_bytes()
-    found = map_chunks(h5["stack"], True, len(content))
-    assert (found.shape, found.cell) == ((3, 70, 100, 3), (32, 48, 3))
-    assert (found.dtype, found.sizes) == (dtype, None)
-    assert (found.offsets.shape, found.offsets.dtype) == ((3, 3, 3), np.int64)
-    chunk = np.frombuffer(content, dtype, 32 * 48 * 3, found.offsets[2, 1, 0])
-    wanted = image[32:64, :48] + image.dtype.type(2)
-    assert (chunk.reshape(32, 48, 3) == wanted).all()
-    found = map_chunks(h5["mask"], False, len(content))
-    chunk = np.frombuffer(content, np.uint8, 32 * 48, found.offsets[0, 1])
-    assert (chunk.reshape(32, 48) == IMAGE[:32, 48:96, 0]).all()
 
 
 def test_chunks_that_were_not_written_are_missing(h5: h5py.File) -> None:

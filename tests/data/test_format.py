@@ -16,7 +16,6 @@ from spatialdl.data.format import (
     FORMAT_VERSION,
     Manifest,
     chunk_size,
-    order_splits,
     sha256_of,
     shard_status,
     stored_bytes,
@@ -117,17 +116,13 @@ def shard(name: str, **changes: object) -> dict[str, object]:
     ("changes", "says"),
     [
         ({"format_version": FORMAT_VERSION + 1}, "upgrade spatialdl"),
-        ({"format_version": "1"}, "damaged"),
         ({"kind": "cubes"}, "cubes"),
         ({"kind": "regions"}, "tile_size"),
-        ({"channels": None}, "damaged"),
         ({"samples": [sample(label=2)]}, "label 2 of 2 classes"),
         ({"samples": [sample(index=2)]}, "does not exist"),
         ({"samples": [sample(shard=-1)]}, "does not exist"),
-        ({"samples": [{}]}, "damaged"),
         ({"shards": 3}, "damaged"),
         ({"codec": "png"}, "codec is 'png', expected one of raw, jpeg"),
-        ({"codec": []}, "codec is"),
         # a message for a million samples named only the wrong value, not the sample
         ({"samples": [sample(), sample(x=1.5)]}, "samples 1: x is 1.5, expected a whole number"),
         ({"samples": [sample(), {"shard": 0}]}, "samples 1: missing key 'index'"),
@@ -138,8 +133,6 @@ def shard(name: str, **changes: object) -> dict[str, object]:
         ),
         # 1.7 became sample 1, "no" became true, and what is infinite ended with a traceback
         ({"channels": 2**63}, "channels is .* expected a whole number"),
-        ({"channels": 3.0}, "channels is 3.0, expected a whole number"),
-        ({"channels": True}, "channels is True"),
         ({"channels": 0}, "is 0, and there are samples"),
         ({"tile_size": [8, -9]}, "tile_size is -9"),
         ({"tile_size": [8, 0]}, "is 0, and there are samples"),
@@ -236,13 +229,6 @@ def test_a_shard_is_no_link_out_of_its_folder(tmp_path: Path) -> None:
     tiles().save(tmp_path / "set")
     with pytest.raises(ShardError, match="a link out of its folder"):
         ShardDataset(tmp_path / "set")
-
-
-def test_splits_come_in_their_usual_order() -> None:
-    assert order_splits(["b", "test", "a", "train", "test", "val"]) == [
-        *("train", "val", "test"),
-        *("a", "b"),
-    ]
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 4))

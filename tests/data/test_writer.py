@@ -115,12 +115,8 @@ def test_masks_are_bytes(tmp_path: Path) -> None:
             (np.full((4, 5), 256), "values 256 to 256.*0 to 255"),
             (np.full((4, 5), -1), "values -1 to -1"),
         ]:
-            for call in (
-                lambda mask=mask: writer.add(TILE, mask=mask),
-                lambda mask=mask: as_mask(mask, (4, 5)),
-            ):
-                with pytest.raises(ValueError, match=says):
-                    call()
+            with pytest.raises(ValueError, match=says):
+                writer.add(TILE, mask=mask)
         writer.add(TILE, mask=np.full((4, 5), 255))
         writer.add(TILE, mask=np.ones((4, 5), bool))
     data = opened(tmp_path / "set")
@@ -302,18 +298,6 @@ def test_a_shard_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["shard-00007.h5.tmp"]
 
 
-def test_shards_are_settled_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    settling = Settling()
-    for number in (1, 0, 3, 2, 4):
-        settling.add(shard(tmp_path, number))
-    infos = settling.finish()
-    assert [info.file for info in infos] == sorted(os.listdir(tmp_path))
-    assert [info.samples for info in infos] == [0, 1, 2, 3, 4]
-    for info in infos:
-        path = tmp_path / info.file
-        assert (info.bytes, info.sha256) == (path.stat().st_size, sha256_of(path))
-
-
 def test_what_failed_is_told_by_those_that_follow_and_in_the_end(tmp_path: Path) -> None:
     settling = Settling()
     files = [shard(tmp_path, number) for number in range(4)]
@@ -395,13 +379,10 @@ def test_processes_write_parts_that_become_one_data_set(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["manifest.json", *(f"shard-{k:05d}.h5" for k in range(6))]
-
-
-def test_regions_of_parts_keep_their_stripes(tmp_path: Path) -> None:
-    for part in ("x", "y"):
-        write(tmp_path / "set", part, [0, 1], kind="regions", stripes=2, shard_size=2**20)
-    join_parts(tmp_path / "set", ["y", "x"])
-    data = opened(tmp_path / "set")
+    for part in ("x", "y"):  # regions keep their stripes
+        write(tmp_path / "two", part, [0, 1], kind="regions", stripes=2, shard_size=2**20)
+    join_parts(tmp_path / "two", ["y", "x"])
+    data = opened(tmp_path / "two")
     assert [data.sample(k).id for k in range(4)] == ["y-000000", "y-000001", "x-000000", "x-000001"]
     assert [[band.shard for band in data.sample(k).bands] for k in (0, 2)] == [[0, 1], [2, 3]]
     assert all((data.read(k) == IMAGES[k % 2]).all() for k in range(4))
