@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -121,34 +120,6 @@ def test_a_crop_is_turned_as_a_whole_and_padded_around(size):
         expected = expected[::-1] if rows else expected
         expected = np.rot90(expected[:, ::-1] if cols else expected, turns)
         assert (view(Draw((0.5, 0.99), rows, cols, turns), size) == expected).all()
-
-
-def test_the_centre_is_the_centre_and_random_crops_reach_every_place():
-    assert view(Draw(), (3, 3)).tolist() == IMAGE[2:5, 3:6].tolist()
-    assert (view(Draw(), (9, 11))[1:8, 1:10] == IMAGE).all()
-    parts = np.linspace(0, 1, 400, endpoint=False)
-    places = Counter(window_of(Draw((p, 0.0)), (7, 9), (3, 9)).corner[0] for p in parts)
-    assert set(places) == {0, 1, 2, 3, 4}
-    assert max(places.values()) - min(places.values()) <= 1
-
-
-def test_what_lies_beyond_is_not_read():
-    asked = []
-
-    def read(box):
-        asked.append(box)
-        return IMAGE[box[0] : box[1], box[2] : box[3]]
-
-    def at(*box):
-        empty = np.full((box[1] - box[0], box[3] - box[2]), -1)
-        return read_padded(read, IMAGE.shape, box, empty.copy)
-
-    assert (at(-4, -1, 0, 5) == -1).all()
-    assert (at(0, 3, 9, 12) == -1).all()
-    assert at(3, 3, 2, 5).shape == (0, 3)
-    assert asked == []
-    assert at(5, 9, -2, 1)[:2, 2].tolist() == IMAGE[5:7, 0].tolist()
-    assert asked == [(5, 7, 0, 1)]
 
 
 def test_brightness_contrast_and_saturation():

@@ -57,23 +57,21 @@ def test_pread_goes_on_where_it_was_interrupted_and_ends_with_the_file(
 
 
 @pytest.mark.parametrize("kind", [MappedFile, PreadFile])
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float64"])
-def test_raw_boxes_are_slices_of_the_whole(kind, dtype, h5) -> None:
-    image = (IMAGE * 1.25).astype(dtype)
-    h5.create_dataset("odd", data=np.zeros(3, np.uint8))  # so that pixels begin anywhere
-    Chunks(h5, "image", image.shape, (32, 48), dtype).write(image)
+def test_pixels_may_begin_anywhere(kind, h5) -> None:
+    """Chunks of our shards begin with a page."""
+    image = IMAGE * 3.25
+    h5.create_dataset("odd", data=np.zeros(3, np.uint8))
+    Chunks(h5, "image", image.shape, (32, 48), "float64").write(image)
     h5.flush()
     chunks = map_chunks(h5["image"], False, Path(h5.filename).stat().st_size)
     fd = os.open(h5.filename, os.O_RDONLY)
     raw = kind(fd)
-    boxes = (WHOLE, np.s_[0:1, 0:1], np.s_[31:65, 47:97], np.s_[32:64, 48:96], np.s_[69:70, 0:9])
-    for where in boxes:
+    for where in (WHOLE, np.s_[31:65, 47:97], np.s_[32:64, 48:96]):
         out = np.full_like(image[where], 7)
         assert raw.read(chunks, out, where) == []
         assert (out == image[where]).all()
         raw.forget()
-    first = image[32, 48:].ravel()[: 96 // image.itemsize]
-    assert (raw.stored(int(chunks.offsets[1, 1]), 96).view(dtype) == first).all()
+    assert (raw.stored(int(chunks.offsets[1, 1]), 96).view("f8") == image[32, 48:52].flat).all()
     os.close(fd)
 
 

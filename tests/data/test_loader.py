@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.batches import Batch, Batching, BatchReader, Slice
 from spatialdl.data.loader import DeviceCopy, Loader, sample_order
@@ -124,23 +123,6 @@ def test_numbers_that_make_no_sense_are_refused():
     for key, value in (("workers", -1), ("prefetch", 0)):
         with pytest.raises(ValueError, match=f"data.{key}={value} must be"):
             Loader(views(1), batching(1), **{key: value})
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_tiles_of_volumes_are_handed_out_by_boxes(tmp_path, workers):
-    volumes = np.random.default_rng(0).integers(-999, 999, (5, 7, 9, 6, 2)).astype(np.int16)
-    with ShardWriter(tmp_path / "set", ["a", "b"], kind="volumes", stripes=2) as writer:
-        for number, volume in enumerate(volumes):
-            writer.add(volume, number % 2, mask=np.abs(volume[..., 0]) % 3)
-    box = (2, 7, 0, 5, 1, 6)
-    cut = Batching(2, 1, 0, [box], [box])
-    loader = Loader(Views(ShardDataset(tmp_path / "set"), (7, 9, 6)), cut, workers=workers)
-    parts = [part for batch in loader.batches() for part in batch]
-    loader.close()
-    tiles, masks = (torch.cat([getattr(p, name) for p in parts]) for name in ("tiles", "masks"))
-    expected = volumes[:, 2:7, 0:5, 1:6]
-    assert (tiles.numpy() == expected).all()
-    assert (masks.numpy() == np.abs(expected[..., 0]) % 3).all()
 
 
 def test_on_a_cpu_nothing_is_copied():

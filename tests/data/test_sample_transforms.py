@@ -201,23 +201,3 @@ def test_what_a_transform_cannot_be_is_refused_and_named(transform, sentence):
         SampleTransforms([doubled, transform], SEGMENTATION)((IMAGE, MASK))
     assert "(transform 1 of data.transforms" in found.value.__notes__[0]
     check_follows([doubled, nn.Identity(), torch.relu])  # a user's own are not looked at
-
-
-class Noisy:
-    """A transform that draws from its own generator and from a global one."""
-
-    def __init__(self) -> None:
-        self.draws = np.random.default_rng()
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        return image + self.draws.random() + torch.rand(())
-
-
-def test_their_random_numbers_follow_from_seed_epoch_and_sample():
-    first, second = (
-        DatasetSource(own.Noise(), SampleForm(), seed=1, transforms=[Noisy()]) for _ in range(2)
-    )
-    before = {(epoch, n): first.at(epoch).read(n) for epoch in (0, 1) for n in (0, 1)}
-    for (epoch, n), pixels in reversed(before.items()):
-        assert np.array_equal(second.at(epoch).read(n), pixels)
-    assert not np.array_equal(before[0, 0], before[1, 0])

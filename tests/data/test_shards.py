@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data import format as data_format
 from spatialdl.data.codec import CODECS
-from spatialdl.data.jpeg import decode, encode
 from spatialdl.data.pixels import DTYPES
 from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.errors import ShardError
@@ -85,16 +84,6 @@ def test_what_is_not_there_is_refused(folder: Path) -> None:
         ShardDataset(folder, io="fast")
 
 
-def test_jpeg_is_decoded_as_it_was_encoded(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
-        writer.add(IMAGES[2])
-    data = ShardDataset(tmp_path / "set")
-    corner = IMAGES[2, :512, :512]
-    assert data.codec == "jpeg"
-    assert (data.read(0, (0, 512, 0, 512)) == decode(encode(corner), corner.shape)).all()
-    assert (pickle.loads(pickle.dumps(data)).read(0) == data.read(0)).all()
-
-
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
 def test_a_box_reads_only_its_chunks(folder: Path) -> None:
     def bytes_read() -> int:
@@ -121,18 +110,6 @@ def test_files_are_opened_when_needed_never_pickled_and_a_fork_opens_its_own(fol
     assert (data.read(3) == IMAGES[3]).all()
     data.close()
     assert (data.read(0) == IMAGES[0]).all()
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot see the open files")
-def test_many_shards_do_not_hold_many_files_open(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "set", shard_size=1) as writer:
-        for number in range(70):
-            writer.add(np.full((1, 1, 1), number, np.uint8))
-    data = ShardDataset(tmp_path / "set")
-    for order in (range(70), reversed(range(70))):
-        assert all(data.read(number).item() == number for number in order)
-    held = [path.resolve().name for path in Path("/proc/self/fd").iterdir()]
-    assert sum(name.startswith("shard-") for name in held) <= 64
 
 
 def test_raw_chunks_are_not_read_by_hdf5(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

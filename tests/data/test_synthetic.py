@@ -18,7 +18,7 @@ sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 45 // 
 """Of signals, images and volumes."""
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(st.sampled_from(["stripes", "masks", "fractals", "targets"]), st.integers(0, 3), st.data())
 def test_any_box_is_the_slice_of_the_whole(kind, sample, data):
     size = SIZE if kind == "fractals" else (19, 23) if kind == "targets" else data.draw(sizes)
@@ -128,7 +128,7 @@ def test_what_cannot_be_drawn_is_refused(make, said):
     [
         (SyntheticMasks(4, (24, 28, 20), 3, seed=1), 3, 0.001, 0.99),
         (SyntheticMasks(16, (96, 80), num_classes=5), 5, 0.03, 0.8),
-        (SyntheticFractals(16, (48, 48, 48)), 6, 0.001, 0.97),
+        (SyntheticFractals(16, (40, 40, 40)), 6, 0.001, 0.97),
     ],
 )
 def test_all_classes_occur(images, classes, least, most_of_background):
@@ -151,9 +151,9 @@ def test_a_pixel_shows_its_class_on_average_only(channels):
 
 def test_brightness_tells_no_class_of_fractals():
     """Objects are brighter than air, but balls are class 0, and all classes are as bright."""
-    volumes = SyntheticFractals(24, (40, 40, 40))
-    pixels = np.stack([volumes.read(n)[..., 0] for n in range(24)]).astype(float)
-    masks = np.stack([volumes.read_mask(n) for n in range(24)])
+    volumes = SyntheticFractals(16, (40, 40, 40))
+    pixels = np.stack([volumes.read(n)[..., 0] for n in range(16)]).astype(float)
+    masks = np.stack([volumes.read_mask(n) for n in range(16)])
     means = [pixels[masks == label].mean() for label in range(1, 6)]
     spreads = [pixels[masks == label].std() for label in range(1, 6)]
     assert max(means) - min(means) < min(spreads)
@@ -178,15 +178,6 @@ def test_the_maps_of_a_system_fill_what_is_drawn(system):
         shares.append(filled_places(system, list(anywhere), radius).mean())
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 1.3 * shares[-1]
-
-
-def test_finer_copies_in_larger_volumes():
-    """The Menger sponge loses 7 of 27 cubes at every level."""
-    lines = np.linspace(-1, 1, 82)[:-1] + 1 / 81
-    places = [values.ravel() / np.sqrt(3) for values in np.meshgrid(*[lines] * 3)]
-    for depth, radius in ((1, 7), (2, 18), (3, 55)):
-        share = filled_places(SYSTEMS[1], places, radius).mean()
-        assert share == pytest.approx((20 / 27) ** depth)
 
 
 def test_targets_follow_from_the_seed_are_in_range_and_show_in_the_image():

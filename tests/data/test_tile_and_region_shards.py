@@ -12,7 +12,6 @@ import pytest
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.encoded import Streams
 from spatialdl.data.jpeg import decode, encode
-from spatialdl.data.region_shard import cut_rows
 from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import even_bounds
 from tests.data.conftest import noise, picture
@@ -226,18 +225,6 @@ def test_rows_of_a_type_that_they_name_are_taken(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "set", kind="regions") as writer:
         writer.add(rows)
     assert (ShardDataset(tmp_path / "set").read(0) == rows.image).all()
-
-
-@pytest.mark.parametrize("multiple", [1, 48, 512])
-@pytest.mark.parametrize("bands", [1, 2, 7, 100])
-def test_bands_cover_all_rows(bands: int, multiple: int) -> None:
-    for height in (1, 47, 512, 513, 1000, 2048):
-        cuts = cut_rows(height, bands, multiple)
-        assert [row for cut in cuts for row in range(*cut)] == [*range(height)]
-        assert len(cuts) == min(bands, -(-height // multiple))
-        assert all(first % multiple == 0 for first, _ in cuts)
-        units = [-(-(last - first) // multiple) for first, last in cuts]
-        assert max(units) - min(units) <= 1
 
 
 @pytest.mark.parametrize("grid", [2, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ import pytest
 from spatialdl.data import ShardWriter, join_parts
 from spatialdl.data.format import Manifest, sha256_of
 from spatialdl.data.joining import part_folder, parts_folder
-from spatialdl.data.options import add_shard_options
 from spatialdl.data.pixels import as_mask
 from spatialdl.data.shard_file import Settling, ShardFile
 from spatialdl.errors import ShardError
@@ -467,20 +465,3 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path, part: 
         join_parts(folder, [part])
     assert (opened(folder).read(0) == IMAGES[0]).all()
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def test_options_of_commands_that_write(capsys) -> None:
-    parser = argparse.ArgumentParser()
-    add_shard_options(parser, ("raw", "jpeg"), "pixels")
-    found = parser.parse_args(["--codec", "jpeg", "--shard-size", "1M", "--stripe-count", "-1"])
-    assert (found.codec, found.shard_size) == ("jpeg", 2**20)
-    assert (found.stripe_count, found.stripe_size) == (-1, None)
-    for words, text in [
-        (["--quality", "101"], "'101' is not a JPEG quality from 1 to 100"),
-        (["--stripe-count", "0"], "'0' is not 1 to 2000, or -1 for all"),
-        (["--stripe-size", "65K"], "'65K' is not a multiple of 64K"),
-        (["--codec", "png"], "invalid choice"),
-    ]:
-        with pytest.raises(SystemExit):
-            parser.parse_args(words)
-        assert text in capsys.readouterr().err

@@ -102,9 +102,8 @@ def test_broken_files_have_a_sentence_each_and_the_others_are_written(folders, c
 def test_one_volume_of_another_type_does_not_leave_out_all_others(folders, capsys):
     path, volumes = folders
     save(path / "in" / "0.nii", np.zeros((5, 7, 4), np.float32))
-    call = ["volumes", path / "in", "--out", path / "set"]
     for more in ([], ["--skip-broken"]):
-        assert run(*call, *more) == 1
+        assert run("volumes", path / "in", "--out", path / "set", *more) == 1
         assert not (path / "set").exists()
         said = capsys.readouterr().err
         assert f"error: {len(volumes)} of {len(volumes) + 1} volumes have another type" in said
@@ -236,7 +235,20 @@ def images(tmp_path: Path) -> Path:
 
 def test_images(tmp_path, images, capsys):
     out = tmp_path / "set"
-    more = ("--codec", "zstd", "--level", 19, "--stripes", 2, "--mpp", 0.5, "--stripe-count", 1)
+    more = (
+        "--codec",
+        "zstd",
+        "--level",
+        19,
+        "--stripes",
+        2,
+        "--mpp",
+        0.5,
+        "--shard-size",
+        "1M",
+        "--stripe-count",
+        -1,
+    )
     assert run("images", images, "--out", out, *more) == 0
     told = capsys.readouterr()
     assert told.out == f"wrote 2 regions of 2 classes to {out}\n"
@@ -267,9 +279,19 @@ def test_clam(tmp_path, capsys):
 
 
 def test_wrong_arguments(images, capsys):
-    for more in (["--codec", "png"], ["--shard-size", "x"], ["--jobs", "0"], ["--level", "0"]):
+    for option, value, said in [
+        ("--codec", "png", "invalid choice"),
+        ("--shard-size", "x", "'x' is not a size"),
+        ("--jobs", "0", "'0'"),
+        ("--level", "0", "'0'"),
+        ("--quality", "101", "'101' is not a JPEG quality from 1 to 100"),
+        ("--stripe-count", "0", "'0' is not 1 to 2000, or -1 for all"),
+        ("--stripe-size", "65K", "'65K' is not a multiple of 64K"),
+    ]:
         with pytest.raises(SystemExit) as caught:
-            run("images", images, "--out", images / "x", *more)
+            run("images", images, "--out", images / "x", option, value)
         assert caught.value.code == 2
-        assert f"argument {more[0]}" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"argument {option}" in told
+        assert said in told
     assert run("images", images, "--out", images.parent / "x", "--level", 23) == 1

@@ -32,7 +32,7 @@ def job(folder, tmp_path, dataset):
     os.close(theirs)
     copier = int(os.read(ours, 20))
     os.close(ours)
-    yield process, copier
+    return process, copier
 
 
 def kill(process: int) -> None:
@@ -139,14 +139,6 @@ def test_what_another_job_copies_is_waited_for(start, folder, dataset):
     assert copier.shards["copied"] + copier.shards["reused"] == 6
 
 
-def test_a_part_is_resumed(start, folder, dataset):
-    info = dataset.manifest.shards[0]
-    dead = start(begin=False)
-    dead._cache.partial(info).write_bytes((folder / info.file).read_bytes()[:10_000])
-    dead._job.close()
-    assert ended(start()).shards["copied"] == 6
-
-
 def test_damaged_shards_are_told(start, folder):
     flip(folder / "shard-00002.h5")
     os.truncate(folder / "shard-00004.h5", 1000)
@@ -242,21 +234,6 @@ def test_a_copier_that_stands_still_is_said_once(start, folder, caplog, monkeypa
     )
     assert f"are read from {folder}" in told
     assert ended(copier).shards == {"copied": 6, "done": 1}
-
-
-def test_a_slow_source_is_said_once_and_copied_all_the_same(
-    start, folder, tmp_path, dataset, caplog, monkeypatch
-):
-    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.5)
-    size = sum(info.bytes for info in dataset.manifest.shards)
-    with coming_slowly(folder, tmp_path / "slow", size / 2):
-        copier = ended(start(source=tmp_path / "slow"))
-        assert copier.shards == {"copied": 6, "done": 1}
-        for info in dataset.manifest.shards:
-            copy = copier.folder / local_name(info)
-            assert copy.read_bytes() == (folder / info.file).read_bytes()
-    [told] = caplog.messages
-    assert "copying is slow or has stalled: " in told
 
 
 def test_a_source_that_does_not_answer_is_said_and_holds_up_nobody(
