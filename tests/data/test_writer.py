@@ -127,48 +127,36 @@ def fail_in_the_middle(path: Path, error: type[BaseException]) -> None:
     with ShardWriter(path, overwrite=True, shard_size=1) as writer:
         writer.add(TILE + 1)
         writer.add(TILE + 2)
+        with pytest.raises(ShardError, match=r"no manifest\.json"):
+            opened(writer.workdir)  # what is built looks like no data set
         raise error
 
 
-def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_data_set_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
     with pytest.raises(KeyboardInterrupt):
-        fail_in_the_middle(tmp_path / "set", KeyboardInterrupt)
+        fail_in_the_middle(folder, KeyboardInterrupt)
+    with pytest.raises(ShardError, match="no samples"), ShardWriter(folder):
+        pass
+    writer = ShardWriter(folder)
+    for _ in range(2):
+        writer.abort()
     assert list(tmp_path.iterdir()) == []
-    with ShardWriter(tmp_path / "set") as writer:
-        writer.add(TILE)
+    for number in (3, 1):
+        with ShardWriter(folder, shard_size=1, overwrite=True) as writer:
+            for _ in range(number):
+                writer.add(TILE + number)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["manifest.json", "shard-00000.h5"]
     writer.close()
     with pytest.raises(ValueError, match="is closed"):
         writer.add(TILE)
-    with pytest.raises(RuntimeError):
-        fail_in_the_middle(tmp_path / "set", RuntimeError)
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
-    assert (opened(tmp_path / "set").read(0) == TILE).all()
-
-
-def test_overwriting_replaces_all_of_it(tmp_path: Path) -> None:
-    for number in (3, 1):
-        with ShardWriter(tmp_path / "set", shard_size=1, overwrite=True) as writer:
-            for _ in range(number):
-                writer.add(TILE + number)
-    assert (opened(tmp_path / "set").read(0) == TILE + 1).all()
-    names = sorted(path.name for path in (tmp_path / "set").iterdir())
-    assert names == ["manifest.json", "shard-00000.h5"]
     with pytest.raises(ShardError, match="--overwrite"):
-        ShardWriter(tmp_path / "set")
-
-
-def test_what_is_built_looks_like_no_data_set(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "set", shard_size=1)
-    writer.add(TILE)
-    writer.add(TILE)
-    with pytest.raises(ShardError, match=r"no manifest\.json"):
-        opened(writer.workdir)
-    assert not (tmp_path / "set").exists()
-    writer.abort()
-    writer.abort()
-    with pytest.raises(ShardError, match="no samples"), ShardWriter(tmp_path / "set"):
-        pass
-    assert list(tmp_path.iterdir()) == []
+        ShardWriter(folder)
+    with pytest.raises(RuntimeError):
+        fail_in_the_middle(folder, RuntimeError)
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+    assert (opened(folder).read(0) == TILE + 1).all()
 
 
 @pytest.mark.parametrize(
@@ -204,19 +192,6 @@ def test_writing_imports_no_pytorch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "spatialdl.data.tile_shard" in done.stdout.split()
     assert "torch" not in done.stdout.split()
-
-
-def test_geometry_of_volumes_is_kept(tmp_path: Path) -> None:
-    affine = np.array([[0, 0, -0.7, 3], [0, 0.8, 0, -4.5], [2.5, 0, 0, 7], [0, 0, 0, 1]])
-    with ShardWriter(tmp_path / "set", kind="volumes") as writer:
-        writer.add(VOLUME.astype(np.int16), spacing=(2.5, 0.8, 0.7), affine=affine)
-        writer.add(VOLUME.astype(np.int16))
-    manifest = Manifest.load(tmp_path / "set")
-    assert (manifest.version, manifest.kind, manifest.dtype) == (4, "volumes", "int16")
-    known, unknown = manifest.samples
-    assert (known.size, known.spacing) == ((3, 4, 5), (2.5, 0.8, 0.7))
-    assert known.affine == tuple(map(tuple, affine[:3].tolist()))
-    assert (unknown.spacing, unknown.affine) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -294,24 +269,6 @@ def test_a_shard_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="disk full"):
         file.settle()
     assert [path.name for path in tmp_path.iterdir()] == ["shard-00007.h5.tmp"]
-
-
-def test_what_failed_is_told_by_those_that_follow_and_in_the_end(tmp_path: Path) -> None:
-    settling = Settling()
-    files = [shard(tmp_path, number) for number in range(4)]
-    (tmp_path / "shard-00000.h5.tmp").unlink()
-    settling.add(files[0])
-    told = 0
-    for file in files[1:]:
-        try:
-            settling.add(file)
-        except FileNotFoundError:
-            told += 1
-    assert told >= 1  # the last finds two waiting, at the latest
-    for _ in range(2):
-        with pytest.raises(FileNotFoundError, match=r"shard-00000\.h5\.tmp"):
-            settling.finish()
-    settling.abort()
 
 
 def test_nothing_is_written_after_an_abort(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import signal
@@ -77,8 +76,20 @@ def left_on(disk: Path) -> list[Path]:
     return list(disk.rglob("*"))
 
 
-def test_the_copies_are_the_shards_and_go_with_the_job(start, folder, tmp_path, dataset):
-    copier = ended(start())
+def test_copies_are_read_as_they_arrive_and_go_with_the_job(
+    start, folder, tmp_path, dataset, monkeypatch, caplog
+):
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+    expected = [dataset.read(n) for n in range(12)]
+    copier = start(begin=False)
+    dataset.use_copies(copier.folder)
+    assert not any(shard.is_local for shard in dataset._shards._shards.values())
+    copier.start(dataset.manifest.shards)
+    while not is_done(copier):
+        assert all((dataset.read(n) == expected[n]).all() for n in range(12))
+    assert all((dataset.read(n) == expected[n]).all() for n in range(12))
+    assert [shard.is_local for shard in dataset._shards._shards.values()] == [True] * 6
+    assert not caplog.messages
     assert copier.shards == {"copied": 6, "done": 1}
     size = sum(info.bytes for info in dataset.manifest.shards)
     assert copier.bytes == {"copied": size, "moved": size, "done": 0}
@@ -139,24 +150,18 @@ def test_what_another_job_copies_is_waited_for(start, folder, dataset):
     assert copier.shards["copied"] + copier.shards["reused"] == 6
 
 
-def test_damaged_shards_are_told(start, folder):
-    flip(folder / "shard-00002.h5")
-    os.truncate(folder / "shard-00004.h5", 1000)
-    copier = ended(start())
-    assert sorted(copier.damaged) == ["shard-00002.h5", "shard-00004.h5"]
-    assert copier.shards["copied"] == 4
-
-
-def test_what_cannot_be_read_stays_at_the_source_and_is_said(start, folder, caplog):
+def test_what_is_damaged_or_cannot_be_read_is_told_and_stays_at_the_source(start, folder, caplog):
+    flip(folder / "shard-00001.h5")
+    os.truncate(folder / "shard-00003.h5", 1000)
     (folder / "shard-00002.h5").unlink()
     (folder / "shard-00002.h5").symlink_to(folder)  # for root no permission is denied
     (folder / "shard-00004.h5").unlink()
     copier = ended(start())
-    assert not copier.damaged
-    assert copier.shards == {"copied": 4, "unreadable": 2, "done": 1}
-    [told] = caplog.messages
-    assert "shard-0000" in told
-    assert f"are read from {folder}" in told
+    assert sorted(copier.damaged) == ["shard-00001.h5", "shard-00003.h5"]
+    assert copier.shards["copied"] == copier.shards["unreadable"] == 2
+    told = [text for text in caplog.messages if f"are read from {folder}" in text]
+    assert len(told) == 1
+    assert "shard-0000" in told[0]
 
 
 def test_a_small_disk_takes_what_fits(start, small_disk, dataset, caplog):
@@ -288,18 +293,3 @@ def test_what_job_and_copier_leave_when_both_are_killed_is_found(start, job, tmp
     assert later.shards["reused"] == len(later.there)
     later.close()
     assert not left_on(tmp_path / "disk")
-
-
-def test_copies_are_read_as_they_arrive(start, dataset, monkeypatch, caplog):
-    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
-    expected = [dataset.read(n) for n in range(12)]
-    copier = start(begin=False)
-    dataset.use_copies(copier.folder)
-    assert not any(shard.is_local for shard in dataset._shards._shards.values())
-    with caplog.at_level(logging.WARNING):
-        copier.start(dataset.manifest.shards)
-        while not is_done(copier):
-            assert all((dataset.read(n) == expected[n]).all() for n in range(12))
-    assert all((dataset.read(n) == expected[n]).all() for n in range(12))
-    assert [shard.is_local for shard in dataset._shards._shards.values()] == [True] * 6
-    assert not caplog.messages

@@ -128,7 +128,7 @@ def test_two_copies_to_one_folder_do_not_clash(folder, target):
     assert contents(target) == contents(folder)
 
 
-def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_disk):
+def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_disk, monkeypatch):
     disk = small_disk(200)
     with pytest.raises(ShardError, match=r"kB required, .* kB available besides what is kept free"):
         copy_folder(folder, disk / "copy")
@@ -137,11 +137,8 @@ def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_dis
     with pytest.raises(ShardError, match=r", 24\.0 kB available"):
         copy_folder(folder, disk, keep_free=1000 * 1024 - 24_000)
     copy_folder(folder, disk, keep_free=1000)
-
-
-def test_a_disk_that_fills_meanwhile_is_told(folder, small_disk, monkeypatch):
-    disk = small_disk(200)
     monkeypatch.setattr(whole, "_check_room", lambda *_: None)  # somebody else writes after that
+    disk = small_disk(200)
     with pytest.raises(OSError, match=r"cannot write to .*: No space left on device"):
         copy_folder(folder, disk)
     assert not (disk / MANIFEST).exists()
