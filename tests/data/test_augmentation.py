@@ -1,4 +1,4 @@
-"""Augmentation: settings, what is drawn, and the changes of geometry, colour and sharpness."""
+"""Augmentation: settings, what is drawn, and the changes of colour and sharpness."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from spatialdl.data.augmentation import color
 from spatialdl.data.augmentation.blur import blur, radius_of, with_margin
 from spatialdl.data.augmentation.color import DARKEST, recolour
 from spatialdl.data.augmentation.drawing import Draw, draw
-from spatialdl.data.augmentation.geometry import read_padded, window_of
 from spatialdl.data.augmentation.settings import Augmentation
 
 RANDOM = np.random.default_rng(0)
 ALL = Augmentation("random", 0.5, True, 0.2, 0.3, 0.4, 0.1, 0.05, 2.0)
 FLOATS = RANDOM.uniform(0.3, 0.7, (5, 6, 3))
-IMAGE = np.arange(7 * 9).reshape(7, 9)
 LUMA = [0.299, 0.587, 0.114]
 
 
@@ -97,29 +95,6 @@ def test_draws_fill_their_ranges():
         sum(d.flip_rows == d.flip_cols for d in draws),
     ):
         assert count == pytest.approx(500, abs=80)
-
-
-def view(drawn: Draw, size, fill=-1):
-    window = window_of(drawn, IMAGE.shape, size)
-    box = window.source_box((0, size[0], 0, size[1]))
-    empty = lambda: np.full((box[1] - box[0], box[3] - box[2]), fill)  # noqa: E731
-    read = lambda box: IMAGE[box[0] : box[1], box[2] : box[3]]  # noqa: E731
-    return window.arrange(read_padded(read, IMAGE.shape, box, empty))
-
-
-@pytest.mark.parametrize("size", [(7, 9), (9, 7), (3, 5), (5, 3), (12, 4), (11, 13)])
-def test_a_crop_is_turned_as_a_whole_and_padded_around(size):
-    plane = np.full((47, 49), -1)
-    plane[20:27, 20:29] = IMAGE
-    for rows, cols, turns in itertools.product((False, True), (False, True), range(4)):
-        height, width = size if turns % 2 == 0 else size[::-1]
-        left = 7 - height, 9 - width
-        row0 = 20 + (int(0.5 * (left[0] + 1)) if left[0] > 0 else left[0] // 2)
-        col0 = 20 + (int(0.99 * (left[1] + 1)) if left[1] > 0 else left[1] // 2)
-        expected = plane[row0 : row0 + height, col0 : col0 + width]
-        expected = expected[::-1] if rows else expected
-        expected = np.rot90(expected[:, ::-1] if cols else expected, turns)
-        assert (view(Draw((0.5, 0.99), rows, cols, turns), size) == expected).all()
 
 
 def test_brightness_contrast_and_saturation():

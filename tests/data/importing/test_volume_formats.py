@@ -14,18 +14,149 @@ import zarr
 
 from spatialdl.data.importing.volume_file import is_volume, open_volume, volume_name
 from spatialdl.data.importing.volume_files.volume import affine_from, millimetres, numbers_of
-from tests.data.importing.written import TO_LPS, check, described, oblique, save_zarr, voxels
+from tests.data.importing.written import TO_LPS, described, oblique, save_zarr, voxels
 
 SIZE = (4, 6, 5)
 PIXELS = np.random.default_rng(0).integers(0, 999, (3, *SIZE)).astype(np.uint16)  # CZYX
 MINI = {"photometric": "minisblack"}
+TWO = np.stack([voxels(), voxels() * 2 - 3], -1)
+PLAIN = np.diag([-0.5, 0.9, -3.0, 1.0])
+LENGTHS = {"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.25, "PhysicalSizeZ": 2.0}
+"""In micrometres, as those of `described`."""
+
+
+def nifti(pixels, kind=nibabel.Nifti1Image, header=None, slope=None):
+    """A function that writes the voxels (i, j, k)."""
+
+    def write(path):
+        image = kind(pixels, oblique(), header, dtype=pixels.dtype)
+        if slope is not None:
+            image.header.set_slope_inter(*slope)
+        nibabel.save(image, path)
+
+    return write
+
+
+def header(affine=None, space="left-posterior-superior", signs=TO_LPS, **more):
+    of_axes = (oblique() if affine is None else affine)[:3].T * signs
+    return {"space": space, "space directions": of_axes[:3], "space origin": of_axes[3], **more}
+
+
+def as_nrrd(pixels, axis=None, **known):
+    def write(path):
+        said = header(**known)
+        if axis is not None:
+            said["kinds"] = [*["domain"] * axis, "vector", *["domain"] * (3 - axis)]
+            said["space directions"] = np.insert(said["space directions"], axis, np.nan, 0)
+        nrrd.write(str(path), pixels if axis is None else np.moveaxis(pixels, -1, axis), said)
+
+    return write
+
+
+def as_tiff(pixels, axes="ZYX", known=None, **how):
+    def write(path):
+        metadata = {"axes": axes, **(known or {})}
+        tifffile.imwrite(path, pixels, **MINI | {"metadata": metadata} | how)
+
+    return write
+
+
+def as_zarr(pixels, axes, version="0.4"):
+    return lambda path: save_zarr(path, {"0": pixels}, described(axes), version)
+
+
+def pyramid(path):
+    with tifffile.TiffWriter(path) as tiff:
+        tiff.write(PIXELS[0], subifds=1, metadata={"axes": "ZYX"}, **MINI)
+        tiff.write(PIXELS[0, :, ::2, ::2], subfiletype=1, **MINI)
+
+
+XML_ELSEWHERE = '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><BinaryOnly/></OME>'
+LAST = np.moveaxis(PIXELS, 0, -1)
+ONE, OF_OME = PIXELS[0][..., None], (2e-3, 0.25e-3, 0.5e-3)
+ZCYX = PIXELS.transpose(1, 0, 2, 3)
+FILES = [  # name, writer, voxels (i, j, k) or (slices, rows, columns, channels), affine or spacing
+    ("a.nii", nifti(voxels()), voxels(), oblique()),
+    ("a.nii.gz", nifti(voxels()), voxels(), oblique()),
+    (
+        *("a.nii", nifti(voxels(), header=nibabel.Nifti1Header(endianness=">"))),
+        *(voxels(), oblique()),
+    ),
+    ("a.nii", nifti(voxels(), slope=(0.5, -3)), voxels(np.float32) * 0.5 - 3, oblique()),
+    ("a.nii", nifti(voxels(np.float64)), voxels(np.float64), oblique()),
+    ("a.nii", nifti(TWO), TWO, oblique()),
+    ("a.nii.gz", nifti(TWO[..., None, :]), TWO, oblique()),
+    ("a.nii", nifti(voxels(), nibabel.Nifti2Image), voxels(), oblique()),
+    ("a.nrrd", as_nrrd(voxels(), encoding="raw"), voxels(), oblique()),
+    ("a.nhdr", as_nrrd(voxels(), encoding="gzip", affine=PLAIN), voxels(), PLAIN),
+    (
+        *("a.nrrd", as_nrrd(voxels(np.uint16), encoding="bzip2", endian="big")),
+        *(voxels(np.uint16), oblique()),
+    ),
+    ("a.nrrd", as_nrrd(voxels(np.int32), endian="big"), voxels(np.int32), oblique()),
+    ("a.nrrd", as_nrrd(voxels(np.float64)), voxels(np.float64), oblique()),
+    ("a.nrrd", as_nrrd(voxels(), space="RAS", signs=(1, 1, 1)), voxels(), oblique()),
+    (
+        *("a.nrrd", as_nrrd(voxels(), space="left-anterior-superior", signs=(-1, 1, 1))),
+        *(voxels(), oblique()),
+    ),
+    ("a.nrrd", as_nrrd(voxels(), space="LPS"), voxels(), oblique()),
+    *(("a.nrrd", as_nrrd(TWO, axis, encoding="raw"), TWO, oblique()) for axis in (0, 1, 3)),
+    ("a.nrrd", as_nrrd(TWO, 1, encoding="gzip"), TWO, oblique()),
+    *(
+        ("a.tif", as_tiff(PIXELS[0], **how), ONE, None)
+        for how in (
+            *({}, {"compression": "zlib"}, {"imagej": True}, {"metadata": None}, {"ome": True}),
+            *({"tile": (16, 16)}, {"byteorder": ">"}),
+        )
+    ),
+    ("a.tif", as_tiff(ZCYX, "ZCYX", imagej=True), LAST, None),
+    ("a.tif", as_tiff(PIXELS[0] > 500), (ONE > 500).astype(np.uint8), None),
+    ("a.ome.tif", pyramid, ONE, None),
+    ("a.ome.tif", as_tiff(LAST, "ZYXS", photometric="rgb"), LAST, None),
+    ("a.ome.tif", as_tiff(PIXELS[0], description=XML_ELSEWHERE, metadata=None), ONE, None),
+    ("a.ome.tif", as_tiff(PIXELS, "CZYX", LENGTHS), LAST, OF_OME),
+    ("a.ome.tif", as_tiff(ZCYX, "ZCYX", LENGTHS), LAST, OF_OME),
+    ("a.ome.tif", as_tiff(PIXELS[0], "ZYX", LENGTHS, compression="zlib"), ONE, OF_OME),
+    ("a.ome.tif", as_tiff(PIXELS[None], "TCZYX", LENGTHS), LAST, OF_OME),
+    *(
+        ("a.ome.zarr", as_zarr(pixels, axes, version), LAST if "c" in axes else ONE, OF_OME)
+        for version in ("0.4", "0.5")
+        for pixels, axes in (
+            *((PIXELS[0], "zyx"), (PIXELS, "czyx"), (PIXELS[None], "tczyx"), (ZCYX, "zcyx")),
+            (PIXELS[0].T, "xyz"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "expected", "place"), FILES)
+def test_a_box_of_any_file_is_that_of_its_voxels(name, write, expected, place, tmp_path):
+    write(tmp_path / name)
+    found = pickle.loads(pickle.dumps(open_volume(tmp_path / name)))
+    whole = expected
+    if expected.shape[:3] == voxels().shape:
+        whole = expected.reshape(*voxels().shape, -1).transpose(2, 1, 0, 3)
+    assert (*found.size, found.channels) == whole.shape
+    assert found.dtype == found.read().dtype == whole.dtype
+    assert found.dtype.isnative
+    assert (found.read() == whole).all()
+    assert (found.read((1, 3, 2, 5, 0, 3)) == whole[1:3, 2:5, :3]).all()
+    assert found.read((2, 2, 0, 4, 0, 5)).shape == (0, 4, 5, found.channels)
+    if isinstance(place, np.ndarray):
+        where = np.array(found.affine) @ [3, 2, 1, 1]  # slice 3, row 2, column 1 is i 1, j 2, k 3
+        assert where == pytest.approx((place @ [1, 2, 3, 1])[:3])
+        assert found.spacing == pytest.approx(np.linalg.norm(place[:3, 2::-1], axis=0))
+    else:
+        assert found.spacing == (None if place is None else pytest.approx(place))
+        assert found.affine is None
+    assert is_volume(tmp_path / name)
+    assert volume_name(tmp_path / name) == "a"
 
 
 def test_names_of_volumes(tmp_path):
-    for name, stem in [
-        *(("a.b.nii.gz", "a.b"), ("A.NII", "A"), ("a.ome.TIF", "a"), ("a.ome.zarr", "a")),
-    ]:
-        assert volume_name(tmp_path / name) == stem
+    names = ("a.b.nii.gz", "A.NII", "a.ome.TIF")
+    assert [volume_name(tmp_path / name) for name in names] == ["a.b", "A", "a"]
     found = [is_volume(tmp_path / name) for name in ("A.Tiff", "a.zarr", ".a.nii", "a.gz")]
     assert found == [True, True, False, False]
     (tmp_path / "a.txt").write_text("no volume")
@@ -66,49 +197,6 @@ def test_units_types_and_steps():
             affine_from([step, (0, 3, 0), (0, 0, 1)], (5, 6, 7))
 
 
-def nifti(*more: int, dtype=np.int16, kind=nibabel.Nifti1Image, header=None):
-    pixels = np.random.default_rng(0).integers(-999, 999, (5, 7, 4, *more)).astype(dtype)
-    return kind(pixels, oblique(), header, dtype=dtype)
-
-
-def with_slope():
-    image = nifti()
-    image.header.set_slope_inter(0.5, -3)
-    return image
-
-
-CASES = {
-    "a.nii": nifti(),
-    "a.nii.gz": nifti(),
-    "big_endian.nii": nifti(header=nibabel.Nifti1Header(endianness=">")),
-    "slope.nii.gz": with_slope(),
-    "float64.nii": nifti(dtype=np.float64),
-    "contrasts.nii.gz": nifti(3),
-    "vector.nii": nifti(1, 2),
-    "nifti2.nii": nifti(kind=nibabel.Nifti2Image),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_box_of_nifti_is_that_of_the_whole_volume(name, tmp_path):
-    nibabel.save(CASES[name], tmp_path / name)
-    found = open_volume(tmp_path / name)
-    image = nibabel.load(tmp_path / name)
-    whole = np.asarray(image.dataobj).reshape(5, 7, 4, -1).transpose(2, 1, 0, 3)
-    assert (*found.size, found.channels) == whole.shape
-    assert (found.read() == whole).all()
-    assert found.read().dtype == found.dtype
-    assert found.dtype.isnative
-    expected = {"slope.nii.gz": np.float32, "float64.nii": np.float64}.get(name, np.int16)
-    assert found.dtype == expected
-    box = pickle.loads(pickle.dumps(found)).read((1, 4, 2, 5, 0, 3))
-    assert (box == whole[1:4, 2:5, :3]).all()
-    assert found.read((2, 2, 0, 7, 0, 5)).shape == (0, 7, 5, found.channels)
-    where = np.array(found.affine) @ [3, 2, 1, 1]  # slice 3, row 2, column 1 is i 1, j 2, k 3
-    assert where == pytest.approx((image.affine @ [1, 2, 3, 1])[:3])
-    assert found.spacing == pytest.approx((2.5, 0.8, 0.7))
-
-
 def with_header(**fields):
     def damage(path):
         stored = bytearray(path.read_bytes())
@@ -139,7 +227,7 @@ ONE_PLANE = "slices, rows and columns lie in one plane"
 )
 def test_nifti_that_is_no_volume_is_refused(pixels, damage, said, tmp_path):
     path = tmp_path / "a.nii"
-    nibabel.save(nibabel.Nifti1Image(pixels, oblique()), path)
+    nifti(pixels)(path)
     if damage is not None:
         damage(path)
     with pytest.raises(ValueError, match=said):
@@ -157,48 +245,6 @@ def test_nifti_that_was_copied_in_part_is_told_from_others(tmp_path):
     path.write_bytes(whole[:20])
     with pytest.raises(ValueError, match="it is damaged, or not a NIfTI file"):
         open_volume(path)
-
-
-def header(affine=None, space="left-posterior-superior", signs=TO_LPS, **more):
-    affine = oblique() if affine is None else affine
-    of_axes = affine[:3].T * signs
-    return {"space": space, "space directions": of_axes[:3], "space origin": of_axes[3], **more}
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "affine", "dtype"),
-    [
-        ("a.nrrd", {"encoding": "raw"}, oblique(), np.int16),
-        ("a.nhdr", {"encoding": "gzip"}, np.diag([-0.5, 0.9, -3.0, 1.0]), np.int16),
-        ("a.nrrd", {"encoding": "bzip2", "endian": "big"}, oblique(), np.uint16),
-        ("a.nrrd", {"endian": "big"}, oblique(), np.int32),
-        ("a.nrrd", {"endian": "little"}, oblique(), np.float64),
-        ("a.nrrd", {"space": "RAS", "signs": (1, 1, 1)}, oblique(), np.int16),
-        ("a.nrrd", {"space": "left-anterior-superior", "signs": (-1, 1, 1)}, oblique(), np.int16),
-        ("a.nrrd", {"space": "LPS"}, oblique(), np.int16),
-    ],
-)
-def test_nrrd_lies_where_nibabel_has_it(name, how, affine, dtype, tmp_path):
-    nrrd.write(str(tmp_path / name), voxels(dtype), header(affine, **how))
-    found = open_volume(tmp_path / name)
-    assert found.dtype == dtype
-    check(found, voxels(dtype), affine)
-    check(pickle.loads(pickle.dumps(found)), voxels(dtype), affine)
-    assert (found.read()[..., 0] == voxels(dtype).T).all()
-    assert found.spacing == pytest.approx(np.linalg.norm(affine[:3, 2::-1], axis=0))
-
-
-@pytest.mark.parametrize(("axis", "encoding"), [(0, "raw"), (1, "gzip"), (3, "raw"), (3, "gzip")])
-def test_an_axis_of_channels_may_be_anywhere(axis, encoding, tmp_path):
-    channels = np.stack([voxels(), voxels() * 2 - 3], axis)
-    said = header(kinds=[*["domain"] * axis, "vector", *["domain"] * (3 - axis)], encoding=encoding)
-    said["space directions"] = np.insert(said["space directions"], axis, np.nan, 0)
-    nrrd.write(str(tmp_path / "a.nrrd"), channels, said)
-    found = open_volume(tmp_path / "a.nrrd")
-    assert (found.size, found.channels) == ((4, 7, 5), 2)
-    assert (found.read() == np.stack([voxels().T, voxels().T * 2 - 3], -1)).all()
-    assert (found.read((1, 3, 2, 5, 1, 4)) == found.read()[1:3, 2:5, 1:4]).all()
-    assert found.affine @ [3, 4, 1, 1] == pytest.approx((oblique() @ [1, 4, 3, 1])[:3])
 
 
 @pytest.mark.parametrize(
@@ -245,60 +291,29 @@ def test_nrrd_that_is_no_volume_is_refused(shape, said, text, tmp_path):
         open_volume(tmp_path / "a.nrrd")
 
 
-@pytest.mark.parametrize("encoding", ["raw", "gzip"])
-def test_a_cut_nrrd_is_refused_when_it_is_read(encoding, tmp_path):
-    path = tmp_path / "a.nrrd"
-    nrrd.write(str(path), voxels(), header(encoding=encoding))
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(Exception, match=r"data|end-of-stream"):
-        open_volume(path).read()
-
-
-@pytest.mark.parametrize("kind", ["ome.tif", "0.4", "0.5"])
-@pytest.mark.parametrize("axes", ["czyx", "zcyx", "zyx", "tczyx"])
-def test_ome_in_any_order_of_axes(axes, kind, tmp_path):
-    pixels = PIXELS if "c" in axes else PIXELS[:1]
-    order = ["czyx".index(axis) for axis in axes if axis != "t"]
-    full = {"t": 1, "c": 3, "z": 4, "y": 6, "x": 5}
-    order += [] if "c" in axes else [0]
-    written = pixels.transpose(order).reshape([full[axis] for axis in axes])
-    if kind == "ome.tif":
-        path = tmp_path / "a.ome.tif"
-        lengths = {"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.25, "PhysicalSizeZ": 2.0}
-        tifffile.imwrite(path, written, metadata={"axes": axes.upper(), **lengths}, **MINI)
-    else:
-        path = tmp_path / "a.ome.zarr"
-        save_zarr(path, {"0": written}, described(axes), kind)
-    found = pickle.loads(pickle.dumps(open_volume(path)))
-    assert (found.size, found.channels, found.dtype) == (SIZE, len(pixels), np.uint16)
-    assert (found.read() == np.moveaxis(pixels, 0, -1)).all()
-    assert (found.read((1, 3, 2, 6, 0, 2)) == found.read()[1:3, 2:6, :2]).all()
-    assert found.spacing == pytest.approx((2e-3, 0.25e-3, 0.5e-3))
-    assert found.affine is None
-
-
 @pytest.mark.parametrize(
-    "how",
+    ("name", "write"),
     [
-        *({"compression": "zlib"}, {"imagej": True}, {"metadata": {"axes": "ZYX"}}, {}),
-        *({"tile": (16, 16)}, {"byteorder": ">"}, {"ome": True}),
+        *(("a.nrrd", as_nrrd(voxels(), encoding=encoding)) for encoding in ("raw", "gzip")),
+        *(
+            ("a.tif", as_tiff(np.tile(PIXELS[0], (2, 9, 9)), **how))
+            for how in ({}, {"compression": "zlib"}, {"ome": True}, {"metadata": None})
+        ),
     ],
 )
-def test_a_box_of_a_stack_is_that_of_the_whole_stack(how, tmp_path):
-    whole = np.arange(6 * 8 * 9, dtype=np.uint16).reshape(6, 8, 9)
-    tifffile.imwrite(tmp_path / "a.tif", whole, **MINI, **{"metadata": {"axes": "ZYX"}, **how})
-    found = open_volume(tmp_path / "a.tif")
-    assert (found.size, found.channels, found.dtype) == ((6, 8, 9), 1, np.uint16)
-    assert (found.spacing, found.affine) == (None, None)
-    assert (found.read()[..., 0] == whole).all()
-    assert (found.read((1, 4, 2, 5, 0, 3))[..., 0] == whole[1:4, 2:5, :3]).all()
-    assert found.read((3, 3, 0, 8, 0, 9)).shape == (0, 8, 9, 1)
+def test_a_cut_file_is_refused(name, write, tmp_path):
+    path = tmp_path / name
+    write(path)
+    whole = path.read_bytes()
+    for size in (int(len(whole) * 0.4), int(len(whole) * 0.95)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(Exception, match=r"."):
+            open_volume(path).read()
 
 
 @pytest.mark.parametrize(
     ("units", "spacing"),
     [
-        ({}, (2e-3, 0.25e-3, 0.5e-3)),
         ({"PhysicalSizeZUnit": "nm"}, (2e-6, 0.25e-3, 0.5e-3)),
         ({f"PhysicalSize{axis}Unit": "mm" for axis in "XYZ"}, (2.0, 0.25, 0.5)),
         ({"PhysicalSizeXUnit": "pixel"}, None),
@@ -306,36 +321,9 @@ def test_a_box_of_a_stack_is_that_of_the_whole_stack(how, tmp_path):
     ],
 )
 def test_units_of_tiff_are_those_of_each_axis(units, spacing, tmp_path):
-    lengths = {"PhysicalSizeX": 0.5, "PhysicalSizeY": 0.25, "PhysicalSizeZ": 2.0}
-    metadata = {"axes": "ZYX", **lengths, **units}
-    tifffile.imwrite(tmp_path / "a.ome.tif", PIXELS[0], metadata=metadata)
+    as_tiff(PIXELS[0], "ZYX", LENGTHS | units)(tmp_path / "a.ome.tif")
     found = open_volume(tmp_path / "a.ome.tif").spacing
     assert found == (None if spacing is None else pytest.approx(spacing))
-
-
-def test_pyramids_colours_hyperstacks_and_bits_of_tiff(tmp_path):
-    path = tmp_path / "a.ome.tif"
-    with tifffile.TiffWriter(path) as tiff:
-        tiff.write(PIXELS[0], subifds=1, metadata={"axes": "ZYX"}, **MINI)
-        tiff.write(PIXELS[0, :, ::2, ::2], subfiletype=1, **MINI)
-    assert (open_volume(path).read()[..., 0] == PIXELS[0]).all()
-    colours = np.moveaxis(PIXELS, 0, -1)
-    tifffile.imwrite(path, colours, photometric="rgb", metadata={"axes": "ZYXS"})
-    assert (open_volume(path).read() == colours).all()
-    text = '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><BinaryOnly/></OME>'
-    tifffile.imwrite(path, PIXELS[0], description=text, metadata=None, **MINI)  # XML elsewhere
-    assert (open_volume(path).size, open_volume(path).spacing) == (SIZE, None)
-    path = tmp_path / "a.tif"
-    stack = PIXELS.transpose(1, 0, 2, 3)
-    tifffile.imwrite(path, stack, imagej=True, metadata={"axes": "ZCYX"})
-    assert (open_volume(path).read() == colours).all()
-    tifffile.imwrite(path, stack, imagej=True, metadata={"axes": "TZYX"})
-    with pytest.raises(ValueError, match=r"axes TZYX of \(4, 3, 6, 5\)"):
-        open_volume(path)
-    tifffile.imwrite(path, PIXELS[0] > 500, **MINI)
-    found = open_volume(path)
-    assert found.dtype == found.read().dtype == np.uint8
-    assert (found.read()[..., 0] == (PIXELS[0] > 500)).all()
 
 
 def test_tiff_that_is_no_volume_is_refused(tmp_path):
@@ -343,27 +331,18 @@ def test_tiff_that_is_no_volume_is_refused(tmp_path):
         for _ in range(2):
             tiff.write(PIXELS[0], metadata={"axes": "ZYX"}, **MINI)
     tifffile.imwrite(tmp_path / "one.tif", np.zeros((5, 7), np.uint8))
+    as_tiff(ZCYX, "TZYX", imagej=True)(tmp_path / "time.tif")
     path = tmp_path / "lost.tif"  # its last pages: no smaller volume
     tifffile.imwrite(path, np.tile(PIXELS[0], (2, 9, 9)), metadata=None, compression="zlib")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     for name, said in [
         ("a.ome.tif", "it has 2 images"),
         ("one.tif", "expected pages of grey"),
+        ("time.tif", r"axes TZYX of \(4, 3, 6, 5\)"),
         ("lost.tif", r"it is damaged: .*invalid page offset"),
     ]:
         with pytest.raises(ValueError, match=said):
             open_volume(tmp_path / name)
-
-
-@pytest.mark.parametrize("how", [{}, {"compression": "zlib"}, {"ome": True}, {"metadata": None}])
-def test_a_cut_tiff_is_refused(how, tmp_path):
-    path = tmp_path / "a.tif"
-    tifffile.imwrite(path, np.tile(PIXELS[0], (2, 9, 9)), **MINI, **how)
-    whole = path.read_bytes()
-    for part in (0.4, 0.95):
-        path.write_bytes(whole[: int(len(whole) * part)])
-        with pytest.raises(Exception, match=r"."):
-            open_volume(path).read()
 
 
 def test_zarr_of_the_full_resolution_is_read_and_scales_multiply(tmp_path):
@@ -376,12 +355,10 @@ def test_zarr_of_the_full_resolution_is_read_and_scales_multiply(tmp_path):
     for how in ({"unit": None}, {"unit": "pixel"}, {"scale": 0.0}):
         save_zarr(tmp_path / "b.zarr", {"0": PIXELS[0]}, described("zyx", **how))
         assert open_volume(tmp_path / "b.zarr").spacing is None
-    save_zarr(tmp_path / "c.zarr", {"0": PIXELS[0].T}, described("xyz"))
-    assert (open_volume(tmp_path / "c.zarr").read()[..., 0] == PIXELS[0]).all()
-    chunk = max((tmp_path / "c.zarr" / "0").rglob("*.*.*"))
+    chunk = max((tmp_path / "b.zarr" / "0").rglob("*.*.*"))
     chunk.write_bytes(chunk.read_bytes()[:10])
     with pytest.raises(Exception, match=r"."):
-        open_volume(tmp_path / "c.zarr").read()
+        open_volume(tmp_path / "b.zarr").read()
 
 
 def test_the_only_image_of_bioformats2raw_is_read(tmp_path):
