@@ -101,9 +101,9 @@ def test_streams_that_do_not_fit_are_refused_and_nothing_is_added(tmp_path: Path
             (replace(image, streams=cut[:3]), "has 3 streams, expected 2 x 2"),
             (replace(image, chunk=(64, 48)), r"has 4 streams"),
             (replace(image, chunk=(48, 48)), "the JPEG is 32 x 48 .*, expected 48 x 48"),
-            (replace(image, shape=(64, 96, 1)), "with 3 channels, expected .* 1 channel|has 1 cha"),
+            (replace(image, shape=(64, 96, 1)), "with 3 channels, expected .* 1 channel"),
             (replace(image, missing=(1, 0)), "no tile there"),
-            (picture(64, 96, 2), "2 channels, but codec 'jpeg' supports 1 or 3|has 2 channels"),
+            (picture(64, 96, 2), "2 channels, but codec 'jpeg' supports 1 or 3"),
         ]:
             with pytest.raises((ValueError, SlideError), match=says):
                 writer.add(wrong)

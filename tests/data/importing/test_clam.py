@@ -24,31 +24,20 @@ def files(tmp_path: Path) -> Path:
     """As CLAM makes them: grown patch by patch, with attributes."""
     folder = tmp_path / "patches"
     folder.mkdir()
-    for name, patches in PATCHES.items():
-        with h5py.File(folder / f"{name}.h5", "w") as file:
-            shape = (None, *patches.shape[1:])
-            images = file.create_dataset(
-                "imgs", (0, *shape[1:]), np.uint8, maxshape=shape, chunks=(1, *shape[1:])
-            )
-            images.attrs["patch_level"] = 0
-            coords = file.create_dataset(
-                "coords", (0, 2), np.int32, maxshape=(None, 2), chunks=(1, 2)
-            )
+    for slide, patches in PATCHES.items():
+        with h5py.File(folder / f"{slide}.h5", "w") as file:
+            for name, shape, dtype in (("imgs", (16, 16, 3), "u1"), ("coords", (2,), "i4")):
+                grown = {"maxshape": (None, *shape), "chunks": (1, *shape)}
+                file.create_dataset(name, (0, *shape), dtype, **grown)
+            file["imgs"].attrs["patch_level"] = 0
             for number, patch in enumerate(patches):
-                images.resize(number + 1, 0)
-                coords.resize(number + 1, 0)
-                images[number], coords[number] = patch, (256 * number, 7)
+                for dataset, value in (("imgs", patch), ("coords", (256 * number, 7))):
+                    file[dataset].resize(number + 1, 0)
+                    file[dataset][number] = value
     return folder
 
 
-@pytest.fixture
-def labels(tmp_path: Path) -> Path:
-    path = tmp_path / "labels.csv"
-    path.write_text("case_id,slide_id,label,split\nc,s1,tumour,train\nd,s2.a.svs,benign,val\n")
-    return path
-
-
-def test_patches_become_tiles_and_are_never_all_in_memory(tmp_path, files, labels, monkeypatch):
+def test_patches_become_tiles_and_are_never_all_in_memory(tmp_path, files, monkeypatch):
     asked = []
     read = h5py.Dataset.__getitem__
 
@@ -62,6 +51,8 @@ def test_patches_become_tiles_and_are_never_all_in_memory(tmp_path, files, label
     import_clam([files / "s1.h5"], tmp_path / "one", codec="lz4")
     assert asked == [slice(0, 2), slice(2, 4), slice(4, 6)]
     assert ShardDataset(tmp_path / "one").labels.tolist() == [-1] * 5
+    labels = tmp_path / "labels.csv"
+    labels.write_text("case_id,slide_id,label,split\nc,s1,tumour,train\nd,s2.a.svs,benign,val\n")
     import_clam([files], tmp_path / "set", labels=labels, mpp=0.5)
     data = ShardDataset(tmp_path / "set")
     assert (data.classes, data.splits, data.mpp) == (["benign", "tumour"], ["train", "val"], 0.5)
