@@ -197,7 +197,7 @@ def test_broken_images_are_listed_or_left_out(tmp_path: Path, folder: Path) -> N
 
 def test_images_that_do_not_go_together_are_named(tmp_path: Path, folder: Path) -> None:
     put(folder / "train" / "b" / "9.png", np.zeros((20, 30), np.uint8))
-    with pytest.raises(ValueError, match=r"9\.png: tile has shape \(20, 30, 1\), .*; --rgb conver"):
+    with pytest.raises(ValueError, match=r"9\.png: tile has shape \(20, 30, 1\), .*; --rgb"):
         import_images(folder, tmp_path / "set")
     assert not (tmp_path / "set").exists()
     import_images(folder, tmp_path / "set", rgb=True)
