@@ -195,6 +195,67 @@ def test_broken_images_are_listed_or_left_out(tmp_path: Path, folder: Path) -> N
     assert not (tmp_path / "other").exists()
 
 
+@pytest.fixture
+def flat(tmp_path: Path) -> Path:
+    """Images of odd sizes, some in a folder of a patient; no class folders."""
+    for number, name in enumerate(["a.png", "b.jpg", "c.png", "p9/a.jpeg"]):
+        put(tmp_path / "flat" / name, np.zeros((33 + number, 47 - number, 3), np.uint8))
+    return tmp_path / "flat"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "image,label,split,patient\na.png,x,train,1\nb,y,valid,2\nc.png,x,test,\na.jpeg,y,train,1\n",
+        "split, label ,note,filename\nTrain,x,,flat/a.png\nval,y,,b.jpg\ntest,x,-,c\n"
+        "train,y,,p9/a.jpeg\n",
+    ],
+)
+def test_a_table_labels_a_flat_folder(tmp_path: Path, flat: Path, table: str) -> None:
+    (tmp_path / "t.csv").write_text(table, encoding="utf-8-sig")
+    assert import_images(flat, tmp_path / "set", labels=tmp_path / "t.csv") == []
+    data = ShardDataset(tmp_path / "set")
+    assert (data.kind, data.classes) == ("regions", ["x", "y"])
+    found = [(one.slide, one.label, one.split) for one in map(data.sample, range(4))]
+    assert found == [
+        *(("a.png", 0, "train"), ("b.jpg", 1, "val"), ("c.png", 0, "test")),
+        ("p9/a.jpeg", 1, "train"),
+    ]
+    assert data.read(3).shape == (36, 44, 3)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (
+            "file,label\na.png,x\nc,\nd.png,y\ne,y\n",
+            r"3 images without a label in .*t\.csv: b\.jpg, c\.png, p9/a\.jpeg; 2 labels of "
+            r".*t\.csv without an image: d\.png, e; nothing was written.*--skip-unmatched",
+        ),
+        ("file,label\nz,y\n", r"4 images without a label.*1 label of .* without an image: z"),
+        ("name,label\na,x\n", "no column image or image_id.* its header is name,label"),
+        ("image,grade\na,2\n", "has no column label; its columns are image, grade.*--column NAME"),
+        ("image,label\na,x\n", "line 2: image 'a' is ambiguous: .*p9/a.jpeg; add its suffix"),
+        ("image,label\nb,x\nb.jpg,x\n", "line 3: b.jpg is .*, which .* line 2 also names; keep"),
+        ("image,label,split\nb,x,dev\n", "line 2: split is 'dev', expected train, val or test"),
+        (
+            "image,label,split,patient\nb,x,train,1\nc,x,val,1\n",
+            "line 3: patient 1 is in the split val, and in train at .* line 2",
+        ),
+    ],
+)
+def test_tables_that_do_not_match_the_images(
+    tmp_path: Path, flat: Path, table: str, says: str
+) -> None:
+    (tmp_path / "t.csv").write_text(table)
+    with pytest.raises(ValueError, match=says) as caught:
+        import_images(
+            flat, tmp_path / "set", labels=tmp_path / "t.csv", skip_unmatched="dev" in says
+        )
+    assert "slide" not in str(caught.value).replace("slide or slide_id", "")
+    assert not (tmp_path / "set").exists()
+
+
 def test_images_that_do_not_go_together_are_named(tmp_path: Path, folder: Path) -> None:
     put(folder / "train" / "b" / "9.png", np.zeros((20, 30), np.uint8))
     with pytest.raises(ValueError, match=r"9\.png: tile has shape \(20, 30, 1\), .*; --rgb"):

@@ -170,7 +170,8 @@ def test_names_of_volumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("nibabel", "a.nii"), ("nrrd", "a.nrrd"), ("zarr", "a.ome.zarr")]
+    ("package", "name"),
+    [("nibabel", "a.nii"), ("nrrd", "a.nrrd"), ("zarr", "a.ome.zarr"), ("pydicom", "a.dcm")],
 )
 def test_without_a_package_its_extra_is_named(package, name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)

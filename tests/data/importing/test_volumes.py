@@ -251,7 +251,7 @@ def test_images(tmp_path, images, capsys):
     )
     assert run("images", images, "--out", out, *more) == 0
     told = capsys.readouterr()
-    assert told.out == f"wrote 2 regions of 2 classes to {out}\n"
+    assert told.out == f"wrote 2 images as regions of 2 classes to {out}\n"
     assert told.err.startswith("remark: stripes were not set")
     assert (ShardDataset(out).codec, ShardDataset(out).sample(0).mpp) == ("zstd", 0.5)
     assert run("images", images, "--out", out) == 1
@@ -265,6 +265,28 @@ def test_images(tmp_path, images, capsys):
     assert told[1].startswith(f"  {images}/b/2.png: ")
     assert run("images", images, "--out", tmp_path / "other", "--skip-broken") == 0
     assert capsys.readouterr().err.startswith(f"skipped: {images}/b/2.png: ")
+
+
+def test_images_with_a_table(tmp_path, images, capsys):
+    table, out = tmp_path / "t.csv", tmp_path / "set"
+    table.write_text("file,grade\na/1.png,2\nx,1\n")
+    call = ("images", images, "--out", out, "--labels", table, "--column", "grade")
+    assert run(*call) == 1
+    assert capsys.readouterr().err == (
+        f"error: 1 image without a label in {table}: b/1.png; 1 label of {table} without an image: "
+        "x; nothing was written: complete the table or the folder, or skip these with "
+        "--skip-unmatched\n"
+    )
+    assert run(*call, "--skip-unmatched") == 0
+    told = capsys.readouterr()
+    assert told.err.splitlines() == [
+        f"skipped: 1 image without a label in {table}: b/1.png",
+        f"skipped: 1 label of {table} without an image: x",
+    ]
+    assert told.out == f"wrote 1 image as tiles of 1 classes to {out}\n"
+    with pytest.raises(SystemExit):
+        run("images", "--help")
+    assert "slide" not in capsys.readouterr().out
 
 
 def test_clam(tmp_path, capsys):
