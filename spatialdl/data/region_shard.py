@@ -163,7 +163,7 @@ class RegionShards:
         return self._stripes > 1
 
     def _check_same(self, channels: int, dtype: np.dtype[Any], masked: bool) -> None:
-        if self._channels is None:
+        if not self.samples:  # one that could not be stored decides nothing
             self._coding.check(channels, dtype, self._spatial)
             self._channels, self.dtype, self.masks = channels, dtype, masked
         if (channels, dtype) != (self._channels, self.dtype):

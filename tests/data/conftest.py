@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
 from spatialdl.data import ShardWriter
+
+RANDOM = np.random.default_rng(0)
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +22,26 @@ def written(tmp_path_factory) -> Path:
             split = "train" if number < 10 else "val"
             writer.add(tile, number % 2, split, slide=f"slide-{number // 4}")
     return folder
+
+
+@pytest.fixture
+def h5(tmp_path: Path) -> Iterator[h5py.File]:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        yield file
+
+
+def picture(rows: int, cols: int, channels: int = 3) -> np.ndarray:
+    """Smooth colours with some noise."""
+    slope = np.add.outer(np.arange(rows) * 2, np.arange(cols))[..., None] // 2 % 200
+    return (slope + RANDOM.integers(0, 40, (rows, cols, channels))).astype(np.uint8)
+
+
+def noise(rows: int, cols: int, channels: int = 3) -> np.ndarray:
+    return RANDOM.integers(0, 256, (rows, cols, channels), np.uint8)
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flip a bit, in the middle of the file unless told where."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 4
+    path.write_bytes(content)

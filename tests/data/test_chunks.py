@@ -1,46 +1,34 @@
+"""Chunks as they are written to HDF5, where they lie, how they are read, and which are kept."""
+
 from __future__ import annotations
 
+import os
+import re
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from spatialdl.data import ShardWriter, coded_reading, raw_reading
+from spatialdl.data.chunk_cache import ChunkCache
+from spatialdl.data.chunk_map import map_chunks
 from spatialdl.data.chunks import Chunks
-from spatialdl.data.codec import JPEG, Coding
+from spatialdl.data.codec import JPEG, Codec, Coding, decode
+from spatialdl.data.coded_reading import read_coded
 from spatialdl.data.jpeg import encode
+from spatialdl.data.raw_reading import MappedFile, PreadFile, file_system, open_raw
+from tests.data.conftest import noise, picture
 
-RANDOM = np.random.default_rng(0)
-
-
-def picture(rows: int, cols: int, channels: int = 3) -> np.ndarray:
-    slope = np.add.outer(np.arange(rows) * 2, np.arange(cols))[..., None] // 2 % 200
-    return (slope + RANDOM.integers(0, 40, (rows, cols, channels))).astype(np.uint8)
-
-
-@pytest.fixture
-def h5(tmp_path: Path) -> h5py.File:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        yield file
-
-
-@pytest.mark.parametrize("chunk", [(32, 48), (70, 100), (128, 128)])
-def test_raw_chunks_are_plain_hdf5(h5: h5py.File, chunk: tuple[int, int]) -> None:
-    image = picture(70, 100)
-    Chunks(h5, "image", image.shape, chunk).write(image)
-    Chunks(h5, "mask", (70, 100), chunk).write(image[..., 0])
-    stack = Chunks(h5, "stack", image.shape, chunk, stacked=True)
-    for number in range(3):
-        assert stack.grow() == number
-        stack.write(image + np.uint8(number), number=number)
-    assert (h5["image"][:] == image).all()
-    assert (h5["mask"][:] == image[..., 0]).all()
-    assert (h5["stack"][:] == [image, image + 1, image + 2]).all()
-    assert h5["stack"].chunks == (1, *chunk, 3)
+IMAGE = noise(70, 100)
+WHOLE = np.s_[0:70, 0:100]
+Reader = Callable[..., np.ndarray]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_reader_without_the_filter_gets_an_error(h5: h5py.File, channels: int) -> None:
+def test_chunks_of_jpeg_are_whole_streams_that_hdf5_does_not_read(h5: h5py.File, channels) -> None:
     image = picture(70, 100, channels)
     Chunks(h5, "image", image.shape, (32, 48), coding=Coding("jpeg", 80)).write(image)
     dataset = h5["image"]
@@ -54,25 +42,12 @@ def test_a_reader_without_the_filter_gets_an_error(h5: h5py.File, channels: int)
     number, flags, values, _ = settings.get_filter(0)
     assert (number, flags) == (JPEG, h5py.h5z.FLAG_OPTIONAL)
     assert values == (80, 48, 32, int(channels == 3))  # quality, columns, rows, colours
-
-
-def test_each_chunk_is_a_jpeg_of_full_size(h5: h5py.File) -> None:
-    image = picture(70, 100)
-    Chunks(h5, "image", image.shape, (32, 48), coding=Coding("jpeg", 80)).write(image)
     padded = np.pad(image, ((0, 26), (0, 44), (0, 0)), mode="edge")
     for row in range(0, 70, 32):
         for col in range(0, 100, 48):
-            unfiltered, stream = h5["image"].id.read_direct_chunk((row, col, 0))
+            unfiltered, stream = dataset.id.read_direct_chunk((row, col, 0))
             assert unfiltered == 0
             assert bytes(stream) == encode(padded[row : row + 32, col : col + 48], 80)
-
-
-def test_types_that_are_not_bytes_are_plain_hdf5(h5: h5py.File) -> None:
-    for dtype in ("uint16", "float16", "float32", "float64"):
-        image = (picture(70, 100, 2) * 100.5).astype(dtype)
-        Chunks(h5, dtype, image.shape, (32, 48), dtype).write(image)
-        assert h5[dtype].dtype == dtype
-        assert (h5[dtype][:] == image).all()
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
@@ -88,11 +63,264 @@ def test_others_read_what_is_compressed_without_loss(h5: h5py.File, codec: str, 
 
 
 def test_what_a_codec_does_not_hold_is_refused(h5: h5py.File) -> None:
-    jpeg = Coding("jpeg")
-    with pytest.raises(ValueError, match="2 channels"):
-        Chunks(h5, "image", (8, 8, 2), (8, 8), coding=jpeg)
-    with pytest.raises(
-        ValueError, match="type uint16, but codec 'jpeg' supports only uint8; use codec="
-    ):
-        Chunks(h5, "image", (8, 8, 3), (8, 8), np.uint16, coding=jpeg)
+    for channels, dtype, says in [
+        (2, np.uint8, "2 channels"),
+        (3, np.uint16, "type uint16, but codec 'jpeg' supports only uint8; use codec="),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            Chunks(h5, "image", (8, 8, channels), (8, 8), dtype, coding=Coding("jpeg"))
     assert "image" not in h5
+
+
+def test_boxes_that_are_not_there_are_refused(h5: h5py.File) -> None:
+    Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
+    found = map_chunks(h5["image"], False, 2**40)
+    assert len(list(found.parts((slice(32, 64), slice(48, 96)), (32, 48, 3)))) == 1
+    for where in [
+        (0, slice(0, 9), slice(0, 9)),
+        (slice(0, 71), slice(0, 9)),
+        (slice(0, 9), slice(92, 101)),
+        (slice(-1, 8), slice(0, 9)),
+        (slice(0, 8), slice(0, 9)),
+    ]:
+        with pytest.raises(ValueError, match=r"its shape is \(70, 100, 3\), requested .* into"):
+            list(found.parts(where, (9, 9, 3)))
+
+
+def test_what_is_not_raw_is_left_to_hdf5(h5: h5py.File) -> None:
+    h5["whole"] = IMAGE
+    h5.create_dataset("zip", data=IMAGE, chunks=(32, 48, 3), compression="gzip")
+    h5.create_dataset("big", data=IMAGE.astype(">i2"), chunks=(32, 48, 3))
+    h5.create_dataset("planes", data=IMAGE, chunks=(32, 48, 1))
+    h5.create_dataset("pairs", data=np.stack([IMAGE, IMAGE]), chunks=(2, 32, 48, 3))
+    h5.create_dataset("line", data=IMAGE.reshape(-1), chunks=(48,))
+    for name in h5:
+        assert map_chunks(h5[name], name == "pairs", 2**40) is None, name
+
+
+def test_other_codecs_are_refused(h5: h5py.File) -> None:
+    Chunks(h5, "raw", IMAGE.shape, (32, 48)).write(IMAGE)
+    Chunks(h5, "zstd", IMAGE.shape, (32, 48), coding=Coding("zstd")).write(IMAGE)
+    for name, codec, filters in [("raw", "jpeg", "[]"), ("zstd", "lz4", "[32015, 3]")]:
+        says = re.escape(f"it has uint8 in filters {filters}, expected codec {codec!r}")
+        with pytest.raises(ValueError, match=says):
+            map_chunks(h5[name], False, 2**40, codec)
+    assert map_chunks(h5["zstd"], False, 2**40) is None
+    h5["zstd"].id.write_direct_chunk((32, 48, 0), IMAGE[:32, :48].copy(), filter_mask=1)
+    with pytest.raises(ValueError, match=r"chunk at \(32, 48, 0\) skipped its filters"):
+        map_chunks(h5["zstd"], False, 2**40, "zstd")
+    with pytest.raises(ValueError, match=r"chunk at \(\d+, \d+, 0\) has 4608 bytes at \d+, expect"):
+        map_chunks(h5["raw"], False, 20_000)  # beyond the file
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [(0, "lies outside of"), (40, "lies outside of"), (2**60, "whose chunks do not fit")],
+)
+def test_an_image_of_another_size_than_its_chunks(tmp_path: Path, rows: int, says: str) -> None:
+    """A few damaged bytes were an `IndexError`, or more memory than there is."""
+    with h5py.File(tmp_path / "a.h5", "w") as h5:
+        Chunks(h5, "image", IMAGE.shape, (32, 48)).write(IMAGE)
+    content = (tmp_path / "a.h5").read_bytes()
+    before = struct.pack("<3Q", *IMAGE.shape)
+    assert before in content
+    damaged = content.replace(before, struct.pack("<3Q", rows, *IMAGE.shape[1:]))
+    (tmp_path / "a.h5").write_bytes(damaged)
+    with h5py.File(tmp_path / "a.h5") as h5, pytest.raises(ValueError, match=says):
+        map_chunks(h5["image"], False, len(content))
+
+
+def test_chunks_of_shards_begin_with_a_page(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set") as writer:
+        for _ in range(3):
+            writer.add(noise(600, 600), mask=noise(600, 600)[..., 0])
+    shard = tmp_path / "set" / "shard-00000.h5"
+    with h5py.File(shard) as file:
+        for name in ("images", "masks"):
+            assert (map_chunks(file[name], True, shard.stat().st_size).offsets % 4096 == 0).all()
+    assert shard.stat().st_size < 3 * 4 * 512 * 512 * 4 + 50_000  # and there is little between
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> tuple[Path, object]:
+    path = tmp_path / "raw.h5"
+    with h5py.File(path, "w") as file:
+        Chunks(file, "image", IMAGE.shape, (32, 48)).write(IMAGE)
+    with h5py.File(path) as file:
+        return path, map_chunks(file["image"], False, path.stat().st_size)
+
+
+@pytest.fixture
+def opened(shard):
+    fd = os.open(shard[0], os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def test_pread_goes_on_where_it_was_interrupted_and_ends_with_the_file(
+    shard, opened, monkeypatch
+) -> None:
+    preadv, out = os.preadv, np.empty(IMAGE.shape, np.uint8)
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
+    PreadFile(opened).read(shard[1], out, WHOLE)
+    assert (out == IMAGE).all()
+    monkeypatch.setattr(os, "preadv", preadv)
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_reading.np, "empty", None)  # a whole chunk needs no buffer
+        PreadFile(opened).read(shard[1], out[:32, :48].copy(), np.s_[32:64, 48:96])
+    os.truncate(shard[0], 10_000)
+    with pytest.raises(OSError, match=r"end of file at byte 10000, expected \d+ more bytes"):
+        PreadFile(opened).read(shard[1], out, WHOLE)
+
+
+@pytest.mark.parametrize("kind", [MappedFile, PreadFile])
+def test_pixels_may_begin_anywhere(kind, h5) -> None:
+    """Chunks of our shards begin with a page."""
+    image = IMAGE * 3.25
+    h5.create_dataset("odd", data=np.zeros(3, np.uint8))
+    Chunks(h5, "image", image.shape, (32, 48), "float64").write(image)
+    h5.flush()
+    chunks = map_chunks(h5["image"], False, Path(h5.filename).stat().st_size)
+    fd = os.open(h5.filename, os.O_RDONLY)
+    raw = kind(fd)
+    for where in (WHOLE, np.s_[31:65, 47:97], np.s_[32:64, 48:96]):
+        out = np.full_like(image[where], 7)
+        assert raw.read(chunks, out, where) == []
+        assert (out == image[where]).all()
+        raw.forget()
+    assert (raw.stored(int(chunks.offsets[1, 1]), 96).view("f8") == image[32, 48:52].flat).all()
+    os.close(fd)
+
+
+def test_the_better_reader_of_the_file_system(shard, opened, monkeypatch) -> None:
+    path = shard[0]
+    for kind, reader in [
+        ("ext4", MappedFile),
+        *((kind, PreadFile) for kind in ("lustre", "nfs4", "gpfs", "fuse.sshfs", "beegfs")),
+        *((kind, PreadFile) for kind in ("unheard-of", None)),
+    ]:
+        monkeypatch.setattr(raw_reading, "file_system", lambda _, kind=kind: kind)
+        assert isinstance(open_raw(opened, path, "auto"), reader)
+        assert isinstance(open_raw(opened, path, "pread"), PreadFile)
+        assert isinstance(open_raw(opened, path, "mmap"), MappedFile)
+
+    def refuse(_fd: int) -> None:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(raw_reading, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(raw_reading, "MappedFile", refuse)
+    assert isinstance(open_raw(opened, path, "auto"), PreadFile)
+    with pytest.raises(OSError, match="no such device"):
+        open_raw(opened, path, "mmap")
+
+
+def test_file_systems_are_found_by_their_mounts(tmp_path: Path) -> None:
+    table = tmp_path / "mounts"
+    table.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        "2 1 0:40 / /data rw shared:5 - nfs4 server:/data rw\n"
+        "3 2 0:41 / /data/my\\040set rw - lustre mds@tcp:/x rw\n"
+        "4 1 0:42 / /data/hidden rw - xfs /dev/sdb rw\n"
+        "5 4 0:43 / /data/hidden rw - fuse.gcsfuse bucket rw\n"
+    )
+    (tmp_path / "link").symlink_to("/data")
+    for path, kind in [
+        ("/home/a", "ext4"),
+        ("/data/a", "nfs4"),
+        ("/database/a", "ext4"),
+        ("/data/my set/a.h5", "lustre"),
+        ("/data/hidden/a", "fuse.gcsfuse"),
+        (tmp_path / "link/a", "nfs4"),
+    ]:
+        assert file_system(Path(path), table) == kind
+    assert file_system(Path("/a"), tmp_path / "none") is None
+
+
+@pytest.fixture(params=[MappedFile, PreadFile])
+def read(h5: h5py.File, request: pytest.FixtureRequest) -> Reader:
+    def of(name: str, codec: Codec, where: tuple, **more: object) -> np.ndarray:
+        h5.flush()
+        size = Path(h5.filename).stat().st_size
+        chunks = map_chunks(h5[name], not isinstance(where[0], slice), size, codec)
+        *_, rows, cols = where
+        shape = (rows.stop - rows.start, cols.stop - cols.start, *chunks.cell[2:])
+        out = np.full(shape, 7, chunks.dtype)
+        fd = os.open(h5.filename, os.O_RDONLY)
+        try:
+            read_coded(request.param(fd), chunks, codec, out, where, **more)
+        finally:
+            os.close(fd)
+        return out
+
+    return of
+
+
+def test_only_chunks_under_the_box_are_decoded_and_once(h5, read: Reader, monkeypatch) -> None:
+    Chunks(h5, "image", IMAGE.shape, (32, 48), coding=Coding("zstd")).write(IMAGE)
+    decoded = []
+    monkeypatch.setattr(
+        coded_reading, "decode", lambda *given: decoded.append(given) or decode(*given)
+    )
+    cache = ChunkCache()
+    for where, count, more in [
+        (np.s_[0:32, 0:48], 1, {}),
+        (np.s_[31:33, 5:6], 2, {}),
+        (np.s_[31:65, 47:97], 9, {}),
+        (np.s_[31:65, 47:97], 9, {"key": "a", "cache": cache}),
+        (np.s_[31:65, 47:97], 0, {"key": "a", "cache": cache}),
+        (np.s_[31:65, 47:97], 9, {"key": "another file", "cache": cache}),
+    ]:
+        decoded.clear()
+        assert (read("image", "zstd", where, **more) == IMAGE[where]).all()
+        assert len(decoded) == count
+    assert len(cache) == 18
+
+
+@pytest.mark.parametrize("codec", ["jpeg", "zstd"])
+def test_chunks_that_are_missing_or_damaged_are_named(h5, read: Reader, codec: Codec) -> None:
+    Chunks(h5, "empty", IMAGE.shape, (32, 48), coding=Coding(codec))
+    chunks = Chunks(h5, "stack", IMAGE.shape, (32, 48), coding=Coding(codec), stacked=True)
+    for _ in range(2):
+        chunks.write(IMAGE, number=chunks.grow())
+    h5["stack"].id.write_direct_chunk((1, 32, 48, 0), b"no picture")
+    with pytest.raises(ValueError, match="chunk at row 32, column 0: it was not written"):
+        read("empty", codec, np.s_[40:50, 0:10])
+    with pytest.raises(ValueError, match="chunk at image 1, row 32, column 48: "):
+        read("stack", codec, (1, *WHOLE))
+    assert read("stack", codec, (0, *WHOLE)).shape == (70, 100, 3)
+
+
+def chunk(number: int, size: int = 100) -> np.ndarray:
+    return np.full(size, number, np.uint8)
+
+
+def test_a_cache_drops_what_is_unused_longest() -> None:
+    cache = ChunkCache(400)
+    for number in (0, 1, 2, 3, 3, 3):
+        cache.put(number, chunk(number))
+    with pytest.raises(ValueError, match="read-only"):
+        cache.get(0)[0] = 2
+    cache.put(4, chunk(4))
+    assert cache.get(1) is None
+    assert [cache.get(number) is not None for number in (0, 2, 3, 4)] == [True] * 4
+    assert (len(cache), cache.nbytes) == (4, 400)
+    cache.put(5, chunk(5, 200))
+    assert cache.nbytes == 400
+    assert [cache.get(number) is not None for number in (0, 2, 3, 4, 5)] == [False] * 2 + [True] * 3
+    cache.put(6, chunk(1, 201))  # would fill it
+    assert cache.get(6) is None
+    assert cache.get(5) is not None
+    cache.clear()
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_begins_with_an_empty_cache_even_where_it_was_locked() -> None:
+    cache = ChunkCache(400)
+    cache.put("a", chunk(1))
+    with cache._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if cache.get("a") is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.get("a") is not None

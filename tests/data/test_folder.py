@@ -1,14 +1,21 @@
+"""Folders and files that appear when they are whole, and belong to nobody else."""
+
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from spatialdl.data.folder import FolderInProgress, ResumableFolder, check_target
+from spatialdl.data.inside import check_own, file_status
+from spatialdl.data.saving import apply_umask, link, load_json, replacing, unfinished
 from spatialdl.errors import ShardError
+
+NOT_OURS = "not a folder owned by this user"
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
 
 
 def data_set(folder: Path, *more: str) -> Path:
@@ -18,20 +25,21 @@ def data_set(folder: Path, *more: str) -> Path:
     return folder
 
 
+def inside(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_nothing_is_there_until_it_is_published(tmp_path: Path) -> None:
     folder = FolderInProgress(tmp_path / "deep" / "set")
     (folder.path / "manifest.json").write_text("new")
     assert not (tmp_path / "deep" / "set").exists()
     folder.publish()
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["set"]
+    assert inside(tmp_path / "deep") == ["set"]
     assert (tmp_path / "deep" / "set" / "manifest.json").read_text() == "new"
-
-
-def test_discard_leaves_nothing(tmp_path: Path) -> None:
-    folder = FolderInProgress(tmp_path / "set")
+    folder = FolderInProgress(tmp_path / "other")
     (folder.path / "shard-00000.h5").write_text("half")
     folder.discard()
-    assert list(tmp_path.iterdir()) == []
+    assert inside(tmp_path) == ["deep"]
 
 
 def test_an_old_data_set_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -41,70 +49,53 @@ def test_an_old_data_set_stays_until_the_new_one_is_whole(tmp_path: Path) -> Non
     (folder.path / "manifest.json").write_text("new")
     assert (old / "manifest.json").read_text() == "old"
     folder.publish()
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
-    assert [path.name for path in old.iterdir()] == ["manifest.json"]
+    assert (inside(tmp_path), inside(old)) == (["set"], ["manifest.json"])
 
 
-def test_a_failed_rename_brings_the_old_one_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "error"), [(FolderInProgress, OSError("gone")), (ResumableFolder, KeyboardInterrupt())]
+)
+def test_a_failed_rename_brings_the_old_one_back(tmp_path, monkeypatch, kind, error) -> None:
     old = data_set(tmp_path / "set")
-    folder = FolderInProgress(old, overwrite=True)
+    folder = kind(old, overwrite=True)
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
-            raise OSError("disk gone")
+        if ".partial" in self.name:
+            raise error
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="disk gone"):
+    with pytest.raises(type(error)):
         folder.publish()
     assert (old / "manifest.json").read_text() == "old"
 
 
-def test_what_is_no_data_set_is_never_replaced(tmp_path: Path) -> None:
+def test_what_may_not_be_replaced_is_refused(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
-    for overwrite in (False, True):
-        with pytest.raises(ShardError, match="is not a data set"):
-            check_target(tmp_path / "home", overwrite=overwrite)
     (tmp_path / "file").touch()
-    with pytest.raises(ShardError, match="is a file"):
-        check_target(tmp_path / "file", overwrite=True)
-
-
-def test_a_mount_point_is_refused_before_any_work() -> None:
-    with pytest.raises(ShardError, match="is a mount point"):
-        check_target(Path("/proc"), overwrite=True)
-
-
-def test_a_data_set_is_replaced_only_when_allowed(tmp_path: Path) -> None:
-    old = data_set(tmp_path / "set")
-    with pytest.raises(ShardError, match="--overwrite"):
-        check_target(old, overwrite=False)
+    old, others = data_set(tmp_path / "set"), data_set(tmp_path / "others", "notes.txt")
+    for target, overwrite, says in [
+        (tmp_path / "home", False, "is not a data set"),
+        (tmp_path / "home", True, "is not a data set"),
+        (tmp_path / "file", True, "is a file"),
+        (Path("/proc"), True, "is a mount point"),
+        (old, False, "--overwrite"),
+        (others, True, r"notes\.txt.*move it away"),
+    ]:
+        with pytest.raises(ShardError, match=says):
+            check_target(target, overwrite=overwrite)
     check_target(old, overwrite=True)
 
 
-def test_files_of_others_in_a_data_set_are_not_deleted(tmp_path: Path) -> None:
-    old = data_set(tmp_path / "set", "notes.txt")
-    with pytest.raises(ShardError, match=r"notes\.txt.*move it away"):
-        check_target(old, overwrite=True)
-
-
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    folder = FolderInProgress(tmp_path / "set")
-    folder.publish()
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_an_empty_folder_is_taken_and_a_link_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     FolderInProgress(tmp_path / "link").publish()
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").is_dir()
+    assert inside(tmp_path) == ["link", "real"]
 
 
 def killed(work: Callable[[], object]) -> None:
@@ -123,46 +114,41 @@ def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def inside(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def begun(target: Path, name: str = "shard-00000.h5", **more: object) -> ResumableFolder:
+    folder = ResumableFolder(target, **more)
+    (folder.path / name).write_text("new")
+    return folder
 
 
 def test_what_an_interrupted_run_has_done_is_found_again(tmp_path: Path) -> None:
-    folder = ResumableFolder(tmp_path / "set")
-    (folder.path / "shard-00000.h5").write_text("done")
-    folder.leave()
+    begun(tmp_path / "set").leave()
     assert not (tmp_path / "set").exists()
     folder = ResumableFolder(tmp_path / "set")
-    assert (folder.path / "shard-00000.h5").read_text() == "done"
+    assert (folder.path / "shard-00000.h5").read_text() == "new"
     folder.publish()
     folder.leave()
-    assert inside(tmp_path) == ["set"]
-    assert inside(tmp_path / "set") == ["shard-00000.h5"]
+    assert (inside(tmp_path), inside(tmp_path / "set")) == (["set"], ["shard-00000.h5"])
 
 
 def test_a_run_that_has_done_nothing_leaves_nothing(tmp_path: Path) -> None:
     ResumableFolder(tmp_path / "set").leave()
     assert inside(tmp_path) == []
-    folder = ResumableFolder(tmp_path / "set")
-    (folder.path / "shard-00000.h5").write_text("done")
+    folder = begun(tmp_path / "set")
     folder.discard()
     folder.leave()
     assert inside(tmp_path) == []
 
 
-def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
-    folder = ResumableFolder(tmp_path / "set")
-    (folder.path / "shard-00000.h5").write_text("done")
+def test_one_process_has_it_at_a_time_and_to_its_end(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "set")
     with pytest.raises(ShardError, match=rf"set is being written by process {os.getpid()} on \w"):
         ResumableFolder(tmp_path / "set")
     assert inside(folder.path) == ["lock", "shard-00000.h5"]
     folder.leave()
     ResumableFolder(tmp_path / "set").discard()
 
-
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     def work() -> None:
-        (ResumableFolder(tmp_path / "set").path / "shard-00000.h5").write_text("done")
+        begun(tmp_path / "set")
         die()
 
     killed(work)
@@ -181,52 +167,43 @@ def test_a_data_set_of_the_same_settings_is_added_to(tmp_path: Path) -> None:
     folder = ResumableFolder(old, overwrite=True, settings={"mpp": 0.5})
     assert folder.before is None
     folder.leave()
-    folder = ResumableFolder(old, settings={"mpp": 0.5})
+    folder = begun(old, "manifest.json", settings={"mpp": 0.5})
     assert folder.before == old
-    (folder.path / "manifest.json").write_text("new")
     folder.publish()
-    assert inside(old) == ["manifest.json"]
-    assert inside(tmp_path) == ["set"]
+    assert (inside(tmp_path), inside(old)) == (["set"], ["manifest.json"])
 
 
-def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_target_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "lock").write_text("of a door")
-    with pytest.raises(ShardError, match="is not a data set"):
-        ResumableFolder(tmp_path / "home", overwrite=True)
-    assert (tmp_path / "home" / "lock").read_text() == "of a door"
-    assert inside(tmp_path) == ["home"]
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for target in (tmp_path / "file" / "set", Path("/proc/set")):
-        with pytest.raises(ShardError, match="cannot write beside"):
-            ResumableFolder(target)
+    for target, says in [
+        (tmp_path / "home", "is not a data set"),
+        (tmp_path / "file" / "set", "cannot write beside"),
+        (Path("/proc/set"), "cannot write beside"),
+    ]:
+        with pytest.raises(ShardError, match=says):
+            ResumableFolder(target, overwrite=True)
+    assert (tmp_path / "home" / "lock").read_text() == "of a door"
+    assert inside(tmp_path) == ["file", "home"]
 
 
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_kill_while_the_folder_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, empty: bool
-) -> None:
+@pytest.mark.parametrize(("at", "empty"), [(1, False), (2, False), (2, True)])
+def test_a_kill_while_the_folder_gets_its_name(tmp_path, monkeypatch, at: int, empty: bool) -> None:
     old = data_set(tmp_path / "set")
     rename = Path.rename
 
     def work() -> None:
         names = iter(range(1, 9))
-
-        def until(self: Path, target: Path) -> Path:
-            return die() if next(names) == at else rename(self, target)  # type: ignore[return-value]
-
-        folder = ResumableFolder(old, overwrite=True)
-        (folder.path / "manifest.json").write_text("new")
-        monkeypatch.setattr(Path, "rename", until)
+        folder = begun(old, "manifest.json", overwrite=True)
+        monkeypatch.setattr(
+            Path, "rename", lambda *given: die() if next(names) == at else rename(*given)
+        )
         folder.publish()
 
     killed(work)
     assert old.exists() == (at == 1)
-    if empty and at == 2:  # a script has made it, as it does before every run
+    if empty:  # a script has made it, as it does before every run
         old.mkdir()
     folder = ResumableFolder(old, overwrite=True)
     assert (old / "manifest.json").read_text() == "old"
@@ -238,69 +215,165 @@ def test_a_kill_while_the_folder_gets_its_name(
 
 
 @pytest.mark.parametrize("at", ["shutil.rmtree", "pathlib.Path.unlink"])
-def test_a_kill_after_the_folder_got_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+def test_a_kill_after_the_folder_got_its_name(tmp_path: Path, monkeypatch, at: str) -> None:
     old = data_set(tmp_path / "set")
 
     def work() -> None:
-        folder = ResumableFolder(old, overwrite=True)
-        (folder.path / "manifest.json").write_text("new")
+        folder = begun(old, "manifest.json", overwrite=True)
         monkeypatch.setattr(at, die)
         folder.publish()
 
     killed(work)
     ResumableFolder(old, overwrite=True).leave()
-    assert inside(tmp_path) == ["set"]
-    assert inside(old) == ["manifest.json"]
+    assert (inside(tmp_path), inside(old)) == (["set"], ["manifest.json"])
     assert (old / "manifest.json").read_text() == "new"
 
 
-def test_ctrl_c_between_the_two_names_brings_the_old_one_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = data_set(tmp_path / "set")
-    folder = ResumableFolder(old, overwrite=True)
-    rename = Path.rename
-
-    def pressed(self: Path, target: Path) -> Path:
-        if self.name == ".set.partial":
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        folder.publish()
-    assert (old / "manifest.json").read_text() == "old"
-    folder.leave()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+@only_root
 def test_what_somebody_else_has_put_under_its_names_is_not_used(tmp_path: Path) -> None:
-    elsewhere, hidden = tmp_path / "elsewhere", tmp_path / ".set.partial"
+    elsewhere, hidden, target = tmp_path / "elsewhere", tmp_path / ".set.partial", tmp_path / "set"
     elsewhere.mkdir()
     hidden.symlink_to(elsewhere)
-    with pytest.raises(ShardError, match="not a folder owned by this user"):
-        ResumableFolder(tmp_path / "set")
+    with pytest.raises(ShardError, match=NOT_OURS):
+        ResumableFolder(target)
     hidden.unlink()
-    hidden.mkdir()
-    os.chown(hidden, 12345, -1)
-    with pytest.raises(ShardError, match="not a folder owned by this user"):
-        ResumableFolder(tmp_path / "set")
-    hidden.rmdir()
-    old = data_set(tmp_path / ".set.old")
-    os.chown(old, 12345, -1)
-    with pytest.raises(ShardError, match="not a folder owned by this user"):
-        ResumableFolder(tmp_path / "set")
+    for name in (hidden, tmp_path / ".set.old"):
+        data_set(name)
+        os.chown(name, 12345, -1)
+        with pytest.raises(ShardError, match=NOT_OURS):
+            ResumableFolder(target)
+        os.rename(name, tmp_path / f"{name.name}.moved")
     assert list(elsewhere.iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".set.old", "elsewhere"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
-def test_what_somebody_else_has_abandoned_is_left_alone(tmp_path: Path) -> None:
     theirs = tmp_path / ".set.partial-0"
     theirs.mkdir()
     os.mkfifo(theirs / "lock")  # reading it waits for ever
     os.chown(theirs, 12345, -1)
-    FolderInProgress(tmp_path / "set").discard()
+    FolderInProgress(target).discard()
     assert theirs.is_dir()
+    with pytest.raises(ShardError, match=NOT_OURS):
+        check_own(theirs)
+
+
+def test_a_folder_of_this_user(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "file").touch()
+    assert check_own(tmp_path / "own") == 0o700
+    for name in ("link", "file"):
+        with pytest.raises(ShardError, match=NOT_OURS):
+            check_own(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        check_own(tmp_path / "none")
+
+
+def test_files_that_lead_elsewhere_or_never_end_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"123")
+    (folder / "near").symlink_to("a")
+    (tmp_path / "way").symlink_to(folder)
+    for root in (folder, tmp_path / "way"):
+        assert file_status(root, "a").st_size == file_status(root, "near").st_size == 3
+    with pytest.raises(FileNotFoundError):
+        file_status(folder, "b")
+    (tmp_path / "outside").touch()
+    (folder / "link").symlink_to("../outside")
+    (folder / "again").symlink_to("link")
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe")
+    for name, says in [
+        *((name, "link out of its folder") for name in ("link", "again")),
+        *((name, "is not a regular file|link out of") for name in ("pipe", "zero", ".")),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            file_status(folder, name)
+
+
+def test_a_file_appears_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 250 + ".csv")  # as long as names may be
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+    def stop_half_way() -> None:
+        with replacing(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_half_way()
+    assert path.read_bytes() == b"new"
+    with replacing(path) as first, replacing(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert path.read_bytes() == b"first"  # the last to end
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def usual(tmp_path: Path) -> Iterator[int]:
+    """The mode of new files with a umask of 0."""
+    before = os.umask(0)
+    other = tmp_path / "other"
+    other.touch()
+    yield other.stat().st_mode
+    os.umask(before)
+
+
+def test_nobody_else_sees_what_is_not_finished(tmp_path: Path, usual: int) -> None:
+    for name, write in (("a", replacing), ("b", unfinished)):
+        before = set(tmp_path.iterdir())
+        with write(tmp_path / name) as made:
+            (temporary,) = set(tmp_path.iterdir()) - before
+            assert temporary.stat().st_mode & 0o777 == 0o600
+            made.write(b"secret") if name == "a" else made.write_bytes(b"secret")
+        assert (tmp_path / name).read_bytes() == b"secret"
+        assert (tmp_path / name).stat().st_mode == usual
+    assert inside(tmp_path) == ["a", "b", "other"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_is_shown_leaves_nothing_beside_it_and_no_umask_changed(
+    tmp_path: Path, umask: int, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C once left the empty file there that had been made to see what mode it gets."""
+    before = os.umask(umask)
+    try:
+        if not tells:  # no Linux
+            monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name: python")
+        path, folder = tmp_path / "a", tmp_path / "mine"
+        path.touch(mode=0o600)
+        folder.mkdir()
+        folder.chmod(0o2700)  # it still belongs to its group
+        apply_umask(path)
+        apply_umask(folder)
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+        assert folder.stat().st_mode & 0o7777 == 0o2000 | 0o777 & ~umask
+        assert os.umask(umask) == umask
+        assert inside(tmp_path) == ["a", "mine"]
+    finally:
+        os.umask(before)
+
+
+def test_a_second_name_is_a_copy_where_there_are_no_links(tmp_path: Path, monkeypatch) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", no_links)
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.write_bytes(b"new")
+    target.write_bytes(b"old")
+    link(source, target)
+    assert target.read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [source, target]
+
+
+def test_what_is_no_json_is_as_if_it_were_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    assert load_json(path) is None
+    for text, found in (('{"a": 1}', {"a": 1}), ("{", None), ("[" * 100_000, None)):
+        path.write_text(text)
+        assert load_json(path) == found

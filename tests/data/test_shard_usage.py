@@ -1,3 +1,5 @@
+"""Which shards a rank needs, when and how often: those that its loader reads."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -63,45 +65,37 @@ def read_by_the_loader(views, batching, epochs, seed=3, batches=None):
     return opened
 
 
-BOXES = {
-    "the whole": (0, 2100, 0, 40),
-    "the upper half": (0, 1050, 0, 40),
-    "some rows": (1000, 1200, 3, 8),
-    "nothing": (5, 5, 0, 40),
-}
-
-
-@pytest.mark.parametrize("box", BOXES)
-@pytest.mark.parametrize("mask", [None, "the upper half"])
-def test_needs_are_what_the_loader_reads(regions, box, mask):
-    batching = Batching(2, 1, 0, [BOXES[box]] * 2, [mask and BOXES[mask]] * 2)
-    views = seen(regions)
-    needs = training_usage(views, batching, 3, batches=3)
-    opened = read_by_the_loader(views, batching, 1)
+def check(views, batching, *, batches=None):
+    """What the loader opens, after what was foretold was found to be that."""
+    needs = training_usage(views, batching, 3, batches=batches or 9)
+    opened = read_by_the_loader(views, batching, 1, batches=batches)
     assert set(needs) == set(opened)
     assert sorted(needs, key=lambda shard: needs[shard].first) == list(dict.fromkeys(opened))
+    return needs, opened
+
+
+UPPER, SOME = (0, 1050, 0, 40), (1000, 1200, 3, 8)
+
+
+@pytest.mark.parametrize("box", [(0, 2100, 0, 40), UPPER, SOME, (5, 5, 0, 40)])
+@pytest.mark.parametrize("mask", [None, UPPER])
+def test_needs_are_what_the_loader_reads(regions, box, mask):
+    needs, opened = check(seen(regions), Batching(2, 1, 0, [box] * 2, [mask] * 2), batches=3)
     assert {shard: need.uses for shard, need in needs.items()} == {
         shard: opened.count(shard) for shard in opened
     }
 
 
-@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("replica", [0, 1, 2])
-def test_a_replica_needs_its_own_slices_of_one_epoch(dataset, replica, batches):
-    batching = Batching(5, 3, replica, [(0, 90, 0, 70), None], [None, None])
-    needs = training_usage(seen(dataset), batching, 3, batches)
-    opened = read_by_the_loader(seen(dataset), batching, 1, batches=batches)
-    assert set(needs) == set(opened)
-    assert sorted(needs, key=lambda shard: needs[shard].first) == list(dict.fromkeys(opened))
-
-
-def test_a_replica_needs_everything_in_the_end(dataset):
-    batching = Batching(6, 2, 1, [(0, 90, 0, 70)], [None])
-    first = read_by_the_loader(seen(dataset), batching, 1)
+def test_a_replica_needs_its_own_slices_and_everything_in_the_end(dataset, replica):
+    for batches in (1, 2):
+        batching = Batching(5, 3, replica, [(0, 90, 0, 70), None], [None, None])
+        check(seen(dataset), batching, batches=batches)
+    batching = Batching(6, 2, replica % 2, [(0, 90, 0, 70)], [None])
+    first = list(dict.fromkeys(read_by_the_loader(seen(dataset), batching, 1)))
     needs = training_usage(seen(dataset), batching, 3, batches=20)
     assert set(needs) == set(range(6))
-    order = sorted(needs, key=lambda shard: needs[shard].first)
-    assert order[: len(set(first))] == list(dict.fromkeys(first))
+    assert sorted(needs, key=lambda shard: needs[shard].first)[: len(first)] == first
     assert {need.uses for need in needs.values()} == {1.0}  # two tiles, one of them its own
 
 
@@ -117,17 +111,11 @@ def test_validation_comes_after_training(written):
 def test_cropped_and_turned_images_need_what_lies_under_them(regions):
     views = Views(regions, (600, 40), augmentation=Augmentation(crop="random", flip=0.5), seed=3)
     batching = Batching(2, 1, 0, [(0, 300, 0, 40)], [None])
-    needs = training_usage(views, batching, 3, batches=2)
-    opened = read_by_the_loader(views, batching, 1, batches=2)
-    assert set(needs) == set(opened)
+    needs, _ = check(views, batching, batches=2)
     every = set(range(len(regions.manifest.shards)))
     assert set(needs) < every
     assert set(training_usage(views, batching, 3, batches=9)) == every
-
-
-def test_what_is_left_of_an_epoch(regions):
-    views = seen(regions, Augmentation(flip=0.5))
-    batching = Batching(2, 1, 0, [(0, 300, 0, 40)], [None])
+    views = seen(regions, Augmentation(flip=0.5))  # what is left of an epoch
     needs = training_usage(views, batching, 3, batches=1, position=(1, 2))
     (last,) = sample_order(5, 3, 1)[4:]
     expected = regions.shards_under(int(last), views.stored_box(1, int(last), (0, 300, 0, 40)))

@@ -1,57 +1,70 @@
+"""Drawn data: any box is that of the whole, all follows from the seed, classes can be learned."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spatialdl.data.rare_tiles import KINDS, MARKED, RareTilesBag, draw_tile
 from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.data.synthetic_fractals import SYSTEMS, SyntheticFractals, filled_places
+from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.data.synthetic_targets import SyntheticTargets
 
-sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 40 // dims)] * dims))
+SIZE = (40, 43, 37)
+sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 45 // dims)] * dims))
 """Of signals, images and volumes."""
 
 
-@given(sizes, st.integers(1, 20), st.integers(0, 3), st.data())
-def test_any_box_is_the_slice_of_the_whole(size, channels, sample, data):
-    images = SyntheticDataset(4, size, channels=channels, seed=5)
+@settings(max_examples=50)
+@given(st.sampled_from(["stripes", "masks", "fractals", "targets"]), st.integers(0, 3), st.data())
+def test_any_box_is_the_slice_of_the_whole(kind, sample, data):
+    size = SIZE if kind == "fractals" else (19, 23) if kind == "targets" else data.draw(sizes)
+    channels = data.draw(st.sampled_from([1, 3, 11]))
+    images = {
+        "stripes": lambda: SyntheticDataset(4, size, channels=channels, seed=5),
+        "masks": lambda: SyntheticMasks(4, size, data.draw(st.integers(1, 12)), channels, seed=5),
+        "fractals": lambda: SyntheticFractals(4, size, 6, channels, seed=5),
+        "targets": lambda: SyntheticTargets(4, size, 3, channels, 5, present=True),
+    }[kind]()
     ends = [sorted(data.draw(st.integers(0, n)) for _ in range(2)) for n in size]
-    whole = images.read(sample)
-    assert (whole.dtype, whole.shape) == (np.uint8, (*size, channels))
-    box = images.read(sample, tuple(bound for pair in ends for bound in pair))
-    assert (box == whole[tuple(slice(*pair) for pair in ends)]).all()
+    box = tuple(bound for pair in ends for bound in pair)
+    reads = [
+        (images.read, (channels,)),
+        *[(images.read_mask, ())] * (kind in ("masks", "fractals")),
+    ]
+    for read, tail in reads:
+        whole = read(sample)
+        assert (whole.dtype, whole.shape) == (np.uint8, (*size, *tail))
+        assert (read(sample, box) == whole[tuple(slice(*pair) for pair in ends)]).all()
 
 
-@pytest.mark.parametrize("size", [(4096,), (12, 16, 20)])
-def test_signals_and_volumes_have_noise_of_their_own_everywhere(size):
-    image = SyntheticDataset(1, size, channels=1).read(0)[..., 0].astype(float)
-    for dim in range(image.ndim):
-        for step in (1, 2):
-            neighbours = np.roll(image, step, dim)
-            assert (image == neighbours).mean() < 0.05
+def test_all_follow_from_seed_and_sample():
+    for least, draw in [
+        (0.9, lambda seed, n: SyntheticDataset(4, (16, 16), seed=seed).read(n)),
+        (0.1, lambda seed, n: SyntheticMasks(4, (64, 64), seed=seed).read_mask(n)),
+        (0.01, lambda seed, n: SyntheticFractals(4, SIZE, seed=seed).read_mask(n)),
+        (0.1, lambda seed, n: RareTilesBag("s", 1, 6, 32, (0, n, seed)).read()),
+    ]:
+        assert (draw(0, 0) == draw(0, 0)).all()
+        for other in (draw(1, 0), draw(0, 1)):
+            assert (draw(0, 0) != other).mean() > least
 
 
-def test_images_follow_from_seed_and_sample():
-    def image(seed, sample):
-        return SyntheticDataset(4, (16, 16), seed=seed).read(sample)
-
-    assert (image(0, 0) == image(0, 0)).all()
-    for other in (image(1, 0), image(0, 1)):
-        assert (image(0, 0) != other).mean() > 0.9
-
-
-def test_every_pixel_and_channel_has_noise_of_its_own():
-    image = SyntheticDataset(1, (64, 64), channels=11).read(0).astype(float)
-    pixels = (image - image.mean((0, 1))).reshape(-1, 11)
-    stripes_only = np.corrcoef(pixels.T)[~np.eye(11, dtype=bool)]
-    assert stripes_only.max() < 0.6  # they share the stripes, not the noise
-    assert len(np.unique(image)) > 100
-
-
-def test_labels_are_the_classes_in_turn():
-    images = SyntheticDataset(7, (4, 4), num_classes=3)
-    assert images.labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert images.classes == ["0", "1", "2"]
-    assert (len(images), images.image_size(0), images.channels) == (7, (4, 4), 3)
+@pytest.mark.parametrize(("size", "channels"), [((4096,), 1), ((12, 16, 20), 1), ((64, 64), 11)])
+def test_every_pixel_and_channel_has_noise_of_its_own(size, channels):
+    image = SyntheticDataset(1, size, channels=channels).read(0).astype(float)
+    if channels > 1:
+        pixels = (image - image.mean((0, 1))).reshape(-1, channels)
+        stripes_only = np.corrcoef(pixels.T)[~np.eye(channels, dtype=bool)]
+        assert stripes_only.max() < 0.6  # they share the stripes, not the noise
+        assert len(np.unique(image)) > 100
+    else:
+        for dim in range(len(size)):
+            for step in (1, 2):
+                assert (image == np.roll(image, step, dim)).mean() < 0.05
 
 
 def spectrum(image: np.ndarray) -> np.ndarray:
@@ -64,6 +77,11 @@ def test_the_class_is_the_direction_of_the_stripes(size):
     """The nearest class-mean spectrum classifies nearly all images."""
     classes, each = 4, 8
     images = SyntheticDataset(classes * each, size, num_classes=classes, seed=2)
+    assert images.labels.tolist() == [*range(4)] * 8
+    assert (images.classes, len(images)) == (["0", "1", "2", "3"], 32)
+    assert (images.image_size(0), images.channels, images.has_masks) == (size, 3, False)
+    with pytest.raises(ValueError, match="no masks"):
+        images.read_mask(0)
     spectra = np.stack([spectrum(images.read(n)) for n in range(len(images))])
     known, asked = np.split(spectra, 2)
     means = np.stack([known[c::classes].mean(0) for c in range(classes)])
@@ -81,10 +99,105 @@ def test_the_stripes_are_equally_wide_whatever_the_size():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"samples": 0}, {"image_size": (0, 4)}, {"num_classes": 0}, {"channels": 0}]
+    ("make", "said"),
+    [
+        (lambda: SyntheticDataset(0, (4, 4)), "at least 1 sample, pixel, class .* samples=0"),
+        (lambda: SyntheticDataset(2, (0, 4)), r"at least 1 .* image_size=\[0, 4\]"),
+        (lambda: SyntheticDataset(2, (4, 4), num_classes=0), "at least 1 .* num_classes=0"),
+        (lambda: SyntheticDataset(2, (4, 4), channels=0), "at least 1 .* channels=0"),
+        (
+            lambda: SyntheticFractals(4, (40, 40), 4),
+            r"are volumes: data.image_size=\[40, 40\] must",
+        ),
+        (
+            lambda: SyntheticFractals(4, SIZE, 7),
+            "num_classes=7 of fractals must be 2 to 6: the bac",
+        ),
+        (lambda: SyntheticFractals(4, SIZE, 1), "must be 2 to 6"),
+        (lambda: RareTilesBag("s", 0, 1, 32, (0,)), "at least 2 tiles of at least 24 pixels"),
+        (lambda: RareTilesBag("s", 0, 16, 8, (0,)), "at least 2 tiles of at least 24 pixels"),
+    ],
 )
-def test_nothing_of_a_kind_is_refused_with_the_values(wrong):
-    with pytest.raises(ValueError, match="at least 1 sample, pixel, class and channel") as error:
-        SyntheticDataset(**{"samples": 2, "image_size": (4, 4)} | wrong)
-    (key, value), *_ = wrong.items()
-    assert f"{key}={list(value) if isinstance(value, tuple) else value}" in str(error.value)
+def test_what_cannot_be_drawn_is_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("images", "classes", "least", "most_of_background"),
+    [
+        (SyntheticMasks(4, (24, 28, 20), 3, seed=1), 3, 0.001, 0.99),
+        (SyntheticMasks(16, (96, 80), num_classes=5), 5, 0.03, 0.8),
+        (SyntheticFractals(16, (40, 40, 40)), 6, 0.001, 0.97),
+    ],
+)
+def test_all_classes_occur(images, classes, least, most_of_background):
+    masks = np.stack([images.read_mask(sample) for sample in range(len(images))])
+    shares = np.bincount(masks.ravel(), minlength=classes) / masks.size
+    assert len(shares) == classes
+    assert shares.min() > least
+    assert 0.2 < shares[0] < most_of_background
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_pixel_shows_its_class_on_average_only(channels):
+    images = SyntheticMasks(8, (64, 64), num_classes=2, channels=channels)
+    pixels = np.concatenate([images.read(n)[..., 0].ravel() for n in range(8)]).astype(float)
+    mask = np.concatenate([images.read_mask(n).ravel() for n in range(8)])
+    dark, bright = pixels[mask == 0], pixels[mask == 1]
+    assert bright.mean() - dark.mean() > 70
+    assert dark.max() > bright.min()
+
+
+def test_brightness_tells_no_class_of_fractals():
+    """Objects are brighter than air, but balls are class 0, and all classes are as bright."""
+    volumes = SyntheticFractals(16, (40, 40, 40))
+    pixels = np.stack([volumes.read(n)[..., 0] for n in range(16)]).astype(float)
+    masks = np.stack([volumes.read_mask(n) for n in range(16)])
+    means = [pixels[masks == label].mean() for label in range(1, 6)]
+    spreads = [pixels[masks == label].std() for label in range(1, 6)]
+    assert max(means) - min(means) < min(spreads)
+    assert min(means) > pixels[masks == 0].mean() + 60
+    bright = pixels > 110
+    assert 0.15 < (masks[bright] == 0).mean() < 0.8
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda one: one.name)
+def test_the_maps_of_a_system_fill_what_is_drawn(system):
+    """Points of the attractor are filled at any depth; the share falls as copies get smaller."""
+    rng = np.random.default_rng(0)
+    points = np.zeros((2000, 3))
+    for _ in range(40):
+        points = system.ratio * points + system.shifts[rng.integers(0, len(system.shifts), 2000)]
+    assert (np.linalg.norm(points, axis=1) <= 1 + 1e-9).all()
+    inward = points * (1 - 1e-9)  # the hull's corners are rounded
+    anywhere = rng.uniform(-1, 1, (3, 20_000))
+    shares = []
+    for radius in (3.0, 9.0, 27.0, 81.0):
+        assert filled_places(system, list(inward.T), radius).mean() > 0.99
+        shares.append(filled_places(system, list(anywhere), radius).mean())
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 1.3 * shares[-1]
+
+
+def test_targets_follow_from_the_seed_are_in_range_and_show_in_the_image():
+    assert set(np.unique(SyntheticTargets(5, (19, 23), 3, seed=2, present=True).labels)) == {0, 1}
+    one, same, other = (SyntheticTargets(40, (32, 32), 1, seed=s, present=False) for s in (0, 0, 1))
+    assert (one.labels.shape, one.labels.dtype) == ((40, 1), np.float64)
+    assert 0 <= one.labels.min() < one.labels.max() < 1
+    assert (one.labels == same.labels).all()
+    assert not (one.labels == other.labels).any()
+    contrast = [one.read(n)[..., 0].std() for n in range(40)]
+    assert np.corrcoef(contrast, one.labels[:, 0])[0, 1] > 0.8
+
+
+def test_two_tiles_of_a_slide_show_its_class_and_the_others_are_alike_in_both():
+    cross, ring = (RareTilesBag("s", kind, 9, 32, (0, 0, 1)) for kind in (0, 1))
+    np.testing.assert_array_equal(cross.read(2, 4), cross.read()[2:4])
+    assert cross.read().shape == (9, cross.width)
+    differs = (cross.read() != ring.read()).any(1)
+    assert len(cross.marked) == MARKED
+    assert np.flatnonzero(differs).tolist() == cross.marked.tolist()
+    for kind in KINDS:
+        marked, bare = (draw_tile(np.random.default_rng(1), 32, one) for one in (kind, None))
+        assert (marked < 150).sum() > (bare < 150).sum() + 60

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers, pack, unpack
 from tests.data.numbers import SIZE, Numbers, batching, contents, views
 
-ROOT = Path(__file__).resolve().parents[2]
+CLONE_NEWNS, MS_PRIVATE = 0x20000, 0x44000  # of sched.h, and of mount.h with all below
 
 
 class Snoop(Numbers):
@@ -59,7 +61,7 @@ def test_any_number_of_workers_gives_the_same_batches():
     expected = [contents(Loader(views(11), cut, 1).batches(epoch)) for epoch in (0, 1)]
     assert expected[0] != expected[1]
     before = torch.get_rng_state()
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         loader = Loader(views(11), cut, 1, workers=workers, prefetch=1)
         early = loader.batches(1)
         next(early)
@@ -89,27 +91,21 @@ def test_an_error_in_a_worker_comes_out_with_its_sample_and_traceback():
     assert "in read" in str(caught.value.__cause__)
 
 
-def test_an_error_that_cannot_travel_is_told_in_words():
-    loader = Loader(Views(Odd(2), SIZE), batching(2), workers=1)
-    with pytest.raises(RuntimeError, match=r"Stubborn: rain and snow \(sample 0, epoch 0\)"):
-        list(loader.batches())
-    loader.close()
-
-
-def test_a_worker_that_is_killed_ends_the_run_and_its_samples_are_named():
-    loader = Loader(views(6, deadly=4), batching(2), workers=1, prefetch=1)
-    with pytest.raises(
-        ChildProcessError, match=r"while reading samples .*4, 5 of epoch 0: .*data.workers"
-    ):
-        list(loader.batches())
-    loader.close()
-
-
-def test_a_data_set_that_cannot_be_sent_is_refused():
-    loader = Loader(Views(Unpicklable(2), SIZE), batching(2), workers=1)
-    with pytest.raises(
-        ValueError, match=r"cannot be pickled .*cannot pickle an open file.*workers=0"
-    ):
+@pytest.mark.parametrize(
+    ("source", "error", "says"),
+    [
+        (Odd(2), RuntimeError, r"Stubborn: rain and snow \(sample 0, epoch 0\)"),
+        (
+            Numbers(6, deadly=4),
+            ChildProcessError,
+            r"while reading samples .*4, 5 of .*data.workers",
+        ),
+        (Unpicklable(2), ValueError, r"cannot be pickled .*cannot pickle an open.*workers=0"),
+    ],
+)
+def test_what_ends_a_worker_is_told(source, error, says):
+    loader = Loader(Views(source, SIZE), batching(2), workers=1, prefetch=1)
+    with pytest.raises(error, match=says):
         list(loader.batches())
     loader.close()
 
@@ -132,56 +128,45 @@ def test_a_batch_is_one_block():
     assert contents([unpack(*pack(nothing))]) == contents([nothing])
 
 
-ALONE = """
-import multiprocessing
-import sys
-from spatialdl.data.loader import Loader
-from tests.data.numbers import batching, views
-if __name__ == "__main__":
+def train_alone(pipe) -> None:
+    """Say which workers a program has, batch by batch, until the pipe is closed."""
+    forkserver._forkserver.__init__()  # that of the parent is none of a fork
     loader = Loader(views(40), batching(2), workers=2)
-    for batch in loader.batches():
-        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-        sys.stdin.readline()
-"""
+    for _ in loader.batches():
+        pipe.send([child.pid for child in multiprocessing.active_children()])
+        with suppress(EOFError):
+            pipe.recv()
 
 
 @pytest.mark.parametrize(
-    "endings",
+    ("method", "ending"),
     [
-        (signal.SIGKILL, signal.SIGINT),
-        pytest.param((signal.SIGTERM, None), marks=pytest.mark.slow),  # None: reads to the end
+        ("fork", signal.SIGKILL),
+        *(
+            pytest.param("spawn", ending, marks=pytest.mark.slow)
+            for ending in (signal.SIGINT, signal.SIGTERM, None)  # None: reads to the end
+        ),
     ],
 )
-def test_no_process_stays_behind(tmp_path, endings):
-    (tmp_path / "alone.py").write_text(ALONE)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "alone.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for _ in endings
-    ]
-    for program, ending in zip(programs, endings, strict=True):
-        with program:
-            watched = [os.pidfd_open(int(pid)) for pid in program.stdout.readline().split()]
-            assert len(watched) == 2
-            if ending is None:
-                program.stdin.close()
-            else:
-                program.send_signal(ending)
-            try:
-                program.wait(60)
-            finally:
-                program.kill()
-            for one in watched:
-                assert select.select([one], [], [], 60)[0], "a worker is still there"
-                os.close(one)
+def test_no_process_stays_behind(method, ending):
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    program = context.Process(target=train_alone, args=(theirs,))
+    program.start()
+    workers = [os.pidfd_open(pid) for pid in ours.recv()]
+    assert len(workers) == 2
+    if ending is None:
+        while program.is_alive():
+            ours.send("go on")
+            with suppress(EOFError):
+                ours.poll(1) and ours.recv()
+    else:
+        os.kill(program.pid, ending)
+    program.join(60)
+    program.kill()
+    for one in workers:
+        assert select.select([one], [], [], 60)[0], "a worker is still there"
+        os.close(one)
 
 
 class Slow(Numbers):
@@ -224,29 +209,21 @@ def test_signals_of_a_launcher_do_not_end_a_worker():
     loader.close()
 
 
-NO_ROOM = """
-import torch
-from spatialdl.data.batches import Slice
-from spatialdl.data.workers import pack
-try:
-    pack([Slice(torch.zeros(1, dtype=torch.int64), 1.0, torch.zeros(4 * 2**20, dtype=torch.uint8))])
-except OSError as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode != 0,
-    reason="only root makes /dev/shm small for one process",
-)
-def test_shared_memory_that_is_full_is_told():
-    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, sys.executable, NO_ROOM],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "cannot allocate 4.0 MB of shared memory for a batch, 1.0 MB are free" in done.stdout
-    assert "--shm-size" in done.stdout
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes /dev/shm small for one process")
+def test_shared_memory_that_is_full_is_told(tmp_path):
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = os.fork()
+    if child == 0:
+        private = libc.unshare(CLONE_NEWNS) or libc.mount(None, b"/", None, MS_PRIVATE, None)
+        if private or libc.mount(b"small", b"/dev/shm", b"tmpfs", 0, b"size=1m"):
+            os._exit(2)
+        try:
+            pack([Slice(torch.zeros(1), 1.0, torch.zeros(4 * 2**20, dtype=torch.uint8))])
+        except OSError as error:
+            (tmp_path / "said").write_text(str(error))
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        pytest.skip("needs the right to mount")
+    said = (tmp_path / "said").read_text()
+    assert "cannot allocate 4.0 MB of shared memory for a batch, 1.0 MB are free" in said
+    assert "--shm-size" in said

@@ -6,7 +6,7 @@ import pytest
 
 from spatialdl.predicting.records import key_of
 from spatialdl.predicting.slide_paths import slide_paths, volume_names, volume_paths
-from tests.data.importing.volume_files.written import oblique, save, slices, voxels
+from tests.data.importing.written import oblique, save, slices, voxels
 from tests.slides.dicom_series import uid, write_series
 from tests.slides.tiled_tiffs import picture
 

@@ -1,3 +1,5 @@
+"""Files of CLAM's patches become tiles; damaged ones are listed or left out."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -22,50 +24,20 @@ def files(tmp_path: Path) -> Path:
     """As CLAM makes them: grown patch by patch, with attributes."""
     folder = tmp_path / "patches"
     folder.mkdir()
-    for name, patches in PATCHES.items():
-        with h5py.File(folder / f"{name}.h5", "w") as file:
-            shape = (None, *patches.shape[1:])
-            images = file.create_dataset(
-                "imgs", (0, *shape[1:]), np.uint8, maxshape=shape, chunks=(1, *shape[1:])
-            )
-            images.attrs["patch_level"] = 0
-            coords = file.create_dataset(
-                "coords", (0, 2), np.int32, maxshape=(None, 2), chunks=(1, 2)
-            )
+    for slide, patches in PATCHES.items():
+        with h5py.File(folder / f"{slide}.h5", "w") as file:
+            for name, shape, dtype in (("imgs", (16, 16, 3), "u1"), ("coords", (2,), "i4")):
+                grown = {"maxshape": (None, *shape), "chunks": (1, *shape)}
+                file.create_dataset(name, (0, *shape), dtype, **grown)
+            file["imgs"].attrs["patch_level"] = 0
             for number, patch in enumerate(patches):
-                images.resize(number + 1, 0)
-                coords.resize(number + 1, 0)
-                images[number], coords[number] = patch, (256 * number, 7)
+                for dataset, value in (("imgs", patch), ("coords", (256 * number, 7))):
+                    file[dataset].resize(number + 1, 0)
+                    file[dataset][number] = value
     return folder
 
 
-@pytest.fixture
-def labels(tmp_path: Path) -> Path:
-    path = tmp_path / "labels.csv"
-    path.write_text("case_id,slide_id,label,split\nc,s1,tumour,train\nd,s2.a.svs,benign,val\n")
-    return path
-
-
-def test_patches_become_tiles(
-    tmp_path: Path, files: Path, labels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clam, "_AT_ONCE", 2 * 16 * 16 * 3)
-    import_clam([files], tmp_path / "set", labels=labels, mpp=0.5)
-    data = ShardDataset(tmp_path / "set")
-    assert (data.classes, data.splits, data.mpp) == (["benign", "tumour"], ["train", "val"], 0.5)
-    assert data.labels.tolist() == [1] * 5 + [0] * 3
-    assert (np.stack([image for image, _ in data]) == np.concatenate([*PATCHES.values()])).all()
-    assert [(data.sample(k).slide, data.sample(k).x, data.sample(k).y) for k in (4, 5)] == [
-        ("s1", 1024, 7),
-        ("s2.a", 0, 7),
-    ]
-    import_clam([files / "s1.h5"], tmp_path / "one", codec="lz4")
-    assert ShardDataset(tmp_path / "one").labels.tolist() == [-1] * 5
-
-
-def test_patches_are_never_all_in_memory(
-    tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patches_become_tiles_and_are_never_all_in_memory(tmp_path, files, monkeypatch):
     asked = []
     read = h5py.Dataset.__getitem__
 
@@ -76,8 +48,18 @@ def test_patches_are_never_all_in_memory(
 
     monkeypatch.setattr(clam, "_AT_ONCE", 2 * 16 * 16 * 3)
     monkeypatch.setattr(h5py.Dataset, "__getitem__", noted)
-    import_clam([files / "s1.h5"], tmp_path / "set")
+    import_clam([files / "s1.h5"], tmp_path / "one", codec="lz4")
     assert asked == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert ShardDataset(tmp_path / "one").labels.tolist() == [-1] * 5
+    labels = tmp_path / "labels.csv"
+    labels.write_text("case_id,slide_id,label,split\nc,s1,tumour,train\nd,s2.a.svs,benign,val\n")
+    import_clam([files], tmp_path / "set", labels=labels, mpp=0.5)
+    data = ShardDataset(tmp_path / "set")
+    assert (data.classes, data.splits, data.mpp) == (["benign", "tumour"], ["train", "val"], 0.5)
+    assert data.labels.tolist() == [1] * 5 + [0] * 3
+    assert (np.stack([image for image, _ in data]) == np.concatenate([*PATCHES.values()])).all()
+    samples = [data.sample(k) for k in (4, 5)]
+    assert [(one.slide, one.x, one.y) for one in samples] == [("s1", 1024, 7), ("s2.a", 0, 7)]
 
 
 def bad(folder: Path, name: str, **datasets: np.ndarray) -> None:
@@ -99,14 +81,11 @@ def test_files_without_patches_are_listed_or_left_out(tmp_path: Path, files: Pat
     with pytest.raises(ValueError, match="8 files have no readable patches") as got:
         import_clam([files], tmp_path / "set")
     for says in (
-        r"b1.h5: it has no dataset 'imgs'; it has coords",
-        r"b2.h5: 'imgs' has shape (16, 16, 3), expected 4 dims",
-        r"b3.h5: image has type int32",
-        r"b4.h5: it has no patches",
-        r"b5.h5: 'coords' is int64 of shape (1, 2), expected numbers of shape (2, 2)",
-        r"b6.h5: it has no dataset 'coords'; it has imgs",
-        r"b7.h5: ",
-        r"b8.h5: ",
+        "b1.h5: it has no dataset 'imgs'; it has coords",
+        "b2.h5: 'imgs' has shape (16, 16, 3), expected 4 dims",
+        *("b3.h5: image has type int32", "b4.h5: it has no patches", "b7.h5: ", "b8.h5: "),
+        "b5.h5: 'coords' is int64 of shape (1, 2), expected numbers of shape (2, 2)",
+        "b6.h5: it has no dataset 'coords'; it has imgs",
     ):
         assert says in str(got.value)
     assert not (tmp_path / "set").exists()
@@ -163,10 +142,7 @@ def test_a_damaged_chunk_is_named_and_nothing_written(tmp_path: Path, files: Pat
         ("slide,label\ns1,a\n", "has no column slide_id"),
         ("slide_id,label\ns1,a\n", r"has no label of slide s2\.a; add a line"),
         ("slide_id,label\ns1,\n", "line 2: slide_id or label is empty"),
-        (
-            "slide_id,label\ns1,a\ns1,b\n",
-            "line 3: s1 has another label or split in an earlier line",
-        ),
+        ("slide_id,label\ns1,a\ns1,b\n", "line 3: s1 has another label or split in an earlier"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(
@@ -181,14 +157,14 @@ def test_tables_that_do_not_fit_are_refused(
 
 def test_files_that_do_not_go_together_are_refused(tmp_path: Path, files: Path) -> None:
     bad(files, "t", imgs=np.zeros((2, 8, 8, 3), np.uint8), coords=np.zeros((2, 2), int))
-    with pytest.raises(ValueError, match=r"t\.h5 has patches of \(8, 8, 3\) uint8, .*s1\.h5 of"):
-        import_clam([files], tmp_path / "set")
-    (files / "x").mkdir()
-    (files / "x" / "s1.h5").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"s1\.h5 have the same name"):
-        import_clam([files / "s1.h5", files / "x"], tmp_path / "set")
-    with pytest.raises(ValueError, match="no such file"):
-        import_clam([files / "none.h5"], tmp_path / "set")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no files \*\.h5"):
-        import_clam([tmp_path / "empty"], tmp_path / "set")
+    for name in ("x", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "x" / "s1.h5").write_bytes(b"")
+    for given, says in [
+        ([files], r"t\.h5 has patches of \(8, 8, 3\) uint8, .*s1\.h5 of"),
+        ([files / "s1.h5", tmp_path / "x"], r"s1\.h5 have the same name"),
+        ([files / "none.h5"], "no such file"),
+        ([tmp_path / "empty"], r"no files \*\.h5"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            import_clam(given, tmp_path / "set")

@@ -42,12 +42,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 def until(condition: Callable[[], bool]) -> None:
     """Return when other processes have brought something about."""
     for _ in range(6000):

@@ -1,3 +1,5 @@
+"""The copies of the jobs of a node on its disk, and which disk."""
+
 from __future__ import annotations
 
 import fcntl
@@ -9,6 +11,7 @@ import pytest
 
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache, StagedJob, local_name
+from spatialdl.data.staging.local_disk import DiskSpace, find_disk, unsuitable
 from spatialdl.errors import ShardError
 
 ONE, TWO = (ShardInfo(f"shard-0000{n}.h5", 3, str(n) * 64, 1) for n in (1, 2))
@@ -29,32 +32,24 @@ def names(job: StagedJob) -> set[str]:
     return {path.name for path in job.path.glob("*.h5")}
 
 
-def test_a_job_has_what_was_published_for_it_and_leaves_nothing(cache):
-    job = cache.join([ONE, TWO])
-    assert stat.S_IMODE(cache.path.stat().st_mode) == 0o700
-    assert not names(job)
-    put(cache, job, ONE)
-    assert names(job) == {local_name(ONE)}
-    assert not cache.partial(ONE).exists()
-    cache.leave(job.path, keep=False)
-    cache.leave(job.path, keep=False)
-    job.close()
-    assert not cache.path.exists()
-    assert cache.path.parent.exists()
-
-
-def test_a_job_takes_nothing_away_from_another(cache):
+def test_a_job_has_what_was_published_for_it_and_takes_nothing_away_from_another(cache):
     one, two = cache.join([ONE]), cache.join([ONE, TWO])
+    assert stat.S_IMODE(cache.path.stat().st_mode) == 0o700
+    assert not names(one)
     put(cache, one, ONE)
+    assert names(one) == {local_name(ONE)}
+    assert not cache.partial(ONE).exists()
     assert cache.take_over(ONE, two.path)
     assert not cache.take_over(TWO, two.path)
     put(cache, two, TWO)
-    cache.leave(one.path, keep=False)
+    for _ in range(2):
+        cache.leave(one.path, keep=False)
     one.close()
     assert names(two) == {local_name(ONE), local_name(TWO)}
     cache.leave(two.path, keep=False)
     two.close()
     assert not cache.path.exists()
+    assert cache.path.parent.exists()
 
 
 def test_what_is_kept_is_there_for_later_jobs(cache):
@@ -118,40 +113,74 @@ def test_a_damaged_copy_is_taken_away_from_everybody(cache):
     assert not three.unchecked(ONE).exists()
 
 
-def test_a_folder_of_somebody_else_is_refused(cache, tmp_path):
-    cache.path.parent.mkdir()
-    (tmp_path / "theirs").mkdir()
-    cache.path.symlink_to(tmp_path / "theirs")
-    with pytest.raises(ShardError, match="is not a folder owned by this user"):
-        cache.join([])
-    cache.path.unlink()
-    cache.path.write_text("")
-    with pytest.raises(ShardError, match="is not a folder owned by this user"):
-        cache.join([])
-    cache.path.unlink()
-    if os.getuid() != 0:
-        return
-    cache.path.mkdir()
-    os.chown(cache.path, 12345, -1)
-    with pytest.raises(ShardError, match="is not a folder owned by this user"):
-        cache.join([])
-
-
-def test_a_folder_that_others_may_read_is_closed(cache):
+def test_a_folder_of_somebody_else_is_refused_and_an_open_one_closed(cache, tmp_path):
     cache.path.mkdir(parents=True, mode=0o755)
     cache.join([])
     assert stat.S_IMODE(cache.path.stat().st_mode) == 0o700
+    other = NodeCache(tmp_path / "other")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "theirs").mkdir()
+    for make in (
+        lambda: other.path.symlink_to(tmp_path / "theirs"),
+        lambda: other.path.write_text(""),
+        *[lambda: (other.path.mkdir(), os.chown(other.path, 12345, -1))] * (os.getuid() == 0),
+    ):
+        make()
+        with pytest.raises(ShardError, match="is not a folder owned by this user"):
+            other.join([])
+        other.path.rename(tmp_path / f"moved-{len(list(tmp_path.iterdir()))}")
 
 
-def test_a_full_disk_leaves_no_job(cache, small_disk):
-    disk = small_disk(4, "nr_inodes=7")
-    full = NodeCache(disk)
+def test_a_full_disk_leaves_no_job(small_disk):
+    full = NodeCache(small_disk(4, "nr_inodes=7"))
     with pytest.raises(OSError, match="No space left"):
         full.join([])
     assert not list((full.path / "jobs").iterdir())
 
 
-@pytest.mark.parametrize("sha256", ["", "../../../etc/passwd", "A" * 64, "0" * 63])
-def test_a_name_is_a_checksum(sha256):
-    with pytest.raises(ShardError, match=r"the manifest is damaged: .* is not a SHA-256"):
-        local_name(ShardInfo("shard-00000.h5", 1, sha256, 1))
+def test_a_name_is_a_checksum():
+    for sha256 in ("", "../../../etc/passwd", "A" * 64, "0" * 63):
+        with pytest.raises(ShardError, match=r"the manifest is damaged: .* is not a SHA-256"):
+            local_name(ShardInfo("shard-00000.h5", 1, sha256, 1))
+
+
+def test_room_is_what_is_free_but_for_a_reserve_and_promised_once(small_disk):
+    disk = small_disk(1000)
+    assert DiskSpace(disk).bytes == 950 * 1024  # 5 % of a small disk stay free
+    assert DiskSpace(disk, 100_000).bytes == 1000 * 1024 - 100_000
+    (disk / "of-others").write_bytes(bytes(400 * 1024))
+    assert DiskSpace(disk).bytes == 550 * 1024
+    found = os.statvfs("/")
+    if found.f_blocks * found.f_frsize >= 20 * 2**30:  # of a large one a gibibyte stays free
+        held = DiskSpace(Path("/"), keep_free=0).bytes - DiskSpace(Path("/")).bytes
+        assert held == pytest.approx(2**30, abs=2**28)  # others write meanwhile
+    room = DiskSpace(small_disk(1000), keep_free=0)
+    assert room.reserve(600 * 1024)
+    assert not room.reserve(401 * 1024)
+    assert room.reserve(400 * 1024)
+    assert room.bytes == 0
+    room.release(600 * 1024)
+    assert room.reserve(600 * 1024)
+
+
+def test_the_first_place_that_will_do_is_taken(tmp_path, small_disk):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "tmp").mkdir()
+    both = {"SLURM_TMPDIR": str(tmp_path / "job"), "TMPDIR": str(tmp_path / "tmp")}
+    assert find_disk(both) == (tmp_path / "job", "")
+    (tmp_path / "job").rmdir()
+    assert find_disk(both) == (tmp_path / "tmp", f"{tmp_path}/job is not a folder")
+    memory = small_disk(100)
+    disk, why = find_disk({"TMPDIR": str(memory)})
+    assert disk in (Path("/local/scratch"), Path("/tmp"), None)
+    assert why.startswith(f"{memory} is memory (tmpfs)")
+
+
+def test_what_speaks_against_a_place(tmp_path, small_disk):
+    assert unsuitable(tmp_path) is None
+    assert unsuitable(tmp_path / "nothing") == "is not a folder"
+    assert unsuitable(Path("/proc")) == "is not writable" or os.getuid() == 0
+    assert unsuitable(small_disk(100)) == "is memory (tmpfs)"
+    assert unsuitable(small_disk(100, "ro")) == "is not writable"
+    if Path("/dev/mqueue").is_dir():  # a file system that nobody knows to be local
+        assert unsuitable(Path("/dev/mqueue")) == "is on a network file system (mqueue)"

@@ -1,14 +1,20 @@
+"""A shard is copied whole, or not at all, and training reads first."""
+
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import signal
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from spatialdl.data.staging import copying
+from spatialdl.data.open_shards import OpenShard
+from spatialdl.data.staging import copying, read_priority
+from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import (
     BusyError,
     StoppedError,
@@ -17,8 +23,9 @@ from spatialdl.data.staging.copying import (
     is_still,
     is_whole,
 )
+from spatialdl.data.staging.read_priority import ReadPriority, reading_source
 from spatialdl.errors import ShardError
-from tests.data.staging.conftest import flip_a_bit
+from tests.data.conftest import flip
 
 
 @pytest.fixture
@@ -42,7 +49,18 @@ def bring(folder, tmp_path, info):
 
 def test_a_copy_is_the_shard(bring, folder, tmp_path, info, monkeypatch):
     monkeypatch.setattr(copying, "_AT_A_TIME", 10_000)
-    heard = bring()
+    turns = []
+
+    @contextmanager
+    def turn():
+        turns.append("begins")
+        yield
+        turns.append("ends")
+
+    assert bring(arrived=lambda: True) == []  # somebody else has copied it meanwhile
+    assert not list(tmp_path.glob("[pc]*"))
+    heard = bring(turn=turn)
+    assert turns == ["begins", "ends"] * len(heard)  # each piece is read in its turn
     assert sum(heard) == info.bytes
     assert max(heard) == 10_000
     assert (tmp_path / "copy").read_bytes() == (folder / info.file).read_bytes()
@@ -50,7 +68,7 @@ def test_a_copy_is_the_shard(bring, folder, tmp_path, info, monkeypatch):
     assert is_whole(tmp_path / "copy", info)
 
 
-@pytest.mark.parametrize("stopped_after", [0, 1, 3])
+@pytest.mark.parametrize("stopped_after", [0, 3])
 def test_what_was_stopped_is_resumed(bring, tmp_path, info, monkeypatch, stopped_after):
     monkeypatch.setattr(copying, "_AT_A_TIME", 10_000)
     asked = iter([False] * stopped_after + [True])
@@ -84,18 +102,10 @@ def test_a_part_that_is_not_of_the_shard_is_not_believed(bring, folder, tmp_path
     assert is_whole(tmp_path / "copy", info)
 
 
-def test_a_flipped_bit_is_told(bring, folder, tmp_path, info):
-    flip_a_bit(folder / info.file)
-    with pytest.raises(ShardError, match=r"shard-00001\.h5 has SHA-256 .* damaged"):
-        bring()
-    assert not list(tmp_path.glob("[pc]*"))
-    assert not is_whole(folder / info.file, info)
-
-
 def test_a_source_that_is_right_the_second_time_is_taken(bring, folder, tmp_path, info):
     """The source was still being written."""
     whole = (folder / info.file).read_bytes()
-    flip_a_bit(folder / info.file)
+    flip(folder / info.file)
     heard: list[int] = []
 
     def written_meanwhile() -> bool:
@@ -108,13 +118,22 @@ def test_a_source_that_is_right_the_second_time_is_taken(bring, folder, tmp_path
     assert is_whole(tmp_path / "copy", info)
 
 
-@pytest.mark.parametrize("size", [0, 100, 40_000])
-def test_a_cut_shard_is_told(bring, folder, tmp_path, info, size):
-    os.truncate(folder / info.file, size)
-    with pytest.raises(ShardError, match=f"has {size} bytes, the manifest records {info.bytes}"):
+@pytest.mark.parametrize("size", [None, 0, 40_000])
+def test_a_damaged_or_cut_shard_is_told(bring, folder, tmp_path, info, size):
+    says = f"has {size} bytes, the manifest records {info.bytes}"
+    if size is None:
+        flip(folder / info.file)
+        says = r"shard-00001\.h5 has SHA-256 .* damaged"
+    else:
+        os.truncate(folder / info.file, size)
+    with pytest.raises(ShardError, match=says):
         bring()
     assert not list(tmp_path.glob("[pc]*"))
     assert not is_whole(folder / info.file, info)
+    (folder / info.file).unlink()
+    with pytest.raises(FileNotFoundError) as told:
+        bring()
+    assert not isinstance(told.value, WriteError)  # it is the source's fault
 
 
 def test_a_shard_that_is_cut_while_it_is_copied_is_told(bring, folder, info, monkeypatch):
@@ -128,22 +147,12 @@ def test_a_shard_that_is_cut_while_it_is_copied_is_told(bring, folder, info, mon
         bring(stopped=cut)
 
 
-def test_a_missing_shard_is_the_sources_fault(bring, folder, info):
-    (folder / info.file).unlink()
-    with pytest.raises(FileNotFoundError) as told:
-        bring()
-    assert not isinstance(told.value, WriteError)
-
-
-def test_a_part_has_one_writer(bring, tmp_path):
+def test_a_part_has_one_writer_and_is_nobody_elses(bring, tmp_path):
     with (tmp_path / "part").open("w") as part:
         fcntl.flock(part, fcntl.LOCK_EX)
         with pytest.raises(BusyError, match="another process is writing"):
             bring()
-    assert bring()
-
-
-def test_a_part_is_nobody_elses(bring, folder, tmp_path, info):
+    (tmp_path / "part").unlink()
     before = os.umask(0)
     try:
         modes = []
@@ -164,19 +173,12 @@ def test_a_part_of_somebody_else_is_not_gone_on_with(bring, tmp_path):
     assert (tmp_path / "part").read_bytes() == b""
 
 
-def test_a_full_disk_is_told_and_left_clean(bring, small_disk):
-    disk = small_disk(40)
-    with pytest.raises(WriteError) as told:
-        bring(disk)
-    assert told.value.is_full
-    assert not list(disk.iterdir())
-
-
-def test_a_disk_that_cannot_be_written_to_is_told(bring, small_disk):
-    with pytest.raises(WriteError) as told:
-        bring(small_disk(400, "ro"))
-    assert told.value.errno == errno.EROFS
-    assert not told.value.is_full
+def test_a_disk_that_is_full_or_cannot_be_written_to_is_told(bring, small_disk):
+    for disk, number in ((small_disk(40), errno.ENOSPC), (small_disk(400, "ro"), errno.EROFS)):
+        with pytest.raises(WriteError) as told:
+            bring(disk)
+        assert (told.value.errno, told.value.is_full) == (number, number == errno.ENOSPC)
+        assert not list(disk.iterdir())
 
 
 def test_a_file_is_known_by_its_name(tmp_path):
@@ -188,21 +190,99 @@ def test_a_file_is_known_by_its_name(tmp_path):
         assert not is_still(tmp_path / "a", file.fileno())
 
 
-def test_each_piece_is_read_in_its_turn(bring, info, monkeypatch):
-    monkeypatch.setattr(copying, "_AT_A_TIME", 10_000)
-    turns = []
-
-    @contextmanager
-    def turn():
-        turns.append("begins")
-        yield
-        turns.append("ends")
-
-    heard = bring(turn=turn)
-    assert turns == ["begins", "ends"] * len(heard)
+@pytest.fixture
+def stopped() -> threading.Event:
+    return threading.Event()
 
 
-def test_what_has_arrived_meanwhile_is_not_copied(bring, tmp_path):
-    assert bring(arrived=lambda: True) == []
-    assert not (tmp_path / "part").exists()
-    assert not (tmp_path / "copy").exists()
+@pytest.fixture
+def way(tmp_path: Path, stopped: threading.Event):
+    made = ReadPriority(tmp_path, stopped)
+    yield made
+    stopped.set()
+    made.close()
+
+
+def taking_turns(way: ReadPriority, enter) -> threading.Thread:
+    def take() -> None:
+        with way.turn():
+            enter()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_copier_waits_until_nobody_reads_and_takes_one_piece_at_a_time(way, tmp_path):
+    entered = threading.Event()
+    with reading_source(tmp_path):
+        with reading_source(tmp_path):
+            thread = taking_turns(way, entered.set)
+        assert not entered.wait(0.2)  # one of the two reads still
+    thread.join()
+    assert entered.is_set()
+    with way.turn():
+        second = threading.Event()
+        other = taking_turns(way, second.set)
+        assert not second.wait(0.1)
+    other.join()
+
+
+def test_a_copier_alone_reads_several_pieces_at_a_time(way, monkeypatch):
+    monkeypatch.setattr(read_priority, "_UNCONTESTED_S", 0.0)
+    together = threading.Barrier(4, timeout=30)
+    threads = [taking_turns(way, together.wait) for _ in range(3)]
+    together.wait()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_copier_waits_neither_for_ever_nor_when_it_is_told_to_stop(way, tmp_path, stopped):
+    hasty = ReadPriority(tmp_path, stopped, patience=0.05)
+    with reading_source(tmp_path):
+        taking_turns(hasty, lambda: None).join()
+        thread = taking_turns(way, lambda: None)
+        stopped.set()
+        thread.join()
+    hasty.close()
+    with reading_source(tmp_path / "nowhere"):  # where no copier is nobody is told
+        pass
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_reader_that_is_killed_gives_way(way, tmp_path):
+    ours, theirs = os.pipe()
+    reader = os.fork()
+    if reader == 0:
+        with reading_source(tmp_path):
+            os.write(theirs, b"r")
+            signal.pause()
+    assert os.read(ours, 1) == b"r"
+    entered = threading.Event()
+    thread = taking_turns(way, entered.set)
+    assert not entered.wait(0.1)
+    os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
+    thread.join()
+
+
+def test_boxes_from_the_source_are_told_and_copies_are_not(
+    way, dataset, folder, tmp_path, monkeypatch
+):
+    told = []
+    read = OpenShard.read
+
+    def watched(shard, *given) -> None:
+        told.append((shard.is_local, way._is_read()))
+        read(shard, *given)
+
+    monkeypatch.setattr(OpenShard, "read", watched)
+    dataset.read(0)
+    dataset.use_copies(tmp_path)
+    dataset.read(1)
+    dataset.close()
+    info = dataset.manifest.shards[0]
+    (tmp_path / local_name(info)).symlink_to(folder / info.file)
+    dataset.read(0)
+    assert told == [(False, False), (False, True), (True, False)]
+    assert not way._is_read()

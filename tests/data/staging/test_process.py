@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,22 +13,30 @@ import pytest
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import fetch
 from spatialdl.data.staging.process import CopierProcess
-from tests.data.staging.conftest import flip_a_bit, until
+from tests.data.conftest import flip
+from tests.data.staging.conftest import until
 from tests.data.staging.slow_source import coming_slowly
 
-# a job that is killed before it can end its copier
-JOB = """
-import sys
-from pathlib import Path
-from spatialdl.data.format import Manifest
-from spatialdl.data.staging.process import CopierProcess
-source, disk = map(Path, sys.argv[1:])
-shards = Manifest.load(source).shards
-copier = CopierProcess(source, disk, shards, keep=False)
-copier.start(shards)
-print(copier._process.pid, flush=True)
-sys.stdin.read()
-"""
+
+@pytest.fixture
+def job(folder, tmp_path, dataset):
+    """A job that is killed before it can end its copier: its process and its copier's."""
+    ours, theirs = os.pipe()
+    process = os.fork()
+    if process == 0:
+        copier = CopierProcess(folder, tmp_path / "disk", dataset.manifest.shards, keep=False)
+        copier.start(dataset.manifest.shards)
+        os.write(theirs, f"{copier._process.pid}".encode())
+        signal.pause()
+    os.close(theirs)
+    copier = int(os.read(ours, 20))
+    os.close(ours)
+    return process, copier
+
+
+def kill(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
 
 
 @pytest.fixture
@@ -71,15 +76,32 @@ def left_on(disk: Path) -> list[Path]:
     return list(disk.rglob("*"))
 
 
-def test_the_copies_are_the_shards_and_go_with_the_job(start, folder, tmp_path, dataset):
-    copier = ended(start())
+def test_copies_are_read_as_they_arrive_and_go_with_the_job(
+    start, folder, tmp_path, dataset, monkeypatch, caplog
+):
+    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
+    expected = [dataset.read(n) for n in range(12)]
+    copier = start(begin=False)
+    dataset.use_copies(copier.folder)
+    assert not any(shard.is_local for shard in dataset._shards._shards.values())
+    copier.start(dataset.manifest.shards)
+    while not is_done(copier):
+        assert all((dataset.read(n) == expected[n]).all() for n in range(12))
+    assert all((dataset.read(n) == expected[n]).all() for n in range(12))
+    assert [shard.is_local for shard in dataset._shards._shards.values()] == [True] * 6
+    assert not caplog.messages
     assert copier.shards == {"copied": 6, "done": 1}
     size = sum(info.bytes for info in dataset.manifest.shards)
     assert copier.bytes == {"copied": size, "moved": size, "done": 0}
     for info in dataset.manifest.shards:
         copy = copier.folder / local_name(info)
         assert copy.read_bytes() == (folder / info.file).read_bytes()
+    process = copier._process
+    assert os.getpgid(process.pid) == process.pid, "it is not in our group"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to everybody
+        os.kill(process.pid, number)
     copier.close()
+    assert process.returncode == 0
     assert not left_on(tmp_path / "disk")
 
 
@@ -88,7 +110,7 @@ def test_kept_copies_are_checked_and_used_again(start, tmp_path, dataset):
     shards = tmp_path / "disk" / f".spatialdl-{os.getuid()}" / "shards"
     damaged = shards / local_name(dataset.manifest.shards[2])
     damaged.chmod(0o600)
-    flip_a_bit(damaged)
+    flip(damaged)
     copier = ended(start())
     assert len(copier.there) == 6
     assert copier.shards == {"reused": 5, "copied": 1, "done": 1}
@@ -128,33 +150,18 @@ def test_what_another_job_copies_is_waited_for(start, folder, dataset):
     assert copier.shards["copied"] + copier.shards["reused"] == 6
 
 
-def test_a_part_is_resumed(start, folder, dataset):
-    info = dataset.manifest.shards[0]
-    dead = start(begin=False)
-    dead._cache.partial(info).write_bytes((folder / info.file).read_bytes()[:10_000])
-    dead._job.close()
-    assert ended(start()).shards["copied"] == 6
-
-
-@pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_a_damaged_shard_is_told(start, folder, damage):
-    path = folder / "shard-00002.h5"
-    flip_a_bit(path) if damage == "flipped" else os.truncate(path, 1000)
-    copier = ended(start())
-    assert list(copier.damaged) == ["shard-00002.h5"]
-    assert copier.shards["copied"] == 5
-
-
-def test_what_cannot_be_read_stays_at_the_source_and_is_said(start, folder, caplog):
+def test_what_is_damaged_or_cannot_be_read_is_told_and_stays_at_the_source(start, folder, caplog):
+    flip(folder / "shard-00001.h5")
+    os.truncate(folder / "shard-00003.h5", 1000)
     (folder / "shard-00002.h5").unlink()
     (folder / "shard-00002.h5").symlink_to(folder)  # for root no permission is denied
     (folder / "shard-00004.h5").unlink()
     copier = ended(start())
-    assert not copier.damaged
-    assert copier.shards == {"copied": 4, "unreadable": 2, "done": 1}
-    [told] = caplog.messages
-    assert "shard-0000" in told
-    assert f"are read from {folder}" in told
+    assert sorted(copier.damaged) == ["shard-00001.h5", "shard-00003.h5"]
+    assert copier.shards["copied"] == copier.shards["unreadable"] == 2
+    told = [text for text in caplog.messages if f"are read from {folder}" in text]
+    assert len(told) == 1
+    assert "shard-0000" in told[0]
 
 
 def test_a_small_disk_takes_what_fits(start, small_disk, dataset, caplog):
@@ -234,21 +241,6 @@ def test_a_copier_that_stands_still_is_said_once(start, folder, caplog, monkeypa
     assert ended(copier).shards == {"copied": 6, "done": 1}
 
 
-def test_a_slow_source_is_said_once_and_copied_all_the_same(
-    start, folder, tmp_path, dataset, caplog, monkeypatch
-):
-    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.5)
-    size = sum(info.bytes for info in dataset.manifest.shards)
-    with coming_slowly(folder, tmp_path / "slow", size / 2):
-        copier = ended(start(source=tmp_path / "slow"))
-        assert copier.shards == {"copied": 6, "done": 1}
-        for info in dataset.manifest.shards:
-            copy = copier.folder / local_name(info)
-            assert copy.read_bytes() == (folder / info.file).read_bytes()
-    [told] = caplog.messages
-    assert "copying is slow or has stalled: " in told
-
-
 def test_a_source_that_does_not_answer_is_said_and_holds_up_nobody(
     start, folder, tmp_path, caplog, monkeypatch
 ):
@@ -266,44 +258,19 @@ def test_a_source_that_does_not_answer_is_said_and_holds_up_nobody(
     assert not list((tmp_path / "disk").rglob("*.h5"))
 
 
-def test_signals_to_everybody_do_not_end_it(start, tmp_path):
-    copier = ended(start())
-    process = copier._process
-    assert os.getpgid(process.pid) == process.pid, "it is not in our group"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(process.pid, number)
-    copier.close()
-    assert process.returncode == 0
-    assert not left_on(tmp_path / "disk")
-
-
-def test_a_copier_outlives_a_killed_job_to_clean_up(folder, tmp_path):
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert int(job.stdout.readline())
+def test_a_copier_outlives_a_killed_job_to_clean_up(job, tmp_path):
+    process, _ = job
     until(lambda: any((tmp_path / "disk").rglob("*.h5")))
-    job.kill()
-    job.communicate()
+    kill(process)
     until(lambda: not left_on(tmp_path / "disk"))
 
 
-def test_a_job_is_not_dead_while_its_copier_lives(start, folder, tmp_path):
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    copier = int(job.stdout.readline())
+def test_a_job_is_not_dead_while_its_copier_lives(start, job, tmp_path):
+    process, copier = job
     until(lambda: len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6)
     os.kill(copier, signal.SIGSTOP)
     try:
-        job.kill()
-        job.communicate()
+        kill(process)
         other = start(begin=False)
         assert len(list((tmp_path / "disk").rglob("jobs/*/*.h5"))) == 6
         other.close()
@@ -312,18 +279,11 @@ def test_a_job_is_not_dead_while_its_copier_lives(start, folder, tmp_path):
     until(lambda: not left_on(tmp_path / "disk"))
 
 
-def test_what_job_and_copier_leave_when_both_are_killed_is_found(start, folder, tmp_path):
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, folder, tmp_path / "disk"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    copier = int(job.stdout.readline())
+def test_what_job_and_copier_leave_when_both_are_killed_is_found(start, job, tmp_path):
+    process, copier = job
     until(lambda: any((tmp_path / "disk").rglob("shards/*.h5")))  # its job has it before
     os.kill(copier, signal.SIGKILL)
-    job.kill()
-    job.communicate()
+    kill(process)
     [dead] = (tmp_path / "disk").glob(".spatialdl-*/jobs/*")
     until(lambda: not Path(f"/proc/{copier}/fd").exists())
     later = start()
@@ -333,18 +293,3 @@ def test_what_job_and_copier_leave_when_both_are_killed_is_found(start, folder, 
     assert later.shards["reused"] == len(later.there)
     later.close()
     assert not left_on(tmp_path / "disk")
-
-
-def test_copies_are_read_as_they_arrive(start, dataset, monkeypatch, caplog):
-    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
-    expected = [dataset.read(n) for n in range(12)]
-    copier = start(begin=False)
-    dataset.use_copies(copier.folder)
-    assert not any(shard.is_local for shard in dataset._shards._shards.values())
-    with caplog.at_level(logging.WARNING):
-        copier.start(dataset.manifest.shards)
-        while not is_done(copier):
-            assert all((dataset.read(n) == expected[n]).all() for n in range(12))
-    assert all((dataset.read(n) == expected[n]).all() for n in range(12))
-    assert [shard.is_local for shard in dataset._shards._shards.values()] == [True] * 6
-    assert not caplog.messages

@@ -1,18 +1,29 @@
+"""Copies of whole data sets or splits, and the staging command."""
+
 from __future__ import annotations
 
 import fcntl
 import os
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.format import MANIFEST
-from spatialdl.data.staging import whole
+from spatialdl.data.format import MANIFEST, Manifest
+from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
+from spatialdl.data.staging import command, whole
+from spatialdl.data.staging.cache import NodeCache
+from spatialdl.data.staging.command import main
+from spatialdl.data.staging.samples import of_splits, samples_in
 from spatialdl.data.staging.whole import copy_folder
 from spatialdl.errors import ShardError
-from tests.data.staging.conftest import flip_a_bit
+from tests.data.conftest import flip
+
+SCRIPT = Path(__file__).parents[3] / "tools" / "stage_shards.py"
+SHARDS = [ShardInfo(f"shard-{n:05d}.h5", 9, "0" * 64, 2) for n in range(3)]
 
 
 @pytest.fixture
@@ -24,13 +35,22 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_copy_is_the_data_set(folder, target):
-    done = copy_folder(folder, target)
+def test_the_copy_is_the_data_set_and_can_be_read_by_others(folder, target):
+    before = os.umask(0o022)
+    try:
+        done = copy_folder(folder, target)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o644}
     assert contents(target) == contents(folder)
     assert (done.shards, done.there) == (6, 0)
     assert done.bytes == sum(path.stat().st_size for path in folder.glob("*.h5"))
     again = copy_folder(folder, target)
     assert again.there == again.bytes == done.bytes
+    flip(target / "shard-00001.h5")  # which is made anew
+    done = copy_folder(folder, target)
+    assert 0 < done.there < done.bytes
+    assert contents(target) == contents(folder)
 
 
 def test_a_split_is_a_data_set_of_its_own(folder, target):
@@ -39,17 +59,6 @@ def test_a_split_is_a_data_set_of_its_own(folder, target):
     copy.verify()
     assert copy.splits == ["val"]
     assert all((one == other).all() for (one, _), (other, _) in zip(copy, expected, strict=True))
-    with pytest.raises(ValueError, match="has no split 'test'; its splits: train, val"):
-        copy_folder(folder, target.with_name("other"), ["test"])
-
-
-def test_a_copy_can_be_read_by_others(folder, target):
-    before = os.umask(0o022)
-    try:
-        copy_folder(folder, target)
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in target.iterdir()} == {0o644}
 
 
 def test_an_interrupted_copy_goes_on(folder, target, monkeypatch):
@@ -73,14 +82,14 @@ def test_an_interrupted_copy_goes_on(folder, target, monkeypatch):
 
 
 def test_all_that_is_damaged_is_named(folder, target):
-    flip_a_bit(folder / "shard-00001.h5")
+    flip(folder / "shard-00001.h5")
     os.truncate(folder / "shard-00003.h5", 100)
     (folder / "shard-00005.h5").unlink()
     with pytest.raises(ShardError, match="3 shards cannot be copied") as told:
         copy_folder(folder, target)
     for text in (
         "shard-00001.h5 has SHA-256",
-        "samples 2, 3 (of slide-0)",
+        "It contains samples 2, 3 (of slide-0)",
         "shard-00003.h5 has 100 bytes",
         "No such file or directory",
         "samples 10, 11 (of slide-2)",
@@ -89,14 +98,6 @@ def test_all_that_is_damaged_is_named(folder, target):
     assert {path.name for path in target.iterdir()} == {
         *("shard-00000.h5", "shard-00002.h5", "shard-00004.h5")
     }
-
-
-def test_a_copy_that_was_damaged_is_made_anew(folder, target):
-    copy_folder(folder, target)
-    flip_a_bit(target / "shard-00001.h5")
-    done = copy_folder(folder, target)
-    assert 0 < done.there < done.bytes
-    assert contents(target) == contents(folder)
 
 
 def test_files_of_others_are_not_replaced(folder, target, tmp_path):
@@ -113,8 +114,6 @@ def test_files_of_others_are_not_replaced(folder, target, tmp_path):
     with pytest.raises(ShardError, match="contains another data set"):
         copy_folder(folder, other)
     assert contents(other) == before
-    with pytest.raises(ShardError, match="is the data set itself"):
-        copy_folder(folder, folder)
     with pytest.raises(ShardError, match="is a file; choose a folder"):
         copy_folder(folder, target / "shard-00001.h5")
 
@@ -129,7 +128,7 @@ def test_two_copies_to_one_folder_do_not_clash(folder, target):
     assert contents(target) == contents(folder)
 
 
-def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_disk):
+def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_disk, monkeypatch):
     disk = small_disk(200)
     with pytest.raises(ShardError, match=r"kB required, .* kB available besides what is kept free"):
         copy_folder(folder, disk / "copy")
@@ -138,11 +137,102 @@ def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_dis
     with pytest.raises(ShardError, match=r", 24\.0 kB available"):
         copy_folder(folder, disk, keep_free=1000 * 1024 - 24_000)
     copy_folder(folder, disk, keep_free=1000)
-
-
-def test_a_disk_that_fills_meanwhile_is_told(folder, small_disk, monkeypatch):
-    disk = small_disk(200)
     monkeypatch.setattr(whole, "_check_room", lambda *_: None)  # somebody else writes after that
+    disk = small_disk(200)
     with pytest.raises(OSError, match=r"cannot write to .*: No space left on device"):
         copy_folder(folder, disk)
     assert not (disk / MANIFEST).exists()
+
+
+def region(number: int, split: str, *shards: int) -> RegionSample:
+    bands = tuple(RegionBand(shard, 4 * n, 4) for n, shard in enumerate(shards))
+    height = 4 * len(shards)
+    return RegionSample(
+        f"{number:06d}", height, 9, None, True, bands, None, split, f"s{number}", 0, 0
+    )
+
+
+STRIPED = Manifest("regions", [], 3, shards=SHARDS)
+STRIPED.samples = [region(0, "train", 0, 1), region(1, "val", 2, 1), region(2, "train", 1, 0)]
+
+
+def test_samples_of_a_shard_are_named(dataset):
+    assert samples_in(dataset.manifest, 1) == "samples 2, 3 (of slide-0)"
+    assert samples_in(dataset.manifest, 3) == "samples 6, 7 (of slide-1)"
+    assert samples_in(STRIPED, 2) == "sample 1 (of s1)"
+    assert samples_in(STRIPED, 1) == "samples 0, 1, 2 (of s0, s1, s2)"
+    many = Manifest("regions", [], 3, shards=SHARDS)
+    many.samples = [region(n, "train", 0) for n in range(5)]
+    assert samples_in(many, 0) == "samples 0, 1, 2 and 2 more (of s0, s1, s2, ...)"
+    assert samples_in(many, 1) == "no samples"
+
+
+def test_splits_take_their_shards_with_them(dataset):
+    val = of_splits(dataset.manifest, ["val"])
+    assert val.shards == dataset.manifest.shards[5:]
+    assert [(sample.shard, sample.index) for sample in val.samples] == [(0, 0), (0, 1)]
+    assert of_splits(dataset.manifest, ["val", "train"]) == dataset.manifest
+    striped = of_splits(STRIPED, ["val"])
+    assert striped.shards == SHARDS[1:]
+    assert [band.shard for band in striped.samples[0].bands] == [1, 0]
+    with pytest.raises(ValueError, match="has no split 'test'; its splits: train, val"):
+        of_splits(STRIPED, ["test"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["{}/nowhere", "--to", "{}/copy"], 1, "there is no such folder"),
+        (["{}/set", "--to", "{}/set"], 1, "is the data set itself"),
+        (["{}/set", "--to", "{}/copy", "--split", "test"], 1, "no split 'test'"),
+        (["{}/set", "--to", "{}/copy", "--keep-free", "9999T"], 1, ", 0 bytes available"),
+        (["{}/set"], 2, "required: --to"),
+        (["--to", "{}/copy"], 2, "give either a data set folder to copy, or --clean"),
+        (["{}/set", "--clean", "--to", "{}/copy"], 2, "give either"),
+        (["{}/set", "--to", "{}/copy", "--jobs", "0"], 2, "'0' is not a whole number"),
+        (["{}/set", "--to", "{}/copy", "--keep-free", "much"], 2, "'much' is not a size"),
+    ],
+)
+def test_a_mistake_is_told(arguments, code, text, folder, tmp_path, capsys):
+    try:
+        found = main([one.format(tmp_path) for one in arguments])
+    except SystemExit as stop:
+        found = stop.code
+    assert found == code
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_script_copies(folder, tmp_path, capsys, monkeypatch):
+    arguments = [str(folder), "--to", str(tmp_path / "copy"), "--split", "val", "--jobs", "2"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert not stop.value.code
+    assert capsys.readouterr().out == f"1 shard (49.1 kB) verified in {tmp_path}/copy\n"
+    assert (tmp_path / "copy" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (None, 143)])
+def test_an_interrupt_says_how_to_go_on(folder, tmp_path, capsys, monkeypatch, error, code):
+    def interrupted(*_, **__):
+        raise error or command._TerminatedError
+
+    monkeypatch.setattr(command, "copy_folder", interrupted)
+    assert main([str(folder), "--to", str(tmp_path / "copy")]) == code
+    assert capsys.readouterr().err == "interrupted; run the same command again to resume\n"
+
+
+def test_what_jobs_left_is_removed(tmp_path, dataset, capsys):
+    cache, info = NodeCache(tmp_path), dataset.manifest.shards[0]
+    job = cache.join([])
+    cache.partial(info).write_bytes((dataset.path / info.file).read_bytes())
+    cache.publish(info, job.path)
+    assert main(["--clean", "--to", str(tmp_path)]) == 0
+    assert len(list(job.path.glob("*.h5"))) == 1, "that job is alive"
+    cache.leave(job.path, keep=True)
+    job.close()
+    capsys.readouterr()
+    assert main(["--clean", "--to", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"removed 49.1 kB of finished jobs from {tmp_path}\n"
+    assert not cache.path.exists()

@@ -1,4 +1,4 @@
-"""A data set that all ranks write together."""
+"""Ranks together: a data set that all write, and mean and std of one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from spatialdl.comm.mpi import MpiCommunicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.joining import parts_folder
+from spatialdl.data.statistics import FILE, statistics_of
 from spatialdl.errors import ShardError
 
 WORLD = MPI.COMM_WORLD
 IMAGES = np.random.default_rng(0).integers(0, 256, (20, 30, 20, 3), np.uint8)
+needs_ranks = pytest.mark.skipif(WORLD.size < 2, reason="needs ranks")
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def own() -> list[int]:
     return [number for number in range(20) if 1 + number % (WORLD.size - 1) == WORLD.rank]
 
 
-@pytest.mark.skipif(WORLD.size < 2, reason="needs ranks")
+@needs_ranks
 def test_ranks_write_one_data_set(folder: Path) -> None:
     with ShardWriter(folder, ["a"], comm=WORLD, shard_size=5_000) as writer:
         for number in own():
@@ -44,28 +48,27 @@ def test_ranks_write_one_data_set(folder: Path) -> None:
         ShardWriter(folder, comm=WORLD)
 
 
-@pytest.mark.skipif(WORLD.size < 2, reason="needs ranks")
+@needs_ranks
 def test_an_error_of_one_rank_is_one_of_all(folder: Path) -> None:
     last = WORLD.size - 1
 
-    def write(at_fault: int) -> None:
+    def write() -> None:
         with ShardWriter(folder, comm=WORLD) as writer:
             writer.add(IMAGES[0])
-            if WORLD.rank == at_fault:
+            if WORLD.rank == last:
                 raise KeyError("no such file")
 
-    if WORLD.rank == last:
-        with pytest.raises(KeyError, match="no such file"):
-            write(last)
-    else:
-        with pytest.raises(ShardError, match=f"rank {last} failed, .* KeyError: 'no such file'"):
-            write(last)
+    said = "no such file"
+    if WORLD.rank != last:
+        said = f"rank {last} failed, .* KeyError: 'no such file'"
+    with pytest.raises(KeyError if WORLD.rank == last else ShardError, match=said):
+        write()
     WORLD.barrier()
     assert not folder.exists()
     assert not parts_folder(folder).exists()
 
 
-@pytest.mark.skipif(WORLD.size < 2, reason="needs ranks")
+@needs_ranks
 def test_settings_of_one_rank_that_are_wrong_or_others_are_told_to_all(folder: Path) -> None:
     first = WORLD.rank == 0
     with pytest.raises((ValueError, ShardError), match="quality is 0"):
@@ -84,3 +87,23 @@ def test_settings_of_one_rank_that_are_wrong_or_others_are_told_to_all(folder: P
         writer.abort()
     WORLD.barrier()
     assert list(folder.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+@pytest.mark.parametrize("count", [1, 5])  # fewer than ranks, and an uneven share
+def test_ranks_together_find_the_statistics_that_one_does(count, dtype, folder):
+    if WORLD.rank == 0:
+        draw = np.random.default_rng(0)
+        with ShardWriter(folder, ["a"], kind="regions") as writer:
+            for number in range(count):
+                shape = 5 + number, 7, 2
+                writer.add(draw.integers(0, 60_000, shape).astype(dtype), 0, "train")
+    WORLD.Barrier()
+    source = ShardDataset(folder, "train")
+    found = statistics_of(source, "train", MpiCommunicator(WORLD))
+    assert WORLD.allgather(found) == [found] * WORLD.size
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        assert (folder / FILE).is_file()
+        (folder / FILE).unlink()
+        assert statistics_of(source, "train", SingleProcess()) == found

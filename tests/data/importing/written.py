@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import zarr
 from pydicom import FileDataset
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.uid import (
@@ -15,6 +16,7 @@ from pydicom.uid import (
 )
 
 SIZE = (5, 7, 4)  # i, j, k
+TYPES = {"t": "time", "c": "channel"}
 TO_LPS = np.array([-1.0, -1.0, 1.0])
 
 
@@ -128,3 +130,36 @@ def check(found, pixels: np.ndarray, affine: np.ndarray | None = None) -> None:
         np.testing.assert_allclose(
             sorted(found.spacing), sorted(np.linalg.norm(affine[:3, :3], axis=0)), rtol=1e-6
         )
+
+
+def described(axes, unit="micrometer", scale=0.5, transforms=(), levels=("0",), **more):
+    """`multiscales` of a store."""
+    units = {} if unit is None else {"unit": unit}
+    made = [
+        {"name": axis, "type": TYPES.get(axis, "space")} | (units if axis in "zyx" else {})
+        for axis in axes
+    ]
+    step = {"z": 2.0, "y": 0.25, "x": scale}
+    sets = [
+        {
+            "path": level,
+            "coordinateTransformations": [
+                {"type": "scale", "scale": [step.get(axis, 1.0) for axis in axes]},
+                {"type": "translation", "translation": [0.0] * len(axes)},
+            ],
+        }
+        for level in levels
+    ]
+    return [{"axes": made, "datasets": sets, "coordinateTransformations": [*transforms], **more}]
+
+
+def save_zarr(path, arrays, multiscales, version="0.4"):
+    group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
+    for name, array in arrays.items():
+        chunks = tuple(min(n, 3) for n in array.shape)
+        made = group.create_array(name, shape=array.shape, dtype=array.dtype, chunks=chunks)
+        made[...] = array
+    if version == "0.4":
+        group.attrs["multiscales"] = [{"version": version, **one} for one in multiscales]
+    else:
+        group.attrs["ome"] = {"version": version, "multiscales": multiscales}
