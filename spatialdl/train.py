@@ -105,6 +105,7 @@ def _hydra_main(config: DictConfig) -> None:
             if code:
                 sys.exit(code)
         else:
+            fit_model_keys(config.copy(), overrides)  # refused before there is a run directory
             signals.install()
             run_log.warn_once()
             _train(start_world(), composed_job(), config, overrides)

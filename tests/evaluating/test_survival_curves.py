@@ -49,7 +49,7 @@ def level(events: list[float]) -> Level:
 
 def test_the_half_of_higher_risk_is_the_one_that_dies() -> None:
     panel = Figure().subplots()
-    assert draw_survival(panel, level([1, 1, 0, 0]), ["months", "dead"], [])
+    assert draw_survival(panel, level([1, 1, 0, 0]), ["months", "dead"], []) == ""
     curves = {line.get_label(): line for line in panel.lines if line.get_linestyle() == "-"}
     high = curves["higher risk (2, 2 events)"]
     assert high.get_xdata().tolist() == [0, 1, 2, 2]
@@ -59,4 +59,5 @@ def test_the_half_of_higher_risk_is_the_one_that_dies() -> None:
 
 
 def test_there_is_no_picture_without_events() -> None:
-    assert not draw_survival(Figure().subplots(), level([0, 0, 0, 0]), ["months", "dead"], [])
+    said = draw_survival(Figure().subplots(), level([0, 0, 0, 0]), ["months", "dead"], [])
+    assert said == "no event"
