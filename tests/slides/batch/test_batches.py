@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import os
 import resource
 import shutil
@@ -17,7 +16,6 @@ import pytest
 from spatialdl.data import ShardDataset
 from spatialdl.data.folder import ResumableFolder
 from spatialdl.data.format import Manifest
-from spatialdl.slides import command
 from spatialdl.slides.batch import picture, steps
 from spatialdl.slides.batch.parts import Cutting, PartPieces
 from spatialdl.slides.batch.record import PartRecord
@@ -334,21 +332,6 @@ def test_a_disk_too_full_for_reports(tmp_path, small):
     assert inside(tmp_path) == []  # there are no results to keep
     assert forked(on_a_disk_of(10, *arguments))[0] == 1
     assert inside(tmp_path) == []
-
-
-def test_a_disk_that_is_full_in_the_end(tmp_path, small, cut, monkeypatch, capsys):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    out = tmp_path / "set"
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "save_batch", full)
-        assert tile(small, "--out", out, *TILES) == 1
-    kept = f"No space left on device; partial results are in {tmp_path / '.set.partial'}"
-    assert kept in capsys.readouterr().err
-    cut.clear()
-    assert tile(small, "--out", out, *TILES) == 0
-    assert cut == []
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, small, capsys):

@@ -13,9 +13,6 @@ import tifffile
 from spatialdl.data import ShardDataset
 from spatialdl.slides.batch.duplicates import check_duplicates
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.cohort import likeness
-from spatialdl.slides.cohort.leaks import check_pictures
-from spatialdl.slides.cohort.likeness import same_pictures
 from tests.slides.batch.batches import TILES, tile
 
 TRAIN, VAL = SlideLabel("x", "train"), SlideLabel("x", "val")
@@ -128,17 +125,3 @@ def test_slides_of_the_data_set_that_is_added_to_count(tmp_path, turned, capsys)
     # corrected, the slide counts as it is now
     assert run(out, [one], "one,x,val\n") == 0
     assert run(out, [two], "two,x,val\n") == 0
-
-
-def test_slides_are_read_only_where_there_are_two_splits(turned, monkeypatch):
-    assert same_pictures(turned, "aab") == []
-    assert same_pictures(turned, "aba") == [(0, 1)]
-    check_pictures({})
-
-    def refuse(path: Path) -> None:
-        raise AssertionError(path)
-
-    monkeypatch.setattr(likeness, "look_at", refuse)
-    check_pictures(dict.fromkeys(turned, TRAIN))
-    with pytest.raises(AssertionError):
-        check_pictures(dict(zip(turned, (TRAIN, TRAIN, VAL), strict=True)))

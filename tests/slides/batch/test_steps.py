@@ -100,19 +100,6 @@ def test_coordinates_are_files_of_the_slide_and_where_tiles_went_is_summed_up(tm
     assert (report.status, report.note) == ("damaged", "no 8")
 
 
-def test_why_nothing_is_left(tmp_path, small):
-    asked, work = request(tmp_path, small, [*TILES, "--filter", "blur=0"]), task(small / "a.tiff")
-    record, parts = done(asked, work)
-    assert record.report["note"] == "filters dropped every tile"
-    assert not (tmp_path / "pictures" / "a.stitched.jpg").exists()
-    assert [part.shard for part in parts] == [None] * 3
-    large = ["--tile-size", "256", "--mpp", "0.5", "--min-tissue", "1"]
-    asked = request(tmp_path, small, large)
-    record, parts = done(asked, task(small / "b.tiff"))
-    assert parts == []
-    assert record.report["note"].startswith("none of 1 tiles has 100% tissue, the best has")
-
-
 def test_what_is_odd_about_the_tissue_of_a_slide_is_remarked(tmp_path):
     def remark(colour: tuple[int, int, int], cols: slice, *more: str) -> str:
         image = np.full((300, 300, 3), 245, np.uint8)

@@ -15,7 +15,7 @@ from PIL import Image
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading import handles as handles_module
 from spatialdl.slides.reading import openslide_file, plain_image
-from spatialdl.slides.reading.handles import Handles, ReopenedFile
+from spatialdl.slides.reading.handles import Handles
 from spatialdl.slides.reading.opening import open_source
 from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
 from spatialdl.slides.reading.plain_image import PlainImage
@@ -139,35 +139,6 @@ def test_transparent_pixels_have_the_background(tmp_path):
     with openslide.OpenSlide(path) as raw:
         blue = composited(raw.read_region((0, 0), 0, (300, 300)), (0, 0, 255))
     assert (blue[200, 200] == (0, 0, 255)).all()
-
-
-class Held(ReopenedFile):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.busy = True, False
-
-    def release(self) -> bool:
-        return not self.busy and super().release()
-
-    def _let_go(self) -> None:
-        self.open = False
-
-
-def test_the_one_longest_not_used_is_released_unless_it_is_read():
-    for busy in (False, True):
-        handles = Handles(2 - busy)
-        a, b, c = Held(), Held(), Held()
-        a.busy = busy
-        for holder in (a, b, c) if busy else (a, b, a, c):
-            handles.used(holder)
-        assert [held.open for held in (a, b, c)] == [True, False, True]
-        assert len(handles) == 2
-    handles = Handles(2)
-    for holder in (a, c):
-        handles.used(holder)
-    handles.forget(a)
-    handles.used(b)
-    assert c.open
 
 
 def test_many_slides_are_read_with_few_files_open(synthetic, monkeypatch):
