@@ -159,13 +159,13 @@ def test_processes_do_it_and_tell_and_are_replaced_when_one_dies():
 
 AFTER_A_LOADER = """
 import signal
-from spatialdl.data.loader import Loader
 from spatialdl.slides.batch.executors import ProcessExecutor, count_tiles
-from tests.data.numbers import batching, views
 def work():
     count_tiles(1)
     signal.pause()
 if __name__ == "__main__":
+    from spatialdl.data.loader import Loader
+    from tests.data.numbers import batching, views
     loader = Loader(views(4), batching(2), workers=1)
     list(loader.batches())
     loader.close()
