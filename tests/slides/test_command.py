@@ -130,6 +130,10 @@ def test_a_batch_goes_on_after_bad_slides(tmp_path, real, capsys):
     assert "Traceback" not in text.err
     for row in rows(out).values():  # glass that the thumbnail could not show is no tissue
         assert int(row["with_tissue"]) == int(row["unreadable"]) + int(row["written"])
+    again = (good, real / "bad" / "empty.svs", "--out", out, *TILES)
+    for code, more in ((1, ()), (0, ("--skip-errors",))):
+        assert tile(*again, *more) == code
+        assert "nothing to do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,8 @@ def test_filters_are_counted(tmp_path, synthetic, everywhere, capsys):
     assert counts["written"] == len(ShardDataset(out))
     picture = np.asarray(Image.open(out / "pictures" / "ring.png"))
     assert (picture == (240, 150, 0)).all(-1).sum() > 500
+    assert run(tmp_path / "coords", slide, *more, "--format", "coords") == 0
+    assert rows(tmp_path / "coords")["ring"]["written"] == str(counts["written"])
     assert run(tmp_path / "none", slide, "--filter", "white=0,black") == 1
     err = capsys.readouterr().err
     assert "ring has no tiles: filters dropped every tile" in err
