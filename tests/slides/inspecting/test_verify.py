@@ -68,7 +68,7 @@ def denied(path: Path) -> Iterator[None]:
         path.chmod(mode)
 
 
-def test_what_is_whole_is(folder, capsys):
+def test_what_is_whole_is(folder):
     read_all(folder)
     assert main(["verify", str(folder)]) == 0
     found = verify(folder)

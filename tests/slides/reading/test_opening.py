@@ -184,7 +184,7 @@ def aperio(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_slide_without_its_last_directory_is_refused(aperio, tmp_path, real):
+def test_a_slide_without_its_last_directory_is_refused(aperio):
     last, whole = directories(aperio)[-1], aperio.read_bytes()
     for end, how in ((last, "is"), (last + 20, "extends"), (last + 100, "extends")):
         aperio.write_bytes(whole[:end])
