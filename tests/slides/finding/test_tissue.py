@@ -118,7 +118,7 @@ def test_one_colour_all_over_is_all_or_nothing(colour, background, part):
         assert find_tissue(seen, background).mask.mean() == part
 
 
-@pytest.mark.parametrize("zoom", [1, 4])
+@pytest.mark.parametrize("zoom", [1, 2])
 def test_holes_and_specks_are_judged_by_the_tissue_not_by_pixels(zoom):
     image = plain(GLASS, (400, 600))
     image[50:350, 100:400] = PINK
