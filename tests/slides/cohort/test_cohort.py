@@ -190,13 +190,13 @@ def test_page_and_table_have_all_slides(tmp_path):
     assert rows[2]["blur"] == "0.9"
     assert rows[0]["remarks"] == "cannot open <it>"
     page = (tmp_path / "cohort.html").read_text()
-    assert "<title>Cohort of 8 measured_slides</title>" in page
+    assert "<title>Cohort of 8 slides</title>" in page
     assert "cannot open &lt;it&gt;" in page
     assert "<b>" not in page.replace("<body>", "")
     assert page.count("<svg") == 1
     flat = page.replace("\n", "")
     assert '<td>patients</td><td class="number">2</td><td class="number">1</td>' in flat
-    assert '<td>measured_slides</td><td class="number">4</td><td class="number">2</td>' in flat
+    assert '<td>slides</td><td class="number">4</td><td class="number">2</td>' in flat
 
 
 def test_nothing_that_is_known_is_no_reason_to_have_no_page(tmp_path):
