@@ -4,26 +4,22 @@ The parent gives each input, and hears what came of it. A reader that crashes, h
 much memory takes the child with it, and not the test; so does nothing that a C library may do.
 In the child every opening, renaming and starting that Python does is looked at
 (`sys.addaudithook`): what lies outside of the folder of the inputs must not be touched.
-
-    python -m tests.fuzzing.child FOLDER      reads inputs from stdin, answers on stdout
 """
 
 from __future__ import annotations
 
-import base64
 import faulthandler
-import json
+import multiprocessing
 import os
 import resource
-import select
 import signal
-import struct
-import subprocess
 import sys
 import traceback
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).parents[2]
 CPU_LIMIT_S = float(os.environ.get("FUZZING_CPU_LIMIT_S", "10"))
@@ -32,8 +28,7 @@ TIME_LIMIT_S = 120.0
 """For one that waits for something."""
 MEMORY = 2**31  # bytes of addresses beyond those of a child that has read a valid input
 _START_S = 600.0
-_HEAD = struct.Struct("<IiI")  # bytes of the target's name, number of the input, its bytes
-_PREPARE = -1
+_SPAWN = multiprocessing.get_context("spawn")
 _RENEWED_AFTER = 2000  # inputs: what leaks in a library is not what is looked for
 _READ_ANYWHERE = ("/proc/", "/sys/", "/dev/", "/usr/", "/lib", "/etc/localtime", "/etc/ld.so")
 _PATH_EVENTS = {
@@ -66,7 +61,7 @@ class Child:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: SpawnProcess | None = None
         self._valid: dict[str, list[bytes]] = {}
         self._tried = 0
 
@@ -76,11 +71,11 @@ class Child:
             self.close()
             self._start()
         if target not in self._valid:
-            answer = self._asked(target, _PREPARE, b"", _START_S)
-            if answer is None or answer[0] != "ready":
+            answer = self._asked(_START_S, target, None, b"")
+            if answer is None:
                 self.close()
                 raise RuntimeError(f"{target} does not read a valid input: {self._tail()}")
-            self._valid[target] = [base64.b64decode(one) for one in answer[1:]]
+            self._valid[target] = answer
         return self._valid[target]
 
     def attempt(self, target: str, number: int, data: bytes) -> Outcome:
@@ -91,61 +86,35 @@ class Child:
         """
         self.valid(target)
         self._tried += 1
-        answer = self._asked(target, number, data, TIME_LIMIT_S)
+        answer = self._asked(TIME_LIMIT_S, target, number, data)
         return self._ended() if answer is None else Outcome(*answer)
 
-    def _asked(self, target: str, number: int, data: bytes, limit: float) -> Any:
+    def _asked(self, limit: float, *question: object) -> Any:
         """What it says; None if it ended, or said nothing in time."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        name = target.encode()
         try:
-            head = _HEAD.pack(len(name), number, len(data))
-            self._process.stdin.write(head + name + data)
-            self._process.stdin.flush()
-            return self._answer(self._process, limit)
-        except BrokenPipeError:
+            self._pipe.send(question)
+            return self._pipe.recv() if self._pipe.poll(limit) else None
+        except (EOFError, OSError):
             return None
 
     def _start(self) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(self._folder),
-            "OMP_NUM_THREADS": "1",
-        }
         self._folder.mkdir(exist_ok=True)
         self._errors = (self._folder / "stderr").open("w+b")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzzing.child", str(self._folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=ROOT,
-            env=environment,
-        )
+        self._pipe, its = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_main, args=(self._folder, its), daemon=True)
+        self._process.start()
+        its.close()
         self._valid, self._tried = {}, 0
 
-    def _answer(self, process: subprocess.Popen[bytes], limit: float) -> Any:
-        assert process.stdout is not None
-        if not select.select([process.stdout], [], [], limit)[0]:
-            return None
-        head = process.stdout.read(4)
-        if len(head) < 4:
-            return None
-        return json.loads(process.stdout.read(struct.unpack("<I", head)[0]))
-
     def _ended(self) -> Outcome:
-        process = self._process
-        assert process is not None
-        try:
-            code = process.wait(1)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # says where it is
-            self.close()
-            return Outcome("hang", self._tail())
+        assert self._process is not None
+        assert self._process.pid is not None
+        self._process.join(1)
+        code = self._process.exitcode
+        if code is None:
+            os.kill(self._process.pid, signal.SIGABRT)  # says where it is
         self.close()
-        kind = "hang" if code == -signal.SIGPROF else "crash"
+        kind = "hang" if code in (None, -signal.SIGPROF) else "crash"
         return Outcome(kind, f"exit code {code}{self._tail()}")
 
     def _tail(self) -> str:
@@ -155,16 +124,10 @@ class Child:
     def close(self) -> None:
         """End it."""
         if self._process is not None:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-            try:
-                self._process.wait(2)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process.stdout.close()
+            self._pipe.close()
+            self._process.join(2)
+            self._process.kill()
+            self._process.join()
             self._process = None
 
     def __enter__(self) -> Self:
@@ -222,32 +185,33 @@ def _from_folder(path: str | bytes, folder: Any) -> str:
     return name
 
 
-def _main(folder: Path) -> None:
+def _main(folder: Path, pipe: Connection) -> None:
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    errors = os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND)
+    os.dup2(errors, 1)
+    os.dup2(errors, 2)
     from tests.fuzzing.targets import TARGETS
 
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGPROF, all_threads=False, chain=True)  # says where it is
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     targets: dict[str, Any] = {}
     watch = _Watch(folder)
-    while len(head := sys.stdin.buffer.read(_HEAD.size)) == _HEAD.size:
-        length, number, size = _HEAD.unpack(head)
-        name = sys.stdin.buffer.read(length).decode()
-        data = sys.stdin.buffer.read(size)
-        if number == _PREPARE:
-            target, valid = _prepared(TARGETS[name], folder / name)
-            targets[name] = target
-            _say(answers, "ready", *(base64.b64encode(one).decode() for one in valid))
-            continue
-        watch.seen.clear()
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # ends this process
-        kind, said = _tried(targets[name], number, data)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        if watch.seen:
-            kind, said = "wrong", f"{'; '.join(watch.seen)}; {kind} {said}"
-        _say(answers, kind, said)
+    with suppress(EOFError):  # the parent has ended
+        while True:
+            name, number, data = pipe.recv()
+            if number is None:
+                targets[name], valid = _prepared(TARGETS[name], folder / name)
+                pipe.send(valid)
+                continue
+            watch.seen.clear()
+            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # ends this process
+            kind, said = _tried(targets[name], number, data)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            if watch.seen:
+                kind, said = "wrong", f"{'; '.join(watch.seen)}; {kind} {said}"
+            pipe.send((kind, said))
 
 
 def _prepared(make: Any, folder: Path) -> tuple[Any, list[bytes]]:
@@ -275,13 +239,3 @@ def _tried(target: Any, number: int, data: bytes) -> tuple[str, str]:
     except BaseException:
         return "wrong", traceback.format_exc()
     return "read", ""
-
-
-def _say(answers: IO[bytes], *words: str) -> None:
-    text = json.dumps(words).encode()
-    answers.write(struct.pack("<I", len(text)) + text)
-    answers.flush()
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))

@@ -22,20 +22,8 @@ ODD_VALUES: tuple[Any, ...] = (
 ODD_WORDS = (
     *(b"", b"\0", b'"', b"'", b",", b";", b"\r", b"\n", b"\r\n", b"\\", b"\xff", b"\xef\xbb\xbf"),
     *(b"nan", b"-1", b"1e999", b"9" * 400, b"../../x", b"/", b"\xe2\x80\xae", b"\xc2\xb2", b"x,y"),
-    *(
-        b"[",
-        b"]",
-        b"{",
-        b"}",
-        b"<",
-        b">",
-        b"&",
-        b"<!DOCTYPE a>",
-        b"%",
-        b"- ",
-        b": ",
-        b"a" * 200_000,
-    ),
+    *(b"[", b"]", b"{", b"}", b"<", b">", b"&", b"<!DOCTYPE a>", b"%", b"- ", b": "),
+    b"a" * 200_000,
 )
 
 

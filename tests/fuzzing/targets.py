@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ Document = Any
 SMALL = ("model=wide_view", "model.width=2", "trainer.report=false")
 
 
-class Target(Protocol):
+class Target:
     """Something that reads files.
 
     Attributes:
@@ -27,17 +27,20 @@ class Target(Protocol):
         names: what an error has to name.
     """
 
-    clean: tuple[type[BaseException], ...]
-    names: str
+    clean: tuple[type[BaseException], ...] = ()
+    names = ""
 
     def __init__(self, folder: Path) -> None:
         """Make a folder with all that is needed beside the inputs."""
+        self._folder = folder
 
     def valid(self) -> list[bytes]:
         """Inputs that are read without an error."""
+        raise NotImplementedError
 
     def attempt(self, number: int, data: bytes) -> None:
         """Read an input that was made of the valid one of this number."""
+        raise NotImplementedError
 
 
 def pixels(rows: int, cols: int, seed: int = 0) -> Any:
@@ -85,10 +88,9 @@ def read_all(path: Path, io: Any = "auto") -> None:
     data.close()
 
 
-class ManifestTarget:
+class ManifestTarget(Target):
     """manifest.json of each kind of data set."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "manifest.json"
 
     def __init__(self, folder: Path) -> None:
@@ -112,10 +114,9 @@ class ManifestTarget:
             raise ShardError(f"{error} (manifest.json)") from error
 
 
-class ShardTarget:
+class ShardTarget(Target):
     """A shard, of which the manifest says the length that it has."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "shard-00000.h5"
 
     def __init__(self, folder: Path) -> None:
@@ -169,10 +170,9 @@ class InspectTarget(ShardTarget):
         inspect(path)
 
 
-class CsvTarget:
+class CsvTarget(Target):
     """The tables that users write: labels of slides, targets, labels of CLAM."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "table.csv"
 
     def __init__(self, folder: Path) -> None:
@@ -203,14 +203,10 @@ class CsvTarget:
             match_targets(self._path, key, found, samples, "x")
 
 
-class GeojsonTarget:
+class GeojsonTarget(Target):
     """Annotations as QuPath writes them."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "a.geojson"
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / self.names
 
     def documents(self) -> list[Document]:
         outer = [[0, 0], [100, 0], [100, 80.5], [0, 80], [0, 0]]
@@ -244,8 +240,9 @@ class GeojsonTarget:
         from spatialdl.slides.finding.annotations import read_annotations
         from spatialdl.slides.finding.regions import class_map, class_names
 
-        self._path.write_bytes(data)
-        regions = [region.moved((3, -4)) for region in read_annotations(self._path)]
+        path = self._folder / self.names
+        path.write_bytes(data)
+        regions = [region.moved((3, -4)) for region in read_annotations(path)]
         class_names(regions)
         class_map(regions, (64, 48), 2.5)
 
@@ -283,13 +280,12 @@ def resealed(data: bytes) -> bytes:
         return data
 
 
-class CheckpointTarget:
+class CheckpointTarget(Target):
     """checkpoint.json, and then safetensors files whose checksum it has, as predicting reads them.
 
     What somebody has changed has the right checksums: they are against damage.
     """
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "step-00000002"
 
     def __init__(self, folder: Path) -> None:
@@ -379,14 +375,10 @@ class ResumeTarget(CheckpointTarget):
         train(run, *SMALL, *more, "trainer.max_steps=3")
 
 
-class RecordTarget:
+class RecordTarget(Target):
     """What a batch of slides, or predicting for them, has left of slides that are done."""
 
-    clean: tuple[type[BaseException], ...] = ()
-    names = ""
-
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         shutil.rmtree(folder / "batch", ignore_errors=True)
         self._batch = folder / "batch"
         self._batch.mkdir()
@@ -428,14 +420,10 @@ class RecordTarget:
         load_json(self._paths[3])
 
 
-class WeightsTarget:
+class WeightsTarget(Target):
     """Files of weights: of PyTorch and safetensors."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "weights"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
     def valid(self) -> list[bytes]:
         import torch
@@ -455,15 +443,12 @@ class WeightsTarget:
         read_weights(path)
 
 
-class SlideTarget:
+class SlideTarget(Target):
     """Slides: pyramids of TIFF, JPEG tiles or strips, PNG and JPEG."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "slide."
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._endings = ("tif", "tif", "svs", "tif", "png", "jpg")
+    _endings = ("tif", "tif", "svs", "tif", "png", "jpg")
 
     def valid(self) -> list[bytes]:
         return list(self._made())
@@ -503,16 +488,14 @@ class SlideTarget:
             slide.thumbnail(max(rows, cols) / 50)
 
 
-class ConfigTarget:
+class ConfigTarget(Target):
     """A network of the user's own in a folder of configurations."""
-
-    names = ""
 
     def __init__(self, folder: Path) -> None:
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
 
-        self.clean: tuple[type[BaseException], ...] = (HydraException, OmegaConfBaseException)
+        self.clean = (HydraException, OmegaConfBaseException)
         self._folder = folder / "conf"
         (self._folder / "model").mkdir(parents=True, exist_ok=True)
 
@@ -535,14 +518,10 @@ class ConfigTarget:
         check_config(without_hydra(composed_for(flags, "train")))
 
 
-class Misbehaving:
+class Misbehaving(Target):
     """A reader that does what its input says: to see that it is noticed."""
 
-    clean: tuple[type[BaseException], ...] = ()
     names = "a.txt"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
     def valid(self) -> list[bytes]:
         return [b"read"]

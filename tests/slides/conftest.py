@@ -1,11 +1,14 @@
-"""Slides that the tests share."""
+"""Slides and a data set that the tests share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from spatialdl.data.writer import ShardWriter
+from spatialdl.slides.batch import picture
 from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
@@ -26,3 +29,33 @@ def real() -> Path:
     if not REAL.is_dir():
         pytest.skip(f"no real slides: {REAL} is missing")
     return REAL
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two slides, a.tiff and b.tiff, of 256 x 320 pixels at 0.5 micrometres."""
+    folder = tmp_path_factory.mktemp("small")
+    for name, kind in (("a", "ring"), ("b", "strand")):
+        write_synthetic_slide(folder / f"{name}.tiff", kind, size=(256, 320), seed=3)
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are small, and no file has to have reached the disk."""
+    monkeypatch.setattr(picture, "_SHORTEST", 64)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def data_set(tmp_path: Path) -> Path:
+    """Seven tiles of two slides and two classes, in three shards."""
+    path = tmp_path / "set"
+    rng = np.random.default_rng(0)
+    made = {"tile_size": 16, "mag": None, "labels": "a.csv"}
+    with ShardWriter(path, ["no", "yes"], mpp=0.5, shard_size=2400, made_with=made) as writer:
+        for k in range(7):
+            image = rng.integers(0, 256, (16, 16, 3), np.uint8)
+            label, split = (k % 2, "train") if k < 5 else (None, "val")
+            writer.add(image, label, split, slide=f"s{k // 4}", xy=(16 * k, 0))
+    return path

@@ -13,7 +13,6 @@ from pydicom.uid import ExplicitVRLittleEndian, JPEGBaseline8Bit, generate_uid
 from tests.slides.tiled_tiffs import jpeg, tiles_of
 
 Bytes = npt.NDArray[np.uint8]
-
 SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
 ANNOTATION_CLASS = "1.2.840.10008.5.1.4.1.1.91.1"
 _SIDE = 128  # of a tile

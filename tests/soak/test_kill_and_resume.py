@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data.writer import ShardWriter
-from tests.soak.job import Job
-from tests.soak.kills import VALIDATE_EVERY, Kill, drawn
+from tests.soak.job import VALIDATE_EVERY, Job, Kill, drawn
 from tests.soak.outcome import (
     Layout,
     assert_same_run,
@@ -40,7 +39,7 @@ STEPS_A_KILL = 5
 """A run is so long that it does not end before the last of them."""
 
 RUN = [
-    *("model._target_=tests.soak.network.network", "data=shards", "data.image_size=[22,19]"),
+    *("model._target_=tests.soak.outcome.network", "data=shards", "data.image_size=[22,19]"),
     *(f"data.batch_size={BATCH}", "data.augment.crop=random", "data.augment.flip=0.5"),
     *("data.augment.rotate=true", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.05"),
     *("scheduler=cosine", "scheduler.warmup_steps=5", "trainer.ema=0.9", "trainer.clip_norm=0.5"),

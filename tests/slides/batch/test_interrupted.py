@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from spatialdl.data.format import Manifest
 from spatialdl.slides.batch import steps
-from tests.slides.batch.batches import COORDS, WHOLE, contents, leftovers, tile
+from tests.slides.batch.batches import COORDS, WHOLE, contents, forked, leftovers, tile
 
 TILES = ["--tile-size", "64", "--mpp", "0.5", "--shard-size", "128K"]
 """Slide a in two parts, slide b in one."""
+
 
 CHANGES = (
     *((Path, name) for name in ("rename", "replace", "unlink", "rmdir")),
@@ -48,9 +50,9 @@ class Watched:
         return counted
 
     def cutting(self, done: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(slide: Any, pieces: Any, cutting: Any, folder: Path, key: str) -> Any:
-            part = done(slide, pieces, cutting, folder, key)
-            self.cut.append(f"{folder.parent.name}/{folder.name}")
+        def counted(*given: Any) -> Any:
+            part = done(*given)
+            self.cut.append(f"{given[3].parent.name}/{given[3].name}")
             return part
 
         return counted
@@ -80,16 +82,10 @@ def interrupted(watched: Watched, number: int, go: Callable[[], int]) -> int:
 
 def killed(watched: Watched, number: int, go: Callable[[], int]) -> int:
     """Run it in another process up to a change, where it ends without another word."""
-    child = os.fork()
-    if child == 0:
-        watched.left, watched.end = number, lambda: os._exit(9)
-        try:
-            code = go()
-        except BaseException:
-            code = 99
-        os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 9)
+    watched.left, watched.end = number, lambda: os._exit(9)
+    code, error = forked(go)
+    watched.left = -1
+    assert code in (0, 9), error
     return code
 
 
@@ -116,9 +112,7 @@ def everywhere(
     watched.cut.clear()
     assert go() == 0
     expected, parts = contents(out), sorted(watched.cut)
-    number = 0
-    while True:
-        number += 1
+    for number in count(1):
         shutil.rmtree(out)
         prepare()
         watched.cut.clear()
@@ -129,6 +123,7 @@ def everywhere(
         assert leftovers(out.parent) == [], number
         if stopped is interrupted:  # else they were cut in another process
             assert sorted(watched.cut) == parts, number
+    raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -140,9 +135,7 @@ def everywhere(
         pytest.param(COORDS, killed, marks=pytest.mark.slow),
     ],
 )
-def test_a_new_data_set(
-    tmp_path: Path, small: Path, watched: Watched, how: list[str], stopped: Any
-) -> None:
+def test_a_new_data_set(tmp_path, small, watched, how, stopped):
     out = tmp_path / "set"
 
     def go() -> int:
@@ -153,7 +146,7 @@ def test_a_new_data_set(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [killed, interrupted])
-def test_a_slide_more(tmp_path: Path, small: Path, watched: Watched, stopped: Any) -> None:
+def test_a_slide_more(tmp_path, small, watched, stopped):
     out, before = tmp_path / "set", tmp_path / "before"
     assert tile(small / "b.tiff", "--out", before, *TILES) == 0
 
@@ -165,7 +158,7 @@ def test_a_slide_more(tmp_path: Path, small: Path, watched: Watched, stopped: An
 
 
 @pytest.mark.parametrize("stopped", [interrupted, pytest.param(killed, marks=pytest.mark.slow)])
-def test_other_labels(tmp_path: Path, small: Path, watched: Watched, stopped: Any) -> None:
+def test_other_labels(tmp_path, small, watched, stopped):
     out, before, labels = tmp_path / "set", tmp_path / "before", tmp_path / "labels.csv"
     arguments = ["--labels", labels, *TILES[:4]]
     labels.write_text("slide,label,split\na,x,train\nb,y,val\n")

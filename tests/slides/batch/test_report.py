@@ -1,12 +1,22 @@
+"""What became of every slide: tables, warnings, process_list.csv and the page."""
+
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import json
 import os
+import re
+from html import unescape
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import pytest
+from PIL import Image
 
+from spatialdl.slides.batch.page import save_batch
+from spatialdl.slides.batch.preview import preview_name
 from spatialdl.slides.batch.report import (
     TilingReport,
     by_status,
@@ -17,6 +27,7 @@ from spatialdl.slides.batch.report import (
     why_nothing,
 )
 from spatialdl.text import width
+from tests.slides.batch.batches import inside
 
 GOOD = TilingReport("good", 100, 40, written=40)
 GLASS = TilingReport("glass", 7, note="no tissue found")
@@ -33,7 +44,7 @@ INKED = TilingReport("inked", 64, 20, unannotated=12, pen=5, blur=2, unreadable=
 BAD = TilingReport("bad", failed=True, note="cannot open slide bad.svs: it is empty")
 
 
-def test_the_table_has_a_line_for_every_slide() -> None:
+def test_the_table_has_a_line_for_every_slide_and_columns_that_say_something():
     assert table([GOOD, GLASS, PARTLY, BAD]).splitlines() == [
         "slide   grid  tissue  unreadable  written",
         "good     100      40           0       40  processed",
@@ -41,58 +52,14 @@ def test_the_table_has_a_line_for_every_slide() -> None:
         "partly     9       8           3        5  damaged",
         "bad        0       0           0        0  failed",
     ]
-
-
-def test_columns_appear_when_they_say_something() -> None:
-    assert table([GOOD, INKED]).splitlines() == [
-        "slide  grid  tissue  unannotated  dropped  unreadable  written",
-        "good    100      40            0        0           0       40  processed",
-        "inked    64      20           12        7           1        0  no tiles",
-    ]
-
-
-def test_tissue_outside_of_the_grid_has_a_column() -> None:
     small = TilingReport("small", 4, 4, written=4, outside_percent=20.96)
-    assert table([GOOD, small]).splitlines()[::2] == [
-        "slide  grid  tissue  outside, %  unreadable  written",
-        "small     4       4          21           0        4  processed",
+    assert table([GOOD, INKED, small]).splitlines() == [
+        "slide  grid  tissue  outside, %  unannotated  dropped  unreadable  written",
+        "good    100      40           0            0        0           0       40  processed",
+        "inked    64      20           0           12        7           1        0  no tiles",
+        "small     4       4          21            0        0           0        4  processed",
     ]
-
-
-def test_a_slide_without_tiles_says_where_they_went() -> None:
-    (line,) = warnings([GOOD, INKED])
-    assert line == (
-        "inked has no tiles: filters (20 of 64 tiles have enough tissue; of those 12 "
-        "unannotated, 5 pen, 2 blur, 1 unreadable)"
-    )
-    assert why_nothing([INKED]).startswith("none of 1 slides has a tile")
-
-
-def test_warnings_name_slide_and_reason() -> None:
-    assert warnings([GOOD, GLASS, PARTLY, BAD]) == [
-        "glass has no tiles: no tissue found (0 of 7 tiles have enough tissue)",
-        "partly: 3 of 8 tiles could not be read; the last: "
-        "cannot read slide partly.svs at x=1, y=2",
-        "skipped: cannot open slide bad.svs: it is empty",
-    ]
-
-
-def test_why_nothing_was_written() -> None:
-    assert "no tissue: none of 2 slides has a tile (1 could not be read)" in why_nothing(
-        [GLASS, BAD]
-    )
-    assert "none of 1 slides could be read" in why_nothing([BAD])
-
-
-def test_totals_in_a_line() -> None:
-    reports = [GOOD, GLASS, PARTLY, GOOD, BAD]
-    assert by_status(reports) == {"processed": 2, "no tiles": 1, "damaged": 1, "failed": 1}
-    assert totals(reports) == ("5 slides: 2 processed, 1 no tiles, 1 damaged, 1 failed; 85 tiles")
-    assert totals([TilingReport("a", written=1)]) == "1 slide: 1 processed; 1 tile"
-    assert totals([]) == "0 slides; 0 tiles"
-
-
-def test_long_names_do_not_break_columns() -> None:
+    # long names do not break it
     names = ["x" * 300, "two\nlines", "切片" * 50, "e\u0301"]
     lines = table([TilingReport(name, 1, 1, written=1) for name in names]).splitlines()
     assert len(lines) == len(names) + 1
@@ -101,7 +68,32 @@ def test_long_names_do_not_break_columns() -> None:
     }
 
 
-def test_reports_survive_json() -> None:
+def test_warnings_say_where_tiles_went_and_totals_count():
+    assert warnings([GOOD, GLASS, PARTLY, BAD, INKED]) == [
+        "glass has no tiles: no tissue found (0 of 7 tiles have enough tissue)",
+        "partly: 3 of 8 tiles could not be read; the last: "
+        "cannot read slide partly.svs at x=1, y=2",
+        "skipped: cannot open slide bad.svs: it is empty",
+        "inked has no tiles: filters (20 of 64 tiles have enough tissue; of those 12 "
+        "unannotated, 5 pen, 2 blur, 1 unreadable)",
+    ]
+    for reports, says in [
+        ([INKED], "none of 1 slides has a tile"),
+        ([GLASS, BAD], "no tissue: none of 2 slides has a tile (1 could not be read)"),
+        ([BAD], "none of 1 slides could be read"),
+    ]:
+        assert says in why_nothing(reports)
+    reports = [GOOD, GLASS, PARTLY, GOOD, BAD]
+    assert by_status(reports) == {"processed": 2, "no tiles": 1, "damaged": 1, "failed": 1}
+    assert totals(reports) == ("5 slides: 2 processed, 1 no tiles, 1 damaged, 1 failed; 85 tiles")
+    assert totals([TilingReport("a", written=1)]) == "1 slide: 1 processed; 1 tile"
+    assert totals([]) == "0 slides; 0 tiles"
+    # nothing written is never processed
+    assert TilingReport("a", 9, 8, unreadable=7).status == "no tiles"
+    assert TilingReport("a", 9, 8, failed=True).status == "failed"
+
+
+def test_reports_survive_json():
     report = TilingReport(
         "é", 9, 8, 1, 2, 3, 4, 5, 6, 7, True, "no", 0.25, "odd", "/a/\udcff.svs", 1.5, 9.5
     )
@@ -112,50 +104,121 @@ def test_reports_survive_json() -> None:
             TilingReport.from_json(other)
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def test_reports_are_saved_as_csv(tmp_path: Path) -> None:
-    path = tmp_path / "process_list.csv"
-    good = TilingReport(
-        "a, b", 100, 40, pen=3, written=37, mpp=0.499, file="in/a, b.svs", seconds=1.234
-    )
-    save_reports(path, [good, BAD, INKED, PARTLY])
-    assert path.read_text().startswith("slide_id,slide,status,reason,in_grid,with_tissue,")
-    rows = rows_of(path)
+def test_reports_are_saved_as_csv(tmp_path):
+    odd = os.fsdecode(b"a\xff, b.svs")
+    good = TilingReport(odd[:-4], 100, 40, pen=3, written=37, mpp=0.499, file=odd, seconds=1.234)
+    save_reports(tmp_path / "process_list.csv", [good, BAD, INKED, PARTLY])
+    rows = list(csv.DictReader((tmp_path / "process_list.csv").open(newline="", encoding="utf-8")))
+    assert list(rows[0])[:4] == ["slide_id", "slide", "status", "reason"]
+    counts = {"in_grid": "100", "with_tissue": "40", "unannotated": "0", "black": "0", "white": "0"}
+    percents = {"tissue_percent": "0.0", "outside_percent": "0.0"}
     assert rows[0] == {
-        **{"slide_id": "a, b.svs", "slide": "a, b", "status": "processed", "reason": ""},
-        **{"in_grid": "100", "with_tissue": "40", "unannotated": "0", "black": "0", "white": "0"},
-        **{"pen": "3", "blur": "0", "unreadable": "0", "written": "37", "mpp": "0.499"},
-        **{
-            "tissue_percent": "0.0",
-            "outside_percent": "0.0",
-            "seconds": "1.23",
-            "remark": "",
-            "file": "in/a, b.svs",
-        },
+        **{"slide_id": "a\\udcff, b.svs", "slide": "a\\udcff, b", "file": "a\\udcff, b.svs"},
+        **{"status": "processed", "reason": "", "remark": "", "mpp": "0.499", "seconds": "1.23"},
+        **{"pen": "3", "blur": "0", "unreadable": "0", "written": "37", **counts, **percents},
     }
     assert (rows[1]["status"], rows[1]["reason"], rows[1]["mpp"]) == ("failed", BAD.note, "")
     assert rows[1]["slide_id"] == "bad"
     assert (rows[2]["status"], rows[2]["reason"]) == ("no tiles", INKED.reason)
-    assert "5 pen" in rows[2]["reason"]
     assert (rows[3]["status"], rows[3]["written"]) == ("damaged", "5")
-    assert rows[3]["reason"].startswith("3 of 8 tiles could not be read")
-    save_reports(path, [])
-    assert rows_of(path) == []
-    assert list(tmp_path.iterdir()) == [path]
+    save_reports(tmp_path / "process_list.csv", [])
+    assert len((tmp_path / "process_list.csv").read_text().splitlines()) == 1
+    assert inside(tmp_path) == ["process_list.csv"]
 
 
-def test_nothing_written_is_never_processed() -> None:
-    for failed in (False, True):
-        for tiles in (0, 7):
-            report = TilingReport("a", 9, 8, unreadable=tiles, failed=failed)
-            assert report.status in ("no tiles", "failed")
+ODD = "a <b>\"q'<i> & é %20#?"
 
 
-def test_a_name_that_is_not_unicode_is_saved(tmp_path: Path) -> None:
-    odd = os.fsdecode(b"a\xff.svs")
-    save_reports(tmp_path / "a.csv", [TilingReport(odd[:-4], file=odd), GOOD])
-    assert [row["slide"] for row in rows_of(tmp_path / "a.csv")] == ["a\\udcff", "good"]
+def text_of(html: str) -> str:
+    """What is read of it."""
+    return unescape(
+        " ".join(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", html, flags=re.S).split())
+    )
+
+
+def table_of(page: str) -> list[tuple[str, list[str], list[str]]]:
+    """Of each row its status, the texts of its cells, and by which keys they are sorted."""
+    found = []
+    for status, row in re.findall(r'<tr[^>]*data-status="([^"]*)"[^>]*>(.*?)</tr>', page, re.S):
+        cells = re.findall(r'<td(?:[^>]*data-key="([^"]*)")?[^>]*>(.*?)</td>', row, re.S)
+        texts = [text_of(text) for _, text in cells]
+        found.append((status, texts, [unescape(key) for key, _ in cells]))
+    return found
+
+
+def linked(page: str) -> list[bytes]:
+    return [unquote_to_bytes(unescape(link)) for link in re.findall(r'<a[^>]*href="([^"]*)"', page)]
+
+
+def batch(folder: Path) -> tuple[list[TilingReport], Path]:
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    for name in (ODD, "b"):
+        Image.new("RGB", (800, 400), (200, 30, 90)).save(pictures / f"{name}.png")
+    Image.new("RGB", (9, 9)).save(pictures / preview_name("b"))
+    (pictures / "damaged.png").write_bytes(b"\x89PNG no more")
+    return [
+        TilingReport(
+            ODD, 2000, 1500, pen=200, written=1300, mpp=0.25, file=f"x/{ODD}.svs", seconds=61.04
+        ),
+        TilingReport("b", 9, 8, unreadable=3, written=5, failed=True, note="no JPEG", mpp=0.5),
+        TilingReport("damaged", 7, note="no tissue found", remark="pixels are not square"),
+        TilingReport("c", failed=True, note="it is <empty>", seconds=5),
+    ], pictures
+
+
+def test_the_page_has_all_slides(tmp_path):
+    reports, pictures = batch(tmp_path)
+    settings = {"tile_size": 256, "mag": None, "labels": "<i>.csv"}
+    path = tmp_path / "there" / "report.html"
+    path.parent.mkdir()
+    save_batch(path, reports, pictures, settings, stored=1_500_000)
+    assert inside(path.parent) == ["report.html"]
+    page = path.read_text(encoding="utf-8")
+    numbers = ["tiles", "tissue", "grid", "pen", "unreadable", "mpp", "seconds"]
+    heads = re.findall(r"<th [^>]*>(.*?)</th>", page, re.S)
+    heads = [text_of(re.sub('<span class="printed">.*?</span>', "", head)) for head in heads]
+    assert heads == ["picture", "slide", "status", "reason", *numbers]
+    statuses, texts, keys = zip(*table_of(page), strict=True)
+    assert list(statuses) == [report.status for report in reports]
+    assert [len(row) for row in texts] == [len(heads)] * 4
+    assert texts[0][1] == f"{ODD} x/{ODD}.svs"
+    assert texts[0][4:] == ["1,300", "1,500", "2,000", "200", "0", "0.25", "61.0"]
+    assert texts[1][1:4] == ["b", "damaged", "3 of 8 tiles could not be read; the last: no JPEG"]
+    assert "no tissue found" in texts[2][3]
+    assert "pixels are not square" in texts[2][3]
+    assert texts[3][3] == "it is <empty>"
+    assert texts[3][-2:] == ["", "5.0"]
+    # numbers are sorted as numbers, empty ones go last, failed ones first
+    assert [float(row[4]) for row in keys] == [1300, 5, 0, 0]
+    assert [row[9] for row in keys] == ["0.25", "0.5", "", ""]
+    assert [row[1] for row in keys] == [ODD, "b", "damaged", "c"]
+    assert [row[2] for row in keys] == ["3", "1", "2", "0"]
+    said = ("4 slides", "1 processed", "1 no tiles", "1 damaged", "1 failed", "1,305 tiles")
+    for what in (*said, "1.5 MB", "tile_size 256", "labels <i>.csv"):
+        assert what in text_of(page)
+    assert " mag " not in text_of(page)
+    assert not {"http:", "https:", "<b>", "<i>"} & set(re.findall(r"https?:|<[bi]>", page))
+    # thumbnails are in it and lead to the pictures; two slides have none, or a damaged one
+    images = re.findall(r"<img ([^>]*)>", page)
+    assert len(images) == 2
+    for image in images:
+        assert 'loading="lazy" ' in image
+        assert 'width="240" height="120"' in image
+        data = base64.b64decode(image.partition("data:image/jpeg;base64,")[2].strip('"'))
+        with Image.open(io.BytesIO(data)) as small:
+            assert (small.format, small.size) == ("JPEG", (240, 120))
+    files = [path.parent / os.fsdecode(link) for link in linked(page)]
+    assert [file.name for file in files] == [f"{ODD}.png", "b.png", "b.stitched.jpg"]
+    assert all(file.is_file() for file in files)
+
+
+def test_names_that_are_not_unicode(tmp_path):
+    name = os.fsdecode(b"a\xff")
+    Image.new("L", (10, 10)).save(tmp_path / f"{name}.png")
+    save_batch(tmp_path / "a.html", [TilingReport(name, 1, 1, written=1)], tmp_path, {})
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert table_of(page)[0][1][1] == "a\\udcff"
+    assert linked(page)[0] == b"./a\xff.png"
+    save_batch(tmp_path / "a.html", [], tmp_path, {})
+    assert "There are no slides." in text_of((tmp_path / "a.html").read_text())

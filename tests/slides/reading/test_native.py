@@ -1,6 +1,10 @@
+"""Tiles are read without openslide where that gives the same pixels, and handed on as they are."""
+
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import imagecodecs
@@ -8,11 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import openslide
 import pytest
+import simplejpeg
 import tifffile
+from PIL import Image
 
+from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data import jpeg as jpeg_codec
+from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading import decoding, native
+from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
 from spatialdl.slides.reading.reader import Slide
 from tests.slides.tiled_tiffs import jpeg, picture, write_tiff
@@ -61,18 +70,52 @@ def differences(path: Path, levels: int = 1) -> Iterator[int]:
     source.close()
 
 
-def test_synthetic_slides(synthetic: dict[str, Path], both: str) -> None:
+def decoded_by_all(stream: bytes) -> list[Bytes]:
+    """RGB of a stream as decoders give it that know nothing of the slide."""
+    return [
+        np.asarray(Image.open(io.BytesIO(stream)).convert("RGB")),
+        np.asarray(simplejpeg.decode_jpeg(stream, "RGB")),
+        np.asarray(imagecodecs.jpeg8_decode(stream, outcolorspace="RGB")),
+    ]
+
+
+def check_grid(path: Path, scale: float, channels: int = 3, most: int = 12) -> JpegGrid:
+    """Every decoder gives the pixels that the slide gives; at most so many tiles are compared."""
+    with Slide(path) as slide:
+        grid = slide.jpeg_grid(scale)
+        assert grid is not None
+        assert grid.shape[2] == channels
+        (rows, cols, _), (high, wide) = grid.shape, grid.chunk
+        places = [(row, col) for row in range(grid.tiles[0]) for col in range(grid.tiles[1])]
+        for row, col in places[:: -(-len(places) // most)] + places[-1:]:
+            size = min(high, rows - row * high), min(wide, cols - col * wide)
+            x, y = (round(n * grid.downsample) for n in (col * wide, row * high))
+            right = slide.read_scaled(x, y, size, scale)
+            stream = grid.encoded(row, col)
+            assert isinstance(stream, JpegStream)
+            for got in decoded_by_all(stream):
+                assert got.shape == (high, wide, 3)
+                assert np.abs(got[: size[0], : size[1]].astype(int) - right).max() <= 1
+        return grid
+
+
+def test_synthetic_and_real_slides(synthetic, real, both):
     assert max(differences(synthetic["ring"], 3)) == 0
+    for scale, size in [(1.0, (1600, 2304)), (2.0, (800, 1152))]:
+        grid = check_grid(synthetic["ring"], scale)
+        assert (grid.shape, grid.chunk) == ((*size, 3), (256, 256))
+    path = real / "CMU-1-Small-Region.svs"  # of abbreviated streams
+    assert max(differences(path)) == 0
+    grid = check_grid(path, 1.0)
+    assert (grid.shape, grid.chunk, grid.tiles) == ((2967, 2220, 3), (240, 240), (13, 10))
 
 
-def test_a_real_jpeg_slide_of_abbreviated_streams(real: Path, both: str) -> None:
-    assert max(differences(real / "CMU-1-Small-Region.svs")) == 0
-    assert max(differences(real / "bad" / "all-white.svs")) == 0
-
-
-def test_a_real_jpeg_2000_slide(real: Path) -> None:
+def test_a_real_jpeg_2000_slide(real):
     path = real / "tcga-cr-7395-01a-01-ts1.svs"
     assert max(differences(path)) == 0
+    with Slide(path) as slide:
+        assert slide.is_native(1.0)
+        assert slide.jpeg_grid(1.0) is None
     # its other level is 2.0005 times as coarse: openslide interpolates nearly everywhere
     source = OpenSlideFile(path)
     assert source.is_native(1)
@@ -89,37 +132,28 @@ def test_a_real_jpeg_2000_slide(real: Path) -> None:
         ("ycbcr", "YCBCR", "422"),
         ("ycbcr", "YCBCR", "444"),
         ("rgb", "RGB", "444"),
+        ("minisblack", "GRAYSCALE", "444"),
     ],
 )
-def test_colours_of_jpeg(
-    tmp_path: Path, both: str, photometric: str, colour: str, subsampling: str
-) -> None:
+def test_colours_of_jpeg(tmp_path, both, photometric, colour, subsampling):
+    grey = colour == "GRAYSCALE"
+    levels = [picture(900, 1100), picture(450, 550)]
     path = write_tiff(
         tmp_path / "a.tiff",
-        [picture(900, 1100), picture(450, 550)],
+        [level[..., 0] for level in levels] if grey else levels,
         lambda tile: jpeg(tile, colour, subsampling),
         photometric,
-        bigtiff=True,
+        bigtiff=not grey,
         subsampling={"420": (2, 2), "422": (2, 1), "444": (1, 1)}[subsampling],
         compressionargs={"outcolorspace": colour.lower()},
     )
-    with tifffile.TiffFile(path) as tiff:
-        assert tiff.pages.first.photometric.name == colour
     assert max(differences(path, 2)) == 0
-
-
-def test_grey_jpeg(tmp_path: Path, both: str) -> None:
-    path = write_tiff(
-        tmp_path / "a.tiff",
-        [picture(700, 600)[..., 0]],
-        photometric="minisblack",
-        encode=lambda tile: jpeg(tile, "GRAYSCALE"),
-    )
-    assert max(differences(path)) == 0
+    for scale in (1.0, 2.0):
+        check_grid(path, scale, channels=1 if grey else 3)
 
 
 @pytest.mark.parametrize("compression", [33003, 33005])
-def test_jpeg_2000_of_aperio(tmp_path: Path, compression: int) -> None:
+def test_jpeg_2000_of_aperio(tmp_path, compression):
     def encode(tile: Bytes) -> bytes:
         # 33003 holds Y, Cb, Cr as if they were any three channels
         return bytes(
@@ -138,34 +172,34 @@ def test_jpeg_2000_of_aperio(tmp_path: Path, compression: int) -> None:
     assert max(differences(path)) <= (1 if compression == 33003 else 0)
 
 
-def test_other_tiles_are_left_to_openslide(tmp_path: Path) -> None:
+def test_other_tiles_are_left_to_openslide(tmp_path):
     image = picture(600, 600)
-    kinds = {
-        "deflate": {"compression": "zlib"},
-        "raw": {},
-        "planes": {"planarconfig": "separate"},
-        "alpha": {"extrasamples": ["unassalpha"]},
-    }
-    for name, more in kinds.items():
-        pixels = image.transpose(2, 0, 1) if name == "planes" else image
-        if name == "alpha":
-            pixels = np.concatenate([image, np.full_like(image[..., :1], 255)], -1)
+    alpha = np.concatenate([image, np.full_like(image[..., :1], 255)], -1)
+    for name, pixels, more in [
+        ("deflate", image, {"compression": "zlib"}),
+        ("planes", image.transpose(2, 0, 1), {"planarconfig": "separate"}),
+        ("alpha", alpha, {"extrasamples": ["unassalpha"]}),
+    ]:
         path = tmp_path / f"{name}.tiff"
         tifffile.imwrite(path, pixels, tile=(256, 256), photometric="rgb", **more)
         with Slide(path) as slide:
             assert not slide.is_native(1.0)
+            assert slide.jpeg_grid(1.0) is None
             assert (slide.read_scaled(3, 5, (300, 200), 1.0) == image[5:305, 3:203]).all()
-
-
-def test_two_pages_of_one_size_are_left_to_openslide(tmp_path: Path) -> None:
-    path = write_tiff(tmp_path / "a.tiff", [picture(600, 600), picture(600, 600) // 2])
-    with Slide(path) as slide:
+    twice = write_tiff(tmp_path / "twice.tiff", [image, image // 2])  # two pages of one size
+    path = write_tiff(tmp_path / "jpeg.tiff", [image, image[::2, ::2]])
+    with Slide(twice) as slide, Slide(path, native=False) as slow, Slide(path) as fast:
         assert not slide.is_native(1.0)
+        assert not slow.is_native(1.0)
+        assert slow.jpeg_grid(1.0) is None
+        for x, y, rows, cols in BOXES:
+            got = slow.read_scaled(x, y, (rows, cols), 2.0)
+            assert (got == fast.read_scaled(x, y, (rows, cols), 2.0)).all()
+        for scale in (0.5, 1.5, 2.01, 4.0):
+            assert fast.jpeg_grid(scale) is None
 
 
-def test_a_level_whose_pixels_differ_is_left_to_openslide(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_level_whose_pixels_differ_is_left_to_openslide(tmp_path, monkeypatch):
     path = write_tiff(tmp_path / "a.tiff", [picture(600, 600)])
     with Slide(path) as slide:
         assert slide.is_native(1.0)
@@ -174,33 +208,47 @@ def test_a_level_whose_pixels_differ_is_left_to_openslide(
     monkeypatch.setattr(native, "decoder_of", lambda *_: wrong)
     with Slide(path) as slide:
         assert not slide.is_native(1.0)
+        assert slide.jpeg_grid(1.0) is None
         assert (slide.read_scaled(0, 0, (300, 300), 1.0) == right).all()
 
 
-def test_reading_without_it(synthetic: dict[str, Path]) -> None:
-    with Slide(synthetic["ring"], native=False) as slide, Slide(synthetic["ring"]) as fast:
-        assert not slide.is_native(1.0)
-        assert fast.is_native(1.0)
-        for x, y, rows, cols in BOXES:
-            got = slide.read_scaled(x, y, (rows, cols), 2.0)
-            assert (got == fast.read_scaled(x, y, (rows, cols), 2.0)).all()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_damage_is_found_as_openslide_finds_it(tmp_path: Path, both: str, seed: int) -> None:
-    path = write_tiff(tmp_path / "a.tiff", [picture(1024, 1024)])
+def pages(path: Path) -> list[tuple[list[int], list[int], int, int]]:
+    """Of each page the places and lengths of tiles, and where lengths stand and their bytes."""
     with tifffile.TiffFile(path) as tiff:
-        page = tiff.pages.first
-        places = list(zip(page.dataoffsets, page.databytecounts, strict=True))
+        tags = [page.tags["TileByteCounts"] for page in tiff.pages]
+        return [
+            (page.dataoffsets, page.databytecounts, tag.valueoffset, {3: 2, 4: 4, 16: 8}[tag.dtype])
+            for page, tag in zip(tiff.pages, tags, strict=True)
+        ]
+
+
+def spoil(path: Path, number: int, how: str) -> None:
+    """Make a tile missing, zero from the middle on, or end there though its own end is left."""
+    offsets, lengths, counts, size = pages(path)[0]
+    content = bytearray(path.read_bytes())
+    end, middle = offsets[number] + lengths[number], offsets[number] + lengths[number] // 2
+    if how == "missing":
+        content[counts + number * size : counts + (number + 1) * size] = bytes(size)
+    elif how == "zero":
+        content[middle:end] = bytes(end - middle)
+    else:
+        content[middle : middle + 2] = b"\xff\xd9"
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_damage_is_found_as_openslide_finds_it(tmp_path, both, seed):
+    path = write_tiff(tmp_path / "a.tiff", [picture(1024, 1024)])
+    offsets, lengths, *_ = pages(path)[0]
     content = bytearray(path.read_bytes())
     random = np.random.default_rng(seed)
     for number in (1, 6, 11, 14):  # not what the level is tried on
-        offset, length = places[number]
-        at = offset + int(random.integers(length // 4, length - 20))
+        end = offsets[number] + lengths[number]
+        at = offsets[number] + int(random.integers(lengths[number] // 4, lengths[number] - 20))
         kind = number % 3
         content[at : at + 8] = random.bytes(8) if kind else bytes(8)
         if kind == 2:
-            content[at : offset + length] = bytes(offset + length - at)
+            content[at:end] = bytes(end - at)
     path.write_bytes(content)
     failed = 0
     with Slide(path) as fast, Slide(path, native=False) as slow:
@@ -220,50 +268,47 @@ def test_damage_is_found_as_openslide_finds_it(tmp_path: Path, both: str, seed: 
     assert failed >= 1
 
 
-def without_tiles(path: Path, page: int, numbers: list[int]) -> None:
-    """Set byte counts of tiles to nothing."""
-    with tifffile.TiffFile(path) as tiff:
-        tag = tiff.pages[page].tags["TileByteCounts"]
-        size = {3: 2, 4: 4, 16: 8}[int(tag.dtype)]
-        place = tag.valueoffset
-    content = bytearray(path.read_bytes())
-    for number in numbers:
-        content[place + number * size : place + (number + 1) * size] = bytes(size)
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("aperio", [False, True])
-def test_missing_tiles_are_what_openslide_makes_of_them(
-    tmp_path: Path, both: str, aperio: bool
-) -> None:
-    path = write_tiff(
-        tmp_path / "a.svs",
-        [picture(1024, 1024), picture(512, 512)],
-        description="Aperio Image Library v11\r\n1024x1024 (256x256)|MPP = 0.5" if aperio else None,
-    )
-    without_tiles(path, 0, [6])
-    read = 0
+def test_missing_tiles_are_what_openslide_makes_of_them(tmp_path, both, aperio):
+    said = "Aperio Image Library v11\r\n1024x1024 (256x256)|MPP = 0.5" if aperio else None
+    levels = [picture(1024, 1024), picture(512, 512)]
+    path, read = write_tiff(tmp_path / "a.svs", levels, description=said), 0
+    spoil(path, 6, "missing")
     with Slide(path) as fast, Slide(path, native=False) as slow:
         assert fast.is_native(1.0) != aperio
         assert fast.is_native(2.0) != aperio
-        for scale, side in ((1.0, 1024), (2.0, 512)):
-            for x, y in [(256, 0), (512, 256), (500, 250), (0, 512)]:
-                if x / scale >= side:
-                    continue
-                try:
-                    right = slow.read_scaled(x, y, (256, 256), scale)
-                except SlideError:
-                    with pytest.raises(SlideError, match="damaged there"):
-                        fast.read_scaled(x, y, (256, 256), scale)
-                else:
-                    read += 1
-                    assert (fast.read_scaled(x, y, (256, 256), scale) == right).all()
+        for scale, x, y in product((1.0, 2.0), (256, 500, 512), (0, 250, 256)):
+            try:
+                right = slow.read_scaled(x, y, (256, 256), scale)
+            except SlideError:
+                with pytest.raises(SlideError, match="damaged there"):
+                    fast.read_scaled(x, y, (256, 256), scale)
+            else:
+                read += 1
+                assert (fast.read_scaled(x, y, (256, 256), scale) == right).all()
     assert read >= 4
 
 
-def test_decoded_tiles_are_kept_within_bounds(
-    synthetic: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", ["missing", "zero", "ended"])
+def test_a_stream_that_is_missing_or_damaged_is_an_error(tmp_path, both, how):
+    path = write_tiff(tmp_path / "a.tiff", [picture(1024, 1024)])
+    spoil(path, 6, how)
+    with Slide(path) as slide:
+        grid = slide.jpeg_grid(1.0)
+        assert grid is not None
+        for row, col in [(1, 2), (1, 2)]:
+            with pytest.raises(SlideError, match=r"cannot read slide .* at x=512, y=256 \(level 0"):
+                grid.encoded(row, col)
+        assert len(grid.encoded(1, 1)) > 1000
+        with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
+            writer.add(grid.box(0, 256, 0, 512))
+            with pytest.raises(SlideError, match="at x=512, y=256"):
+                writer.add(grid.box(256, 512, 512, 1024))
+            writer.add(grid.box(512, 768, 512, 1024))
+    assert len(ShardDataset(tmp_path / "set")) == 2
+
+
+def test_decoded_tiles_are_kept_within_bounds(synthetic, monkeypatch):
     decoded: list[int] = []
     original = native.NativeTiles._decoded
 
@@ -285,7 +330,7 @@ def test_decoded_tiles_are_kept_within_bounds(
     source.close()
 
 
-def test_reading_moves_no_position_in_the_file(synthetic: dict[str, Path]) -> None:
+def test_reading_moves_no_position_in_the_file(synthetic):
     """Processes that were forked share it, and one would get the bytes of the other."""
     with Slide(synthetic["ring"]) as slide:
         assert slide.is_native(1.0)
@@ -297,7 +342,7 @@ def test_reading_moves_no_position_in_the_file(synthetic: dict[str, Path]) -> No
         assert file.tell() == position
 
 
-def test_a_tile_that_says_it_is_larger_than_its_file_is_left_to_openslide(tmp_path: Path) -> None:
+def test_a_tile_that_says_it_is_larger_than_its_file_is_left_to_openslide(tmp_path):
     """As many bytes were asked for as it said, and that was more memory than there is."""
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, picture(96, 96), tile=(32, 32), compression="jpeg")
@@ -311,3 +356,47 @@ def test_a_tile_that_says_it_is_larger_than_its_file_is_left_to_openslide(tmp_pa
     with pytest.raises(ValueError, match="beyond the end of the file"):
         tiles.stream(0, 0)
     tiles.close()
+
+
+def test_boxes_begin_at_tiles(synthetic):
+    with Slide(synthetic["ring"]) as slide:
+        grid = slide.jpeg_grid(1.0)
+        assert grid is not None
+        box = grid.box(256, 900, 512, 2304)
+        assert (box.shape, box.tiles) == ((644, 1792, 3), (3, 7))
+        inner = box.box(256, 300, 256, 512)
+        assert (inner.shape, inner.tiles) == ((44, 256, 3), (1, 1))
+        assert box.encoded(1, 1) == inner.encoded(0, 0) == grid.encoded(2, 3)
+        for row, col in [(3, 0), (0, 7), (-1, 0)]:
+            with pytest.raises(IndexError, match="of 3 x 7"):
+                box.encoded(row, col)
+        for wrong in [(0, 10, 5, 10), (128, 256, 0, 256)]:
+            with pytest.raises(ValueError, match="within a tile of 256 x 256"):
+                grid.box(*wrong)
+        for wrong in [(0, 0, 0, 10), (0, 1601, 0, 10), (-256, 0, 0, 10), (0, 10, 0, 2305)]:
+            with pytest.raises(ValueError, match="not inside 1600 x 2304"):
+                grid.box(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "boxes"),
+    [
+        ("tiles", [(256, 768, 512, 1024), (0, 512, 0, 512), (1024, 1536, 1792, 2304)]),
+        ("regions", [(256, 1600, 512, 2304), (0, 100, 256, 300)]),
+    ],
+)
+def test_tiles_of_a_slide_go_into_shards_as_they_are(synthetic, tmp_path, kind, boxes):
+    out = tmp_path / "set"
+    with Slide(synthetic["ring"]) as slide, ShardWriter(out, kind=kind, codec="jpeg") as writer:
+        grid = slide.jpeg_grid(1.0)
+        assert grid is not None
+        slide.close()  # it is opened again
+        for box in boxes:
+            writer.add(grid.box(*box), slide=slide.name, xy=(box[2], box[0]))
+        writer.close()
+        data = ShardDataset(out)
+        for number, (row0, row1, col0, col1) in enumerate(boxes):
+            right = slide.read_scaled(col0, row0, (row1 - row0, col1 - col0), 1.0)
+            got = data.read(number)
+            assert got.shape == right.shape
+            assert np.abs(got.astype(int) - right).max() <= 1

@@ -1,49 +1,50 @@
+"""Who reads which file, what files say that nobody can read, and files that are let go."""
+
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
 
-import imagecodecs
 import numpy as np
-import numpy.typing as npt
+import openslide
 import pytest
 import tifffile
 from PIL import Image
 
-from spatialdl.data import ShardDataset
 from spatialdl.errors import SlideError
-from spatialdl.slides.command import main
+from spatialdl.slides.reading import handles as handles_module
+from spatialdl.slides.reading import openslide_file, plain_image
+from spatialdl.slides.reading.handles import Handles
 from spatialdl.slides.reading.opening import open_source
-from spatialdl.slides.reading.openslide_file import OpenSlideFile
+from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
 from spatialdl.slides.reading.plain_image import PlainImage
 from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.reading.tiff_check import missing_part
 from tests.slides.dicom_series import uid, write_annotation, write_series
-from tests.slides.tiled_tiffs import picture
+from tests.slides.tiled_tiffs import picture, write_tiff
 
 IMAGE = np.zeros((300, 400, 3), np.uint8)
+APERIO = "Aperio Image Library v11.2.1\r\n512x512 (256x256) JPEG/RGB Q=70|AppMag = 20|MPP = 0.5"
 
 
-def test_openslide_is_asked_first(tmp_path: Path) -> None:
+def test_openslide_is_asked_first(tmp_path):
     tifffile.imwrite(tmp_path / "tiled.tif", IMAGE, photometric="rgb", tile=(256, 256))
     tifffile.imwrite(tmp_path / "striped.tif", IMAGE, photometric="rgb", rowsperstrip=32)
-    Image.fromarray(IMAGE).save(tmp_path / "a.png")
-    for name, kind in [
-        ("tiled.tif", OpenSlideFile),
-        ("striped.tif", PlainImage),
-        ("a.png", PlainImage),
-    ]:
+    Image.fromarray(IMAGE).save(tmp_path / "a.svs", format="png")  # the suffix does not matter
+    kinds = {"tiled.tif": OpenSlideFile, "striped.tif": PlainImage, "a.svs": PlainImage}
+    for name, kind in kinds.items():
         source = open_source(tmp_path / name)
         assert isinstance(source, kind)
         assert source.size == (300, 400)
-        assert (source.read(0, 0, 0, (300, 400), True) == 0).all()
+        first = source.read(3, 4, 0, (300, 390), True)
+        assert (first == 0).mean() > 0.9
+        assert source.release()  # it is opened when read, and again
+        assert (source.read(3, 4, 0, (300, 390), True) == first).all()
         source.close()
 
 
-def test_the_suffix_does_not_matter(tmp_path: Path) -> None:
-    Image.fromarray(IMAGE).save(tmp_path / "a.svs", format="png")
-    assert open_source(tmp_path / "a.svs").size == (300, 400)
-
-
-def test_folders_are_slides_if_they_are_one_series(tmp_path: Path) -> None:
+def test_folders_are_slides_if_they_are_one_series(tmp_path):
     files = write_series(tmp_path / "one", picture(200, 150), uid("a"))
     source = open_source(tmp_path / "one")
     assert source.size == (200, 150)
@@ -73,89 +74,168 @@ def test_folders_are_slides_if_they_are_one_series(tmp_path: Path) -> None:
         (b"II*\0" + bytes(60), "cut short or not supported"),
         (b"\x89PNG\r\n\x1a\n", "PNG is cut short"),
         (b"\xff\xd8\xff", "JPEG is cut short"),
+        ("bad/truncated-half.svs", "directory 0, at byte 1275950, is beyond the end"),
+        ("osp-unopenable.tiff", "Unsupported TIFF compression"),
+        (None, "no such file"),
     ],
 )
-def test_what_cannot_be_opened_says_why(tmp_path: Path, content: bytes, says: str) -> None:
-    path = tmp_path / "a b é.svs"
-    path.write_bytes(content)
+def test_what_cannot_be_opened_says_why(tmp_path, real, content, says):
+    path = real / content if isinstance(content, str) else tmp_path / "a b é.svs"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
     with pytest.raises(SlideError, match=says) as caught:
         open_source(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-Bytes = npt.NDArray[np.uint8]
+def test_a_handle_that_failed_is_opened_again(synthetic, monkeypatch):
+    source = OpenSlideFile(synthetic["ring"], native=False)
+    right = source.read(500, 400, 0, (50, 60), True)
+    failing, original = [1, 3, 4], openslide.OpenSlide.read_region
+    calls = iter(range(100))
 
+    def fails(self: openslide.OpenSlide, *place: object) -> object:
+        if next(calls) in failing:
+            raise openslide.OpenSlideError("a bad day")
+        return original(self, *place)
 
-@pytest.fixture
-def image() -> Bytes:
-    random = np.random.default_rng(0).integers(0, 256, (70, 90, 3), np.uint8)
-    return np.asarray(Image.fromarray(random).resize((900, 700), Image.Resampling.BICUBIC))
-
-
-def test_boxes_are_those_of_the_image(tmp_path: Path, image: Bytes) -> None:
-    path = tmp_path / "a photo é.png"
-    path.write_bytes(imagecodecs.png_encode(image))
-    with Slide(path) as slide:
-        assert (slide.size, slide.downsamples) == ((700, 900), (1.0,))
-        assert (slide.read_scaled(0, 0, (700, 900), 1.0) == image).all()
-        assert (slide.read_scaled(13, 600, (100, 50), 1.0) == image[600:700, 13:63]).all()
-        corner = slide.read_scaled(-5, -7, (20, 30), 1.0)
-        assert (corner[7:, 5:] == image[:13, :25]).all()
-        assert (corner[:7] == 255).all()
-        assert (corner[:, :5] == 255).all()
-        assert (slide.read_scaled(2000, 0, (20, 30), 1.0) == 255).all()
-        thumbnail = slide.thumbnail(4.0)
-        assert thumbnail.image.shape == (175, 225, 3)
-        mean = image.reshape(175, 4, 225, 4, 3).mean((1, 3))
-        assert np.abs(thumbnail.image - mean).mean() < 4
-        with pytest.raises(SlideError, match="no micrometres per pixel"):
-            assert slide.mpp
-
-
-def test_transparent_pixels_are_white(tmp_path: Path, image: Bytes) -> None:
-    alpha = np.zeros(image.shape[:2], np.uint8)
-    alpha[:300], alpha[300:400] = 255, 128
-    path = tmp_path / "a.png"
-    path.write_bytes(imagecodecs.png_encode(np.dstack([image, alpha])))
-    with Slide(path) as slide:
-        got = slide.read_scaled(0, 0, image.shape[:2], 1.0)
-    assert (got[:300] == image[:300]).all()
-    assert (got[400:] == 255).all()
-    half = image[300:400].astype(float) * 128 / 255 + 255 - 128
-    assert np.abs(got[300:400] - half).max() <= 1
-
-
-def test_it_is_opened_when_read_and_again_after_it_was_released(
-    tmp_path: Path, image: Bytes
-) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(imagecodecs.png_encode(image))
-    source = open_source(path)
-    assert isinstance(source, PlainImage)
-    first = source.read(3, 4, 0, (10, 10), True)
-    assert source.release()
-    assert source._pixels is None
-    assert (source.read(3, 4, 0, (10, 10), True) == first).all()
+    monkeypatch.setattr(openslide.OpenSlide, "read_region", fails)
+    handles = []
+    for _ in range(2):  # the second fails once, and is read again
+        assert (source.read(500, 400, 0, (50, 60), True) == right).all()
+        handles.append(source._handle)
+    assert handles[0] is not handles[1]
+    with pytest.raises(SlideError, match=r"x=500, y=400 \(level 0\): a bad day; .* damaged there"):
+        source.read(500, 400, 0, (50, 60), True)
+    assert (source.read(500, 400, 0, (50, 60), False) == right).all()
     source.close()
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
-def test_the_command_cuts_plain_images(
-    tmp_path: Path, image: Bytes, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / f"photo.{suffix}"
-    Image.fromarray(image).save(path)
-    options = ["--tile-size", "256", "--min-tissue", "0", "--skip-errors"]
-    out = tmp_path / "set"
-    arguments = [str(path), "--out", str(out), *options, "--mpp", "0.5"]
-    assert main(arguments) == 1
-    assert "--slide-mpp" in capsys.readouterr().err
-    assert main([*arguments, "--slide-mpp", "0.5"]) == 0
-    data = ShardDataset(out)
-    assert len(data) == 6
-    right = np.asarray(Image.open(path).convert("RGB"))
-    for number, (tile, _) in enumerate(data):
-        sample = data.sample(number)
-        wanted = right[sample.y : sample.y + 256, sample.x : sample.x + 256]
-        assert (np.asarray(tile) == wanted).all()
+def test_it_is_not_released_while_it_is_read(synthetic):
+    from threading import Thread
+
+    source, answers = OpenSlideFile(synthetic["ring"]), []
+    with source._lock:
+        thread = Thread(target=lambda: answers.append(source.release()))
+        thread.start()
+        thread.join()
+    assert answers == [False]
+    assert source._handle is not None
+    source.close()
+
+
+def test_transparent_pixels_have_the_background(tmp_path):
+    path, image = tmp_path / "a.tiff", np.zeros((300, 300, 4), np.uint8)
+    image[:100, :, 3] = 255
+    more = {"photometric": "rgb", "extrasamples": ["assocalpha"]}
+    tifffile.imwrite(path, image, tile=(256, 256), **more)
+    source = OpenSlideFile(path)
+    got = source.read(0, 0, 0, (300, 400), True)
+    assert (got[:100, :300] == 0).all()
+    assert (got[100:] == 255).all()
+    assert (got[:, 300:] == 255).all()
+    source.close()
+    with openslide.OpenSlide(path) as raw:
+        blue = composited(raw.read_region((0, 0), 0, (300, 300)), (0, 0, 255))
+    assert (blue[200, 200] == (0, 0, 255)).all()
+
+
+def test_many_slides_are_read_with_few_files_open(synthetic, monkeypatch):
+    handles = Handles(3)
+    for module in (openslide_file, plain_image, handles_module):
+        monkeypatch.setattr(module, "HANDLES", handles)
+    before = open_files()
+    slides = [Slide(synthetic["ring"]) for _ in range(20)]
+    right = slides[0].read_scaled(600, 500, (100, 90), 1.0)
+    for _ in range(2):
+        for slide in slides:
+            assert slide.is_native(1.0)
+            assert (slide.read_scaled(600, 500, (100, 90), 1.0) == right).all()
+            assert slide.read_scaled(0, 0, (40, 40), 1.5).shape == (40, 40, 3)  # by openslide
+        assert len(handles) == 3
+        assert open_files() <= before + 3 * 3
+    for slide in slides:
+        slide.close()
+    assert len(handles) == 0
+    assert open_files() == before
+
+
+def open_files() -> int:
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        pytest.skip("open files are counted in /proc")
+    return len(os.listdir(folder))
+
+
+def directories(path: Path) -> list[int]:
+    with tifffile.TiffFile(path) as tiff:
+        return [page.offset for page in tiff.pages]
+
+
+@pytest.fixture(params=[False, True], ids=["classic", "big"])
+def aperio(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An Aperio slide of two levels, whose last directory is the end of the file."""
+    levels = [picture(512, 512), picture(256, 256)]
+    path = write_tiff(tmp_path / "a.svs", levels, description=APERIO, bigtiff=request.param)
+    with openslide.OpenSlide(path) as slide:
+        assert slide.properties["openslide.vendor"] == "aperio"
+    assert missing_part(path) == ""
+    return path
+
+
+def test_a_slide_without_its_last_directory_is_refused(aperio):
+    last, whole = directories(aperio)[-1], aperio.read_bytes()
+    for end, how in ((last, "is"), (last + 20, "extends"), (last + 100, "extends")):
+        aperio.write_bytes(whole[:end])
+        with pytest.raises(openslide.OpenSlideUnsupportedFormatError):
+            openslide.OpenSlide(aperio)
+        says = f"directory 1, at byte {last}, {how} beyond the end of the file, at byte {end}"
+        with pytest.raises(SlideError, match=says):
+            Slide(aperio, 0.5)
+    # with the tags of something else it is not a plain image
+    other = bytearray(whole)
+    other[last + 10 : last + 60] = bytes(50)
+    aperio.write_bytes(other)
+    with pytest.raises(SlideError, match="copy it again"):
+        Slide(aperio, 0.5)
+
+
+def test_directories_in_a_circle_are_refused(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, picture(64, 64), photometric="rgb", rowsperstrip=8)
+    raw = bytearray(path.read_bytes())
+    (start,) = directories(path)
+    (tags,) = struct.unpack_from("<H", raw, start)
+    struct.pack_into("<I", raw, start + 2 + 12 * tags, start)
+    path.write_bytes(raw)
+    assert "form a cycle" in missing_part(path)
+    with pytest.raises(SlideError, match="form a cycle"):
+        Slide(path, 0.5)
+
+
+def test_a_later_image_that_is_cut_short_is_noticed(tmp_path):
+    path = tmp_path / "a.tif"
+    with tifffile.TiffWriter(path) as tiff:
+        for _ in range(2):
+            tiff.write(picture(64, 64), photometric="rgb", rowsperstrip=8, metadata=None)
+    assert missing_part(path) == ""
+    with tifffile.TiffFile(path) as tiff:
+        end = sum((tiff.pages[1].dataoffsets[-1], tiff.pages[1].databytecounts[-1]))
+    path.write_bytes(path.read_bytes()[: end - 1])
+    with pytest.raises(
+        SlideError, match=rf"image 1 ends at byte {end}, the file at byte {end - 1}"
+    ):
+        Slide(path, 0.5)
+
+
+def test_a_region_exported_by_imagescope_is_a_plain_image(tmp_path):
+    path, image = tmp_path / "a.tif", picture(64, 64)
+    more = {"photometric": "rgb", "rowsperstrip": 8, "metadata": None}
+    tifffile.imwrite(path, image, description=APERIO, **more)
+    with Slide(path, 0.5) as slide:
+        assert (slide.read_scaled(0, 0, (64, 64), 1.0) == image).all()
+        assert "has strips instead of tiles" in slide.remark
+    tifffile.imwrite(path, image, **more)
+    with Slide(path, 0.5) as slide:
+        assert slide.remark == ""

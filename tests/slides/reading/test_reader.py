@@ -1,3 +1,5 @@
+"""Pixels at any place and resolution, thumbnails, and which resolution that is."""
+
 from __future__ import annotations
 
 from math import ceil
@@ -10,21 +12,11 @@ import tifffile
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.reading.resolution import mpp_of, power_of
+from spatialdl.slides.reading.wanted import Wanted
 
 
-def tiff(path: Path, mpp: tuple[float, float] | None = (0.5, 0.5), size: int = 512) -> Path:
-    """A slide of one level, a gradient."""
-    image = np.zeros((size, size, 3), np.uint8)
-    image[..., 0] = np.linspace(0, 255, size)[None]
-    image[..., 1] = np.linspace(0, 255, size)[:, None]
-    more = {}
-    if mpp is not None:
-        more = {"resolution": (1e4 / mpp[0], 1e4 / mpp[1]), "resolutionunit": "CENTIMETER"}
-    tifffile.imwrite(path, image, tile=(256, 256), photometric="rgb", **more)
-    return path
-
-
-def test_native_pixels_are_those_of_openslide(synthetic: dict[str, Path]) -> None:
+def test_native_pixels_are_those_of_openslide(synthetic):
     with Slide(synthetic["ring"]) as slide, openslide.OpenSlide(synthetic["ring"]) as raw:
         assert slide.size == (1600, 2304)
         assert slide.mpp == pytest.approx(0.5)
@@ -35,7 +27,7 @@ def test_native_pixels_are_those_of_openslide(synthetic: dict[str, Path]) -> Non
             assert (slide.read(800, 400, (50, 80), mpp) == wanted).all()
 
 
-def test_other_resolutions_are_resampled_from_a_finer_level(synthetic: dict[str, Path]) -> None:
+def test_other_resolutions_are_resampled_from_a_finer_level(synthetic):
     with Slide(synthetic["strand"]) as slide:
         native = slide.read(512, 512, (600, 900), 0.5).astype(float)
         got = slide.read(512, 512, (200, 300), 1.5)
@@ -46,9 +38,7 @@ def test_other_resolutions_are_resampled_from_a_finer_level(synthetic: dict[str,
         assert enlarged.shape == (64, 32, 3)
 
 
-def test_a_large_read_is_the_same_in_parts(
-    synthetic: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_read_is_the_same_in_parts(synthetic, monkeypatch):
     # each part was resampled by itself once: its first and last rows differed by up to 60 levels
     for scale in (3.0, 3.37, 0.71):
         with monkeypatch.context() as small, Slide(synthetic["ring"]) as slide:
@@ -60,7 +50,7 @@ def test_a_large_read_is_the_same_in_parts(
         assert np.abs(whole.astype(int) - parts).max() <= 1
 
 
-def test_outside_is_background_and_not_black(synthetic: dict[str, Path]) -> None:
+def test_outside_is_background_and_not_black(synthetic):
     with Slide(synthetic["ring"]) as slide:
         assert (slide.read(-600, -600, (64, 64), 0.5) == 255).all()
         corner = slide.read(2304 - 10, 1600 - 10, (20, 20), 0.5)
@@ -69,46 +59,63 @@ def test_outside_is_background_and_not_black(synthetic: dict[str, Path]) -> None
         assert corner[:10, :10].max() < 255
 
 
-def test_resolution_is_checked(tmp_path: Path) -> None:
-    for mpp, says in [
-        ((353.0, 353.0), r"has 353 x 353 .* not between 0.05 and 20; .*--slide-mpp"),
-        ((0.001, 0.001), "not between"),
-        ((0.5, 0.25), "0.5 micrometres per pixel horizontally and 0.25 vertically.*--slide-mpp"),
-    ]:
-        with Slide(tiff(tmp_path / "a.tiff", mpp)) as slide, pytest.raises(SlideError, match=says):
-            assert slide.mpp
-    with Slide(tiff(tmp_path / "b.tiff", None)) as slide:
-        with pytest.raises(SlideError, match=r"has no micrometres per pixel .*--slide-mpp"):
-            assert slide.mpp
-        assert slide.read_scaled(0, 0, (2, 3), 1.0).shape == (2, 3, 3)
-    with Slide(tmp_path / "b.tiff", mpp=0.3) as slide:
-        assert slide.mpp == 0.3
+def says(x: str | None, y: str | None = None, power: str | None = None) -> dict[str, str]:
+    """What openslide tells of a slide."""
+    names = ("openslide.mpp-x", "openslide.mpp-y", "openslide.objective-power")
+    return {name: value for name, value in zip(names, (x, y, power), strict=True) if value}
+
+
+def test_pixels_nearly_square_have_the_mean_and_a_remark():
+    assert mpp_of(says("0.25", "0.25"), PATH) == (0.25, "")
+    assert mpp_of(says("0.25", "0.2510"), PATH).remark == ""
+    mpp, remark = mpp_of(says("0.25", "0.26"), PATH)
+    assert mpp == pytest.approx(0.255)
+    assert "0.25 micrometres horizontally, 0.26 vertically; using 0.255" in remark
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "match"),
+    [
+        *((wrong, wrong, r"a\.svs has .*--slide-mpp") for wrong in ("0", "-1", "nan", "inf", "x")),
+        ("353", "353", r"has 353 x 353 .* not between 0.05 and 20; .*--slide-mpp"),
+        ("0.001", "0.001", "not between"),
+        ("0.25", "0.27", r"0\.25 micrometres .* and 0\.27 vertically.*--slide-mpp"),
+        ("0.5", None, r"has no micrometres per pixel .*--slide-mpp, or a column mpp"),
+        (None, None, r"has no micrometres per pixel .*--slide-mpp"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(x, y, match):
+    with pytest.raises(SlideError, match=match):
+        mpp_of(says(x, y), PATH)
+
+
+def test_resolutions_and_powers_of_slides(real, synthetic):
+    good = real / "CMU-1-Small-Region.svs"
+    with Slide(good) as slide:  # 0.499 at 20x
+        assert (slide.mpp, slide.name, slide.objective_power) == (0.499, good.stem, 20)
+        assert [Wanted(mag=power).scale(slide) for power in (20, 10, 20.1)] == [1, 2, 1]
+        with pytest.raises(SlideError, match="taken at 20x and cannot give 40x; set 20 or"):
+            Wanted(mag=40).scale(slide)
+    with Slide(synthetic["ring"]) as slide:  # 0.5, and no objective named
+        assert Wanted(mag=5).scale(slide) == 4
+    with Slide(good, mpp=0.25) as slide:  # what is given counts
+        assert slide.mpp == 0.25
+        assert Wanted(mag=20).scale(slide) == 2
     with pytest.raises(ValueError, match="not between"):
-        Slide(tmp_path / "b.tiff", mpp=500)
+        Slide(good, mpp=500)
+    with Slide(real / "tcga-cr-7395-01a-01-ts1.svs") as slide:
+        assert slide.known_mpp is None  # and a level needs none
+        assert Wanted(level=1).scale(slide) == slide.downsamples[1]
+        with pytest.raises(SlideError, match="levels 0 to 1, and no level 2"):
+            Wanted(level=2).scale(slide)
+        for wanted in (Wanted(mpp=0.5), Wanted(mag=20)):
+            with pytest.raises(SlideError, match="--slide-mpp"):
+                wanted.scale(slide)
+    for power, right in {"40": 40, "0": None, "x": None, "nan": None, "100000": None}.items():
+        assert power_of(says("1", "1", power)) == right
 
 
-def test_files_that_are_no_slides_say_what_they_are(tmp_path: Path) -> None:
-    lfs = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
-    whole = tiff(tmp_path / "whole.tiff").read_bytes()
-    for name, content, says in [
-        ("empty.svs", b"", "is empty"),
-        ("lfs.svs", lfs.encode(), "git lfs pull"),
-        ("text.svs", b"slide,label\n", "text file"),
-        ("other.svs", bytes(range(256)) * 4, "does not support this format"),
-        ("cut.tiff", whole[: len(whole) // 2], "Short read.*copy it again"),
-        ("head.tiff", whole[:9], "cut short"),
-    ]:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(SlideError, match=says) as caught:
-            Slide(tmp_path / name)
-        assert name in str(caught.value)
-    with pytest.raises(SlideError, match="no such file"):
-        Slide(tmp_path / "missing.svs")
-    with pytest.raises(SlideError, match="it is a folder"):
-        Slide(tmp_path)
-
-
-def test_a_bad_place_does_not_spoil_the_others(real: Path) -> None:
+def test_a_bad_place_does_not_spoil_the_others(real):
     good = real / "CMU-1-Small-Region.svs"
     with Slide(real / "bad" / "corrupt-some-tiles.svs") as slide, Slide(good) as whole:
         places = [(x, y) for y in range(0, 2880, 240) for x in range(0, 2160, 240)]
@@ -128,7 +135,7 @@ def same(slide: Slide, whole: Slide, x: int, y: int) -> bool:
     return True
 
 
-def test_a_thumbnail_goes_around_bad_places(real: Path) -> None:
+def test_a_thumbnail_goes_around_bad_places(real):
     good = real / "CMU-1-Small-Region.svs"
     with Slide(real / "bad" / "corrupt-some-tiles.svs") as slide, Slide(good) as whole:
         thumbnail, right = slide.thumbnail(16.0), whole.thumbnail(16.0)
@@ -142,9 +149,7 @@ def test_a_thumbnail_goes_around_bad_places(real: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 16.0, 5.3])
-def test_a_thumbnail_shows_the_slide_up_to_its_edge_and_nothing_else(
-    tmp_path: Path, scale: float
-) -> None:
+def test_a_thumbnail_shows_the_slide_up_to_its_edge_and_nothing_else(tmp_path, scale):
     for side in range(96, 113):
         image = np.full((side, side + 5, 3), 7, np.uint8)
         tifffile.imwrite(tmp_path / "a.tiff", image, tile=(32, 32), photometric="rgb")
@@ -156,38 +161,13 @@ def test_a_thumbnail_shows_the_slide_up_to_its_edge_and_nothing_else(
         assert thumbnail.seen.all()
 
 
-def test_a_slide_that_reads_nowhere_is_missing_everywhere(real: Path) -> None:
-    with Slide(real / "osp-unreadable.svs") as slide:
-        assert slide.thumbnail(1.0).missing.all()
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("bad/truncated-half.svs", "cut short"),
-        ("bad/empty.svs", "is empty"),
-        ("osp-unopenable.tiff", "Unsupported TIFF compression"),
-        ("SOURCES.md", "text file"),
-    ],
-)
-def test_bad_real_files_are_refused(real: Path, name: str, says: str) -> None:
-    with pytest.raises(SlideError, match=says):
-        Slide(real / name)
-
-
-def test_resolution_of_real_slides(real: Path) -> None:
-    with Slide(real / "CMU-1-Small-Region.svs") as slide:
-        assert slide.mpp == 0.499
-        assert slide.name == "CMU-1-Small-Region"
-    for name in ("bad/no-mpp.svs", "tcga-cr-7395-01a-01-ts1.svs", "osp-boxes.tiff"):
-        with Slide(real / name) as slide, pytest.raises(SlideError, match="--slide-mpp"):
-            assert slide.mpp
-
-
-def test_where_the_scanned_part_begins(synthetic: dict[str, Path]) -> None:
+def test_where_the_scanned_part_begins(synthetic):
     with Slide(synthetic["ring"]) as slide:
         assert slide.scanned_from == (0, 0)
         slide._source.properties |= {"openslide.bounds-x": "320", "openslide.bounds-y": "64"}
         assert slide.scanned_from == (320, 64)
         slide._source.properties["openslide.bounds-y"] = "?"
         assert slide.scanned_from == (0, 0)
+
+
+PATH = Path("a.svs")

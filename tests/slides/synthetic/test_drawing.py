@@ -1,3 +1,5 @@
+"""Drawn slides: the same for a seed, of tissue that has kinds."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,10 +12,14 @@ from scipy import ndimage
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.synthetic.drawing import (
     APART,
-    ARRANGEMENTS,
     KINDS,
     Crescents,
     write_synthetic_slide,
+)
+from spatialdl.slides.synthetic.fields import Waves
+from spatialdl.slides.synthetic.staining import (
+    colour_table,
+    rgb,
 )
 
 
@@ -22,7 +28,7 @@ def pixels(path: Path) -> np.ndarray:
         return slide.read_scaled(0, 0, slide.size, 1.0)
 
 
-def test_openslide_reads_levels_and_resolution(synthetic: dict[str, Path]) -> None:
+def test_openslide_reads_levels_and_resolution(synthetic):
     for path in synthetic.values():
         with openslide.OpenSlide(path) as slide:
             assert slide.level_dimensions == ((2304, 1600), (1152, 800), (576, 400), (288, 200))
@@ -31,42 +37,34 @@ def test_openslide_reads_levels_and_resolution(synthetic: dict[str, Path]) -> No
             assert slide.properties["openslide.level[0].tile-width"] == "256"
 
 
-def test_a_slide_follows_from_its_seed(tmp_path: Path) -> None:
-    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        write_synthetic_slide(tmp_path / name, "ring", size=(600, 500), seed=seed)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
-
-
-def test_blocks_meet_without_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "spatialdl.slides.synthetic.drawing._BLOCK"
+def test_a_slide_follows_from_its_seed_and_blocks_meet_without_a_seam(tmp_path, monkeypatch):
     for kind in KINDS:
-        seen = []
-        for block in ((768, 1024), (256, 512)):
-            monkeypatch.setattr(module, block)
-            write_synthetic_slide(tmp_path / "slide", kind, size=(600, 800), seed=2)
-            seen.append(pixels(tmp_path / "slide").astype(int))
+        for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+            write_synthetic_slide(tmp_path / name, kind, size=(600, 500), seed=seed)
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr("spatialdl.slides.synthetic.drawing._BLOCK", (256, 512))
+            write_synthetic_slide(tmp_path / "b", kind, size=(600, 500), seed=3)
         # sums of waves are rounded differently in blocks of another size
-        assert np.abs(seen[0] - seen[1]).mean() < 0.05
+        one, other = (pixels(tmp_path / name).astype(int) for name in "ab")
+        assert np.abs(one - other).mean() < 0.05
 
 
-def test_half_to_most_of_it_is_tissue(synthetic: dict[str, Path]) -> None:
+def test_kinds_have_the_same_colours_and_other_structures(synthetic):
+    means, spreads = [], []
     for path in synthetic.values():
-        image = pixels(path).astype(int)
+        image = pixels(path)
         glass = (image.min(-1) > 235) & (np.ptp(image, axis=-1) < 8)
         assert 0.25 < glass.mean() < 0.5  # lumens are a little pink
         assert glass[0].all()
-
-
-def test_kinds_have_the_same_colours(synthetic: dict[str, Path]) -> None:
-    means, spreads = [], []
-    for path in synthetic.values():
-        image = pixels(path).reshape(-1, 3).astype(float)
-        tissue = image[image[:, 1] < 215]
+        tissue = image[image[..., 1] < 215].astype(float)
         means.append(tissue.mean(0))
         spreads.append(tissue.std(0))
     np.testing.assert_allclose(*means, atol=6)
     np.testing.assert_allclose(*spreads, atol=6)
+    assert 80 < longest_lumen(synthetic["ring"]) < 220
+    assert longest_lumen(synthetic["strand"]) > 350
 
 
 def longest_lumen(path: Path) -> float:
@@ -81,11 +79,6 @@ def longest_lumen(path: Path) -> float:
     return reach
 
 
-def test_kinds_differ_in_structure(synthetic: dict[str, Path]) -> None:
-    assert 80 < longest_lumen(synthetic["ring"]) < 220
-    assert longest_lumen(synthetic["strand"]) > 350
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -94,9 +87,7 @@ def test_kinds_differ_in_structure(synthetic: dict[str, Path]) -> None:
         ({"kind": "ring", "mpp": 0.0}, "must be positive"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    tmp_path: Path, arguments: dict[str, object], says: str
-) -> None:
+def test_wrong_arguments_are_refused(tmp_path, arguments, says):
     with pytest.raises(ValueError, match=says):
         write_synthetic_slide(tmp_path / "a.tiff", **arguments)
     assert list(tmp_path.iterdir()) == []
@@ -122,47 +113,32 @@ def crescents(seed: int, facing: bool) -> list[tuple[float, float, float]]:
 
 
 def test_pairs_face_each_other_or_look_away():
-    for seed in range(20):
+    for seed in range(5):
         for facing in (True, False):
-            for _, col, lean in crescents(seed, facing):
+            found = crescents(seed, facing)
+            for _, col, lean in found:
                 on_the_left = col < (SIDE - APART) / 2 + 260
                 opens_right = lean < 0  # its mass is where it is closed
                 assert opens_right == (on_the_left == facing)
+            # as many open to either side
+            assert (len(found), sum(lean < 0 for _, _, lean in found)) == (8, 4)
 
 
-def test_as_many_open_to_either_side():
-    for facing in (True, False):
-        leans = [lean for _, _, lean in crescents(0, facing)]
-        assert len(leans) == 8
-        assert sum(lean < 0 for lean in leans) == 4
+def test_a_field_is_the_same_wherever_one_looks_from():
+    field = Waves(np.random.default_rng(0), 300.0, 0.3, 12)
+    rows, cols = np.arange(0.0, 2000, 4), np.arange(0.0, 3000, 4)
+    whole = field(rows, cols)
+    np.testing.assert_allclose(field(rows[100:200], cols[50:60]), whole[100:200, 50:60], atol=1e-4)
+    assert abs(float(whole.mean())) < 0.2
+    assert 0.7 < float(whole.std()) < 1.3
 
 
-def test_small_windows_look_alike(tmp_path: Path):
-    """Colours, and where in a window of 256 pixels crescents of either side stand."""
-    means = []
-    for kind in ARRANGEMENTS:
-        write_synthetic_slide(tmp_path / "slide.tif", kind, (SIDE, SIDE), seed=5)
-        with Slide(tmp_path / "slide.tif") as slide:
-            image = slide.read_scaled(0, 0, slide.size, 1.0).astype(float)
-        means.append(image.mean((0, 1)))
-        assert (image[:64].min(-1) < 235).mean() > 0.9  # no border tells where a window lies
-    assert np.abs(means[0] - means[1]).max() < 1.5
-
-    places: dict[tuple[bool, bool], list[float]] = {}
-    for seed in range(150):
-        for facing in (True, False):
-            for _, col, lean in crescents(seed, facing):
-                places.setdefault((facing, lean < 0), []).append((col + 52) % 256)
-    for opens_right in (True, False):
-        shares = [
-            np.histogram(places[facing, opens_right], 4, (0, 256))[0] / 600
-            for facing in (True, False)
-        ]
-        assert np.abs(shares[0] - shares[1]).max() < 0.1
-
-
-def test_a_slide_of_any_size(tmp_path: Path):
-    for size in ((300, 4000), (700, 900)):
-        write_synthetic_slide(tmp_path / "slide.tif", "facing", size)
-        with Slide(tmp_path / "slide.tif") as slide:
-            assert slide.size == size[::-1] or slide.size == size
+def test_more_stain_is_darker_and_none_is_glass():
+    colours = rgb(colour_table(np.random.default_rng(0))).reshape(256, 256, 3).astype(int)
+    assert colours[0, 0].min() > 235
+    assert (np.diff(colours, axis=0) <= 0).all()
+    assert (np.diff(colours, axis=1) <= 0).all()
+    red, green, blue = colours[160, 60]  # a nucleus
+    assert green < red < blue
+    red, green, blue = colours[0, 120]  # stroma
+    assert green < blue < red

@@ -1,0 +1,323 @@
+"""What a batch is given: slides and their names, labels, options; what a slide is known by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spatialdl.slides.batch import identity
+from spatialdl.slides.batch.finding_slides import find_slides, slide_names, storable
+from spatialdl.slides.batch.identity import sampled_digest, slide_key
+from spatialdl.slides.batch.labels import SlideLabel, read_labels
+from spatialdl.slides.batch.options import SETTINGS, WHOLE_TILE, parsed, settings_of
+from spatialdl.slides.reading.reader import Slide
+
+
+def test_slides_are_found_in_folders(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "folder.svs").mkdir()
+    for name in ("b.SVS", "a.tiff", "notes.txt", "more/a.tiff", "more/c"):
+        (tmp_path / name).touch()
+    assert find_slides([tmp_path, tmp_path / "a.tiff", tmp_path / "more" / "c"]) == [
+        tmp_path / "a.tiff",
+        tmp_path / "b.SVS",
+        tmp_path / "more" / "c",
+    ]
+    found = find_slides([tmp_path], recursive=True)
+    assert found == [tmp_path / "a.tiff", tmp_path / "b.SVS", tmp_path / "more" / "a.tiff"]
+
+
+def test_what_is_given_twice_is_cut_once_and_what_is_not_there_refused(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.svs").touch()
+    (tmp_path / "link.svs").symlink_to(tmp_path / "deep" / "a.svs")
+    given = [tmp_path / "deep" / "a.svs", tmp_path / "link.svs", tmp_path / "deep/../deep/a.svs"]
+    assert find_slides(given) == given[:1]
+    (tmp_path / "link.svs").unlink()
+    with pytest.raises(ValueError, match=r"cannot find slide .*none\.svs: there is no such file"):
+        find_slides([tmp_path / "none.svs"])
+    with pytest.raises(ValueError, match=r"has no slides in it .* --recursive"):
+        find_slides([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (
+            ["x/a.svs", "x/b.svs", "x/b.tiff", "y/b.tiff", "y/A.svs"],
+            ["x_a.svs", "b.svs", "x_b.tiff", "y_b.tiff", "y_A.svs"],
+        ),
+        (["a.svs", "A.svs"], None),  # differ by capitals only
+        (["x/a.svs", "y/a.svs", "z/x_a.svs.tiff"], None),  # made up, it is somebody's
+    ],
+)
+def test_names_are_as_short_as_tells_them_apart(tmp_path, paths, names):
+    found = list(slide_names([tmp_path / path for path in paths]).values())
+    assert names in (None, found)
+    assert len({name.casefold() for name in found}) == len(paths)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/etc/passwd", "a/b", "..", ".", "a\0b", "x" * 300, "\ud800", "é"]
+)
+def test_a_name_is_that_of_one_file(tmp_path, name):
+    stored = storable(name)
+    (tmp_path / f"{stored}.json").touch()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{stored}.json"]
+    assert storable(stored) == stored
+
+
+def test_names_that_are_changed_stay_apart():
+    names = ["a/b", "a_b", "a\0b", "/a/b", "../a", ".", ".."]
+    assert len({storable(name) for name in names}) == len(names)
+    assert storable("a_b") == "a_b"
+
+
+def test_a_key_tells_all_that_decides_on_tiles(tmp_path, small, monkeypatch):
+    beside = tmp_path / "mask.png"
+    beside.write_bytes(b"one")
+    (tmp_path / "moved.tiff").write_bytes((small / "a.tiff").read_bytes())
+    label, settings = SlideLabel("x", "train"), {"mpp": 0.5, "filter": {"pen": 0.1}}
+    with (
+        Slide(small / "a.tiff") as a,
+        Slide(small / "b.tiff") as b,
+        Slide(tmp_path / "moved.tiff") as moved,
+    ):
+        keys = [
+            slide_key(a, "a", None, settings),
+            slide_key(b, "a", None, settings),
+            slide_key(a, "b", None, settings),
+            slide_key(a, "a", label, settings),
+            slide_key(a, "a", label._replace(label="y"), settings),
+            slide_key(a, "a", label._replace(split="val"), settings),
+            slide_key(a, "a", label._replace(mpp=0.25), settings),
+            slide_key(a, "a", None, {**settings, "mpp": 1.0}),
+            slide_key(a, "a", None, settings, [beside]),
+        ]
+        beside.write_bytes(b"two")
+        keys.append(slide_key(a, "a", None, settings, [beside]))
+        assert slide_key(a, "a", None, dict(reversed(settings.items()))) == keys[0]
+        assert slide_key(moved, "a", None, settings) == keys[0]
+        monkeypatch.setattr(identity, "CUTTING_VERSION", -1)
+        keys.append(slide_key(a, "a", None, settings))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**20 + 1, 20 * 2**20])
+def test_a_digest_sees_length_start_middle_and_end(tmp_path, size):
+    path, found = tmp_path / "a", set()
+    content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    places = sorted({0, 19 * size * 7 // 300 + 3, size - 1}) if size > 9 else range(size)
+    for place in (None, *places):
+        other = content.copy()
+        if place is not None:
+            other[place] ^= 1
+        path.write_bytes(other.tobytes())
+        found.add(sampled_digest(path))
+    path.write_bytes(content.tobytes() + b"\0")
+    found.add(sampled_digest(path))
+    assert len(found) == len(places) + 2
+
+
+SLIDES = [Path("x/a.svs"), Path("y/b.1.tiff")]
+
+
+def write_labels(folder: Path, text: str) -> Path:
+    path = folder / "labels.csv"
+    path.write_bytes(text.encode("utf-8"))
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "slide,label,split\na.svs,good,train\nb.1,bad,val\n",
+        "\ufeffslide,label,split\r\na,good,train\r\nb.1.tiff,bad,val\r\n",
+        "split, label ,slide,note\ntrain, good ,a,x\nval,bad,b.1,\n\n",
+    ],
+)
+def test_slides_are_named_with_or_without_suffix(tmp_path, text):
+    assert read_labels(write_labels(tmp_path, text), SLIDES) == {
+        SLIDES[0]: SlideLabel("good", "train"),
+        SLIDES[1]: SlideLabel("bad", "val"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no column slide, label, split"),
+        ("slide,label\na,b\n", "has no column split"),
+        ("slide;label;split\na;b;train\n", "its first line is 'slide;label;split'"),
+        ("slide,label,split\na,g,train\nb.1,g,val\nc,g,val\n", "names c, which is not among"),
+        ("slide,label,split\na,g,train\n", r"no line for b\.1\.tiff"),
+        ("slide,label,split\na,g,train\na.svs,g,val\n", "line 3.*is a duplicate"),
+        ("slide,label,split\na,,train\n", "line 2: label is empty"),
+        ("slide,label,split\na,g\n", "line 2: split is empty"),
+        ("slide,label,split\na,g,validation\n", "'validation', expected train, val, test"),
+        ("slide,label,split\n\0,g,train\n", "is not"),
+        (b"\xff\xfe\0s", "not a UTF-8 text file"),
+        (None, "No such file"),
+    ],
+)
+def test_mistakes_in_labels_are_named(tmp_path, text, says):
+    path = tmp_path / "labels.csv"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=says) as caught:
+        read_labels(path, SLIDES)
+    assert "labels.csv" in str(caught.value)
+
+
+def test_labels_may_be_empty_where_classes_come_from_elsewhere(tmp_path):
+    for text in ("slide,label,split\na,,train\nb.1,x,val\n", "split,slide\ntrain,a\nval,b.1\n"):
+        found = read_labels(write_labels(tmp_path, text), SLIDES, classes=False)
+        assert {path: label.split for path, label in found.items()} == {
+            SLIDES[0]: "train",
+            SLIDES[1]: "val",
+        }
+        assert found[SLIDES[0]].label == ""
+        with pytest.raises(ValueError, match="label"):
+            read_labels(write_labels(tmp_path, text), SLIDES)
+    with pytest.raises(ValueError, match="has no column split"):
+        read_labels(write_labels(tmp_path, "slide\na\n"), SLIDES, classes=False)
+
+
+def test_a_name_that_fits_two_slides_needs_its_suffix(tmp_path):
+    slides = [Path("a.svs"), Path("a.tiff")]
+    head = "slide,label,split\n"
+    with pytest.raises(ValueError, match=r"is ambiguous: a\.svs, a\.tiff"):
+        read_labels(write_labels(tmp_path, head + "a,g,train\n"), slides)
+    found = read_labels(write_labels(tmp_path, head + "a.svs,g,train\na.tiff,h,val\n"), slides)
+    assert found[slides[1]].label == "h"
+
+
+def test_every_slide_without_a_line_is_named(tmp_path):
+    slides = [Path(f"{number:02}.svs") for number in range(30)]
+    path = write_labels(tmp_path, "slide,label,split\n07,good,train\n")
+    with pytest.raises(ValueError, match="29 slides") as caught:
+        read_labels(path, slides)
+    assert all(slide.name in str(caught.value) for slide in slides if slide.stem != "07")
+    found = read_labels(path, slides, unlabelled="skip")
+    assert found == {slides[7]: SlideLabel("good", "train")}
+
+
+GIVEN = ["a.svs", "--out", "set", "--mpp", "0.5"]
+TILES = [*GIVEN, "--tile-size", "256"]
+
+
+def test_what_is_not_said():
+    options = parsed(TILES)
+    assert {
+        **{"slides": [Path("a.svs")], "codec": "raw", "quality": 90, "format": "shards", "jobs": 1},
+        **{"min_tissue": 0.5, "shard_size": 512 * 2**20, "overlap": 0, "background": "auto"},
+        **dict.fromkeys(("mag", "level", "labels", "stripes", "mask_dir", "annotations"), None),
+        **dict.fromkeys(("stain_normalise", "stain_reference"), None),
+        **{"edge": "drop", "filter": {}, "recursive": False},
+        **dict.fromkeys(("dry_run", "overwrite", "skip_errors", "whole"), False),
+    }.items() <= vars(options).items()
+    # a whole region has tiles to tell colours of
+    options = parsed([*GIVEN, "--whole", "--stripes", "3"])
+    assert (options.whole, options.tile_size, options.stripes) == (True, WHOLE_TILE, 3)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--stain-normalise", "macenko", "--format", "coords"],
+        ["--stain-normalise", "macenko", "--codec", "jpeg-native"],
+        ["--whole", "--format", "coords"],
+        ["--whole", "--overlap", "8"],
+        ["--whole", "--filter", "pen"],
+        ["--whole", "--edge", "shift"],
+        ["--whole", "--unannotated", "drop", "--annotations", "drawn"],
+        ["--edge", "pad", "--format", "coords"],
+        ["--edge", "pad", "--codec", "jpeg-native"],
+        ["--edge", "shift", "--codec", "jpeg-native"],
+        ["--stripes", "2"],
+    ],
+)
+def test_options_that_do_not_go_together(more):
+    given = GIVEN if "--whole" in more else TILES
+    with pytest.raises(ValueError, match=r"cannot be combined|add --whole") as caught:
+        parsed([*given, *more])
+    assert more[0] in str(caught.value)
+    parsed([*given, *more[2:]] if more[0] != "--whole" else [*given, "--whole"])
+
+
+def test_tiles_outside_of_annotations_need_annotations():
+    with pytest.raises(ValueError, match="requires --annotations"):
+        parsed([*TILES, "--unannotated", "background"])
+    drawn = [*TILES, "--annotations", "drawn"]
+    plain, drop, background = (
+        settings_of(parsed([*drawn, *more]), ["a"])
+        for more in ([], ["--unannotated", "drop"], ["--unannotated", "background"])
+    )
+    assert plain == drop  # so that data sets are added to as before
+    assert background == {**plain, "unannotated": "background"}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--jobs", "0"], "'0' is not a whole number of at least 1"),
+        (["--jobs", "²"], "'²' is not a whole number"),
+        (["--quality", "0"], "'0' is not a JPEG quality from 1 to 100"),
+        (["--quality", "101"], "'101' is not a JPEG quality"),
+        (["--codec", "png"], "invalid choice: 'png'"),
+        (["--format", "zarr"], "invalid choice: 'zarr'"),
+        (["--shard-size", "1P"], "'1P' is not a size such as 256M or 1G"),
+        (["--whole"], "not allowed with argument --tile-size"),
+        (["--filter", "green"], "unknown filter 'green', expected one of black, white, pen, blur"),
+        (["--mag", "20"], "not allowed with argument --mpp"),
+        (["--level", "-1"], "'-1' is not a level"),
+        *(
+            ([option, value], f"argument {option}: '{value}' is not")
+            for option, value in [
+                *(("--tile-size", "0"), ("--tile-size", "2.5"), ("--mpp", "0"), ("--mpp", "353")),
+                *(("--mag", "0"), ("--min-tissue", "1.5"), ("--min-tissue", "nan")),
+                *(("--slide-mpp", "x"), ("--shard-size", "0"), ("--shard-size", "lots")),
+                *(("--stripe-count", "0"), ("--stripe-count", "all"), ("--stripe-size", "65K")),
+            ]
+        ),
+    ],
+)
+def test_mistakes(more, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parsed([*TILES, *more])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_sizes():
+    given = {"1": 1, "3k": 3072, "2M": 2**21, "1GiB": 2**30, " 5 KB ": 5120}
+    for text, size in given.items():
+        assert parsed([*TILES, "--shard-size", text]).shard_size == size
+
+
+def test_settings_survive_json_and_tell_what_decides_on_tiles():
+    settings = settings_of(parsed([*TILES, "--filter", "pen,blur=0.5"]), ["a", "b"])
+    assert json.loads(json.dumps(settings)) == settings
+    assert set(SETTINGS) < set(settings)
+    assert settings["classes"] == ["a", "b"]
+    others = [
+        ["--codec", "jpeg"],
+        ["--min-tissue", "0.4"],
+        ["--overlap", "8"],
+        ["--filter", "pen"],
+        ["--shard-size", "1M"],
+        ["--mask-dir", "."],
+        ["--annotations", "."],
+        ["--stain-normalise", "macenko"],
+        ["--format", "coords"],
+        ["--slide-mpp", "0.5"],
+        ["--background", "dark"],
+    ]
+    found = [settings_of(parsed([*TILES, *more]), []) for more in others]
+    assert all(one != two for one in found for two in found if one is not two)
+    # who does the work, and where, does not matter
+    for more in (["--jobs", "3"], ["--overwrite"], ["--skip-errors"], ["--recursive"]):
+        assert settings_of(parsed([*TILES, *more]), []) == settings_of(parsed(TILES), [])

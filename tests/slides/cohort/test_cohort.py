@@ -1,0 +1,204 @@
+"""What is measured and shown of the slides of a cohort."""
+
+from __future__ import annotations
+
+import csv
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from scipy import ndimage
+
+from spatialdl.slides.cohort.describing import main
+from spatialdl.slides.cohort.measuring import MEASURES, SlideMeasures, measure_slide, measure_slides
+from spatialdl.slides.cohort.outliers import outlying
+from spatialdl.slides.cohort.page import members_of, save_cohort
+from spatialdl.slides.command import main as tile
+
+
+def test_slides_labels_tiles_and_predictions_meet(tmp_path, synthetic, capsys):
+    slides = synthetic["ring"].parent
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label,split,patient\nring.tiff,ring,train,p\nstrand,strand,val,q\n")
+    tiles = tmp_path / "set"
+    words = ["--tile-size", "256", "--level", "0", "--labels", str(labels)]
+    assert tile([str(slides), "--out", str(tiles), *words]) == 0
+    (tmp_path / "predictions").mkdir()
+    (tmp_path / "predictions" / "slides.csv").write_text(
+        "slide,tiles,predicted,probability_ring\nring,3,strand,0.123456\nstrand,4,strand,0.2\n"
+    )
+    more = ["--tiles", str(tiles), "--predictions", str(tmp_path / "predictions")]
+    out = tmp_path / "new" / "cohort"
+    assert main([str(slides), "--labels", str(labels), *more, "--out", str(out)]) == 0
+    assert "ring: predicted strand, the label is ring" in capsys.readouterr().out
+    with (out / "cohort.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["slide"] for row in rows] == ["ring", "strand"]
+    assert rows[0]["probability_ring"] == "0.1235"
+    assert rows[0]["patient"] == "p"
+    assert float(rows[0]["tiles"]) > 10
+    assert (out / "cohort.html").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--labels", "/nowhere.csv"], "cannot read /nowhere.csv"),
+        (
+            ["--predictions", "/nowhere"],
+            "cannot read /nowhere/slides.csv as a prediction table",
+        ),
+        (["--tiles", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_misuse_is_refused_before_slides_are_measured(tmp_path, synthetic, capsys, more, message):
+    out = tmp_path / "out"
+    assert main([str(synthetic["ring"]), *more, "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def write(path: Path, image: np.ndarray, mpp: float | None = 0.5) -> Path:
+    pixels = 1e4 / (mpp or 0.5)
+    more = {"resolution": (pixels, pixels), "resolutionunit": "CENTIMETER"} if mpp else {}
+    tifffile.imwrite(path, image, tile=(64, 64), photometric="rgb", **more)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stained() -> np.ndarray:
+    """A quarter of it is noise of the colour of hematoxylin, the rest is glass."""
+    image = np.full((800, 1200, 3), 245, np.uint8)
+    noise = np.random.default_rng(0).integers(-40, 40, (400, 600, 1))
+    image[200:600, 300:900] = np.clip(np.array([110, 70, 150]) + noise, 0, 255)
+    return image
+
+
+def test_tissue_has_its_area(tmp_path, stained):
+    found = measure_slide("a", write(tmp_path / "a.tif", stained))
+    assert found.problem == ""
+    assert found.numbers["tissue_percent"] == pytest.approx(25, abs=1.5)
+    assert found.numbers["mpp"] == pytest.approx(0.5)
+    area = 0.25 * 800 * 1200 * 0.5**2 / 1e6
+    assert found.numbers["tissue_mm2"] == pytest.approx(area, rel=0.06)
+    assert set(found.numbers) <= set(MEASURES)
+    assert found.scanner == "generic-tiff"
+
+
+def test_real_slides_are_measured_alike_by_processes(real):
+    slides = {
+        "good": real / "CMU-1-Small-Region.svs",
+        "part": real / "bad" / "corrupt-some-tiles.svs",
+        "none": real / "bad" / "truncated-half.svs",
+    }
+    found = measure_slides(slides, jobs=2, progress=False)
+    assert [one.name for one in found] == list(slides)
+    assert found == measure_slides(slides, progress=False)
+    assert found[0].scanner == "aperio CPAPERIOCS"
+    assert found[0].numbers["tissue_mm2"] == pytest.approx(0.6, abs=0.1)
+    assert "cannot be read" in found[1].problem
+    assert "cannot open" in found[2].problem
+
+
+def test_what_is_blurred_or_paler_measures_so(tmp_path, stained):
+    sharp, smooth, pale = (
+        measure_slide(name, write(tmp_path / f"{name}.tif", image.astype(np.uint8))).numbers
+        for name, image in {
+            "sharp": stained,
+            "smooth": ndimage.gaussian_filter(stained, (4, 4, 0)),
+            "pale": 255 - (255 - stained.astype(float)) * 0.5,
+        }.items()
+    )
+    assert smooth["blur"] > sharp["blur"] + 0.2
+    assert pale["brightness"] > sharp["brightness"] + 30
+    assert pale["hematoxylin"] < sharp["hematoxylin"]
+
+
+def test_glass_and_what_cannot_be_read_have_no_numbers(tmp_path):
+    image = np.full((300, 300, 3), 245, np.uint8)
+    found = measure_slide("a", write(tmp_path / "a.tif", image, mpp=None))
+    assert found.numbers == {"tissue_percent": 0.0}
+    assert found.picture
+    (tmp_path / "a.svs").write_bytes(b"no slide")
+    found = measure_slide("a", tmp_path / "a.svs")
+    assert "a.svs" in found.problem
+    assert found.numbers == {}
+
+
+def cohort(**columns: list[float]) -> list[SlideMeasures]:
+    rows = zip(*columns.values(), strict=True)
+    return [
+        SlideMeasures(
+            str(k), None, {n: v for n, v in zip(columns, row, strict=True) if not isnan(v)}
+        )
+        for k, row in enumerate(rows)
+    ]
+
+
+def test_one_slide_stands_out_and_the_others_do_not():
+    blur = [0.3, 0.31, 0.29, 0.33, 0.7, 0.32, float("nan")]
+    found = outlying(cohort(blur=blur, mpp=[0.5, 0.5, 0.5, 0.25, 0.5, 0.5, 0.5]))
+    assert [list(scores) for scores in found] == [[], [], [], ["mpp"], ["blur"], [], []]
+    assert found[4]["blur"] == pytest.approx((0.7 - 0.315) / (1.4826 * 0.015))
+    assert found[3]["mpp"] < -3.5
+
+
+def test_areas_are_compared_by_factors():
+    areas = [1.0, 2, 4, 8, 16, 32, 64]
+    assert outlying(cohort(tissue_mm2=areas)) == [{}] * 7
+    assert list(outlying(cohort(brightness=[*areas[:6], 400.0]))[6]) == ["brightness"]
+
+
+@pytest.mark.parametrize("values", [[0.5] * 6, [0.1, 0.2, 0.3, 9.0], [float("nan")] * 6])
+def test_alike_few_or_unknown_values_have_no_outliers(values):
+    assert outlying(cohort(mpp=values)) == [{}] * len(values)
+
+
+def measured_slides() -> tuple[list[SlideMeasures], dict[str, dict[str, str]]]:
+    measured = [
+        SlideMeasures(f"s{k}", Path(f"{k}.svs"), {"blur": 0.3 + k / 100, "mpp": 0.5}, "aperio X")
+        for k in range(6)
+    ]
+    measured.append(SlideMeasures("far", Path("f.svs"), {"blur": 0.9, "mpp": 0.5}, "aperio X"))
+    measured.append(SlideMeasures("<b>", Path("b.svs"), problem="cannot open <it>"))
+    facts = {
+        f"s{k}": {"label": "ab"[k % 2], "split": ("train", "val")[k // 4], "patient": f"p{k // 2}"}
+        for k in range(6)
+    }
+    facts["s5"]["predicted"] = "a"
+    facts["s4"]["predicted"] = "a"
+    return measured, facts
+
+
+def test_the_oddest_come_first():
+    members = members_of(*measured_slides())
+    assert [member.measures.name for member in members[:3]] == ["<b>", "s5", "far"]
+    assert members[0].remarks == ["cannot open <it>"]
+    assert members[1].remarks == ["predicted a, the label is b"]
+    assert members[2].remarks[0].startswith("blur is high: 0.9")
+    assert not any(member.remarks for member in members[3:])
+
+
+def test_page_and_table_have_all_slides(tmp_path):
+    members = members_of(*measured_slides())
+    save_cohort(tmp_path, members)
+    with (tmp_path / "cohort.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["slide"] for row in rows] == [member.measures.name for member in members]
+    assert rows[2]["blur"] == "0.9"
+    assert rows[0]["remarks"] == "cannot open <it>"
+    page = (tmp_path / "cohort.html").read_text()
+    assert "<title>Cohort of 8 slides</title>" in page
+    assert "cannot open &lt;it&gt;" in page
+    assert "<b>" not in page.replace("<body>", "")
+    assert page.count("<svg") == 1
+    flat = page.replace("\n", "")
+    assert '<td>patients</td><td class="number">2</td><td class="number">1</td>' in flat
+    assert '<td>slides</td><td class="number">4</td><td class="number">2</td>' in flat
+
+
+def test_nothing_that_is_known_is_no_reason_to_have_no_page(tmp_path):
+    save_cohort(tmp_path, members_of([SlideMeasures("a", None, problem="gone")], {}))
+    assert "gone" in (tmp_path / "cohort.html").read_text()

@@ -1,0 +1,316 @@
+"""PNG, JPEG and striped TIFF as slides."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import zlib
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tifffile
+from PIL import Image
+
+from spatialdl.data import ShardDataset
+from spatialdl.errors import SlideError
+from spatialdl.slides.reading import plain_decoded, plain_tiff
+from spatialdl.slides.reading.plain_image import Header, PlainImage
+from spatialdl.slides.reading.reader import Slide
+from tests.slides.batch.batches import places, tile
+
+Bytes = npt.NDArray[np.uint8]
+GREY = np.add.outer(np.arange(120), np.arange(200) // 2).astype(np.uint8)
+RGB = np.stack(
+    [np.add.outer(np.arange(300) * a, np.arange(200) * b) for a, b in ((1, 2), (3, 1), (2, 5))], -1
+).astype(np.uint8)
+
+
+def whole(path: Path) -> np.ndarray:
+    with Slide(path) as slide:
+        part = slide.read_scaled(37, 11, (90, 60), 1.0)
+        image = slide.read_scaled(0, 0, slide.size, 1.0)
+    assert (part == image[11:101, 37:97]).all()
+    return image
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+def test_kinds_of_png(tmp_path, mode):
+    picture = Image.fromarray(GREY).convert(mode)
+    picture.save(tmp_path / "a.png")
+    right = np.array(picture.convert("RGB"))
+    assert (whole(tmp_path / "a.png") == right).all()
+    if mode == "P":  # a transparent colour
+        picture.save(tmp_path / "a.png", transparency=3)
+        right[np.asarray(picture) == 3] = 255
+        assert (whole(tmp_path / "a.png") == right).all()
+
+
+@pytest.mark.parametrize(("mode", "progressive"), [("L", True), ("RGB", False), ("RGB", True)])
+def test_kinds_of_jpeg(tmp_path, mode, progressive):
+    path = tmp_path / "a.jpg"
+    Image.fromarray(GREY).convert(mode).save(path, progressive=progressive, comment="x" * 1000)
+    assert (whole(path) == np.asarray(Image.open(path).convert("RGB"))).all()
+
+
+def test_large_ones_are_decoded_into_a_file(tmp_path, monkeypatch):
+    picture = Image.fromarray(GREY).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    monkeypatch.setattr(plain_decoded, "IN_MEMORY", GREY.size * 3 - 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # nothing to do with it
+    pixels = plain_decoded.DecodedPixels(tmp_path / "a.png", plain_decoded.PNG)
+    assert pixels._spool is not None
+    assert (pixels.box(5, 50, 6, 70) == np.asarray(picture)[5:50, 6:70]).all()
+    pixels.close()
+    assert (whole(tmp_path / "a.png") == np.asarray(picture)).all()
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 0, 1000))
+    with pytest.raises(
+        SlideError, match=r"needs 0\.0 GB when decoded, and the temporary folder .*TMPDIR"
+    ):
+        Slide(tmp_path / "a.png")
+
+
+def png_of(rows: int, cols: int, bits: int = 8, colour: int = 2, interlaced: int = 0) -> bytes:
+    """A PNG of a header alone."""
+    header = struct.pack(">IIBBBBB", cols, rows, bits, colour, 0, 0, interlaced)
+    parts = [(b"IHDR", header), (b"IDAT", b""), (b"IEND", b"")]
+    chunks = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_what_is_not_read_is_named(tmp_path):
+    jpeg, cmyk, progressive = (tmp_path / f"{name}.jpg" for name in ("a", "cmyk", "prog"))
+    Image.fromarray(GREY).save(jpeg)
+    Image.fromarray(GREY).convert("CMYK").save(cmyk)
+    Image.fromarray(GREY).convert("RGB").save(progressive, progressive=True)
+    content = bytearray(progressive.read_bytes())
+    frame = content.index(b"\xff\xc2")
+    content[frame + 5 : frame + 9] = struct.pack(">HH", 60000, 60000)
+    for name, data, says in [
+        ("16.png", png_of(5, 5, bits=16), "16 bits per channel"),
+        ("zero.png", png_of(0, 5), "0 x 5 pixels"),
+        ("interlaced.png", png_of(60000, 60000, interlaced=1), "interlaced PNG needs 10.8 GB"),
+        ("cut.png", png_of(5, 5)[:20], "cut short in its header"),
+        ("huge.png", png_of(2**30, 2**30), "it needs 3458764513.8 GB when decoded"),
+        ("cut.jpg", jpeg.read_bytes()[:-200], "cut short: its end is missing"),
+        ("head.jpg", jpeg.read_bytes()[:30], "cut short"),
+        ("cmyk.jpg", cmyk.read_bytes(), "4 channels (CMYK)"),
+        ("prog.jpg", bytes(content), "progressive JPEG needs 21.6 GB of memory"),
+    ]:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SlideError, match=re.escape(says)) as caught:
+            Slide(tmp_path / name)
+        assert name in str(caught.value)
+
+
+def test_damaged_pixels_are_named_and_decoded_once(tmp_path, monkeypatch):
+    path, opened = tmp_path / "a.png", []
+    Image.fromarray(GREY).save(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    original = plain_decoded.DecodedPixels
+
+    def counted(path: Path, kind: plain_decoded.Kind) -> plain_decoded.DecodedPixels:
+        opened.append(path)
+        return original(path, kind)
+
+    monkeypatch.setattr(plain_decoded, "DecodedPixels", counted)
+    with Slide(path) as slide:
+        assert slide.thumbnail(1.0).missing.all()
+        with pytest.raises(SlideError, match="the PNG is damaged"):
+            slide.read_scaled(0, 0, (10, 10), 1.0)
+        with pytest.raises(SlideError, match="no micrometres per pixel"):
+            assert slide.mpp
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rowsperstrip": 32, "compression": "zlib", "predictor": True},
+        {"rowsperstrip": 50, "compression": "lzw", "bigtiff": True},
+        {"rowsperstrip": 50, "compression": "zlib", "planarconfig": "separate"},
+        {"planarconfig": "separate"},
+        {"rowsperstrip": 32, "byteorder": ">"},
+        {"rowsperstrip": 32, "compression": "jpeg"},
+    ],
+)
+def test_strips(tmp_path, more):
+    image = RGB.transpose(2, 0, 1) if "planarconfig" in more else RGB
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, image, photometric="rgb", **more)
+    right = tifffile.imread(path) if more.get("compression") == "jpeg" else RGB
+    assert (whole(path) == right).all()
+
+
+def test_kinds_of_colour(tmp_path):
+    path, grey = tmp_path / "a.tif", RGB[..., 0]
+    for kind, values in (("minisblack", grey), ("miniswhite", 255 - grey)):
+        tifffile.imwrite(path, grey, photometric=kind, rowsperstrip=16)
+        assert (whole(path) == values[..., None]).all()
+    picture = Image.fromarray(RGB).quantize(50)
+    picture.save(path)
+    assert (whole(path) == np.asarray(picture.convert("RGB"))).all()
+    for kind in ("assocalpha", "unassalpha"):
+        alpha = np.full((300, 200, 1), 255, np.uint8)
+        alpha[100:] = 0
+        image = np.concatenate([RGB * (alpha > 0) if kind == "assocalpha" else RGB, alpha], -1)
+        more = {"photometric": "rgb", "extrasamples": [kind], "rowsperstrip": 64}
+        tifffile.imwrite(path, image, **more)
+        got = whole(path)
+        assert (got[:100] == RGB[:100]).all()
+        assert (got[100:] == 255).all()
+
+
+def test_resolution_is_that_of_its_tags(tmp_path):
+    for unit, per, mpp in [("CENTIMETER", 20_000, 0.5), ("INCH", 101_600, 0.25)]:
+        path = tmp_path / f"{unit}.tif"
+        tifffile.imwrite(path, RGB, resolution=(per, per), resolutionunit=unit)
+        with Slide(path) as slide:
+            assert slide.mpp == pytest.approx(mpp)
+    tifffile.imwrite(path, RGB, resolution=(72, 72), resolutionunit="INCH")
+    with Slide(path) as slide, pytest.raises(SlideError, match=r"has 352\.8 x 352\.8"):
+        assert slide.mpp
+
+
+def test_tiffs_that_are_not_read_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.tif"
+    for image, photometric, says in [
+        (RGB.astype(np.uint16), "rgb", "16 bits per channel, supported are 8"),
+        (RGB.astype(np.float32), "rgb", "32 bits per channel"),
+        (RGB[..., 0] > 3, "minisblack", "1 bits per channel"),
+        (np.concatenate([RGB, RGB[..., :1]], -1), "separated", "SEPARATED with 4 channels"),
+    ]:
+        tifffile.imwrite(path, image, photometric=photometric)
+        with pytest.raises(SlideError, match=re.escape(says)):
+            Slide(path)
+    tifffile.imwrite(path, RGB, photometric="rgb", compression="zlib", rowsperstrip=300)
+    monkeypatch.setattr(plain_tiff, "_LARGEST_STRIP", 100_000)
+    with pytest.raises(SlideError, match=r"strip of the TIFF needs 0\.0 GB .* tiled TIFF"):
+        Slide(path)
+
+
+def test_a_damaged_strip_does_not_spoil_the_others(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, RGB, photometric="rgb", rowsperstrip=100, compression="zlib")
+    with tifffile.TiffFile(path) as tiff:
+        place = tiff.pages.first.dataoffsets[1]
+    content = bytearray(path.read_bytes())
+    content[place : place + 40] = bytes(40)
+    path.write_bytes(content)
+    with Slide(path) as slide:
+        assert (slide.read_scaled(0, 0, (100, 200), 1.0) == RGB[:100]).all()
+        with pytest.raises(SlideError, match=r"at x=0, y=50: .*damaged there"):
+            slide.read_scaled(0, 50, (100, 200), 1.0)
+        assert (slide.read_scaled(0, 200, (100, 200), 1.0) == RGB[200:]).all()
+    path.write_bytes(content[:-500])
+    with pytest.raises(SlideError, match="cut short"):
+        Slide(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_the_command_cuts_plain_images(tmp_path, suffix, quick, capsys):
+    random = np.random.default_rng(0).integers(0, 256, (70, 90, 3), np.uint8)
+    image = np.asarray(Image.fromarray(random).resize((900, 700), Image.Resampling.BICUBIC))
+    path, out = tmp_path / f"photo.{suffix}", tmp_path / "set"
+    Image.fromarray(image).save(path)
+    how = (path, "--out", out, "--tile-size", 256, "--min-tissue", 0, "--mpp", 0.5)
+    assert tile(*how, "--skip-errors") == 1
+    assert "--slide-mpp" in capsys.readouterr().err
+    assert tile(*how, "--slide-mpp", 0.5) == 0
+    data = ShardDataset(out)
+    assert len(data) == 6
+    for number, (x, y) in enumerate(places(out)):
+        assert (data.read(number) == image[y : y + 256, x : x + 256]).all()
+    with Slide(path) as slide:
+        thumbnail = slide.thumbnail(4.0)
+        mean = image.reshape(175, 4, 225, 4, 3).mean((1, 3))
+        assert np.abs(thumbnail.image - mean).mean() < 4
+
+
+class Array:
+    """Pixels in memory, of which some may be damaged."""
+
+    def __init__(self, image: Bytes, premultiplied: bool = False, damaged: int = 10**6) -> None:
+        self.shape = image.shape
+        self.premultiplied = premultiplied
+        self.open = True
+        self._image, self._damaged = image, damaged
+
+    def box(self, top: int, bottom: int, left: int, right: int) -> Bytes:
+        assert self.open
+        assert 0 <= top < bottom <= self.shape[0]
+        assert 0 <= left < right <= self.shape[1]
+        if bottom > self._damaged:
+            raise RuntimeError("no such block")
+        return self._image[top:bottom, left:right]
+
+    def close(self) -> None:
+        self.open = False
+
+
+def plain(opener: Callable[[], Array]) -> PlainImage:
+    return PlainImage(Path("a.png"), Header((30, 20), {}), opener)
+
+
+def drawn(channels: int) -> Bytes:
+    return np.random.default_rng(0).integers(0, 256, (30, 20, channels), np.uint8)
+
+
+def read(image: PlainImage, x: int, y: int, size: tuple[int, int]) -> Bytes:
+    return image.read(x, y, 0, size, again=True)
+
+
+@pytest.mark.parametrize("premultiplied", [False, True])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_colours_lie_over_white(channels, premultiplied):
+    given = drawn(channels)
+    if premultiplied and channels in (2, 4):
+        given[..., :-1] = np.minimum(given[..., :-1], given[..., -1:])
+    found = read(plain(lambda: Array(given, premultiplied)), 0, 0, (30, 20))
+    colours = (given if channels in (1, 3) else given[..., :-1]).astype(float)
+    expected = np.broadcast_to(colours, found.shape)
+    if channels in (2, 4):
+        alpha = given[..., -1:].astype(float)
+        weighted = colours if premultiplied else colours * alpha / 255
+        expected = weighted + 255 - alpha
+    assert np.abs(found - expected).max() <= (0.5 if channels in (2, 4) else 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "size"),
+    [(0, 0, (30, 20)), (3, 5, (7, 9)), (-4, -6, (40, 30)), (15, 25, (10, 10)), (-3, 28, (2, 5))],
+)
+def test_a_box_over_the_edge_is_white_beyond(x, y, size):
+    given = drawn(3)
+    around = np.full((130, 120, 3), 255, np.uint8)
+    around[50:80, 50:70] = given
+    found = read(plain(lambda: Array(given)), x, y, size)
+    assert (found == around[50 + y : 50 + y + size[0], 50 + x : 50 + x + size[1]]).all()
+
+
+def test_what_cannot_be_opened_is_tried_once_and_only_for_what_lies_inside():
+    tried = []
+
+    def opener() -> Array:
+        tried.append(1)
+        raise SlideError("the PNG is damaged")
+
+    image = plain(opener)
+    for x, y in [(20, 0), (0, 30), (-9, 0), (0, -9), (40, 50)]:
+        assert (read(image, x, y, (9, 9)) == 255).all()
+    assert tried == []
+    for _ in range(3):
+        with pytest.raises(SlideError, match="the PNG is damaged"):
+            read(image, 0, 0, (5, 5))
+    assert len(tried) == 1
