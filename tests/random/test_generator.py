@@ -92,16 +92,6 @@ def test_the_largest_number_is_one_step_of_the_dtype_below_one(
     assert largest == 1 - torch.finfo(dtype).eps / 2 < 1
 
 
-def test_normal_numbers_are_those_of_box_and_muller() -> None:
-    region = whole((40, 50))
-    first, second = (_bits(key_of(9, stream), torch.arange(2000)).double() for stream in (0, 1))
-    radius = (-2 * ((first + 1) / 2**53).log()).sqrt()
-    expected = (radius * (2 * math.pi * (second / 2**53)).cos()).view(40, 50)
-    numbers = normal(region, 9, torch.float64, CPU)
-    torch.testing.assert_close(numbers, expected, rtol=1e-12, atol=1e-12)
-    assert normal(region, 9, torch.float16, CPU).dtype == torch.float16
-
-
 def test_numbers_of_bits_that_are_all_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest normal one, of a logarithm of 0 + 1; what is impossible does not occur."""
     monkeypatch.setattr(generator, "_bits", lambda _, places: torch.zeros_like(places))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 import spatialdl
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, init_mesh, shard
 from spatialdl.models import resnet50
-from spatialdl.random import keyed
 from tests.mpi.equality import Operation
 from tests.mpi.spatial.test_families import FAMILIES, drawn
 from tests.mpi.spatial.test_views import VIEWS
@@ -332,35 +330,6 @@ def test_a_training_step_has_the_bits_of_one_process(one: Mesh) -> None:
         results.append([loss, *(p.grad.clone() for p in network.parameters()), *buffers])
     plain, ours = results
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
-class Dropping(nn.Module):
-    """Drops pixels, whole channels, and what is no longer split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(F.silu(self.norm(self.conv(x))), 0.4)
-        x = F.dropout2d(x * x.mean((2, 3), keepdim=True).sigmoid(), 0.3)
-        x = x + torch.randn_like(x) * 0.1
-        return self.head(F.dropout(F.adaptive_avg_pool2d(x, 1).flatten(1), 0.5))
-
-
-@pytest.mark.parametrize("is_keyed", [False, True])
-def test_random_numbers_are_those_of_all_ranks(is_keyed: bool) -> None:
-    torch.manual_seed(3)
-    network = Dropping().double()
-    results = []
-    for grid, comm in (((MPI.COMM_WORLD.size, 1), None), ((1, 1), MPI.COMM_SELF)):
-        torch.manual_seed(5)  # of new meshes, and of what is not split
-        mesh = init_mesh(grid, comm=comm)
-        with keyed(1, 2) if is_keyed else nullcontext():
-            results.append(network(shard(image(), mesh)))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
 def test_what_draws_without_a_handler_is_refused(one: Mesh) -> None:

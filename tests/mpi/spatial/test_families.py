@@ -86,6 +86,7 @@ FAMILIES: dict[str, Family] = {
     "transposed": lambda x, w, n: functional("conv_transpose", n)(x, w, stride=2, padding=1),
     "maximum": lambda x, w, n: functional("max_pool", n)(x, 3, 2, 1),
     "average": lambda x, w, n: functional("avg_pool", n)(x, 3, 2, 1),
+    "average of what there is": lambda x, w, n: functional("avg_pool", n)(x, 3, 2, 1, True, False),
     "powers": lambda x, w, n: functional("lp_pool", n)(x.sigmoid(), 2, 3, 2),
     "adaptive average": lambda x, w, n: functional("adaptive_avg_pool", n)(x, 3),
     "adaptive maximum": lambda x, w, n: functional("adaptive_max_pool", n)(x, 2),

@@ -123,7 +123,7 @@ CASES: Cases = {
             [],
         )
         for mode in ("replicate", "reflect")
-        for pads in ((5, -7), (-9, 6), (4, -8), (-3, 2), (6, 6))
+        for pads in ((5, -9), (-9, 6), (4, -8), (-3, 2))
     },
     "a convolution by unfold": (convolved, (2, 3, 9, 8), [(5, 3 * 9)]),
     "windows along both dims": (

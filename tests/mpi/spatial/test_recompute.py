@@ -18,7 +18,7 @@ from spatialdl.models import resnet18
 from spatialdl.spatial.deferred_gradients import DeferredGradients
 from spatialdl.spatial.deferred_layers import DeferWeightGradients
 from spatialdl.spatial.recompute import recompute
-from tests.mpi.equality import close, drawn, every_mesh
+from tests.mpi.equality import close, drawn
 
 
 class Block(nn.Module):
@@ -130,25 +130,6 @@ def test_checkpoints_of_ranks_without_pixels(size, reentrant, meshes: dict) -> N
         equal(grads(mesh), expected, f"{size} on {mesh.grid} ")
 
 
-def test_dropout_in_recomputed_blocks_drops_the_same(meshes: dict) -> None:
-    """Outside of `keyed` too, where ranks first agree on a seed in the middle of a block."""
-    for mesh in meshes.values():
-        x = shard(torch.rand(1, 4, 9, 8, dtype=torch.float64), mesh)
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout(), nn.Conv2d(4, 4, 3)) for _ in range(2))
-        ).double()
-        assert recompute_blocks(model) == ["0", "1"]
-        kept: list[Tensor] = []
-        for block in model:
-            block[1].register_forward_hook(
-                lambda _, __, y, kept=kept: kept.append(y.to_local() != 0)
-            )
-        model(x).sum().backward()
-        assert len(kept) == 4
-        assert torch.equal(kept[0], kept[3])  # backward begins at the end
-        assert torch.equal(kept[1], kept[2])
-
-
 def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) -> None:
     said: Counter[str] = Counter()
     for mesh in meshes.values():
@@ -175,40 +156,6 @@ def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) ->
         monkeypatch.undo()
         assert counts[0] == counts[1]
         assert mesh.grid == (1, 1) or counts[0]["all_reduce"] > 0
-
-
-def test_backward_may_come_twice(meshes: dict) -> None:
-    for mesh in meshes.values():
-        model = blocks(1, 2)
-        twin = copy.deepcopy(model)
-        recompute_blocks(twin)
-        x = shard(torch.rand(1, 4, 8, 9, dtype=torch.float64), mesh)
-        for network in (model, twin):
-            loss = network(x).square().sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-        for ours, plain in zip(twin.parameters(), model.parameters(), strict=True):
-            close(ours.grad, plain.grad, f"on {mesh.grid} ")
-
-
-@pytest.mark.parametrize("dims", [1, 3])
-def test_signals_and_volumes(dims: int) -> None:
-    torch.manual_seed(0)
-    convolution, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")
-    chain = [
-        nn.Sequential(convolution(4, 4, 3, stride, 1), norm(4), nn.Sigmoid()) for stride in (1, 2)
-    ]
-    model = nn.Sequential(*chain).double()
-    size = (9, 7, 6)[:dims]
-    expected = train(copy.deepcopy(model), size, None)
-    checkpointed = Checkpointed(model, reentrant=False)  # which updates statistics twice
-    expected_twice = train(copy.deepcopy(checkpointed), size, None)
-    for mesh in every_mesh(dims).values():
-        recomputed = copy.deepcopy(model)
-        recompute_blocks(recomputed)
-        equal(train(recomputed, size, mesh), expected, f"{size} on {mesh.grid} ")
-        found = train(copy.deepcopy(checkpointed), size, mesh)
-        equal(found, expected_twice, f"checkpoints of {size} on {mesh.grid} ")
 
 
 # --- weights that get their gradients later, without talking

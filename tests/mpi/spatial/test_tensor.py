@@ -86,6 +86,9 @@ POINTWISE: dict[str, Operation] = {
     "sigmoid": torch.sigmoid,
     "abs": abs,
     "power": lambda x: x**2,
+    "GELU": nn.GELU(),
+    "ELU": nn.ELU(),
+    "Softshrink": nn.Softshrink(),
     "clamp": lambda x: x.clamp(-0.5, 0.5),
     "where, compared": lambda x: torch.where(x > x.mean(), x, -x),
     "masked_fill": lambda x: x.masked_fill(x < 0, 1.0),
@@ -95,12 +98,6 @@ POINTWISE: dict[str, Operation] = {
     "full_like": lambda x: x * torch.full_like(x, 3.0),
     "dropout in evaluation": lambda x: F.dropout(x, 0.5, training=False),
 }
-ACTIVATIONS = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU),
-    *(nn.Sigmoid, nn.Hardsigmoid, nn.Hardswish, nn.Tanh, nn.Hardtanh, nn.Softplus, nn.Softsign),
-    *(nn.Tanhshrink, nn.Softshrink, nn.Hardshrink),
-)
-POINTWISE |= {kind.__name__: kind() for kind in ACTIVATIONS}
 IN_PLACE: dict[str, Operation] = {
     "relu_": torch.relu_,
     "ReLU6 inplace": nn.ReLU6(inplace=True),
