@@ -98,11 +98,7 @@ class Layer(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A vision transformer with a class token and embedded positions.
-
-    Args:
-        grid: tokens of the positions; others are interpolated.
-    """
+    """A vision transformer with a class token and embedded positions."""
 
     def __init__(
         self,
@@ -114,7 +110,7 @@ class Tokens(nn.Module):
         fused: bool = True,
     ) -> None:
         super().__init__()
-        self.patches, self.grid = nn.Conv2d(3, width, patch, patch), grid
+        self.patches = nn.Conv2d(3, width, patch, patch)
         self.cls_token = nn.Parameter(torch.randn(1, 1, width))
         self.pos_embed = nn.Parameter(torch.randn(1, 1 + grid[0] * grid[1], width))
         self.pos_drop = nn.Dropout(0.1)
@@ -124,20 +120,10 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x)
-        positions = self.positions(x.shape[-2:])
         x = x.flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = self.blocks(self.pos_drop(x + positions))
+        x = self.blocks(self.pos_drop(x + self.pos_embed))
         return self.head(self.norm(x)[:, 0])
-
-    def positions(self, size: torch.Size) -> Tensor:
-        if tuple(size) == self.grid:
-            return self.pos_embed
-        first, table = self.pos_embed[:, :1], self.pos_embed[:, 1:]
-        maps = table.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
-        maps = F.interpolate(maps, size=tuple(size), mode="bicubic", antialias=False)
-        table = maps.permute(0, 2, 3, 1).reshape(1, size[0] * size[1], -1)
-        return torch.cat([first, table], 1)
 
 
 class Windows(nn.Module):
@@ -246,7 +232,7 @@ NETWORKS: dict[str, Network] = {
     "unet3d": (lambda: unet3d(5, width=5, depth=2), (1, 17, 13, 11)),
     "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 40, 32)),
     "tokens": (Tokens, (3, 40, 32)),
-    "tokens of another size": (lambda: Tokens(fused=False), (3, 56, 24)),
+    "tokens, spelled out": (lambda: Tokens(fused=False), (3, 40, 32)),
     "swin": (lambda: Swin(fused=True), (3, 60, 52)),
     "mobile": (Mobile, (3, 36, 30)),
     "grouped": (Grouped, (3, 21, 18)),

@@ -263,7 +263,7 @@ NETWORKS: dict[str, Network] = {
     "a buffer that is copied into": (Kept, MAPS, ["before"], ()),
     "weights in products": (Multiplied, (2, 6), (), ["first"]),
     "a weight of two layers": (Tied, (3, 8), ["first.weight"], ()),
-    "single channels": (Chosen, MAPS, (), ()),
+    "single channels": (Chosen, (2, 3, 5, 4), (), ()),
     "tokens, positions and scales": (
         Beside,
         (2, 5, 6),

@@ -65,7 +65,8 @@ def spread(x: Tensor, over: tuple[int, ...]) -> Tensor:
 
 def waves(x: Tensor, *shape: int) -> Tensor:
     """Weights for so many columns of an image."""
-    return torch.arange(math.prod(shape), device=x.device).cos().view(shape).to(x.dtype)
+    numbers = torch.arange(math.prod(shape), device=x.device).cos() / max(shape) ** 0.5
+    return numbers.view(shape).to(x.dtype)
 
 
 def mixed_tokens(x: Tensor) -> Tensor:
@@ -122,6 +123,7 @@ FAMILIES: dict[str, Family] = {
     "roll": lambda x, w, n: x.roll(2, -1),
     "repeat": lambda x, w, n: x.repeat(1, 2, *(1,) * n),
     "chunks": lambda x, w, n: x.chunk(2, 1)[1].cos(),
+    "bicubic": lambda x, w, n: F.interpolate(x, size=(14, 5), mode="bicubic") if n == 2 else x,
     "stack": lambda x, w, n: torch.stack([x, x.cos()], 1),
     "huber": lambda x, w, n: F.huber_loss(x, x.sin(), delta=0.3),
     "cross entropy": lambda x, w, n: F.cross_entropy(x, x.detach().argmax(1)),

@@ -86,26 +86,10 @@ def squeeze(x: Tensor) -> Tensor:
     return F.pixel_shuffle(F.pixel_unshuffle(x, 4).sin(), 4)
 
 
-def unshuffled(x: Tensor) -> Tensor:
-    """As `rearrange` of einops moves blocks of 2 voxels into channels."""
-    n, c, d, h, w = x.shape
-    blocks = x.reshape(n, c, d // 2, 2, h // 2, 2, w // 2, 2)
-    return blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(n, 8 * c, d // 2, h // 2, w // 2)
-
-
-def shuffled(x: Tensor) -> Tensor:
-    """And back."""
-    n, c, d, h, w = x.shape
-    blocks = x.reshape(n, c // 8, 2, 2, 2, d, h, w).permute(0, 1, 5, 2, 6, 3, 7, 4)
-    return blocks.reshape(n, c // 8, 2 * d, 2 * h, 2 * w)
-
-
 SHUFFLED: dict[str, tuple[Operation, tuple[int, ...]]] = {
     "down to a pixel": (squeeze, (1, 1, 4, 4)),
     "down to a row": (squeeze, (1, 1, 4, 12)),
     **{f"channels in {n}": (nn.ChannelShuffle(n), (2, 6, 5, 7)) for n in (1, 2, 3, 6)},
-    "voxels to channels": (unshuffled, (2, 3, 6, 8, 12)),
-    "channels to voxels": (shuffled, (2, 16, 7, 6, 9)),
 }
 
 

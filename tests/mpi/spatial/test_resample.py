@@ -88,22 +88,14 @@ def has_a_wrong_gradient(
 
 
 WRONG: list[tuple[str, object, dict]] = [
-    *(
-        (mode, (2, 1.04), {"align_corners": False, "antialias": antialias})
-        for mode in SMOOTH
-        for antialias in (False, True)
-    ),
-    *(
-        (mode, scale, {"align_corners": corners, "antialias": antialias})
-        for mode, scale, corners, antialias in (
-            ("bilinear", (1.04, 2), None, True),
-            ("bilinear", (1.04, 1.04), True, False),
-            ("bilinear", (2, 1), False, True),
-            ("bicubic", (1.04, 1.04), None, False),
-            ("bicubic", (1.04, 1.04), True, True),
-            ("bicubic", (2, 1), None, False),
-        )
-    ),
+    ("bilinear", (2, 1.04), {"antialias": False}),
+    ("bilinear", (2, 1.04), {"antialias": True}),
+    ("bilinear", (1.04, 1.04), {"align_corners": True}),
+    ("bilinear", (2, 1), {"antialias": True}),
+    ("bicubic", (2, 1.04), {"antialias": True}),
+    ("bicubic", (1.04, 1.04), {"antialias": False}),
+    ("bicubic", (1.04, 1.04), {"align_corners": True, "antialias": True}),
+    ("bicubic", (2, 1), {"antialias": False}),
     *((mode, s, {}) for mode in ("nearest", "nearest-exact", "linear") for s in (1.04, 2.0, 0.5)),
 ]
 
@@ -179,17 +171,6 @@ def test_bytes(meshes: dict) -> None:
     whole = (torch.arange(2 * 3 * 7 * 10) % 251).view(2, 3, 7, 10).to(torch.uint8)
     for size in ((14, 30), (5, 23)):
         same(lambda x, n=size: F.interpolate(x, n, mode="nearest"), whole, meshes, f"{size}")
-
-
-@pytest.mark.parametrize("size", [(14, 30), (23, 7)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bicubic_of_half_precision(dtype: torch.dtype, size: tuple[int, int], meshes: dict) -> None:
-    whole = drawn(0, 2, 3, 7, 10).to(dtype)
-    plain = F.interpolate(whole, size, mode="bicubic")
-    for mesh in meshes.values():
-        ours = F.interpolate(shard(whole, mesh), size, mode="bicubic")
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours.full_tensor(), plain, rtol=2e-2, atol=2e-2)
 
 
 def test_antialiasing_to_one_column_is_refused(meshes: dict) -> None:
