@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,24 @@ def rows_as_samples(x: Tensor) -> Tensor:
 def beside(x: Tensor) -> Tensor:
     """Tokens behind a class token."""
     return torch.cat([ONE(1, 1, x.shape[1]).expand(len(x), -1, -1), tokens(x)], 1)
+
+
+@torch.library.custom_op("spatialdl_tests::neighbours", mutates_args=())
+def neighbours(x: Tensor, others: Tensor) -> Tensor:
+    """An operator of another library, such as neighbourhood attention."""
+    return x.roll(1, -1) + others
+
+
+class Neighbours(torch.autograd.Function):
+    """How such libraries give their operators a gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return neighbours(x, x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
 
 
 NOT_4D, POOLED = r"takes \(N, C, H, W\)", r"adaptive_(avg|max)_pool1d"
@@ -192,7 +211,7 @@ UNSUPPORTED: Refusals = {
         ("", lambda x: beside(x) + beside(x)[:, 1:]),
     ],
     "reductions": [
-        ("on an image split", lambda x: x.cumsum(2)),
+        (r"^cumsum .* on an image split.*full_tensor\(\)", lambda x: x.cumsum(2)),
         ("on an image split", lambda x: x.sort()),
         ("on an image split", lambda x: torch.topk(x, 1)),
         ("on an image split", lambda x: x.median()),
@@ -212,6 +231,40 @@ UNSUPPORTED: Refusals = {
             lambda x: torch.bernoulli(x.sigmoid(), generator=torch.Generator()),
         ),
         ("", lambda x: x.cauchy_()),
+    ],
+    "what gives away pixels, or compares them": [
+        (r"^linalg_svd.*full_tensor\(\)", torch.linalg.svd),
+        (r"^numpy.*full_tensor\(\)", lambda x: x.numpy()),
+        ("", lambda x: x.item()),
+        ("", lambda x: x.tolist()),
+        ("", lambda x: x.data_ptr()),
+        ("", pickle.dumps),
+        ("", torch.from_dlpack),
+        ("", lambda x: x.apply_(lambda value: value)),
+        ("", lambda x: x.map_(x, lambda value, other: value)),
+        ("", lambda x: torch.equal(x, x)),
+        ("", lambda x: torch.equal(ONE(IMAGE), x)),
+        ("", lambda x: x.nonzero()),
+        ("", lambda x: x.unique()),
+        ("", torch.fft.fft2),
+        ("", lambda x: ONE(9)[x.long()]),
+    ],
+    "other tensors beside a split one": [
+        ("", lambda x: x + ONE(9)),
+        ("", lambda x: x + F.max_pool2d(x, 2)),
+        ("", lambda x: F.conv2d(ONE(IMAGE), x)),
+        ("", lambda x: F.conv2d(x, x)),
+        ("", lambda x: F.bilinear(x, x, ONE(2, 8, 8))),
+        ("", lambda x: ONE(IMAGE).__iadd__(x)),
+        ("", lambda x: ONE(IMAGE).copy_(x)),
+        ("", lambda x: ONE(IMAGE).__setitem__(..., x)),
+        ("", lambda x: torch.add(x, 1.0, out=ONE(IMAGE))),
+        ("", lambda x: setattr(x, "data", F.max_pool2d(x, 2))),
+    ],
+    "operators of other libraries": [
+        ("neighbours.* is not supported on an", lambda x: neighbours(x, x)),
+        ("neighbours", lambda x: torch.ops.spatialdl_tests.neighbours(x, ONE(IMAGE))),
+        ("neighbours", lambda x: Neighbours.apply(x.requires_grad_())),
     ],
     "scripts": [
         ("record operations on plain", lambda x: torch.jit.trace(nn.Conv2d(4, 2, 1), x)),
@@ -234,9 +287,10 @@ def test_not_supported(shape: tuple[int, ...], words: str, call: Call, meshes: d
     whole = torch.rand(shape)
     for mesh in several_ranks(meshes):
         x = shard(whole, mesh)
-        with pytest.raises(UnsupportedSpatialOp, match=words or None):
+        with pytest.raises(UnsupportedSpatialOp, match=words or None) as error:
             call(x)
-        assert torch.equal(x.full_tensor(), whole)
+        assert len(set(mesh.comm.allgather(str(error.value)))) == 1
+        assert torch.equal(x.full_tensor(), whole)  # ranks are where they were, and go on together
 
 
 ERRORS = (ValueError, RuntimeError, IndexError, TypeError, AssertionError)
@@ -341,6 +395,9 @@ NOT_PYTORCH: Refusals = {
         ("align_corners", lambda x: F.interpolate(x, 3, mode="nearest", align_corners=True)),
         ("size or scale_factor", F.interpolate),
         ("greater than 0", lambda x: F.interpolate(x, scale_factor=0.01)),
+        ("", bool),
+        ("", float),
+        ("", lambda x: x + ONE(2, 3, 8, 8)),
         ("between 0 and 1", lambda x: F.dropout(x, 1.5)),
     ],
 }
@@ -356,3 +413,16 @@ def test_what_pytorch_refuses(shape: tuple[int, ...], words: str, call: Call, me
     for mesh in meshes.values():
         with pytest.raises(errors, match=words or None):
             call(shard(whole, mesh))
+
+
+def test_what_no_table_sees_finds_no_data(meshes: dict) -> None:
+    """As a function of a C++ extension that is no operator."""
+    for mesh in several_ranks(meshes):
+        x = shard(torch.rand(IMAGE), mesh)
+        with pytest.raises(RuntimeError):
+            x.untyped_storage().data_ptr()
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            pytest.raises(RuntimeError, match="data point"),
+        ):
+            x.data_ptr()

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl import UnsupportedSpatialOp, shard
+from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
 from tests.mpi.equality import Operation, drawn, several_ranks
 
 KEEPERS: dict[str, Operation] = {
@@ -121,3 +121,37 @@ def test_writing_into_a_view_whose_base_lives_is_refused(meshes: dict) -> None:
             x.relu_()
         with torch.no_grad():
             y.detach().relu_()
+
+
+# --- into whole tensors, and into tiles
+
+
+def test_a_refused_write_has_written_nothing(meshes: dict) -> None:
+    whole = torch.ones(2, 4, 8, 8)
+    for mesh in several_ranks(meshes):
+        x = shard(whole + 1, mesh)
+        for write in (
+            lambda x: whole.__setitem__(slice(None), x),
+            lambda x: torch.mul(x, x, out=whole),
+            whole.add_,
+        ):
+            with pytest.raises(UnsupportedSpatialOp):
+                write(x)
+        assert bool((whole == 1).all())
+
+
+def test_data_of_a_split_tensor_is_its_tile(meshes: dict) -> None:
+    """It kept the old tile, and all that followed had the old numbers."""
+    for mesh in meshes.values():
+        x, reference = shard(drawn(0, 2, 4, 8, 8), mesh), drawn(0, 2, 4, 8, 8)
+        for value in (drawn(1, 2, 4, 8, 8), shard(drawn(2, 2, 4, 8, 8), mesh), x * 2 - 1):
+            whole = value.full_tensor() if isinstance(value, SpatialTensor) else value
+            x.data, reference.data = value, whole.clone()
+            torch.testing.assert_close((x + 1).full_tensor(), reference + 1)
+    for mesh in several_ranks(meshes):
+        # a write into the one is a write into the other, of which autograd knows nothing
+        x, value = shard(reference, mesh), shard(reference.clone().requires_grad_(), mesh)
+        y = value * 2
+        x.data = y
+        with pytest.raises(UnsupportedSpatialOp, match="it would also modify another split tensor"):
+            x.mul_(2)
