@@ -111,10 +111,7 @@ def same(x: Tensor) -> Tensor:
 logits, sigmoid = F.binary_cross_entropy_with_logits, torch.sigmoid
 PIXELWISE: dict[str, Operation] = {
     "mse_loss": F.mse_loss,
-    "l1_loss": F.l1_loss,
     "smooth_l1_loss": partial(F.smooth_l1_loss, beta=0.5),
-    "smooth_l1_loss, beta 0": partial(F.smooth_l1_loss, beta=0.0),
-    "huber_loss": partial(F.huber_loss, delta=0.7),
     "binary_cross_entropy": of(F.binary_cross_entropy, sigmoid, sigmoid),
     "binary_cross_entropy, weight": beside(F.binary_cross_entropy, "weight"),
     "with_logits": of(logits, same, sigmoid),
@@ -128,12 +125,8 @@ PIXELWISE: dict[str, Operation] = {
     "gaussian_nll_loss": lambda x, t, reduction: F.gaussian_nll_loss(
         x, t, t.square() + 1, reduction=reduction
     ),
-    "hinge_embedding_loss": of(F.hinge_embedding_loss, same, signs),
     "margin_ranking_loss": lambda x, t, reduction: F.margin_ranking_loss(
         x, x * x, signs(t), 0.3, reduction=reduction
-    ),
-    "mse_loss, weight": lambda x, t, reduction: F.mse_loss(
-        x, t, reduction=reduction, weight=t.square()
     ),
 }
 

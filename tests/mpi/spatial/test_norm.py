@@ -26,7 +26,6 @@ from tests.mpi.equality import (
     check,
     check_keyed,
     close,
-    drawn,
     parameter,
     some_meshes,
 )
@@ -71,10 +70,10 @@ def compare(layer: nn.Module, images: list[Tensor], meshes: dict, what: str) -> 
 
 
 SIZE, SIGNAL, VOLUME = (2, 6, 13, 9), (2, 4, 8), (2, 4, 7, 6, 9)
-TRACKED = {"affine": True, "track_running_stats": True}
+TRACKED = {"affine": True, "track_running_stats": True, "momentum": 0.7}
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "BatchNorm": (nn.BatchNorm2d(6), SIZE),
-    "BatchNorm, one pixel a rank": (nn.BatchNorm2d(6), (2, 6, 4, 4)),
+    "BatchNorm, one pixel a rank": (nn.BatchNorm2d(6, momentum=0.3, eps=1e-3), (2, 6, 4, 4)),
     "BatchNorm, averages": (nn.BatchNorm2d(6, momentum=None), SIZE),
     "BatchNorm, not affine": (nn.BatchNorm2d(6, affine=False), SIZE),
     "BatchNorm, not tracked": (nn.BatchNorm2d(6, track_running_stats=False), SIZE),
@@ -136,14 +135,10 @@ def last(x: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Operation] = {
     "batch_norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, True, eps=EPS),
-    "torch.batch_norm": lambda x, w, b: torch.batch_norm(
-        x, w, b, None, None, True, 0.1, EPS, False
-    ),
     "batch_norm of samples and tokens": lambda x, w, b: F.batch_norm(
         last(x).flatten(0, 2), None, None, w, b, True
     ),
     "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b, EPS),
-    "torch.group_norm": lambda x, w, b: torch.group_norm(x, 2, w, b, EPS),
     "instance_norm": lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=EPS),
     "torch.instance_norm": lambda x, w, b: torch.instance_norm(
         x, w, b, None, None, True, 0.1, EPS, False
@@ -156,9 +151,6 @@ FUNCTIONS: dict[str, Operation] = {
         F.local_response_norm(x, 3, 0.2, 0.5, 2) * w.sum() + b[0]
     ),
     "layer_norm of channels": lambda x, w, b: F.layer_norm(last(x), (4,), w, b, EPS),
-    "layer_norm of columns and channels": lambda x, w, b: F.layer_norm(
-        last(x), (7, 4), w.expand(7, 4), b.expand(7, 4)
-    ),
     "layer_norm of all tokens": lambda x, w, b: F.layer_norm(
         tokens(x), (63, 4), w.expand(63, 4), b.expand(63, 4)
     ),
@@ -200,24 +192,6 @@ CASES: Cases = {
 @pytest.mark.parametrize("name", CASES)
 def test_functions(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
-
-
-def test_running_statistics_of_instances_take_the_momentum(meshes: dict) -> None:
-    image = drawn(4, 3, 4, 9, 7) + 2
-
-    def updated(x: Tensor, through: str) -> tuple[Tensor, Tensor]:
-        mean, variance = statistics(image)
-        if through == "F":
-            F.instance_norm(x, mean, variance, momentum=0.7)
-        else:
-            torch.instance_norm(x, None, None, mean, variance, True, 0.7, 1e-5, False)
-        return mean, variance
-
-    for through in ("F", "torch"):
-        for mesh in meshes.values():
-            pairs = zip(updated(shard(image, mesh), through), updated(image, through), strict=True)
-            for ours, plain in pairs:
-                close(ours, plain, f"{through} on {mesh.grid} ")
 
 
 def test_batch_norm_is_accurate_where_the_mean_is_a_thousand_deviations(meshes: dict) -> None:

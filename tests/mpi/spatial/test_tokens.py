@@ -62,11 +62,6 @@ MIXED: dict[str, tuple[Operation, Shapes]] = {
     ),
     "hidden layer": (hidden_layer, [(9, T), (9,), (T, 9), (T,)]),
     "rows": (lambda x, w: x + F.linear(x.mT, w).mT, [(H, H)]),
-    "rows and columns by matrices": (lambda x, w, v: w @ x @ v, [(N, C, H, H), (W, W)]),
-    "hidden layer over columns": (
-        lambda x, w, v: x + F.linear(F.gelu(F.linear(x, w)), v),
-        [(11, W), (W, 11)],
-    ),
     "a map again": (lambda x, w: F.linear(x.flatten(2), w).view(N, C, H, W).sin(), SQUARE[:1]),
 }
 
@@ -205,9 +200,6 @@ BETWEEN: dict[str, tuple[Operation, Shapes]] = {
         lambda x, c, p: torch.cat([c.expand(N, -1, -1), among(x) + p], 1),
         [CLS, (1, COUNT, C)],
     ),
-    "one number for all": (lambda x, c, p: among(x, c) * p, [CLS, (C,)]),
-    "scaled by the class token": (lambda x, c: among(x, c) * among(x, c)[:, :1], [CLS]),
-    "joined channels": (lambda x, c: torch.cat([among(x, c), among(x, c).sin()], 2), [CLS]),
     "attention": (lambda x, c: attended(among(x, c)), [CLS]),
     "attention, tokens before and after": (
         lambda x, c, t: attended(among(x, c, after=(t,))),
@@ -220,10 +212,6 @@ BETWEEN: dict[str, tuple[Operation, Shapes]] = {
     "attention spelled out": (
         lambda x, c, m, b: spelled_out(among(x, c) @ m, b),
         [CLS, (C, 3 * C), (1, HEADS, COUNT + 1, COUNT + 1)],
-    ),
-    "attention of patches to all": (
-        lambda x, c: crossed(among(x, c)[:, 1:], among(x, c)),
-        [CLS],
     ),
     "attention of the class token": (
         lambda x, c: crossed(among(x, c)[:, :1], among(x, c)),
