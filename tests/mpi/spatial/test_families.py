@@ -182,8 +182,7 @@ BY_NAME = pytest.mark.parametrize("name", FAMILIES)
 HALVES = [
     (1, torch.float16),
     (2, torch.bfloat16),
-    (3, torch.float16),
-    *slow_pairs((1, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16)),
+    *slow_pairs((1, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16), (3, torch.float16)),
 ]
 TYPES = [(2, torch.float16), (3, torch.bfloat16), *slow_pairs((1, torch.bfloat16))]
 DIMS = [1, 3, *slow_cases([2])]  # each family of images has a file of its own
