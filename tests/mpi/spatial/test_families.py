@@ -263,9 +263,8 @@ def test_autocast_gives_the_types_and_nearly_the_numbers_of_one_process(
         if DEVICE.type == "sim" and lack(family, image.to(given), weight.to(given), dims):
             continue  # of which the CPU's autocast makes float32, and a GPU's does not
         with torch.autocast(DEVICE.type, mixed):
-            plain = image.to(given).requires_grad_()
             with keyed(1, 2):
-                expected = family(plain, weight, dims)
+                expected = family(image.to(given), weight, dims)
             for grid, mesh in some_meshes(dims).items():
                 x = shard(image.to(given), mesh).detach().requires_grad_()
                 found = with_gradient(family, x, weight, dims)
