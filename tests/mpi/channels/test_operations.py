@@ -157,7 +157,7 @@ ANY = {
 
 
 @pytest.mark.parametrize("name", ANY)
-def test_equal(name: str):
+def test_equals_one_process(name: str):
     operation, shape = ANY[name]
     given = assert_as_whole(operation, drawn(*shape))
     if name in ("einsum, itself", "einsum, each channel"):

@@ -104,7 +104,7 @@ def signs(t: Tensor) -> Tensor:
     return t.detach().sign()
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -114,14 +114,14 @@ PIXELWISE: dict[str, Operation] = {
     "smooth_l1_loss": partial(F.smooth_l1_loss, beta=0.5),
     "binary_cross_entropy": of(F.binary_cross_entropy, sigmoid, sigmoid),
     "binary_cross_entropy, weight": beside(F.binary_cross_entropy, "weight"),
-    "with_logits": of(logits, same, sigmoid),
+    "with_logits": of(logits, identity, sigmoid),
     "with_logits, pos_weight": beside(logits, "pos_weight"),
     "kl_div": of(F.kl_div, lambda x: x.log_softmax(1), lambda t: t.softmax(1)),
     "kl_div, logarithms": of(
         F.kl_div, lambda x: x.log_softmax(1), lambda t: t.log_softmax(1), log_target=True
     ),
-    "soft_margin_loss": of(F.soft_margin_loss, same, signs),
-    "poisson_nll_loss": of(F.poisson_nll_loss, same, torch.abs, full=True),
+    "soft_margin_loss": of(F.soft_margin_loss, identity, signs),
+    "poisson_nll_loss": of(F.poisson_nll_loss, identity, torch.abs, full=True),
     "gaussian_nll_loss": lambda x, t, reduction: F.gaussian_nll_loss(
         x, t, t.square() + 1, reduction=reduction
     ),

@@ -172,7 +172,7 @@ CASES: Cases = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equal(name: str, meshes: dict) -> None:
+def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
 
 

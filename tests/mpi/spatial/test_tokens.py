@@ -247,7 +247,7 @@ CASES: Cases = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equal(name: str, meshes: dict) -> None:
+def test_equals_one_process(name: str, meshes: dict) -> None:
     """Outputs, and gradients of image and tokens, are those of one process."""
     check_keyed(*CASES[name], meshes, name)
 
