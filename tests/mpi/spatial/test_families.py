@@ -250,7 +250,7 @@ def test_half_precision_is_near_one_process_in_float64(
             near_to(ours, plain, ERRORS[dtype], f"{name} of {dtype} on {grid}: {what}")
 
 
-@pytest.mark.parametrize("name", {**FAMILIES, **ALSO_UNDER_AUTOCAST})
+@pytest.mark.parametrize("name", sorted({*FAMILIES, *ALSO_UNDER_AUTOCAST} - {"attention"}))
 @pytest.mark.parametrize(("dims", "mixed"), TYPES)
 def test_autocast_gives_the_types_and_nearly_the_numbers_of_one_process(
     dims: int, mixed: torch.dtype, name: str
