@@ -367,7 +367,7 @@ def test_a_users_own_autograd_function(mesh: Mesh) -> None:
 
 
 def test_an_operation_can_be_taught(mesh: Mesh) -> None:
-    x = shard(image(), mesh)
+    x, flip = shard(image(), mesh), HANDLERS[torch.flip]
     with pytest.raises(UnsupportedSpatialOp):
         torch.median(x)
 
@@ -384,9 +384,12 @@ def test_an_operation_can_be_taught(mesh: Mesh) -> None:
         assert torch.median(image()) == image().median()
         assert spatialdl.register_op(torch.trace)(handler) is handler  # an ordinary function
         assert torch.trace(x) == "taught"
+        with pytest.warns(UserWarning, match="flip works on split images already; .* replaces the"):
+            spatialdl.register_op(torch.flip)(handler)
     finally:
         HANDLERS.pop(torch.median)
         HANDLERS.pop(torch.trace, None)
+        HANDLERS[torch.flip] = flip
 
 
 NOT_AN_IMAGE = r"\(N, C, H, W\) or \(N, H, W\), got shape"
