@@ -50,7 +50,7 @@ def spelled_out(x: Tensor) -> Tensor:
 
 def dice(x: Tensor) -> Tensor:
     """As it is written by hand."""
-    wanted = F.one_hot(x.detach().argmax(1), 4).movedim(-1, 1).to(x)
+    wanted = F.one_hot(x.detach().argmax(1), 4).movedim(-1, 1).to(x.dtype)
     dims = tuple(range(2, x.dim()))
     found = x.softmax(1)
     overlap, total = (found * wanted).sum(dims), found.sum(dims) + wanted.sum(dims)
