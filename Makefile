@@ -48,7 +48,7 @@ demo: $(USABLE)
 # while one writes: boxes, plans, schedules, shards, slides, the rules of the source, and on two ranks
 # operations on split images and whole layouts against one process; less than two minutes on two cores
 FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parallel/test_placement.py \
-    spatial random/test_generator.py random/test_streams.py \
+    spatial random \
     $(addprefix comm/, test_mesh.py test_plan.py test_replay.py) \
     $(addprefix pipeline/, test_schedule.py test_zero_bubble.py test_interleaved.py test_gems.py \
     test_handovers.py test_simulate.py) training/test_layouts.py \
@@ -57,7 +57,7 @@ FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parall
     finding/test_tissue.py) \
     test_contributing.py test_dependencies.py test_docs.py test_house.py test_init.py test_text.py)
 FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py \
-    $(addprefix spatial/, test_families.py test_norm.py test_conv_window.py test_pool.py test_flip.py) \
+    $(addprefix spatial/, test_families.py test_norm.py test_kept_for_backward.py test_pool.py test_flip.py) \
     pipeline/test_front.py)
 
 test-fast: $(READY)

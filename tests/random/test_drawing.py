@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import spatialdl
-from spatialdl.random import checkpoint_contexts, keyed
+from spatialdl.random import checkpoint_contexts, keyed, scope
 
 ATTENTION = nn.MultiheadAttention(6, 2, dropout=0.5)
 
@@ -55,14 +57,10 @@ def test_a_key_repeats_and_leaves_the_default_generator_alone() -> None:
     assert 2 <= numbers[10].min() <= numbers[10].max() < 3
 
 
-def test_a_generator_of_ones_own_is_left_alone() -> None:
-    expected = torch.rand(5, generator=torch.Generator().manual_seed(3))
-    with keyed(0, 0):
-        assert torch.equal(torch.rand(5, generator=torch.Generator().manual_seed(3)), expected)
-
-
 def test_calls_differ_and_contexts_nest() -> None:
+    own = torch.rand(5, generator=torch.Generator().manual_seed(3))
     with keyed(0, 0):
+        assert torch.equal(torch.rand(5, generator=torch.Generator().manual_seed(3)), own)
         first, second = torch.rand(5), torch.rand(5)
         with keyed(0, 0):
             assert torch.equal(torch.rand(5), first)
@@ -91,5 +89,63 @@ def test_checkpointing_draws_the_same_again() -> None:
     assert torch.equal(*grads)
 
 
-def test_it_is_part_of_the_package() -> None:
-    assert spatialdl.random.keyed is keyed
+def test_a_scope_does_not_depend_on_what_ran_before() -> None:
+    with keyed(0, 0):
+        with scope("a"):
+            first = torch.rand(5)
+        torch.rand(5)
+        with scope("b"):
+            other = torch.rand(5)
+    with keyed(0, 0), scope("b"):
+        assert torch.equal(torch.rand(5), other)
+    assert not torch.equal(first, other)
+    with scope("a"):  # outside of a key it does nothing
+        assert torch.rand(5).shape == (5,)
+
+
+def test_a_rank_with_some_samples_draws_what_one_process_draws_for_them() -> None:
+    x, noise = torch.ones(5, 3, 4), nn.Dropout(0.5)
+
+    def drawn(own: range | None) -> list[Tensor]:
+        part = x if own is None else x[own.start : own.stop]
+        with keyed(1, 2, 3, own), scope("layer"):
+            masks = [noise(part), F.dropout1d(part), torch.rand(7)]  # the last of no sample
+            return [*masks, torch.rand(len(part), 2)]
+
+    whole, some = drawn(None), drawn(range(2, 5))
+    for one, part in zip(whole, some, strict=True):
+        assert torch.equal(part, one[-3:] if len(one) == 5 else one)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_random_slopes_are_those_of_pytorch_at_zero_and_below(training: bool) -> None:
+    """At zero PyTorch takes the slope of what is below; ours once took 1."""
+    gradients = []
+    for key in ((1, 2, 3), None):
+        x = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
+        with keyed(*key) if key else nullcontext():
+            F.rrelu(x * 1, 0.2, 0.2, training, inplace=True).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_dropout_keeps_the_mean_and_its_gradient_has_the_mask() -> None:
+    x = torch.ones(8, 16, 40, 40, requires_grad=True)
+    with keyed(0, 1):
+        for p in (0.1, 0.5, 0.9):
+            y = F.dropout(x, p)
+            assert y.mean().item() == pytest.approx(1, abs=2e-2)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(grad, y.detach())
+        y = F.alpha_dropout(torch.randn(200, 1000), 0.3)
+        assert [y.mean().item(), y.std().item()] == pytest.approx([0, 1], abs=2e-2)
+        mask = F.dropout2d(x)[:, :, :1, :1]
+        assert torch.equal(F.dropout3d(x.detach())[:, :1, :1, :1] > -1, torch.ones(8, 1, 1, 1) > 0)
+        assert set(mask.flatten().tolist()) == {0.0, 2.0}
+
+
+def test_errors_of_pytorch_stay() -> None:
+    with keyed(0, 0):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            F.dropout(torch.ones(3), 2.0)
+        assert F.dropout(torch.ones(3), training=False).tolist() == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""On a GPU; that the types are PyTorch's on a CPU is in tests/mpi/spatial/test_autocast.py."""
+"""On a GPU; that the types are PyTorch's on a CPU is in tests/mpi/spatial/test_families.py."""
 
 from __future__ import annotations
 

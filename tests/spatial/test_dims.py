@@ -87,34 +87,23 @@ def check_view(shape: tuple[int, ...], dims: SpatialDims, new_shape: tuple[int, 
     ("form", "new_shape"),
     [
         ("image", (2, 3, H * W)),
-        ("image", (6, H, W)),
         ("image", (2, 3 * H * W)),
-        ("image", (6 * H * W,)),
         ("image", (2, 3, 1, H, 1, W)),
         ("image", (2, 3, 3, 4, 2, 4)),
-        ("image", (2, 3 * H, W)),
         ("channels last", (2, H * W, 3)),
-        ("channels last", (2, 3, 4, 2, 4, 3)),
         ("channels last", (2 * H * W, 3)),
-        ("channels last", (2, H * W * 3)),
         ("tokens", (2, H, W, 3)),
         ("tokens", (2, 3, 4, 2, 4, 3)),
-        ("tokens", (2, H * W, 1, 3)),
         ("tokens", (2 * H * W, 3)),
         ("tokens of all samples", (2, H, W, 3)),
-        ("tokens of all samples", (2, H * W, 3)),
         ("rows of all samples", (2, H, W, 3)),
         ("columns of all samples", (3, H, 2, W)),
         ("volume", (2, 3, D * H * W)),
-        ("volume", (2, 3, D, H * W)),
         ("volume", (2, 3, 3, 2, 4, 3, 2, 4)),
-        ("volume, channels last", (2 * D, H, W, 3)),
         ("volume, channels last", (2, 2, 3, 3, 4, 2, 4, 3)),
         ("tokens of a volume", (2, D, H, W, 3)),
-        ("tokens of a volume", (2 * D * H * W, 3)),
         ("tokens of slices", (2, D * H * W, 3)),
         ("slices of all samples", (2, D, 3, H, W)),
-        ("signal", (6, W)),
         ("signal, channels last", (2, 2, 4, 3)),
         ("signals of all samples", (2, W, 3)),
     ],
@@ -129,9 +118,7 @@ def test_views_that_networks_make(form: str, new_shape: tuple[int, ...]) -> None
     [
         ("channels last", (2, H, W * 3, 2)),  # other pixels than there are
         ("image", (2, 3, W, H)),
-        ("image", (2, 3, 5, 5)),
         ("rows last", (2, 3, H * W)),  # columns before rows
-        ("rows last", (2, W * 3 * H)),
         ("tokens", (2, W, H, 3)),
         ("volume", (2, 3, W, H, D)),
     ],
@@ -141,9 +128,13 @@ def test_views_that_mix_pixels_are_none(form: str, new_shape: tuple[int, ...]) -
     assert not check_view(shape, dims, new_shape)
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_any_view_is_right_or_none(seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("part", range(3))
+def test_any_view_is_right_or_none(part: int) -> None:
+    for seed in range(100 * part, 100 * (part + 1)):
+        check_any_view(random.Random(seed))
+
+
+def check_any_view(rng: random.Random) -> None:
     shape, dims = FORMS[rng.choice(sorted(FORMS))]
     primes = [p for size in shape for p in factors(size)]
     new_shape: list[int] = []
@@ -169,12 +160,10 @@ def factors(size: int) -> list[int]:
     ("shape", "dims", "new_shape", "expected"),
     [
         ((2, 3, 4, 1), IMAGE, (2, 3, 4), SpatialDims.of(-1, -1)),
-        ((2, 3, 1, 4), IMAGE, (2, 3, 4), SpatialDims.of(-1, -1)),
         ((2, 3, 1, 1), IMAGE, (2, 3, 1), SpatialDims.of(-1, -1)),
         ((2, 3, 1, 1), IMAGE, (2, 3, 1, 1), IMAGE),
         ((2, 3, 1, 1), IMAGE, (2, 1, 3, 1, 1), IMAGE),
         ((2, 1, 1, 24), SpatialDims.of(-3, -2), (2, 1, 24), SpatialDims.of(-2, -2)),
-        ((2, 1, 5, 24), SpatialDims.of(-3, -2), (2, 5, 24), SpatialDims.of(-2, -2)),
         ((2, 5, 1, 24), SpatialDims.of(-3, -2), (2, 5, 24), SpatialDims.of(-2, -2)),
     ],
 )

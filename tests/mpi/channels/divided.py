@@ -24,8 +24,13 @@ from tests.mpi.device import DEVICE, REFERENCE
 WORLD: Communicator = world()
 
 
+def drawn(*shape: int, seed: int = 3) -> Tensor:
+    """The same on all ranks."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def channels(whole: Tensor, at: int = 1, partition: Partition | None = None) -> ChannelTensor:
-    """This rank's part of a tensor that all ranks have, a leaf of autograd."""
+
     partition = partition or Partition.even(whole.shape[at], WORLD.size)
     own = own_part(whole.detach(), at, partition, WORLD.rank).clone().to(DEVICE)
     own.requires_grad_(whole.requires_grad)

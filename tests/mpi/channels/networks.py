@@ -9,41 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl.models.amoebanet import amoebanet_d
-from spatialdl.models.resnet import resnet18, resnet50
-from spatialdl.models.resnet_v2 import resnet110_v2
+from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
 from spatialdl.models.vit import VisionTransformer
-
-
-def vgg16_bn(width: int = 8, hidden: int = 48, classes: int = 5) -> nn.Sequential:
-    """VGG-16 with BatchNorm; dense layers, with dropout, have most of its weights."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for stage, depth in enumerate((2, 2, 3, 3, 3)):
-        for _ in range(depth):
-            wide = width * min(2**stage, 8)
-            layers += [nn.Conv2d(channels, wide, 3, padding=1), nn.BatchNorm2d(wide)]
-            layers.append(nn.ReLU(inplace=True))
-            channels = wide
-        layers.append(nn.MaxPool2d(2, 2))
-    head = (
-        *(nn.Linear(channels * 49, hidden), nn.ReLU(True), nn.Dropout()),
-        *(nn.Linear(hidden, hidden), nn.ReLU(True), nn.Dropout(), nn.Linear(hidden, classes)),
-    )
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d((7, 7)), nn.Flatten(), *head)
-
-
-class Encoder(nn.Module):
-    """PyTorch's own transformer layer, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 24, 8, 8)
-        self.layer = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(24, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
 
 
 class Mobile(nn.Module):
@@ -130,11 +98,7 @@ class Layer(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A vision transformer with a class token and embedded positions.
-
-    Args:
-        grid: tokens of the positions; others are interpolated.
-    """
+    """A vision transformer with a class token and embedded positions."""
 
     def __init__(
         self,
@@ -146,7 +110,7 @@ class Tokens(nn.Module):
         fused: bool = True,
     ) -> None:
         super().__init__()
-        self.patches, self.grid = nn.Conv2d(3, width, patch, patch), grid
+        self.patches = nn.Conv2d(3, width, patch, patch)
         self.cls_token = nn.Parameter(torch.randn(1, 1, width))
         self.pos_embed = nn.Parameter(torch.randn(1, 1 + grid[0] * grid[1], width))
         self.pos_drop = nn.Dropout(0.1)
@@ -156,20 +120,10 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x)
-        positions = self.positions(x.shape[-2:])
         x = x.flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = self.blocks(self.pos_drop(x + positions))
+        x = self.blocks(self.pos_drop(x + self.pos_embed))
         return self.head(self.norm(x)[:, 0])
-
-    def positions(self, size: torch.Size) -> Tensor:
-        if tuple(size) == self.grid:
-            return self.pos_embed
-        first, table = self.pos_embed[:, :1], self.pos_embed[:, 1:]
-        maps = table.reshape(1, *self.grid, -1).permute(0, 3, 1, 2)
-        maps = F.interpolate(maps, size=tuple(size), mode="bicubic", antialias=False)
-        table = maps.permute(0, 2, 3, 1).reshape(1, size[0] * size[1], -1)
-        return torch.cat([first, table], 1)
 
 
 class Windows(nn.Module):
@@ -273,18 +227,13 @@ class Swin(nn.Module):
 Network = tuple[Callable[[], nn.Module], tuple[int, ...]]
 NETWORKS: dict[str, Network] = {
     "resnet18": (lambda: resnet18(5, width=8), (3, 65, 57)),
-    "resnet50": (lambda: resnet50(5, width=8), (3, 65, 57)),
-    "resnet110_v2": (lambda: resnet110_v2(5, width=6), (3, 33, 17)),
     "amoebanet_d": (lambda: amoebanet_d(5, layers=3, filters=16), (3, 64, 48)),
     "unet": (lambda: unet(5, width=6, depth=3), (3, 45, 37)),
     "unet3d": (lambda: unet3d(5, width=5, depth=2), (1, 17, 13, 11)),
-    "vgg16_bn": (vgg16_bn, (3, 64, 75)),
     "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 40, 32)),
     "tokens": (Tokens, (3, 40, 32)),
-    "tokens of another size": (lambda: Tokens(fused=False), (3, 56, 24)),
+    "tokens, spelled out": (lambda: Tokens(fused=False), (3, 40, 32)),
     "swin": (lambda: Swin(fused=True), (3, 60, 52)),
-    "swin, spelled out": (lambda: Swin(fused=False), (3, 64, 44)),
-    "encoder": (Encoder, (3, 40, 32)),
     "mobile": (Mobile, (3, 36, 30)),
     "grouped": (Grouped, (3, 21, 18)),
 }

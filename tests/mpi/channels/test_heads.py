@@ -13,16 +13,12 @@ from spatialdl.channels.tensor import whole_of
 from spatialdl.channels.weights import Weight  # noqa: F401  (registers all operations)
 from spatialdl.parallel.partition import Partition
 from spatialdl.random import keyed
-from tests.mpi.channels.divided import WORLD, assert_as_whole, channels, within
+from tests.mpi.channels.divided import WORLD, assert_as_whole, channels, drawn, within
 from tests.mpi.device import DEVICE
 
 RANKS = WORLD.size
 HEADS = RANKS + 1
 SAMPLES, ROWS, COLUMNS, SIZE = 2, 5, 6, 4
-
-
-def drawn(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # --- attention of one layer that gives queries, keys and values
@@ -50,18 +46,18 @@ def attend_with_heads_in_samples(x: Tensor) -> Tensor:
     return found.transpose(0, 1).reshape(tokens * samples, size // 3)
 
 
-@pytest.mark.parametrize("attention", [attend, attend_fused])
-def test_ranks_have_heads_of_their_own(attention: Any):
+@pytest.mark.parametrize(
+    ("attention", "shape"),
+    [
+        (within(attend), (2, 5)),
+        (within(attend_fused), (2, 5)),
+        (attend_with_heads_in_samples, (5, 2)),
+    ],
+)
+def test_ranks_have_heads_of_their_own(attention: Any, shape: tuple[int, int]):
     size = 3 * HEADS * 4
     partition = Partition.even(size, RANKS, unit=4, pieces=3)
-    assert_as_whole(within(attention), drawn(2, 5, size), at=2, partition=partition)
-
-
-def test_heads_may_lie_in_one_dim_with_samples():
-    size = 3 * HEADS * 4
-    partition = Partition.even(size, RANKS, unit=4, pieces=3)
-    function = attend_with_heads_in_samples
-    assert_as_whole(function, drawn(5, 2, size), at=2, partition=partition)
+    assert_as_whole(attention, drawn(*shape, size), at=2, partition=partition)
 
 
 # --- masks
@@ -69,13 +65,10 @@ def test_heads_may_lie_in_one_dim_with_samples():
 
 MASKS = {
     "rows and columns": (ROWS, COLUMNS),
-    "one row": (1, COLUMNS),
-    "one sample, one head": (1, 1, ROWS, COLUMNS),
     "samples, one head": (SAMPLES, 1, ROWS, COLUMNS),
     "samples, one head, one row": (SAMPLES, 1, 1, COLUMNS),
     "heads": (HEADS, ROWS, COLUMNS),
     "one sample, heads": (1, HEADS, ROWS, COLUMNS),
-    "heads, one row": (1, HEADS, 1, COLUMNS),
     "samples and heads": (SAMPLES, HEADS, ROWS, COLUMNS),
 }
 
@@ -101,68 +94,45 @@ def features() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("is_bool", [True, False])
 @pytest.mark.parametrize("shape", MASKS)
-def test_masks_of_any_shape_go_to_the_heads_that_a_rank_has(shape: str, is_bool: bool, fused: bool):
+def test_masks_of_any_shape_go_to_the_heads_that_a_rank_has(shape: str, fused: bool):
+    """Of a mask that is trained for all heads each rank has a part of the gradient."""
+    attention: Any = F.scaled_dot_product_attention if fused else spelled_out
+
     def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attention: Any = F.scaled_dot_product_attention if fused else spelled_out
-        return attention(q, k, v, mask_of(MASKS[shape], is_bool).to(q.device))
+        return attention(q, k, v, mask_of(MASKS[shape], True).to(q.device))
 
     assert_as_whole(within(masked), *features())
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("shape", MASKS)
-def test_masks_that_are_trained_get_the_gradients_of_one_process(shape: str, fused: bool):
-    """Of one for all heads each rank has a part of the gradient."""
-    attention: Any = F.scaled_dot_product_attention if fused else spelled_out
     grads = []
     for divided in (False, True):
         mask = mask_of(MASKS[shape], False).to(DEVICE if divided else "cpu").requires_grad_()
         q, k, v = (channels(one) if divided else one for one in features())
-        y = whole_of(attention(q, k, v, mask))
+        y = whole_of(within(attention)(q, k, v, mask))
         (y * drawn(*y.shape, seed=7).to(y.device)).sum().backward()
-        grads.append(mask.grad.cpu())
+        grads += [(mask.grad.cpu(), y.detach().cpu())]
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-12)
 
 
-def test_masks_may_be_divided_themselves():
-    def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    assert_as_whole(within(masked), *features(), drawn(1, HEADS, ROWS, COLUMNS))
-
-
-def test_what_sees_nothing_is_zero():
-    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = torch.ones(ROWS, COLUMNS, dtype=torch.bool, device=q.device)
-        mask[1] = False
-        return F.scaled_dot_product_attention(q, k, v, mask)
-
-    assert_as_whole(within(masked), *features())
+def unseen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What sees nothing is zero."""
+    mask = torch.ones(ROWS, COLUMNS, dtype=torch.bool, device=q.device)
+    mask[1] = False
+    return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-OPTIONS = {
-    "causal": {"is_causal": True},
-    "scale": {"scale": 0.3},
-    "own groups": {"enable_gqa": True},
+OTHERS: dict[str, Any] = {
+    "a mask that is divided": F.scaled_dot_product_attention,
+    "unseen": unseen,
+    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "scale": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3),
+    "own groups": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_are_those_of_pytorch(name: str):
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, **OPTIONS[name])
-
-    assert_as_whole(within(attention), *features())
-
-
-def test_shared_heads_get_all_channels():
-    def attention(q: Tensor) -> Tensor:
-        k = q.reshape(SAMPLES, -1, 2, ROWS, SIZE).sum(2)
-        return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-
-    assert_as_whole(attention, drawn(SAMPLES, 2 * HEADS, ROWS, SIZE))
+@pytest.mark.parametrize("name", OTHERS)
+def test_heads_by_themselves(name: str):
+    mask = [drawn(1, HEADS, ROWS, COLUMNS)] if "divided" in name else []
+    assert_as_whole(within(OTHERS[name]), *features(), *mask)
 
 
 def test_products_of_batches_that_differ_in_dims():
@@ -173,14 +143,21 @@ def test_products_of_batches_that_differ_in_dims():
     assert_as_whole(within(product), drawn(2, HEADS, 3, 3))
 
 
+def test_shared_heads_get_all_channels():
+    def attention(q: Tensor) -> Tensor:
+        k = q.reshape(SAMPLES, -1, 2, ROWS, SIZE).sum(2)
+        return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    assert_as_whole(attention, drawn(SAMPLES, 2 * HEADS, ROWS, SIZE))
+
+
 # --- dropout
 
 
-@pytest.mark.parametrize("mask", [None, *MASKS])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "causal"), [(None, False), (None, True), *((name, False) for name in MASKS)]
+)
 def test_dropout_of_weights_drops_what_one_process_drops(mask: str | None, causal: bool):
-    if mask and causal:
-        pytest.skip("attention takes either")
     given = None if mask is None else mask_of(MASKS[mask], True)
 
     def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -191,11 +168,10 @@ def test_dropout_of_weights_drops_what_one_process_drops(mask: str | None, causa
     assert_as_whole(within(dropped), *features())
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.5])
-def test_what_is_no_probability_is_refused(p: float):
+def test_what_is_no_probability_is_refused():
     q, k, v = map(channels, features())
     with pytest.raises(ValueError, match="dropout probability"):
-        F.scaled_dot_product_attention(q, k, v, dropout_p=p)
+        F.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
 
 
 # --- PyTorch's module
@@ -203,9 +179,6 @@ def test_what_is_no_probability_is_refused(p: float):
 
 MODULE_MASKS = {
     "none": {},
-    "2-D": {"attn_mask": (ROWS, ROWS)},
-    "3-D": {"attn_mask": (SAMPLES * HEADS, ROWS, ROWS)},
-    "padding": {"key_padding_mask": (SAMPLES, ROWS)},
     "both": {"attn_mask": (ROWS, ROWS), "key_padding_mask": (SAMPLES, ROWS)},
     "3-D and padding": {
         "attn_mask": (SAMPLES * HEADS, ROWS, ROWS),

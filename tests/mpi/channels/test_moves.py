@@ -33,8 +33,7 @@ def drawn(*shape: int, alike: bool = True) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("at", "channels_last"), [(0, False), (1, True), (2, False), (2, True)])
 def test_what_is_divided_is_gathered_again(name: str, at: int, channels_last: bool):
     partition = PARTITIONS[name]
     shape = [2, 3, 5, 4]

@@ -17,7 +17,7 @@ from spatialdl.comm import broadcast, gradients
 from spatialdl.models import resnet18
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 2**30])
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000])
 def test_equals_average_gradients(
     bucket_bytes: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,10 @@ def assert_equal(ours: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11, msg=name)
 
 
-def test_weights_and_buffers_become_those_of_the_first_rank(world: MPI.Intracomm) -> None:
+def test_weights_and_buffers_become_those_of_the_first_rank(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "PORTION_BYTES", 24)  # less than a tensor has
     mesh = spatialdl.init_mesh((1, world.size))
     model = small(seed=world.rank).to(memory_format=torch.channels_last)
     model[1].running_mean.add_(world.rank)
@@ -106,14 +109,6 @@ def test_weights_and_buffers_become_those_of_the_first_rank(world: MPI.Intracomm
     assert_equal(wrapped, plain)
 
 
-def test_a_tensor_larger_than_a_message_is_broadcast(
-    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broadcast, "PORTION_BYTES", 24)
-    mesh = spatialdl.init_mesh((1, world.size))
-    assert_equal(spatialdl.SpatialParallel(small(seed=world.rank), mesh), small(seed=0))
-
-
 def test_different_networks_are_refused_on_all_ranks(world: MPI.Intracomm) -> None:
     mesh = spatialdl.init_mesh((1, world.size))
     model = nn.Linear(2, 3 if world.rank else 2)
@@ -121,17 +116,6 @@ def test_different_networks_are_refused_on_all_ranks(world: MPI.Intracomm) -> No
         spatialdl.SpatialParallel(model, mesh)
     with pytest.raises(ValueError, match=r"weight of LazyLinear .* run the network once"):
         spatialdl.SpatialParallel(nn.LazyLinear(2), mesh)
-
-
-def test_a_deep_copy_is_a_network_that_can_be_trained(world: MPI.Intracomm) -> None:
-    mesh = spatialdl.init_mesh((1, world.size))
-    wrapped, plain = spatialdl.SpatialParallel(small(), mesh), small()
-    copied, expected = copy.deepcopy(wrapped), copy.deepcopy(plain)
-    for image in images(3):
-        step(copied, spatialdl.shard(image, mesh))
-        step(expected, image)
-    assert_equal(copied, expected)
-    assert_equal(wrapped, plain)  # which it leaves alone
 
 
 class ModelEma(nn.Module):
@@ -167,6 +151,8 @@ def update(ema: nn.Module, model: nn.Module) -> None:
 def test_averages_of_weights_are_those_of_one_process(averaged, world: MPI.Intracomm) -> None:
     mesh = spatialdl.init_mesh((1, world.size))
     wrapped, plain = spatialdl.SpatialParallel(small(), mesh), small()
+    if world.rank == 0:
+        averaged(wrapped)  # which a rank may do by itself
     ours, expected = averaged(wrapped), averaged(plain)
     for image in images(3):
         step(wrapped, spatialdl.shard(image, mesh))
@@ -182,17 +168,16 @@ def test_averages_of_weights_are_those_of_one_process(averaged, world: MPI.Intra
         torch.testing.assert_close(found, expected.eval()(images(1)[0]), rtol=1e-10, atol=1e-11)
 
 
-def test_only_some_ranks_may_copy(world: MPI.Intracomm) -> None:
+def test_a_deep_copy_can_be_trained_and_what_is_saved_is_the_network_itself(
+    world: MPI.Intracomm,
+) -> None:
     mesh = spatialdl.init_mesh((1, world.size))
     wrapped = spatialdl.SpatialParallel(small(), mesh)
-    if world.rank == 0:
-        ModelEma(wrapped).update(wrapped)
-    step(wrapped, spatialdl.shard(images(1)[0], mesh))
-
-
-def test_what_is_saved_is_the_network_itself(world: MPI.Intracomm) -> None:
-    mesh = spatialdl.init_mesh((1, world.size))
-    wrapped = spatialdl.SpatialParallel(small(), mesh)
+    copied, expected = copy.deepcopy(wrapped), small()
+    for image in images(2):
+        step(copied, spatialdl.shard(image, mesh))
+        step(expected, image)
+    assert_equal(copied, expected)
     for saved in (wrapped, AveragedModel(wrapped)):
         file = io.BytesIO()
         torch.save(saved, file)

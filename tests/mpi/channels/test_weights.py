@@ -1,14 +1,22 @@
+"""Weights of divided channels: states, copies, and networks of which each rank has a part."""
+
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl.channels.weights import own_state, whole_state
+from spatialdl.channels.weights import own_state, weights_of, whole_state
+from spatialdl.parallel.partition import Partition
 from tests.mpi.channels.divided import WORLD, Block, divided
+from tests.mpi.device import DEVICE
 
 RANKS = WORLD.size
 
@@ -20,6 +28,9 @@ def test_parameters_stay_the_objects_that_optimizers_know():
     divided(network, torch.randn(2, 3, 6, 6))
     assert all(a is b for a, b in zip(before, network.parameters(), strict=True))
     assert before[0].numel() < sizes[0]
+    assert network.wide.weight.shape == (12, 3, 3, 3)  # which forwards see
+    with pytest.raises(RuntimeError, match="channels are divided over ranks: save full_tensor"):
+        copy.copy(network.wide.weight).__reduce_ex__(2)
 
 
 def test_whole_weights_come_and_go():
@@ -45,83 +56,6 @@ def test_a_copy_has_weights_of_its_own():
     assert float(whole_state(network)["wide.weight"].abs().sum()) > 0
 
 
-def test_forwards_see_the_whole_shape():
-    network = divided(Block(), torch.randn(2, 3, 6, 6))
-    assert network.wide.weight.shape == (12, 3, 3, 3)
-    assert dict(network.named_parameters())["wide.weight"].shape != (12, 3, 3, 3)
-
-
-def test_saving_a_part_as_if_it_were_the_weight_is_refused():
-    network = divided(Block(), torch.randn(2, 3, 6, 6))
-    with pytest.raises(RuntimeError, match="channels are divided over ranks: save full_tensor"):
-        copy.copy(network.wide.weight).__reduce_ex__(2)
-
-
-class Tracked(nn.Module):
-    """Keeps statistics in buffers by operations of its own, in place and by assignment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 6, 1)
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("largest", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x)
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
-            self.largest = torch.maximum(self.largest, x.amax((0, 2, 3)))
-        return (x - self.mean[None, :, None, None]).square().mean((1, 2, 3))
-
-
-def test_buffers_that_a_forward_writes_are_those_of_one_process():
-    torch.manual_seed(3)
-    plain = Tracked().double()
-    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
-    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
-    for step in range(3):
-        x = torch.randn(2, 3, 5, 4, dtype=torch.float64) + step
-        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
-    found = spatialdl.full_state_dict(model, mesh)
-    for name, one in plain.state_dict().items():
-        torch.testing.assert_close(found[name], one, rtol=0, atol=1e-12)
-
-
-class Shared(nn.Module):
-    """One BatchNorm on divided channels, on others, and on whole ones."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
-        self.third, self.norm = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        joined = torch.cat([self.first(x), self.second(x)], 1)
-        if self.how == "only in training" and not self.training:
-            return self.third(x)
-        if self.how == "only in training":
-            return self.norm(self.third(x))
-        is_divided = self.how == "two partitions"
-        other = self.third(x) if is_divided else x.repeat(1, 3, 1, 1)[:, :8]
-        return self.norm(joined) + self.norm(other)
-
-
-@pytest.mark.parametrize("how", ["only in training", "two partitions", "whole, too"])
-def test_statistics_of_a_norm_are_kept_whatever_it_meets(how: str):
-    """They were updated in copies, so that evaluation was wrong."""
-    torch.manual_seed(3)
-    plain = Shared(how).double()
-    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
-    model = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
-    for _ in range(3):
-        x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
-        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
-    found = spatialdl.full_state_dict(model, mesh)
-    for name, one in plain.state_dict().items():
-        torch.testing.assert_close(found[name], one, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_loaded_weights_are_those_that_forwards_use(assign: bool):
     """With assign=True modules had a part, and took it for the whole weight."""
@@ -141,3 +75,255 @@ def test_layers_give_half_precision_under_autocast():
     model = spatialdl.SpatialParallel(Block(), spatialdl.init_mesh((1, 1), tensor=RANKS))
     with torch.autocast("cpu", torch.bfloat16):
         assert model(torch.randn(2, 3, 6, 6)).dtype == torch.bfloat16
+
+
+# --- networks that write, share or reshape their weights, over several steps
+
+
+class Tracked(nn.Module):
+    """Keeps statistics in buffers by operations of its own, in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("largest", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
+            self.largest = torch.maximum(self.largest, x.amax((0, 2, 3)))
+        return (x - self.mean[None, :, None, None]).square().mean((1, 2, 3))
+
+
+class Shared(nn.Module):
+    """One BatchNorm on divided channels, on others, and on whole ones.
+
+    Statistics were updated in copies, so that evaluation was wrong.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.third, self.norm = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.first(x), self.second(x)], 1)
+        if self.how == "only in training" and not self.training:
+            return self.third(x)
+        if self.how == "only in training":
+            return self.norm(self.third(x))
+        is_divided = self.how == "two partitions"
+        other = self.third(x) if is_divided else x.repeat(1, 3, 1, 1)[:, :8]
+        return self.norm(joined) + self.norm(other)
+
+
+class Kept(nn.Module):
+    """Keeps the means of the batch before, for each channel, after they were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8, 2)
+        self.register_buffer("before", torch.zeros(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        y = x - self.before
+        self.before.copy_(x.detach().mean((0, 2, 3)).view(8, 1, 1))
+        return self.head(y.square().mean((2, 3)))
+
+
+class Multiplied(nn.Module):
+    """Weights that only products and functions of their own take stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 8))
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x @ F.normalize(self.first)) @ self.second.weight @ self.first.t()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+class Chosen(nn.Module):
+    """Looks at single channels, one by one.
+
+    A wish for pieces of one channel left a rank with none, and it failed alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.shift = torch.linspace(0, 1, 4)  # a tensor that is no buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x) + self.shift.to(x)
+        return x[:, 2] + sum(x.unbind(1)[:2])
+
+
+class Beside(nn.Module):
+    """Tokens, positions and scales, in all the forms in which networks write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.token, self.other = (nn.Parameter(torch.randn(1, 1, 8)) for _ in range(2))
+        self.positions = nn.Parameter(torch.randn(1, 7, 8))
+        self.maps = nn.Parameter(torch.randn(1, 8, 5, 1))
+        self.scale, self.shift = (nn.Parameter(torch.randn(8)) for _ in range(2))
+        self.table = nn.Parameter(torch.randn(9, 8))
+        self.register_buffer("places", torch.tensor([3, 0, 8, 3, 1, 1, 5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + self.maps.flatten(2).transpose(1, 2)
+        token = self.token.expand(len(x), -1, -1)
+        x = torch.cat([token, self.other.repeat(len(x), 1, 1), x], 1)
+        x = x + self.positions[:, : x.shape[1]] + self.table[self.places].unsqueeze(0)
+        x = x * self.scale.exp().view(1, 1, -1) + torch.tanh(self.shift)
+        return self.head(x[:, :2].sum(1))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Apart(nn.Module):
+    """Weights of which, in the end, something needs all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        for name in ("direct", "viewed", "sorted", "written"):
+            setattr(self, name, nn.Parameter(torch.randn(8, 8)))
+        self.normal = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + Doubled.apply(self.direct) + Doubled.apply(self.viewed.view(8, 8))
+        x = x + self.sorted.expand(1, -1, -1)[0].sort(0).values.sort(1).values
+        with torch.no_grad():
+            self.written.mul_(1 + 0 * self.written.abs())
+        y = self.written.clone()
+        y[:, 1] = 0
+        y.view(-1)[::3] = 1
+        return self.head(x + y) + F.linear(x, F.normalize(self.normal, dim=1))
+
+
+class Met(nn.Module):
+    """What two layers give is added to what one gives, behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
+        self.both, self.norm = nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.first(x), self.second(x)], 1)
+        return (F.relu(self.norm(self.both(x))) + joined).mean((2, 3))
+
+
+class Embedded(nn.Module):
+    """A large table, a row of which goes to each sample."""
+
+    def __init__(self, **keys: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 2 * RANKS + 1, **keys), nn.Linear(2 * RANKS + 1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.flatten(1)[:, :4].abs() * 10).long().clamp(max=49)
+        return self.head(torch.tanh(self.table(rows))).mean(1)
+
+
+Network = tuple[Callable[[], nn.Module], tuple[int, ...], Collection[str], Collection[str]]
+MAPS = (2, 3, 6, 5)
+NETWORKS: dict[str, Network] = {
+    "buffers that a forward writes": (Tracked, MAPS, (), ()),
+    **{
+        f"a norm that is shared, {how}": (functools.partial(Shared, how), MAPS, (), ())
+        for how in ("only in training", "two partitions", "whole, too")
+    },
+    "a buffer that is copied into": (Kept, MAPS, ["before"], ()),
+    "weights in products": (Multiplied, (2, 6), (), ["first"]),
+    "a weight of two layers": (Tied, (3, 8), ["first.weight"], ()),
+    "single channels": (Chosen, (2, 3, 5, 4), (), ()),
+    "tokens, positions and scales": (
+        Beside,
+        (2, 5, 6),
+        ("token", "other", "positions", "maps", "scale", "shift", "table"),
+        (),
+    ),
+    "weights of which all is needed": (
+        Apart,
+        (8, 6),
+        ["normal"] * (RANKS < 5),
+        ("direct", "viewed", "sorted", "written"),
+    ),
+    "layers whose outputs meet": (Met, MAPS, ["both.weight", "norm.weight"], ()),
+    "tables": (
+        functools.partial(Embedded, padding_idx=3),
+        (2, 3, 6, 6),
+        ["table.weight", "head.weight"],
+        (),
+    ),
+    "rows with a largest norm": (
+        functools.partial(Embedded, max_norm=0.5),
+        (2, 3, 6, 6),
+        ["head.weight"],
+        ["table.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_steps_are_those_of_one_process(name: str):
+    """Some parameters are divided, others are not."""
+    make, shape, divided_ones, whole_ones = NETWORKS[name]
+
+    torch.manual_seed(3)
+    plain = make().double()
+    mesh = spatialdl.init_mesh((1, 1), tensor=RANKS)
+    model = spatialdl.SpatialParallel(copy.deepcopy(plain).to(DEVICE), mesh)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.01, 0.9) for one in (model, plain)]
+    for _ in range(3):
+        x = torch.randn(*shape, dtype=torch.float64)
+        found, wanted = model(x.to(DEVICE)), plain(x)
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=1e-12)
+        if name == "a norm that is shared, whole, too":
+            continue  # its statistics are written twice before a backward, which is refused
+        for one in (found, wanted):
+            one.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = spatialdl.full_state_dict(model, mesh)
+    for key, one in plain.state_dict().items():
+        torch.testing.assert_close(state[key].cpu(), one, rtol=0, atol=1e-12)
+    weights = weights_of(model.module)
+    assert set(divided_ones) <= set(weights)
+    assert set(whole_ones).isdisjoint(weights)
+
+
+def test_a_layer_is_divided_as_what_its_outputs_meet():
+    weights = weights_of(divided(Met(), torch.randn(MAPS)))
+    assert weights["both.weight"].partition == Partition.even(16, RANKS, pieces=2)
+    assert weights["norm.running_mean"].partition == weights["both.weight"].partition
+    tied = divided(Tied(), torch.randn(3, 8))
+    assert tied.second.weight.part is tied.first.weight.part

@@ -1,20 +1,16 @@
-"""What people put around a network: autocast, checkpoints, hooks, copies, torch.compile."""
+"""What people put around a network: hooks, copies, torch.compile."""
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from spatialdl import Mesh, SpatialTensor, average_gradients, shard
-from tests.mpi.equality import close, parameter
+from spatialdl import Mesh, SpatialTensor, average_gradients, gather_before, shard
+from tests.mpi.equality import close, drawn
 
 Meshes = dict[tuple[int, int], Mesh]
 SIZE = 13, 11
@@ -45,7 +41,7 @@ def network(dtype: torch.dtype = torch.float64) -> Block:
 
 
 def image(dtype: torch.dtype = torch.float64) -> Tensor:
-    return parameter(random.Random(0), 2, 3, *SIZE).to(dtype)
+    return drawn(0, 2, 3, *SIZE).to(dtype)
 
 
 def step(
@@ -67,98 +63,35 @@ def same(ours: dict[str, Tensor], plain: dict[str, Tensor], what: str) -> None:
         close(ours[name], value, f"{name} {what} ")
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpoints_of_pytorch(use_reentrant: bool, meshes: Meshes) -> None:
-    """Recomputing talks again, in the same order on all ranks."""
-
-    def forward(model: Block) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            x = model.norm(model.conv(x))
-            x = checkpoint(
-                lambda y: model.up(F.relu(model.down(y))), x, use_reentrant=use_reentrant
-            )
-            return model.head(x.mean((2, 3)))
-
-        return run
-
-    plain = network()
-    expected = step(plain, image(), forward(plain))
-    for mesh in meshes.values():
-        ours = network()
-        same(step(ours, shard(image(), mesh), forward(ours)), expected, f"on {mesh.grid}")
+def plain_hooks(model: Block) -> nn.Module:
+    model.down.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.down.register_forward_hook(lambda module, args, y: y + 1)
+    model.norm.register_full_backward_hook(lambda module, into, out: (into[0] * 3,))
+    return model
 
 
-def test_hooks_see_split_tensors(meshes: Meshes) -> None:
-    def hooked(model: Block) -> Callable[[Tensor], Tensor]:
-        model.down.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        model.down.register_forward_hook(lambda module, args, y: y + 1)
-        model.norm.register_full_backward_hook(
-            lambda module, grads_in, grads_out: (grads_in[0] * 3,)
-        )
-        return model
+def hooks_of_tensors(model: Block) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        x = model.norm(model.conv(x))
+        x.register_hook(lambda grad: grad * 2)
+        x.retain_grad()
+        model.seen = x
+        return model.head(model.up(model.down(x)).mean((2, 3)))
 
+    return run
+
+
+@pytest.mark.parametrize("hooked", [plain_hooks, hooks_of_tensors])
+def test_hooks_see_split_tensors(hooked: Callable[[Block], Callable], meshes: Meshes) -> None:
     plain = network()
     expected = step(plain, image(), hooked(plain))
     for mesh in meshes.values():
         ours = network()
         same(step(ours, shard(image(), mesh), hooked(ours)), expected, f"on {mesh.grid}")
-
-
-def test_hooks_on_tensors(meshes: Meshes) -> None:
-    def hooked(model: Block) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            x = model.norm(model.conv(x))
-            x.register_hook(lambda grad: grad * 2)
-            x.retain_grad()
-            y = model.head(model.up(model.down(x)).mean((2, 3)))
-            model.seen = x
-            return y
-
-        return run
-
-    plain = network()
-    expected = step(plain, image(), hooked(plain))
-    for mesh in meshes.values():
-        ours = network()
-        same(step(ours, shard(image(), mesh), hooked(ours)), expected, f"on {mesh.grid}")
-        # in between, gradients are those of the sum of the ranks' losses: see the README
-        kept = ours.seen.grad.full_tensor() / mesh.size
-        close(kept, plain.seen.grad, f"kept gradient on {mesh.grid} ")
-
-
-def test_copies_and_state(meshes: Meshes) -> None:
-    expected = step(network(), image())
-    for mesh in meshes.values():
-        ours = network()
-        step(ours, shard(image(), mesh))
-        twin = copy.deepcopy(ours)
-        fresh = network()
-        assert fresh.load_state_dict(twin.state_dict()) is not None
-        fresh = copy.deepcopy(network())
-        same(step(fresh, shard(image(), mesh)), expected, f"on {mesh.grid}")
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Callable[[], AbstractContextManager], meshes: Meshes) -> None:
-    plain = network().eval()
-    with mode():
-        expected = plain(image())
-        dense = plain.features(image())
-    for mesh in meshes.values():
-        ours = network().eval()
-        with mode():
-            x = shard(image(), mesh)
-            close(ours(x), expected, f"on {mesh.grid} ")
-            close(ours.features(x).full_tensor(), dense, f"features on {mesh.grid} ")
-        assert not ours(shard(image(), mesh)).is_inference()
-
-
-def test_inputs_made_outside_inference_mode(meshes: Meshes) -> None:
-    for mesh in meshes.values():
-        x = shard(image(), mesh)
-        ours = network().eval()
-        with torch.inference_mode():
-            close(ours(x), network().eval()(image()), f"on {mesh.grid} ")
+        if hooked is hooks_of_tensors:
+            # in between, gradients are those of the sum of the ranks' losses: see the README
+            kept = ours.seen.grad.full_tensor() / mesh.size
+            close(kept, plain.seen.grad, f"kept gradient on {mesh.grid} ")
 
 
 @pytest.mark.slow
@@ -171,41 +104,71 @@ def test_torch_compile_runs_the_network_as_it_is(meshes: Meshes) -> None:
         same(step(ours, shard(image(), mesh), compiled), expected, f"on {mesh.grid}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype, meshes: Meshes) -> None:
-    """The same types as in one process, and numbers that differ by their rounding only."""
-    plain = network(torch.float32)
-    exact = plain.features(image(torch.float32)).detach()
-    with torch.autocast("cpu", dtype):
-        features = plain.features(image(torch.float32))
-        expected = plain(image(torch.float32))
-    rounding = (features - exact).abs().max()
-    assert rounding > 0
-    for mesh in meshes.values():
-        ours = network(torch.float32)
-        ours.features(shard(image(torch.float32), mesh))  # as the plain one did for `exact`
-        with torch.autocast("cpu", dtype):
-            x = shard(image(torch.float32), mesh)
-            found = ours.features(x)
-            logits = ours(x)
-            logits.float().sum().backward()
-        assert (found.dtype, logits.dtype) == (features.dtype, expected.dtype)
-        assert (found.full_tensor() - exact).abs().max() < 3 * rounding
-        assert all(value.grad.dtype == torch.float32 for value in ours.parameters())
+# --- gather_before: a module gets whole images, exactly
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_lower_precision(dtype: torch.dtype, meshes: Meshes) -> None:
-    """Not further from the exact numbers than one process is, but for a small factor."""
-    exact = step(network(), image(dtype).double())
-    rounded = network().to(dtype)
-    plain = step(rounded, image(dtype))
+class Vgg(nn.Module):
+    """Flattens its map in a forward of its own; two inputs of the head come by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.features(x)
+        return self.head(y, skip=y.sigmoid())
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4 * 7 * 6, 3)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        assert not isinstance(x, SpatialTensor)
+        assert not isinstance(skip, SpatialTensor)
+        return self.linear((x * skip).view(len(x), -1))
+
+
+def vgg() -> Vgg:
+    torch.manual_seed(0)
+    return Vgg().double()
+
+
+def test_a_head_that_flattens_equals_one_process(meshes: Meshes) -> None:
+    plain, whole = vgg(), image()
+    before = vgg()(whole)
+    expected = step(plain, whole.requires_grad_())
     for mesh in meshes.values():
-        ours = step(network().to(dtype), shard(image(dtype), mesh))
-        exact.pop("grad conv.bias", None)  # zero but for rounding: a norm follows
-        for name, value in exact.items():
-            assert ours[name].dtype == plain[name].dtype
-            error = (ours[name].double() - value).abs().max()
-            scale = value.abs().max().clamp(min=1e-3)
-            allowed = (plain[name].double() - value).abs().max()
-            assert error <= 4 * allowed + 20 * torch.finfo(dtype).eps * scale, name
+        model, ours = vgg(), image().requires_grad_()
+        gather_before(model, "head")
+        same(step(model, shard(ours, mesh)), expected, f"on {mesh.grid}")
+        close(ours.grad, whole.grad, f"gradient of the image on {mesh.grid} ")
+    model = vgg()
+    gather_before(model, ["head"])
+    assert torch.equal(model(image()), before)  # whole images pass as they are
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("haed", r"Vgg has no module 'haed'; similar names: head"),
+        ("conv", r"has no module 'conv'"),
+        ("features.9", r"similar names: .*features\.0"),
+        ("linear", r"similar names: .*head\.linear"),
+        ("", r"its modules: features, head"),
+    ],
+)
+def test_an_unknown_name_is_told_with_those_near_it(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        gather_before(vgg(), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks"), [(1, [0, 1]), ("1", [0, 1]), (["1"], [0, 1]), (None, [0, 0]), (0, [1, 0])]
+)
+def test_modules_of_a_chain_are_named_by_numbers(name: object, hooks: list[int]) -> None:
+    chain = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
+    gather_before(chain, name)
+    assert [len(layer._forward_pre_hooks) for layer in chain] == hooks

@@ -1,22 +1,35 @@
-"""Attention over the tokens of a split image: everywhere, in windows, along one axis."""
+"""Attention over the tokens of a split image: everywhere, in windows, along one axis.
+
+Keys come by part after part: memory, recomputation, uneven parts.
+"""
 
 from __future__ import annotations
 
-import random
+import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from spatialdl import Mesh, UnsupportedSpatialOp, shard
+from spatialdl import SpatialTensor, init_mesh, shard
+from spatialdl.comm.boxed import Exchange
+from spatialdl.comm.communicator import Communicator, Pending
 from spatialdl.random import keyed
-from tests.mpi.equality import check, check_in, parameter
+from spatialdl.spatial import ring
+from spatialdl.spatial.recompute import recompute
+from tests.mpi.device import DEVICE
+from tests.mpi.equality import Operation, check_keyed, every_mesh
+from tests.mpi.spatial.shared import Cases, tokens
 
 N, C, H, W = 2, 8, 12, 4
 HEADS = 2
-Meshes = dict[tuple[int, int], Mesh]
+sdpa = F.scaled_dot_product_attention
 
 
 def heads(x: Tensor) -> Tensor:
@@ -24,12 +37,8 @@ def heads(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, HEADS, C // HEADS).transpose(1, 2)
 
 
-def tokens(x: Tensor) -> Tensor:
-    return x.flatten(2).transpose(1, 2)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), mask, scale=0.7)
+    y = sdpa(heads(q), heads(k), heads(v), mask, scale=0.7)
     return y.transpose(1, 2).reshape(q.shape[0], -1, C)
 
 
@@ -38,92 +47,29 @@ def fewer(x: Tensor) -> Tensor:
     return tokens(F.avg_pool2d(x, 2))
 
 
-def with_itself(x: Tensor) -> Tensor:
-    t = tokens(x)
-    return F.scaled_dot_product_attention(t, t, t)
-
-
 def in_windows(x: Tensor, size: int, mask: Tensor | None = None) -> Tensor:
     x = x.permute(0, 2, 3, 1).view(N, H // size, size, W // size, size, C)
     x = x.permute(0, 1, 3, 2, 4, 5).reshape(-1, size * size, C)
     return attend(x, x.sin(), x.cos(), mask)
 
 
-WHERE: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-    "everywhere": (lambda x: attend(tokens(x), tokens(x).sin(), tokens(x)), []),
-    "the same tensor thrice": (
-        lambda x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x)),
-        [],
-    ),
-    "with itself": (with_itself, []),
-    "with a bias of positions": (
-        lambda x, b: attend(tokens(x), tokens(x), tokens(x), b),
-        [parameter(random.Random(1), 1, HEADS, H * W, H * W)],
-    ),
-    "fewer keys": (lambda x: attend(tokens(x), fewer(x), fewer(x)), []),
-    "whole keys": (
-        lambda x, k: attend(tokens(x), k, k),
-        [parameter(random.Random(2), N, 5, C)],
-    ),
-    "a few whole queries": (
-        lambda x, q: attend(q, tokens(x), tokens(x)),
-        [parameter(random.Random(3), N, 5, C)],
-    ),
-    "in windows": (lambda x: in_windows(x, 2), []),
-    "in windows larger than some tiles": (lambda x: in_windows(x, 4), []),
-    "in windows with a mask each": (
-        lambda x, b: in_windows(x, 4, b),
-        [parameter(random.Random(4), N * 3, 1, 16, 16)],
-    ),
-    "along rows": (
-        lambda x: F.scaled_dot_product_attention(
-            *(x.permute(0, 3, 2, 1).reshape(N * W, H, C),) * 3
-        ),
-        [],
-    ),
-    "along columns": (
-        lambda x: F.scaled_dot_product_attention(
-            *(x.permute(0, 2, 3, 1).reshape(N * H, W, C),) * 3
-        ),
-        [],
-    ),
-}
+def along(x: Tensor, order: tuple[int, ...], *shape: int) -> Tensor:
+    one = x.permute(order).reshape(*shape, C)
+    return sdpa(one, one, one)
 
 
-@pytest.mark.parametrize("name", WHERE)
-def test_attention(name: str, meshes: Meshes) -> None:
-    operation, parameters = WHERE[name]
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, parameters, mesh, f"{name} on {mesh.grid} ")
+def weighed(channels: int = C, **options: Any) -> Operation:
+    """Attention whose weights are kept; dropout draws the same ones in every layout."""
+
+    def run(x: Tensor) -> Tensor:
+        q, k = heads(tokens(x)), heads(tokens(x))[:, : channels * HEADS // C]
+        return sdpa(q, k, k.sin(), **{k: _beside(v, x) for k, v in options.items()})
+
+    return run
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_pytorch_s_own_module(batch_first: bool, need_weights: bool, meshes: Meshes) -> None:
-    torch.manual_seed(0)
-    module = nn.MultiheadAttention(C, HEADS, batch_first=batch_first).double()
-    names = [name for name, _ in module.named_parameters()]
-    values = [value.detach() for value in module.parameters()]
-
-    def operation(x: Tensor, *values: Tensor) -> Tensor:
-        t = tokens(x) if batch_first else tokens(x).transpose(0, 1)
-        given = dict(zip(names, values, strict=True))
-        options = {"need_weights": need_weights}
-        y, weights = torch.func.functional_call(module, given, (t, t, t), options)
-        return y + 0 * weights.sum() if need_weights else y
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, values, mesh, f"on {mesh.grid} ")
-
-
-def test_an_encoder_layer(meshes: Meshes) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(C, HEADS, 16, dropout=0.0, batch_first=True).double()
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(lambda x: layer(tokens(x)), image, [], mesh, f"on {mesh.grid} ")
+def _beside(value: Any, x: Tensor) -> Any:
+    return value.to(x.device) if isinstance(value, Tensor) else value
 
 
 def half_seen() -> Tensor:
@@ -133,92 +79,275 @@ def half_seen() -> Tensor:
     return mask
 
 
-BY_HAND: dict[str, tuple[dict[str, object], int]] = {
-    "causal": ({"is_causal": True}, C),
-    "dropout": ({"dropout_p": 0.5}, C),
-    "dropout of all": ({"dropout_p": 1.0}, C),
-    "dropout and a mask": ({"dropout_p": 0.3, "attn_mask": half_seen()}, C),
-    "dropout and a bias": ({"dropout_p": 0.3, "attn_mask": half_seen() * 2.0, "scale": 0.3}, C),
-    "dropout, causal, shared heads": (
-        {"dropout_p": 0.3, "is_causal": True, "enable_gqa": True},
-        C // 2,
+def of_channels(**options: Any) -> Operation:
+    """Channels attend to channels: products of queries and keys are sums over all tokens."""
+
+    def run(x: Tensor) -> Tensor:
+        q, k = (F.normalize(x.flatten(2), dim=-1) for x in (x, x.sin()))
+        return sdpa(q, k, x.cos().flatten(2), **options)
+
+    return run
+
+
+def module(batch_first: bool, need_weights: bool) -> tuple[Operation, tuple[int, ...], list]:
+    layer = nn.MultiheadAttention(C, HEADS, batch_first=batch_first).double()
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x: Tensor, *values: Tensor) -> Tensor:
+        t = tokens(x) if batch_first else tokens(x).transpose(0, 1)
+        given = dict(zip(names, values, strict=True))
+        options = {"need_weights": need_weights}
+        y, weights = torch.func.functional_call(layer, given, (t, t, t), options)
+        return y + 0 * weights.sum() if need_weights else y
+
+    return run, (N, C, H, W), [value.shape for value in values]
+
+
+def encoder(dropout: float) -> Operation:
+    layer = nn.TransformerEncoderLayer(C, HEADS, 16, dropout=dropout, batch_first=True).double()
+    return lambda x: layer(tokens(x))
+
+
+def few_queries(x: Tensor, q: Tensor) -> Tensor:
+    return sdpa(q, tokens(x), tokens(x).sin(), dropout_p=0.4) + 0 * x.sum()
+
+
+def recomputed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The second run of a block takes the result from the first."""
+
+    def block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return sdpa(*F.linear(x, weight, bias).chunk(3, -1), dropout_p=0.2)
+
+    y: Tensor = recompute(block, tokens(x), weight, bias, modules=[])
+    return y
+
+
+def by_einsum(x: Tensor) -> Tensor:
+    t = tokens(x)
+    weights = torch.einsum("nlc,nsc->nls", t, t.sin()).softmax(-1)
+    return torch.einsum("nls,nsc->nlc", weights, t.cos())
+
+
+IMAGE, ODD = (N, C, H, W), (2, 8, 7, 5)
+CASES: Cases = {
+    "everywhere": (lambda x: attend(tokens(x), tokens(x).sin(), tokens(x)), IMAGE, []),
+    "the same tensor thrice": (lambda x: sdpa(tokens(x), tokens(x), tokens(x)), IMAGE, []),
+    "with a bias of positions": (
+        lambda x, b: attend(tokens(x), tokens(x), tokens(x), b),
+        IMAGE,
+        [(1, HEADS, H * W, H * W)],
     ),
+    "fewer keys": (lambda x: attend(tokens(x), fewer(x), fewer(x)), IMAGE, []),
+    "whole keys": (lambda x, k: attend(tokens(x), k, k), IMAGE, [(N, 5, C)]),
+    "a few whole queries": (lambda x, q: attend(q, tokens(x), tokens(x)), IMAGE, [(N, 5, C)]),
+    "a few whole queries with dropout": (few_queries, IMAGE, [(N, 5, C)]),
+    "in windows larger than some tiles": (lambda x: in_windows(x, 4), IMAGE, []),
+    "in windows with a mask each": (
+        lambda x, b: in_windows(x, 4, b),
+        IMAGE,
+        [(N * 3, 1, 16, 16)],
+    ),
+    "along rows": (lambda x: along(x, (0, 3, 2, 1), N * W, H), IMAGE, []),
+    "along columns": (lambda x: along(x, (0, 2, 3, 1), N * H, W), IMAGE, []),
+    **{
+        f"module, {first}, {weights}": module(first, weights)
+        for first in (True, False)
+        for weights in (True, False)
+    },
+    "a layer": (encoder(0.0), IMAGE, []),
+    "a layer with dropout": (encoder(0.2), IMAGE, []),
+    **{
+        name: (operation, IMAGE, [])
+        for name, operation in {
+            "causal": weighed(is_causal=True),
+            "dropout": weighed(dropout_p=0.5),
+            "dropout and a mask": weighed(dropout_p=0.3, attn_mask=half_seen()),
+            "dropout and a bias": weighed(dropout_p=0.3, attn_mask=half_seen() * 2.0, scale=0.3),
+            "dropout, causal, shared heads": weighed(
+                C // 2, dropout_p=0.3, is_causal=True, enable_gqa=True
+            ),
+            "channels": of_channels(),
+            "channels, dropout": of_channels(dropout_p=0.3),
+        }.items()
+    },
+    "recomputed": (recomputed, ODD, [(24, 8), (24,)]),
+    "by einsum": (by_einsum, ODD, []),
 }
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_attention_whose_weights_are_kept(name: str, meshes: Meshes) -> None:
-    """Dropout draws the same weights in every layout, within `keyed`."""
-    options, channels = BY_HAND[name]
-
-    def operation(x: Tensor) -> Tensor:
-        q, k = heads(tokens(x)), heads(tokens(x))[:, : channels * HEADS // C]
-        with keyed(1, 2):
-            return F.scaled_dot_product_attention(q, k, k.sin(), **options)
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, [], mesh, f"{name} on {mesh.grid} ")
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": 1.0}, {"dropout_p": 0.3}, {"is_causal": True}])
-def test_channels_that_attend_to_channels(options: dict[str, object], meshes: Meshes) -> None:
-    """The products of queries and keys are sums over all tokens."""
+# --- keys come by part after part
 
-    def operation(x: Tensor) -> Tensor:
-        q, k = (F.normalize(x.flatten(2), dim=-1) for x in (x, x.sin()))
-        with keyed(1, 2):
-            return F.scaled_dot_product_attention(q, k, x.cos().flatten(2), **options)
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, [], mesh, f"{options} on {mesh.grid} ")
+SIZE = 1, 32, 20, 18
+COUNT = 20 * 18
 
 
-def test_a_few_whole_queries_with_dropout(meshes: Meshes) -> None:
-    queries = parameter(random.Random(3), N, 5, C)
-
-    def operation(x: Tensor, q: Tensor) -> Tensor:
-        with keyed(1, 2):
-            y = F.scaled_dot_product_attention(q, tokens(x), tokens(x).sin(), dropout_p=0.4)
-        return y + 0 * x.sum()
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, [queries], mesh, f"on {mesh.grid} ")
+def fused(x: Tensor, **options: Any) -> Tensor:
+    t = tokens(x)
+    return sdpa(t, t.sin(), t, **options)
 
 
-def test_modules_with_dropout(meshes: Meshes) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(C, HEADS, 16, dropout=0.2, batch_first=True).double()
-
-    def operation(x: Tensor) -> Tensor:
-        with keyed(1, 2):
-            return layer(tokens(x))
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, [], mesh, f"on {mesh.grid} ")
+def folded(x: Tensor) -> Tensor:
+    t = tokens(x)
+    return sdpa(torch.ones(1, 4, 32, dtype=t.dtype, device=DEVICE), t.sin(), t)
 
 
-def test_features_must_be_whole(meshes: Meshes) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.rand(N, C, H, W), mesh)
-        with pytest.raises(UnsupportedSpatialOp, match="must not be split"):
-            F.scaled_dot_product_attention(x, x, x)
+def spelled_out(x: Tensor) -> Tensor:
+    """Weights are held for the own queries; keys come by nevertheless."""
+    t = tokens(x)
+    return (t @ t.sin().transpose(1, 2)).softmax(-1) @ t
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_over_signals_and_volumes(dims: int) -> None:
-    def in_heads(x: Tensor) -> Tensor:
-        return x.flatten(2).unflatten(1, (2, 2)).transpose(2, 3)
+class Largest(TorchDispatchMode):
+    """The most elements that an operator gave a tensor of memory of its own."""
 
-    def by_function(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(in_heads(x), in_heads(2 * x), in_heads(x.exp()))
+    elements = 0
 
-    def by_hand(x: Tensor) -> Tensor:
-        q, k, v = in_heads(x), in_heads(2 * x), in_heads(x.exp())
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in _plain((args, kwargs))}
+        for one in _plain(out):
+            if one.untyped_storage().data_ptr() not in given:
+                self.elements = max(self.elements, one.numel())
+        return out
 
-    for name, operation in {"function": by_function, "by hand": by_hand}.items():
-        check_in(dims, operation, name)
+
+class Most(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile had at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._now = 0
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, SpatialTensor) for one in types):
+            return NotImplemented  # what is done with its tile comes here again
+        given = {one.untyped_storage()._cdata for one in _plain((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for one in _plain(out):
+            if one.untyped_storage()._cdata not in given:
+                self._born(one.untyped_storage())
+        return out
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def died(_: Any) -> None:
+            self._now -= size
+            del self._alive[key]
+
+        self._alive[key] = weakref.ref(storage, died)
+        self._now += size
+        self.bytes = max(self.bytes, self._now)
+
+
+def _plain(values: Any) -> list[Tensor]:
+    found = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [
+        one for one in found if not isinstance(one, SpatialTensor) and one.device.type != "meta"
+    ]
+
+
+def weights_of(channels: int) -> Tensor:
+    return torch.ones(1, channels, 1, 1, dtype=torch.float64, device=DEVICE, requires_grad=True)
+
+
+HELD: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "fused": (fused, SIZE),
+    "dropped": (lambda x: fused(x, dropout_p=0.3), SIZE),
+    "causal": (lambda x: fused(x, is_causal=True), SIZE),
+    "folded": (folded, SIZE),
+    "spelled out": (spelled_out, (1, 2048, 6, 5)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_no_rank_holds_all_keys(name: str) -> None:
+    """Forward and backward; keys and values of a part are in one message."""
+    attend, size = HELD[name]
+    for mesh in every_mesh(2).values():
+        if mesh.grid_comm.size < 3:
+            continue
+        whole = torch.rand(size, dtype=torch.float64).to(DEVICE)
+        with Largest() as largest, keyed(1, 2):
+            x, weight = shard(whole, mesh), weights_of(size[1])
+            largest.elements = 0
+            attend(x * weight).square().sum().backward()
+        assert 0 < largest.elements < whole.numel()
+
+
+@pytest.mark.world(2, 4)
+def test_backward_holds_each_message_no_longer_than_it_needs_it(
+    monkeypatch: pytest.MonkeyPatch, world: Communicator
+) -> None:
+    """Several were held at once, by names that nothing read any more, at the peak of a ViT's step.
+
+    Of the size of the own queries: keys and values of a part 2, their gradients 2 and 2 that were
+    added up before, gradients of the queries 2; of the projections and their gradients 3 each.
+    """
+    if DEVICE.type != "cpu":
+        pytest.skip("scores of a block are larger than all messages where blocks are large")
+    mesh = init_mesh((2, 1), data=world.size // 2)
+    # packed pieces, which may be the fastest here, are copies
+    monkeypatch.setattr(mesh.grid_comm, "strategy", "a message for each piece", raising=False)
+    own = torch.rand(1, 32, 40, 40, dtype=torch.float64).to(DEVICE)
+    x = shard(own, mesh)
+    q, k, v = (tokens(x).detach().requires_grad_() for _ in range(3))
+    y = sdpa(q, k, v)
+    grad = y.detach().clone()
+    with Most() as most:
+        y.backward(grad)
+    size = x.to_local().nbytes
+    assert 0 < most.bytes < 9.5 * size, most.bytes / size
+
+
+def test_each_rank_receives_every_key_of_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer bytes are not possible: in backward once more, and as many gradients go back."""
+    received, returned = [], []
+    start = ring.start_exchange
+
+    def counted(comm: Communicator, what: Exchange, name: str) -> Pending:
+        (returned if what.adjoint else received).append(math.prod(what.plan.need.shape))
+        return start(comm, what, name)
+
+    monkeypatch.setattr(ring, "start_exchange", counted)
+    for mesh in every_mesh(2).values():
+        received.clear()
+        returned.clear()
+        x, weight = (
+            shard(torch.rand(SIZE, dtype=torch.float64).to(DEVICE), mesh),
+            weights_of(32),
+        )
+        out = fused(x * weight)
+        own = x.to_local().numel() // 32
+        least = 2 * 32 * (COUNT - own)
+        assert (sum(received), sum(returned)) == (least, 0)
+        out.square().sum().backward()
+        assert (sum(received), sum(returned)) == (2 * least, least)
+
+
+def test_parts_of_half_precision_are_added_up_in_float32() -> None:
+    """In bfloat16 256 + 1 is 256, and would stay so however many parts came."""
+    for mesh in every_mesh(2).values():
+        image = torch.zeros(1, 1, 6, 7, dtype=torch.float64)
+        for part, corner in enumerate(mesh.grid_comm.allgather(mesh.box((6, 7))[::2])):
+            image[0, 0, corner[0], corner[1]] = 256 if part == 0 else 1
+        values = image.flatten()
+        weight = values[:, None].expand(42, 42)
+        full = image.clone().requires_grad_()
+        expected = F.linear(full.flatten(2), weight)
+        expected.sum().backward()
+        split = shard(image.bfloat16(), mesh).to(DEVICE).requires_grad_()
+        y = F.linear(split.flatten(2), weight.bfloat16().to(DEVICE))
+        y.sum().backward()
+        assert full.grad is not None
+        assert split.grad is not None
+        for ours, right in ((y, expected), (split.grad, full.grad)):
+            assert torch.equal(ours.detach().full_tensor().cpu(), right.detach().bfloat16())

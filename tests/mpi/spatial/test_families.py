@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -13,12 +14,71 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl import SpatialTensor, shard
 from spatialdl.random import checkpoint_contexts, keyed
 from tests.mpi.device import DEVICE
-from tests.mpi.equality import CHANNELS_LAST, check, functional, some_meshes
+from tests.mpi.equality import CHANNELS_LAST, check, close, functional, slow_cases, some_meshes
+from tests.mpi.spatial.shared import tokens
 
 Family = Callable[[Tensor, Tensor, int], Tensor]
 """Of an image, a weight (4, 4, 3, ...) and the number of dims."""
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+LETTERS = "dhw"
+
+
+def planes(x: Tensor, n: int) -> Tensor:
+    """A turn in the plane of the last dims, which a signal has not."""
+    return x.rot90(1, (-2, -1)).rot90(-2, (2, -1)) if n > 1 else x.flip(-1)
+
+
+def near(size: int) -> Tensor:
+    """For each place the indices of a window of three around it, which lies within the image."""
+    return (torch.arange(size) - 1).clamp(0, size - 3)[:, None] + torch.arange(3)
+
+
+def heads(x: Tensor) -> Tensor:
+    """(N, heads, tokens, features)"""
+    return x.flatten(2).unflatten(1, (2, 2)).transpose(2, 3)
+
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(heads(x), heads(x.cos()), heads(x.sin()))
+
+
+def spelled_out(x: Tensor) -> Tensor:
+    return (heads(x) @ heads(x.cos()).mT).softmax(-1) @ heads(x.sin())
+
+
+def dice(x: Tensor) -> Tensor:
+    """As it is written by hand."""
+    wanted = F.one_hot(x.detach().argmax(1), 4).movedim(-1, 1).to(x.dtype)
+    dims = tuple(range(2, x.dim()))
+    found = x.softmax(1)
+    overlap, total = (found * wanted).sum(dims), found.sum(dims) + wanted.sum(dims)
+    return 1 - ((2 * overlap + 1) / (total + 1)).mean()
+
+
+def spread(x: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Over any choice of dims, back on the image."""
+    kept = x.mean(over, keepdim=True) + x.logsumexp(over, keepdim=True)
+    return x * kept + x.amax(over, keepdim=True) + x.var(over, keepdim=True)
+
+
+def waves(x: Tensor, *shape: int) -> Tensor:
+    """Weights for so many columns of an image."""
+    numbers = torch.arange(math.prod(shape), device=x.device).cos() / max(shape) ** 0.5
+    return numbers.view(shape).to(x.dtype)
+
+
+def mixed_tokens(x: Tensor) -> Tensor:
+    count = x[0, 0].numel()
+    one = torch.eye(count, dtype=x.dtype, device=x.device)
+    return F.linear(x.flatten(2), one + waves(x, count, count) / count)
+
+
+def einsum_of_images(x: Tensor, n: int) -> Tensor:
+    at = LETTERS[:n]
+    return torch.einsum(f"nc{at},ne{at}->nce", x, x.cos())
+
 
 FAMILIES: dict[str, Family] = {
     "convolution": lambda x, w, n: functional("conv", n)(x, w, padding=1),
@@ -27,8 +87,8 @@ FAMILIES: dict[str, Family] = {
     "transposed": lambda x, w, n: functional("conv_transpose", n)(x, w, stride=2, padding=1),
     "maximum": lambda x, w, n: functional("max_pool", n)(x, 3, 2, 1),
     "average": lambda x, w, n: functional("avg_pool", n)(x, 3, 2, 1),
-    "powers": lambda x, w, n: functional("lp_pool", n)(x.sigmoid(), 2, 3, 2),
     "average of what there is": lambda x, w, n: functional("avg_pool", n)(x, 3, 2, 1, True, False),
+    "powers": lambda x, w, n: functional("lp_pool", n)(x.sigmoid(), 2, 3, 2),
     "adaptive average": lambda x, w, n: functional("adaptive_avg_pool", n)(x, 3),
     "adaptive maximum": lambda x, w, n: functional("adaptive_max_pool", n)(x, 2),
     "linear": lambda x, w, n: F.interpolate(x, scale_factor=2, mode=LINEAR[n]),
@@ -37,7 +97,6 @@ FAMILIES: dict[str, Family] = {
     "area": lambda x, w, n: F.interpolate(x, size=(4, 5, 3)[:n], mode="area"),
     "corners": lambda x, w, n: F.interpolate(x, None, 2, LINEAR[n], align_corners=True),
     "zeros": lambda x, w, n: F.pad(x, (1, 2) * n),
-    "constant": lambda x, w, n: F.pad(x, (1, 2) * n, value=0.5),
     "crop": lambda x, w, n: F.pad(x, (-1, 2) * n),
     "reflect": lambda x, w, n: F.pad(x, (1, 2) * n, "reflect"),
     "replicate": lambda x, w, n: F.pad(x, (2, 1) * n, "replicate"),
@@ -53,32 +112,81 @@ FAMILIES: dict[str, Family] = {
     "dropout of channels": lambda x, w, n: functional("dropout", n)(x, 0.4),
     "alpha dropout": lambda x, w, n: F.alpha_dropout(x, 0.4, training=True),
     "sum": lambda x, w, n: x.sum(-1),
-    "mean": lambda x, w, n: x.mean(tuple(range(2, n + 2))),
     "variance": lambda x, w, n: x.var(tuple(range(2, n + 2))),
-    "largest": lambda x, w, n: x.amax(tuple(range(2, n + 2))),
     "norm": lambda x, w, n: torch.linalg.vector_norm(x, dim=-1),
     "log of sums": lambda x, w, n: x.logsumexp(-1),
     "softmax": lambda x, w, n: x.softmax(-1),
     "tokens": lambda x, w, n: x.flatten(2).mT.sin(),
     "permuted": lambda x, w, n: x.movedim(1, -1).sin(),
-    "slice": lambda x, w, n: x[..., 1:-2],
     "every other": lambda x, w, n: x[..., 1::2],
     "flip": lambda x, w, n: x.flip(2),
     "roll": lambda x, w, n: x.roll(2, -1),
     "repeat": lambda x, w, n: x.repeat(1, 2, *(1,) * n),
     "chunks": lambda x, w, n: x.chunk(2, 1)[1].cos(),
+    "bicubic": lambda x, w, n: F.interpolate(x, size=(14, 5), mode="bicubic") if n == 2 else x,
     "stack": lambda x, w, n: torch.stack([x, x.cos()], 1),
-    "join": lambda x, w, n: torch.cat([x, x.sin()], 1),
-    "squares": lambda x, w, n: F.mse_loss(x, x.sin()),
-    "distances": lambda x, w, n: F.l1_loss(x, x.sin()),
     "huber": lambda x, w, n: F.huber_loss(x, x.sin(), delta=0.3),
-    "logits": lambda x, w, n: F.binary_cross_entropy_with_logits(x, x.detach().cos().abs()),
     "cross entropy": lambda x, w, n: F.cross_entropy(x, x.detach().argmax(1)),
+    "same": lambda x, w, n: functional("conv", n)(x, w, padding="same"),
+    "flip of all": lambda x, w, n: x.flip(tuple(range(2, 2 + n))),
+    "roll of all": lambda x, w, n: torch.roll(x, (2, -3, 1)[:n], tuple(range(2, 2 + n))),
+    "turn": lambda x, w, n: planes(x, n),
+    "first of two parts": lambda x, w, n: x.chunk(2, 2)[0] * 2,
+    "second of two parts": lambda x, w, n: x.split((1, x.shape[-1] - 1), -1)[1],
+    "windows": lambda x, w, n: x[:, :, near(x.shape[2]).to(x.device)],
+    "chosen": lambda x, w, n: x[..., [0, 4, 1]],
+    "joined rows": lambda x, w, n: torch.cat([x, 2 * x.relu()], 2),
+    "stacked columns": lambda x, w, n: torch.stack([x, x.exp()], -1),
+    "linear of tokens": lambda x, w, n: F.linear(tokens(x), w.flatten(1)[:, :4]),
+    "matmul": lambda x, w, n: w.flatten(1)[:, :4] @ x.flatten(2),
+    "gram": lambda x, w, n: x.flatten(2) @ tokens(x.cos()),
+    "gram by einsum": lambda x, w, n: einsum_of_images(x, n),
+    "dense head": lambda x, w, n: F.linear(x.flatten(1), waves(x, 1, x[0].numel())),
+    "mixed tokens": lambda x, w, n: mixed_tokens(x),
+    "tokens as channels": lambda x, w, n: tokens(x).reshape(x.shape),
+    "rows and channels": lambda x, w, n: x.transpose(1, 2).reshape(x.shape).sin(),
+    "attention": lambda x, w, n: attention(x),
+    "attention spelled out": lambda x, w, n: spelled_out(x),
+    "over the first dim": lambda x, w, n: spread(x, (2,)),
+    "over all dims": lambda x, w, n: spread(x, tuple(range(2, 2 + n))),
+    "softmax of tokens": lambda x, w, n: x.flatten(2).log_softmax(-1),
+    "dropout of tokens": lambda x, w, n: F.dropout(tokens(x), 0.3),
+    "feature alpha dropout": lambda x, w, n: F.feature_alpha_dropout(x, 0.4, training=True),
+    "smooth cross entropy": lambda x, w, n: F.cross_entropy(
+        x, x.detach().argmax(1), label_smoothing=0.1, reduction="none"
+    ),
+    "cross entropy of probabilities": lambda x, w, n: F.cross_entropy(
+        x, x.detach().cos().softmax(1)
+    ),
+    "likelihood": lambda x, w, n: F.nll_loss(x.log_softmax(1), x.detach().argmax(1)),
+    "dice": lambda x, w, n: dice(x),
+}
+ALSO_UNDER_AUTOCAST: dict[str, Family] = {
+    "strided": lambda x, w, n: functional("conv", n)(x, w, stride=4),
+    "flattened product": lambda x, w, n: x.flatten(1) @ waves(x, x[0].numel(), 3),
+    "product": lambda x, w, n: x.prod(2),
+    "add": lambda x, w, n: x + x.detach().float(),
+    "power": lambda x, w, n: x.pow(2),
+    "batch norm beside float32": lambda x, w, n: F.batch_norm(
+        x, None, None, w.flatten()[:4], w.flatten()[4:8], True
+    ),
+    "beside float32": lambda x, w, n: torch.cat([x, x.float()], 1),
 }
 
-IMAGES = pytest.param(2, marks=pytest.mark.slow)  # of which each family has a file of its own
-ALL = pytest.mark.parametrize("dims", [1, IMAGES, 3])
+
+def slow_pairs(*pairs: tuple[int, torch.dtype]) -> list[object]:
+    return [pytest.param(*pair.values[0], marks=pair.marks) for pair in slow_cases(pairs)]
+
+
 BY_NAME = pytest.mark.parametrize("name", FAMILIES)
+HALVES = [
+    (1, torch.float16),
+    (2, torch.bfloat16),
+    *slow_pairs((1, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16), (3, torch.float16)),
+]
+TYPES = [(2, torch.float16), (3, torch.bfloat16), *slow_pairs((1, torch.bfloat16))]
+DIMS = [1, 3, *slow_cases([2])]  # each family of images has a file of its own
+
 ERRORS = {torch.float16: 0.01, torch.bfloat16: 0.08}
 """Of the norm of the exact result; rounding of the input alone is 0.0005 and 0.004."""
 
@@ -100,7 +208,7 @@ def with_gradient(family: Family, x: Tensor, weight: Tensor, dims: int) -> tuple
     return whole[0].detach(), whole[1]
 
 
-def near(found: Tensor, exact: Tensor, error: float, what: str) -> None:
+def near_to(found: Tensor, exact: Tensor, error: float, what: str) -> None:
     found, size = found.cpu().double(), exact.norm()
     assert found.isfinite().all(), what
     assert (found - exact).norm() <= error * size + 1e-6, f"{what}: {(found - exact).norm()} {size}"
@@ -118,12 +226,12 @@ def lack(family: Family, image: Tensor, weight: Tensor, dims: int) -> str:
     return ""
 
 
-@ALL
 @BY_NAME
-@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize(("dims", "dtype"), HALVES)
 def test_half_precision_is_near_one_process_in_float64(
-    dtype: torch.dtype, name: str, dims: int
+    dims: int, dtype: torch.dtype, name: str
 ) -> None:
+
     family, (image, weight) = FAMILIES[name], drawn(dims)
     if error := lack(family, image.to(dtype), weight.to(dtype), dims):
         pytest.skip(f"PyTorch: {error}")
@@ -139,35 +247,36 @@ def test_half_precision_is_near_one_process_in_float64(
         found = with_gradient(family, x, weight.to(DEVICE, dtype), dims)
         for ours, plain, what in zip(found, exact, ("result", "gradient"), strict=True):
             assert ours.dtype == dtype
-            near(ours, plain, ERRORS[dtype], f"{name} of {dtype} on {grid}: {what}")
+            near_to(ours, plain, ERRORS[dtype], f"{name} of {dtype} on {grid}: {what}")
 
 
-@ALL
-@BY_NAME
+@pytest.mark.parametrize("name", sorted({*FAMILIES, *ALSO_UNDER_AUTOCAST} - {"attention"}))
+@pytest.mark.parametrize(("dims", "mixed"), TYPES)
 def test_autocast_gives_the_types_and_nearly_the_numbers_of_one_process(
-    name: str, dims: int
+    dims: int, mixed: torch.dtype, name: str
 ) -> None:
-    family, (image, weight) = FAMILIES[name], drawn(dims)
+    family, (image, weight) = {**FAMILIES, **ALSO_UNDER_AUTOCAST}[name], drawn(dims)
     image = image.bfloat16().double()  # the same numbers for all types
     exact = with_gradient(family, image.clone().requires_grad_(), weight, dims)
     image, weight = image.float().to(DEVICE), weight.float().to(DEVICE)
-    for given in (torch.float32, torch.bfloat16):
+    for given in (torch.float32, mixed):
         if DEVICE.type == "sim" and lack(family, image.to(given), weight.to(given), dims):
             continue  # of which the CPU's autocast makes float32, and a GPU's does not
-        with torch.autocast(DEVICE.type, torch.bfloat16):
+        with torch.autocast(DEVICE.type, mixed):
             with keyed(1, 2):
                 expected = family(image.to(given), weight, dims)
             for grid, mesh in some_meshes(dims).items():
                 x = shard(image.to(given), mesh).detach().requires_grad_()
                 found = with_gradient(family, x, weight, dims)
-                assert found[0].dtype == expected.dtype, f"{name} of {given} on {grid}"
-                for ours, plain, what in zip(found, exact, ("result", "gradient"), strict=True):
-                    near(ours, plain, 0.08, f"{name} of {given} on {grid}: {what}")
+                what = f"{name} of {given} on {grid}"
+                assert (found[0].dtype, found[1].dtype) == (expected.dtype, given), what
+                for ours, right, which in zip(found, exact, ("result", "gradient"), strict=True):
+                    near_to(ours, right, 0.08, f"{what}: {which}")
 
 
-@ALL
 @BY_NAME
-def test_a_second_forward_in_backward_gives_the_same(name: str, dims: int) -> None:
+@pytest.mark.parametrize("dims", DIMS)
+def test_a_second_forward_in_backward_gives_the_same(dims: int, name: str) -> None:
     """Checkpoints; channels last where there is such a format."""
     family, (image, weight) = FAMILIES[name], drawn(dims)
 
@@ -182,3 +291,17 @@ def test_a_second_forward_in_backward_gives_the_same(name: str, dims: int) -> No
         image = image.contiguous(memory_format=CHANNELS_LAST[dims])
     for grid, mesh in some_meshes(dims).items():
         check(twice, image, [weight], mesh, f"{name} in {dims} dims on {grid}")
+
+
+def test_without_gradients() -> None:
+    image, weight = drawn(2)
+    for grid, mesh in some_meshes(2).items():
+        for name, family in FAMILIES.items():
+            for x in (image, image.clone().requires_grad_()):
+                with torch.no_grad(), keyed(1, 2):
+                    ours = family(shard(x, mesh), weight, 2)
+                with torch.no_grad(), keyed(1, 2):
+                    expected = family(x, weight, 2)
+                assert not ours.requires_grad, name
+                whole = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
+                close(whole, expected, f"{name} on {grid} ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl import UnsupportedSpatialOp, shard
-from spatialdl.spatial import SpatialTensor
-from tests.mpi.equality import check, close, draw, every_mesh, in_all_dims, parameter, several_ranks
+from spatialdl import UnsupportedSpatialOp, init_mesh, shard
+from spatialdl.comm.communicator import Communicator
+from spatialdl.spatial.picking import blocks
+from tests.mpi.equality import (
+    Operation,
+    check,
+    check_keyed,
+    close,
+    draw,
+    drawn,
+    every_mesh,
+    in_all_dims,
+    parameter,
+    same,
+    several_ranks,
+)
+from tests.mpi.spatial.shared import Cases, tokens
 
 ALL = slice(None)
 
@@ -43,7 +58,7 @@ def any_item(rng: random.Random, size: int, is_split: bool) -> Any:
     )
 
 
-@in_all_dims(25, 800)
+@in_all_dims(12, 800)
 def test_any_index(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims))
@@ -71,82 +86,182 @@ def test_any_index(dims: int, seed: int) -> None:
         check(read, s.image, [], s.mesh, f"{s}, {order}, {index}")
 
 
-def test_a_full_slice_is_the_tensor_itself(meshes: dict) -> None:
+def test_a_full_slice_is_the_tensor_itself_and_a_crop_keeps_the_cut(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.zeros(2, 3, 8, 6), mesh)
         for index in (ALL, ..., (ALL, ...), (..., slice(0, 8), slice(0, 6)), (ALL, slice(0, 99))):
             assert x[index] is x
-
-
-def test_a_crop_keeps_the_cut_where_it_is(meshes: dict) -> None:
-    for mesh in meshes.values():
         x = shard(torch.zeros(1, 1, 40, 40), mesh)
         cropped = x[..., :39, :38].spatial_layout
-        assert cropped.cuts[0][:-1] == x.spatial_layout.cuts[0][:-1]
-        assert cropped.cuts[1][:-1] == x.spatial_layout.cuts[1][:-1]
+        for ours, before in zip(cropped.cuts, x.spatial_layout.cuts, strict=True):
+            assert ours[:-1] == before[:-1]
 
 
-def test_one_row_is_the_same_on_every_rank(meshes: dict) -> None:
-    whole = torch.arange(2 * 7 * 6).view(2, 7, 6)
+def test_labels_and_single_rows(meshes: dict) -> None:
+    """A row is the same on every rank."""
+    for dtype in (torch.int64, torch.uint8, torch.bool, torch.bfloat16):
+        whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
+        for mesh in meshes.values():
+            x = shard(whole, mesh)
+            for index in ((0,), (..., slice(2, 7), slice(1, None, 3))):
+                close(x[index].full_tensor(), whole[index], f"{dtype} {index} on {mesh.grid}")
+            for index in ((ALL, 3), (..., -1), (1, 2, 5), (1, ALL, 4), (..., 4, slice(1, 5, 2))):
+                assert type(x[index]) is Tensor
+                assert torch.equal(x[index], whole[index])
+
+
+def merged(x: Tensor) -> Tensor:
+    """Swin (Liu et al., 2021): every second pixel, four times, put side by side as channels."""
+    x = x.permute(0, 2, 3, 1)
+    a, b, c, d = (x[:, row::2, col::2, :] for row in (0, 1) for col in (0, 1))
+    return a.sin() + 2 * b.cos() + c * d
+
+
+def added(x: Tensor, values: Tensor) -> Tensor:
+    """To some channels, in place."""
+    y = x * 2
+    part = y[:, 1:3] + values[:, None, None]
+    y[:, 1:3] = part
+    y[...] = y.exp()
+    return y * y
+
+
+def queries(x: Tensor) -> Tensor:
+    q, k = tokens(x).chunk(2, -1)
+    return q * k.sin()
+
+
+N, C, H, W = 2, 3, 7, 5
+
+
+def near(size: int, kernel: int = 3) -> Tensor:
+    """For each place the indices of its window, which lies within the image."""
+    first = (torch.arange(size) - kernel // 2).clamp(0, size - kernel)
+    return first[:, None] + torch.arange(kernel)
+
+
+def of_tokens(x: Tensor) -> Tensor:
+    """The neighbours of each token, of which the first windows of `near` are not in order."""
+    rows, columns = near(H), near(W)
+    index = (rows[:, None, :, None] * W + columns[None, :, None, :]).view(H * W, 9)
+    return tokens(x)[:, index]
+
+
+ROWS, COLUMNS = torch.tensor([6, 0, 0, -1, 3, 2]), torch.tensor([4, 1])
+PICKED: dict[str, Operation] = {
+    "rows": lambda x: x[:, :, ROWS],
+    "columns": lambda x: x[..., COLUMNS],
+    "as many rows": lambda x: x[:, :, torch.arange(H).flip(0)],
+    "rows of channels-last maps": lambda x: x.permute(0, 2, 3, 1)[:, ROWS],
+    "rows, then columns": lambda x: x[:, :, ROWS][..., COLUMNS],
+    "both at once": lambda x: x[..., ROWS[:, None], COLUMNS],
+    "windows of columns": lambda x: x[..., near(W)],
+    "windows": lambda x: x[..., near(H)[:, :, None, None], near(W)].square(),
+    "neighbours of tokens": of_tokens,
+    "tokens in another order": lambda x: tokens(x)[:, torch.arange(H * W).flip(0)],
+    "more rows than there are": lambda x: x[:, :, torch.arange(3 * H) % H],
+}
+
+
+def places(*shape: int) -> Tensor:
+    return torch.randint(4, shape, generator=torch.Generator().manual_seed(0))
+
+
+def taken(*shape: int) -> list[Operation]:
+    """Values along a dim that is not split."""
+    chosen = places(*shape)
+    return [
+        lambda x: torch.take_along_dim(x, chosen, 1),
+        lambda x: x.take_along_dim(indices=chosen, dim=-3),
+        lambda x: torch.take_along_dim(x.cos(), x.argsort(1), 1),
+    ]
+
+
+MAP = (2, 4, 7, 6)
+CASES: Cases = {
+    **{f"merged patches of {n}": (merged, (2, 3, *n), []) for n in ((8, 8), (10, 14), (22, 6))},
+    "added to channels": (added, (2, 4, 5, 6), [(2,)]),
+    "queries": (queries, (2, 4, 7, 5), []),
+    **{name: (pick, (N, C, H, W), []) for name, pick in PICKED.items()},
+    **{
+        f"taken by {chosen}, {number}": (take, MAP, [])
+        for chosen in ((2, 2, 7, 6), (2, 9, 7, 6), (1, 3, 7, 6))  # fewer, more, for all samples
+        for number, take in enumerate(taken(*chosen))
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
+
+
+def test_whole_numbers_are_picked(meshes: dict) -> None:
+    labels, image = torch.arange(N * H * W).view(N, H, W), drawn(2, *MAP)
+    same(lambda x: x[:, ROWS], labels, meshes, "labels ")
+    same(lambda x: (x % 3 == 0)[..., near(W)], labels, meshes, "truths ")
+    chosen = places(2, 2, 7, 6)
     for mesh in meshes.values():
-        x = shard(whole, mesh)
-        for index in ((ALL, 3), (..., -1), (1, 2, 5), (..., 4, slice(1, 5, 2))):
-            assert type(x[index]) is Tensor
-            assert torch.equal(x[index], whole[index])
+        split_places = torch.take_along_dim(image, shard(chosen, mesh), 1)
+        assert torch.equal(split_places.full_tensor(), torch.take_along_dim(image, chosen, 1))
 
 
-def test_patch_merging(meshes: dict) -> None:
-    """Liu et al. (2021), Swin: every second pixel, four times, put side by side as channels."""
+def test_ranks_with_other_indices_are_noticed(world: Communicator) -> None:
+    mesh = init_mesh((world.size, 1))
+    if world.size > 1:
+        x = shard(drawn(0, N, C, H, W), mesh)
+        with pytest.raises(ValueError, match="tensor beside a split image"):
+            x[:, :, torch.tensor([mesh.part, 0])]
 
-    def merge(x: Tensor) -> Tensor:
-        x = x.permute(0, 2, 3, 1)
-        a, b, c, d = (x[:, row::2, col::2, :] for row in (0, 1) for col in (0, 1))
-        return a.sin() + 2 * b.cos() + c * d
 
-    rng = random.Random(0)
+def test_indices_of_one_dim_each() -> None:
+    assert blocks([(7, 3, 1, 1), (5, 3)]) == [(7, 3), (5, 3)]
+    assert blocks([(6, 1), (2,)]) == [(6,), (2,)]
+    assert blocks([(5,), (5,)]) is None
+    assert blocks([(5,), (6, 1)]) is None
+
+
+# --- slices by other names
+
+PARTS: dict[str, Callable[[Tensor], Any]] = {
+    "narrow rows": lambda x: x.narrow(2, 2, 5),
+    "narrow columns": lambda x: torch.narrow(x, -1, -4, 3),
+    "select row": lambda x: torch.select(x, 2, 4),
+    "unbind": lambda x: x.unbind(1),
+    "iterate": list,
+    "split": lambda x: torch.split(x, 2, 1),
+    "split rows": lambda x: x.split(4, 2),
+    "chunk": lambda x: x.chunk(2, 1),
+    "tensor_split": lambda x: x.tensor_split(3, 1),
+    "tensor_split rows": lambda x: torch.tensor_split(x, (2, 5), 2),
+    "vsplit": lambda x: torch.vsplit(x, [1]),
+    "dsplit": lambda x: x.dsplit(3),
+    "index_select": lambda x: x.index_select(1, torch.tensor([2, 0, 2])),
+    "index_select of columns": lambda x: x.index_select(3, torch.tensor([2, 0, 2])),
+    "diff": lambda x: x.diff(),
+    "diff of rows": lambda x: torch.diff(x, n=2, dim=-2),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part(name: str, meshes: dict) -> None:
+    image = drawn(0, 2, 4, 9, 11)
+    parts = PARTS[name](image)
+    count = 1 if isinstance(parts, Tensor) else len(parts)
     for mesh in meshes.values():
-        for size in ((8, 8), (10, 14), (22, 6)):
-            check(merge, parameter(rng, 2, 3, *size), [], mesh, f"{size} on {mesh.grid}")
+        for number in range(count):
 
+            def one(x: Tensor, number: int = number) -> Tensor:
+                result = PARTS[name](x)
+                return result if isinstance(result, Tensor) else result[number]
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        (ALL, ALL, torch.tensor([0, 2]), torch.tensor([1, 2])),
-        (ALL, ALL, torch.ones(9, dtype=torch.bool)),
-        torch.ones(2, 3, 9, 7, dtype=torch.bool),
-        (ALL, True),
-    ],
-)
-def test_pixels_are_not_chosen_by_pairs_or_masks(index: Any, meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(2, 3, 9, 7), mesh)
-        with pytest.raises(UnsupportedSpatialOp, match=r"^__getitem__ .* 9x7.*masked_fill"):
-            x[index]
-
-
-def test_a_split_mask_is_refused_but_fills(meshes: dict) -> None:
-    whole = torch.randn(2, 3, 9, 7, generator=torch.Generator().manual_seed(0))
-    for mesh in meshes.values():
-        x = shard(whole, mesh)
-        with pytest.raises(UnsupportedSpatialOp, match="masked_fill"):
-            x[x > 0]
-        x[x > 0] = 0.0
-        assert torch.equal(x.full_tensor(), whole.clamp(max=0))
-
-
-@pytest.mark.parametrize("index", [(5,), (ALL, ALL, 9), (ALL, ALL, ALL, ALL, 0), (..., -8)])
-def test_an_index_out_of_range(index: Any, meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(2, 3, 9, 7), mesh)
-        with pytest.raises(IndexError):
-            x[index]
+            check(one, image, [], mesh, f"{name} {number} on {mesh.grid}")
 
 
 # --- writing
 
 
-@in_all_dims(12, 200)
+@in_all_dims(6, 200)
 def test_write_into_channels_and_samples(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims))
@@ -175,29 +290,12 @@ def test_write_into_channels_and_samples(dims: int, seed: int) -> None:
     check(write, s.image, [parameter(rng, 4)], s.mesh, f"{s}, {items}, {kind}")
 
 
-def test_add_to_some_channels_in_place(meshes: dict) -> None:
-    def add(x: Tensor, values: Tensor) -> Tensor:
-        y = x * 2
-        part = y[:, 1:3] + values[:, None, None]
-        y[:, 1:3] = part
-        y[...] = y.exp()
-        return y * y
-
-    rng = random.Random(0)
+def test_a_split_mask_fills(meshes: dict) -> None:
+    whole = drawn(0, 2, 3, 9, 7)
     for mesh in meshes.values():
-        image, values = parameter(rng, 2, 4, 5, 6), parameter(rng, 2)
-        check(add, image, [values], mesh, f"add on {mesh.grid}")
-
-
-def test_writing_into_part_of_the_image_is_refused(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(2, 3, 9, 7), mesh)
-        for index in ((ALL, ALL, slice(1, 4)), (..., 3), (ALL, ALL, torch.tensor([1]))):
-            with pytest.raises(UnsupportedSpatialOp, match=r"^__(set|get)item__ .* 9x7"):
-                x[index] = 1.0
-        with pytest.raises(UnsupportedSpatialOp, match="in place"):
-            torch.zeros(2, 3, 9, 7)[:] = x
-        assert not x.full_tensor().any()
+        x = shard(whole, mesh)
+        x[x > 0] = 0.0
+        assert torch.equal(x.full_tensor(), whole.clamp(max=0))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -241,14 +339,3 @@ def test_a_selected_row_is_no_view_and_must_not_be_written(mode: type, meshes: d
                     with pytest.raises(UnsupportedSpatialOp, match=r"row or column .* modified"):
                         read(x)
                 assert not copied.any()
-
-
-def test_labels_and_half_precision(meshes: dict) -> None:
-    for dtype in (torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float32):
-        whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
-        for mesh in meshes.values():
-            x = shard(whole, mesh)
-            for index in ((0,), (..., slice(2, 7), slice(1, None, 3)), (1, ALL, 4)):
-                ours = x[index]
-                full = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
-                close(full, whole[index], f"{dtype} {index} on {mesh.grid}")

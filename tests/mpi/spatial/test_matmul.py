@@ -3,90 +3,55 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from spatialdl import Mesh, UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, check_in, every_mesh, parameter
+from spatialdl import UnsupportedSpatialOp, shard
+from spatialdl.spatial.recompute import recompute
+from tests.mpi.device import DEVICE
+from tests.mpi.equality import (
+    Operation,
+    check_keyed,
+    drawn,
+    every_mesh,
+)
+from tests.mpi.spatial.shared import Cases, Shapes, flat, tokens
+from tests.mpi.spatial.test_attention import Largest
 
 N, C, H, W = 2, 4, 7, 6
-Meshes = dict[tuple[int, int], Mesh]
+Products = dict[str, tuple[Operation, Shapes]]
 
 
-def tokens(x: Tensor) -> Tensor:
-    return x.flatten(2).transpose(1, 2)
+def last(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
 
 
-def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [parameter(random.Random(seed), *shape) for seed, shape in enumerate(shapes)]
-
-
-PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-    "linear": (
-        lambda x, w, b: F.linear(x.permute(0, 2, 3, 1), w, b),
-        weights((5, C), (5,)),
-    ),
-    "linear on tokens": (lambda x, w: F.linear(tokens(x), w), weights((3, C))),
-    "matmul": (lambda x, w: tokens(x) @ w, weights((C, 3))),
-    "matmul of a vector": (lambda x, w: tokens(x).matmul(w), weights((C,))),
-    "matmul from the left": (lambda x, w: w @ x.flatten(2), weights((3, C))),
-    "the reflected product": (
-        lambda x, w: Tensor.__rmatmul__(x.flatten(2), w),
-        weights((3, C)),
-    ),
-    "the reflected product of two images": (
-        lambda x: Tensor.__rmatmul__(tokens(x), x.flatten(2).cos()),
-        [],
-    ),
-    "a batch of matrices": (lambda x, w: torch.matmul(tokens(x), w), weights((N, C, 3))),
-    "bmm": (lambda x, w: torch.bmm(tokens(x), w), weights((N, C, 3))),
-    "mm": (lambda x, w: tokens(x).reshape(-1, C).mm(w), weights((C, 3))),
-    "mv": (lambda x, w: tokens(x).reshape(-1, C).mv(w), weights((C,))),
+PRODUCTS: Products = {
+    "linear": (lambda x, w, b: F.linear(last(x), w, b), [(5, C), (5,)]),
+    "matmul": (lambda x, w: tokens(x) @ w, [(C, 3)]),
+    "matmul from the left": (lambda x, w: w @ x.flatten(2), [(3, C)]),
+    "the reflected product": (lambda x, w: Tensor.__rmatmul__(x.flatten(2), w), [(3, C)]),
+    "a batch of matrices": (lambda x, w: torch.matmul(tokens(x), w), [(N, C, 3)]),
+    "bmm": (lambda x, w: torch.bmm(tokens(x), w), [(N, C, 3)]),
+    "mm": (lambda x, w: tokens(x).reshape(-1, C).mm(w), [(C, 3)]),
     "addmm": (
         lambda x, b, w: torch.addmm(b, tokens(x).reshape(-1, C), w, beta=0.5, alpha=2),
-        weights((3,), (C, 3)),
+        [(3,), (C, 3)],
     ),
-    "baddbmm": (
-        lambda x, b, w: torch.baddbmm(b, tokens(x), w),
-        weights((1, 1, 3), (N, C, 3)),
-    ),
+    "baddbmm": (lambda x, b, w: torch.baddbmm(b, tokens(x), w), [(1, 1, 3), (N, C, 3)]),
     "queries and keys": (lambda x: tokens(x) @ tokens(x).mT, []),
-    "attention written out": (
-        lambda x: (tokens(x) @ tokens(x).transpose(-1, -2) / 2).exp() @ tokens(x),
-        [],
-    ),
-    "attention over channels": (
-        lambda x: (x.flatten(2) @ tokens(x)).softmax(-1) @ x.flatten(2),
-        [],
-    ),
-    "context of regions": (lambda x, w: w @ tokens(x), weights((N, 3, H * W))),
-    "einsum over channels": (
-        lambda x, w: torch.einsum("nchw,dc->ndhw", x, w),
-        weights((3, C)),
-    ),
-    "einsum, an ellipsis": (
-        lambda x, w: torch.einsum("...c,cd->d...", x.permute(0, 2, 3, 1), w),
-        weights((C, 3)),
-    ),
-    "einsum without an arrow": (lambda x, w: torch.einsum("bic,cj", tokens(x), w), weights((C, 3))),
+    "context of regions": (lambda x, w: w @ tokens(x), [(N, 3, H * W)]),
+    "einsum over channels": (lambda x, w: torch.einsum("nchw,dc->ndhw", x, w), [(3, C)]),
+    "einsum, an ellipsis": (lambda x, w: torch.einsum("...c,cd->d...", last(x), w), [(C, 3)]),
     "einsum of an image and a whole one": (
         lambda x, y: torch.einsum("nchw,nhwk->nkhw", x, y),
-        weights((N, H, W, 3)),
+        [(N, H, W, 3)],
     ),
-    "einsum over all pixels": (lambda x: torch.einsum("nchw,ndhw->ncd", x, x.sin()), []),
-    "einsum of three": (
-        lambda x, w: torch.einsum("nchw,cd,nchw->dn", x, w, x),
-        weights((C, 3)),
-    ),
-    "einsum of queries and keys": (
-        lambda x: torch.einsum("bic,bjc->bij", tokens(x), tokens(x).cos()),
-        [],
-    ),
+    "einsum of three": (lambda x, w: torch.einsum("nchw,cd,nchw->dn", x, w, x), [(C, 3)]),
     "axial attention over rows": (
         lambda x: (
             x.permute(0, 3, 2, 1).reshape(N * W, H, C) @ x.permute(0, 3, 1, 2).reshape(N * W, C, H)
@@ -97,81 +62,84 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         lambda x: torch.einsum("nchw,ndhw->ncdhw", x, F.max_pool2d(x, 3, 1, 1)),
         [],
     ),
+    # one rank along the dim has the one pixel; when each kept it, sums counted it several times
+    "one pixel of columns": (lambda x, w: F.linear(x, w).sum((2, 3)), [(1, W)]),
+    "one pixel of rows": (lambda x, w: (w @ x).softmax(-2).mean(), [(1, H)]),
+    "one pixel before a dense layer": (
+        lambda x, w, v: F.linear(F.linear(x, w).flatten(1), v),
+        [(1, W), (3, C * H)],
+    ),
+    "what transformers put behind attention": (
+        lambda x, w, b, v: F.linear(F.gelu(F.linear(tokens(x), w, b)), v) + tokens(x),
+        [(8, C), (8,), (C, 8)],
+    ),
 }
 
+# --- dense heads over a flattened map: products of a rank's own columns, added up over the ranks
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name: str, meshes: Meshes) -> None:
-    operation, parameters = PRODUCTS[name]
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(operation, image, parameters, mesh, f"{name} on {mesh.grid} ")
+M, SIZE = 3, C * H * W
 
 
-def test_a_matrix_may_make_one_pixel_of_many(meshes: Meshes) -> None:
-    """One rank along the dim has it; when each of them kept it, sums counted it several times."""
-    products: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-        "of columns": (lambda x, w: F.linear(x, w).sum((2, 3)), weights((1, W))),
-        "of rows": (lambda x, w: (w @ x).softmax(-2).mean(), weights((1, H))),
-        "before a dense layer": (
-            lambda x, w, v: F.linear(F.linear(x, w).flatten(1), v),
-            weights((1, W), (3, C * H)),
-        ),
-    }
-    for name, (product, parameters) in products.items():
-        for mesh in meshes.values():
-            image = parameter(random.Random(9), N, C, H, W)
-            check(product, image, parameters, mesh, f"{name} on {mesh.grid} ")
+def with_class(x: Tensor, c: Tensor, t: Tensor) -> Tensor:
+    return torch.cat([c.expand(M, -1, -1), tokens(x), t], 1).flatten(1)
 
 
-def test_a_split_dim_of_size_1_is_not_broadcast(meshes: Meshes) -> None:
-    """Ranks without that pixel would have had nothing where PyTorch repeats it."""
-    for mesh in meshes.values():
-        x = shard(torch.rand(N, C, H, W), mesh)
-        if mesh.grid[0] > 1:
-            with pytest.raises(UnsupportedSpatialOp, match="size 1"):
-                torch.matmul(F.avg_pool2d(x, (H, 1)).permute(0, 2, 3, 1), torch.rand(5, C, 3))
+def mlp(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(flat(x), w, b)), v)
 
 
-def test_a_module_of_linear_layers(meshes: Meshes) -> None:
-    """What transformers put behind attention."""
-    torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(C, 8), nn.GELU(), nn.Linear(8, C)).double()
-    for mesh in meshes.values():
-        image = parameter(random.Random(9), N, C, H, W)
-        check(lambda x: mlp(tokens(x)) + tokens(x), image, [], mesh, f"mlp on {mesh.grid} ")
+def dropped(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(F.dropout(flat(x), 0.4), w, b)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x @ x.mT,
-        lambda x: torch.einsum("nchw,nchw->nch", x, x),
-        lambda x: torch.einsum("nccw->nw", x.permute(0, 2, 2 - 1, 3)),
-    ],
-)
-def test_refused_by_name(call: Callable[[Tensor], Tensor], meshes: Meshes) -> None:
-    for mesh in meshes.values():
-        with pytest.raises(UnsupportedSpatialOp):
-            call(shard(torch.rand(N, C, C, W), mesh))
+def again(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    y: Tensor = recompute(lambda x, w, b: dropped(x, w, b).sin(), x, w, b, modules=[])
+    return y
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: tokens(x) @ torch.ones(C + 1, 3),
-        lambda x: torch.bmm(tokens(x), torch.ones(C, 3)),
-        lambda x: torch.einsum("nchw,dc->ndhw", x, torch.ones(3, C + 1)),
-        lambda x: torch.einsum("nchw,dc,e->ndhw", x, torch.ones(3, C)),
-        lambda x: torch.einsum("nch,dc->ndh", x, torch.ones(3, C)),
-    ],
-)
-def test_what_pytorch_refuses(call: Callable[[Tensor], Tensor], meshes: Meshes) -> None:
-    whole = torch.rand(N, C, H, W)
-    for mesh in meshes.values():
-        for image in (whole, shard(whole, mesh)):
-            with pytest.raises((RuntimeError, ValueError)):
-                call(image)
+WEIGHT, BIAS = (5, SIZE), (5,)
+BOTH: Shapes = [WEIGHT, BIAS]
+BESIDE = [(1, 2, C), (M, 1, C), (5, SIZE + 3 * C), BIAS]
+HEADS: Products = {
+    "flatten": (lambda x, w, b: F.linear(flat(x), w, b), BOTH),
+    "view": (lambda x, w, b: F.linear(x.view(M, -1), w, b), BOTH),
+    "no bias": (lambda x, w: F.linear(flat(x), w), [WEIGHT]),
+    "one output": (lambda x, w: F.linear(flat(x), w), [(SIZE,)]),
+    "a weight turned round": (lambda x, w, b: F.linear(flat(x), w.t(), b), [(SIZE, 5), BIAS]),
+    "tokens": (lambda x, w, b: F.linear(tokens(x).flatten(1), w, b), BOTH),
+    "class token and register": (lambda x, c, t, w, b: F.linear(with_class(x, c, t), w, b), BESIDE),
+    "matmul": (lambda x, w: flat(x) @ w, [(SIZE, 5)]),
+    "matmul of tokens beside": (lambda x, c, t, w: with_class(x, c, t) @ w.t(), BESIDE[:3]),
+    "addmm": (lambda x, w, b: torch.addmm(b, flat(x), w.t(), beta=0.5, alpha=2), BOTH),
+    "einsum": (lambda x, w: torch.einsum("nk,ok->no", flat(x), w), [WEIGHT]),
+    "bmm": (lambda x, w: torch.bmm(flat(x)[:, None], w), [(M, SIZE, 5)]),
+    "all samples in one": (lambda x, w, b: F.linear(x.flatten(), w, b), [(5, M * SIZE), BIAS]),
+    "rows and columns alone": (
+        lambda x, w, b: F.linear(x.flatten(2), w, b),
+        [(5, H * W), BIAS],
+    ),
+    "numbers of their own": (
+        lambda x, p, w, b: F.linear(flat(x) * p, w, b),
+        [(SIZE,), *BOTH],
+    ),
+    "layer norm": (
+        lambda x, g, w: F.linear(F.layer_norm(flat(x), (SIZE,), g), w),
+        [(SIZE,), WEIGHT],
+    ),
+    "dropout": (dropped, BOTH),
+    "several layers": (mlp, [*BOTH, (2, 5)]),
+    "one weight twice": (
+        lambda x, w, b: F.linear(flat(x), w, b) * F.linear(flat(x).cos(), w),
+        BOTH,
+    ),
+    "empty tiles": (  # on four rows of ranks some have no pixel
+        lambda x, w, b: F.linear(flat(F.max_pool2d(x, 3)), w, b),
+        [(5, C * 2 * 2), BIAS],
+    ),
+    "recomputed": (again, BOTH),
+    "an image again": (lambda x, w: F.conv2d(flat(x).sin().view(M, C, H, W), w), [(2, C, 3, 3)]),
+    "tokens again": (lambda x, w: tokens(x).flatten(1).view(M, H * W, C) @ w, [(C, 3)]),
+}
 
 
 def split_within_and_by_windows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,48 +150,74 @@ def split_within_and_by_windows(x: Tensor) -> tuple[Tensor, Tensor]:
     return queries, windows.reshape(9 * len(x), 4, C)
 
 
-WINDOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+WINDOWS: dict[str, Operation] = {
     "queries and keys": lambda q, k: q @ k.mT,
     "keys and queries": lambda q, k: torch.einsum("bse,ble->bls", k, q),
     "attention": lambda q, k: (q @ k.mT).softmax(-1) @ k.sin(),
-    "fused attention": lambda q, k: F.scaled_dot_product_attention(q, k, k.sin()),
+}
+
+CASES: Cases = {
+    **{name: (product, (N, C, H, W), shapes) for name, (product, shapes) in PRODUCTS.items()},
+    **{f"head, {name}": (head, (M, C, H, W), shapes) for name, (head, shapes) in HEADS.items()},
+    **{
+        f"windows, {name}": (
+            lambda x, f=product: f(*split_within_and_by_windows(x)),
+            (N, C, 6, 6),
+            [],
+        )
+        for name, product in WINDOWS.items()
+    },
 }
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
+
+
 @pytest.mark.parametrize("name", WINDOWS)
-def test_operands_that_are_split_along_other_letters(name: str, meshes: Meshes) -> None:
-    image = parameter(random.Random(1), N, C, 6, 6)
+def test_products_of_operands_that_are_split_along_other_letters_stay_split(
+    name: str, meshes: dict
+) -> None:
     for mesh in meshes.values():
-        check(
-            lambda x: WINDOWS[name](*split_within_and_by_windows(x)),
-            *(image, [], mesh, f"{name} on {mesh.grid} "),
-        )
         if mesh.grid_comm.size > 1:
-            found = WINDOWS[name](*split_within_and_by_windows(shard(image, mesh)))
+            x = shard(drawn(1, N, C, 6, 6), mesh)
+            found = WINDOWS[name](*split_within_and_by_windows(x))
             assert found.spatial_dims.at == (-3, -3)
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_of_signals_and_volumes(dims: int) -> None:
-    letters = "dhw"[:dims]
-    (weight,) = weights((3, 4))
-    products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "linear of tokens": lambda x, w: F.linear(tokens(x), w),
-        "linear of channels": lambda x, w: F.linear(x.movedim(1, -1), w),
-        "matmul": lambda x, w: torch.matmul(w, x.flatten(2)),
-        "einsum": lambda x, w: torch.einsum(f"nc{letters},oc->no{letters}", x, w),
-        "gram": lambda x, w: w @ (x.flatten(2) @ tokens(x)),
-        "gram by einsum": lambda x, w: (
-            w @ torch.einsum(f"nc{letters},ne{letters}->nce", x, x.exp())
-        ),
-    }
-    for name, product in products.items():
-        check_in(dims, product, name, weight)
-
-
-def test_merged_rows_of_a_volume_times_a_matrix_of_another_width() -> None:
+def test_what_would_be_broadcast_or_summed_over_some_ranks_is_refused(meshes: dict) -> None:
+    """Ranks without the one pixel of a dim would have had nothing where PyTorch repeats it."""
+    for mesh in meshes.values():
+        x = shard(torch.rand(N, C, H, W), mesh)
+        if mesh.grid[0] > 1:
+            with pytest.raises(UnsupportedSpatialOp, match="size 1"):
+                torch.matmul(last(F.avg_pool2d(x, (H, 1))), torch.rand(5, C, 3))
     for mesh in every_mesh(3).values():
         x = shard(torch.rand(N, C, 4, 4, 4), mesh)
         if math.prod(mesh.grid[1:]) > 1:
             with pytest.raises(UnsupportedSpatialOp, match="sums over some split dims"):
                 x.flatten(3) @ torch.rand(16, 5)
+
+
+@pytest.mark.parametrize("product", ["linear", "addmm"])
+def test_no_rank_holds_the_map(product: str) -> None:
+    """Forward and backward. The weight is smaller than a map of several samples."""
+    samples, channels, outputs = 8, 16, 3
+    for mesh in every_mesh().values():
+        if mesh.grid_comm.size < 3:
+            continue
+        whole = torch.rand(samples, channels, 20, 18, dtype=torch.float64).to(DEVICE)
+        weight = drawn(1, outputs, channels * 20 * 18).to(DEVICE).requires_grad_()
+        bias = drawn(2, outputs).to(DEVICE).requires_grad_()
+        image = shard(whole * 0 + 1, mesh).requires_grad_()
+        with Largest() as largest:
+            y = flat(image.sin()).relu()
+            if product == "linear":
+                z = F.linear(y, weight, bias)
+            else:
+                z = torch.addmm(bias, y, weight.t())
+            z.square().sum().backward()
+        share = max(prod(box.shape[1:]) for box in image.spatial_layout.boxes)
+        most = max(samples * channels * share, weight.numel())
+        assert 0 < largest.elements <= most < whole.numel() * 0.6

@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from spatialdl import UnsupportedSpatialOp, init_mesh
 from spatialdl.checking.compare import differences, one_step
+from tests.mpi.equality import slow_cases
 from tests.mpi.zoo import NETWORKS, Entry
 from tests.mpi.zoo_attention import ATTENTION, SIGNALS, TUBES
 from tests.mpi.zoo_vision_transformers import VISION_TRANSFORMERS
@@ -70,23 +71,22 @@ REFUSED_TRANSFORMERS = {
 
 
 def _exact(networks: Iterable[str], fast: set[str], refused: Container[str] = ()) -> list[object]:
-    return [
-        name if name in fast else pytest.param(name, marks=pytest.mark.slow)
-        for name in networks
-        if name not in refused
-    ]
+    kept = [name for name in networks if name not in refused]
+    return [*(n for n in kept if n in fast), *slow_cases(n for n in kept if n not in fast)]
 
 
-@pytest.mark.parametrize("name", _exact(NETWORKS, FAST, REFUSED))
-def test_a_training_step_equals_that_of_one_process(name: str) -> None:
-    _compare(NETWORKS[name], GRIDS[MPI.COMM_WORLD.size])
+ALL = {**NETWORKS, **VISION_TRANSFORMERS}
 
 
 @pytest.mark.parametrize(
-    "name", _exact(VISION_TRANSFORMERS, FAST_TRANSFORMERS, REFUSED_TRANSFORMERS)
+    "name",
+    [
+        *_exact(NETWORKS, FAST, REFUSED),
+        *_exact(VISION_TRANSFORMERS, FAST_TRANSFORMERS, REFUSED_TRANSFORMERS),
+    ],
 )
-def test_a_training_step_of_vision_transformers_equals_that_of_one_process(name: str) -> None:
-    _compare(VISION_TRANSFORMERS[name], GRIDS[MPI.COMM_WORLD.size])
+def test_a_training_step_equals_that_of_one_process(name: str) -> None:
+    _compare(ALL[name], GRIDS[MPI.COMM_WORLD.size])
 
 
 @pytest.mark.parametrize("name", _exact(VOLUMES, FAST_VOLUMES))
@@ -100,15 +100,11 @@ def test_steps_of_small_transformers_equal_those_of_one_process(name: str) -> No
         _compare_steps({**ATTENTION, **WINDOWS}[name], grid)
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-def test_steps_on_signals_equal_those_of_one_process(name: str) -> None:
-    _compare_steps(SIGNALS[name], (MPI.COMM_WORLD.size,))
-
-
-@pytest.mark.parametrize("name", TUBES)
-def test_steps_on_tubes_equal_those_of_one_process(name: str) -> None:
-    for grid in GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size]:
-        _compare_steps(TUBES[name], grid)
+@pytest.mark.parametrize("name", [*SIGNALS, *TUBES])
+def test_steps_on_signals_and_tubes_equal_those_of_one_process(name: str) -> None:
+    size = MPI.COMM_WORLD.size
+    for grid in [(size,)] if name in SIGNALS else GRIDS_OF_VOLUMES[size]:
+        _compare_steps({**SIGNALS, **TUBES}[name], grid)
 
 
 def _compare_steps(entry: Entry, grid: tuple[int, ...]) -> None:
@@ -134,21 +130,10 @@ def _compare(entry: Entry, *grids: tuple[int, ...]) -> None:
         assert [str(difference) for difference in differences(ours, plain)] == [], grid
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", slow_cases([*REFUSED, *REFUSED_TRANSFORMERS]))
 def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
-    _refuse(NETWORKS[name], REFUSED[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED_TRANSFORMERS)
-def test_what_cannot_be_done_in_vision_transformers_is_refused_by_name(name: str) -> None:
-    _refuse(VISION_TRANSFORMERS[name], REFUSED_TRANSFORMERS[name])
-
-
-def _refuse(entry: Entry, saying: str) -> None:
-    mesh = init_mesh(GRIDS[MPI.COMM_WORLD.size])
-    with pytest.raises(UnsupportedSpatialOp, match=saying):
+    entry, mesh = ALL[name], init_mesh(GRIDS[MPI.COMM_WORLD.size])
+    with pytest.raises(UnsupportedSpatialOp, match={**REFUSED, **REFUSED_TRANSFORMERS}[name]):
         one_step(entry.network(), entry.image(), tuple(entry.arguments), mesh)
 
 

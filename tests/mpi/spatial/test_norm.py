@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from spatialdl import SpatialTensor, UnsupportedSpatialOp, init_mesh, shard
+from spatialdl import init_mesh, shard
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.gradients import Reducer, Replicated
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.parallel.layout import even_bounds
+from spatialdl.spatial.norm import StatisticsOver
+from spatialdl.spatial.recompute import recompute
+from spatialdl.spatial.replicas import BatchNormOver
 from tests.mpi.device import DEVICE
-from tests.mpi.equality import Operation, check, close, every_mesh, parameter
+from tests.mpi.equality import (
+    CHANNELS_LAST,
+    Operation,
+    check,
+    check_keyed,
+    close,
+    parameter,
+    some_meshes,
+)
+from tests.mpi.spatial.shared import Cases, tokens
 
 
 def as_operation(layer: nn.Module) -> tuple[Operation, list[Tensor]]:
     """A layer as an operation on (image, parameters), with its own way of calling it."""
-    names, parameters = zip(*layer.named_parameters(), strict=True) if has_any(layer) else ((), ())
+    names, parameters = (
+        zip(*layer.named_parameters(), strict=True) if [*layer.parameters()] else ((), ())
+    )
 
     def operation(x: Tensor, *parameters: Tensor) -> Tensor:
         return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
@@ -25,11 +44,7 @@ def as_operation(layer: nn.Module) -> tuple[Operation, list[Tensor]]:
     return operation, [value.detach() for value in parameters]
 
 
-def has_any(layer: nn.Module) -> bool:
-    return any(True for _ in layer.parameters())
-
-
-def drawn(layer: nn.Module, rng: random.Random) -> nn.Module:
+def randomised(layer: nn.Module, rng: random.Random) -> nn.Module:
     """Weights and running statistics away from ones and zeros."""
     for value in [*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())]:
         value.data.copy_(parameter(rng, *value.shape).abs() + 0.5)
@@ -54,34 +69,129 @@ def compare(layer: nn.Module, images: list[Tensor], meshes: dict, what: str) -> 
         check(operation, images[0], parameters, mesh, f"{what} on {mesh.grid}")
 
 
-def images(rng: random.Random, *shape: int, count: int = 1) -> list[Tensor]:
-    return [3 + 2 * parameter(rng, *shape) for _ in range(count)]
+SIZE, SIGNAL, VOLUME = (2, 6, 13, 9), (2, 4, 8), (2, 4, 7, 6, 9)
+TRACKED = {"affine": True, "track_running_stats": True, "momentum": 0.7}
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "BatchNorm": (nn.BatchNorm2d(6), SIZE),
+    "BatchNorm, one pixel a rank": (nn.BatchNorm2d(6, momentum=0.3, eps=1e-3), (2, 6, 4, 4)),
+    "BatchNorm, averages": (nn.BatchNorm2d(6, momentum=None), SIZE),
+    "BatchNorm, not affine": (nn.BatchNorm2d(6, affine=False), SIZE),
+    "BatchNorm, not tracked": (nn.BatchNorm2d(6, track_running_stats=False), SIZE),
+    "BatchNorm, channels last": (nn.BatchNorm2d(6), SIZE),
+    "BatchNorm1d": (nn.BatchNorm1d(4), SIGNAL),
+    "BatchNorm3d": (nn.BatchNorm3d(4), VOLUME),
+    "GroupNorm": (nn.GroupNorm(3, 6), SIZE),
+    "GroupNorm, channels last": (nn.GroupNorm(3, 6), SIZE),
+    "GroupNorm, one group": (nn.GroupNorm(1, 6, eps=1e-2), SIZE),
+    "GroupNorm of volumes": (nn.GroupNorm(2, 4), VOLUME),
+    "InstanceNorm": (nn.InstanceNorm2d(6), SIZE),
+    "InstanceNorm1d": (nn.InstanceNorm1d(4, **TRACKED), SIGNAL),
+    "InstanceNorm2d": (nn.InstanceNorm2d(6, **TRACKED), SIZE),
+    "InstanceNorm3d": (nn.InstanceNorm3d(4, **TRACKED), VOLUME),
+    "LayerNorm of everything": (nn.LayerNorm((6, 13, 9)), SIZE),
+    "LayerNorm of the image": (nn.LayerNorm((13, 9), bias=False), SIZE),
+    "LayerNorm of columns": (nn.LayerNorm(9), SIZE),
+    "RMSNorm of everything": (nn.RMSNorm((6, 13, 9)), SIZE),
+    "RMSNorm of columns": (nn.RMSNorm((9,), eps=1e-2), SIZE),
+    "LocalResponseNorm": (nn.LocalResponseNorm(3), SIZE),
+}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"momentum": 0.3, "eps": 1e-3},
-        {"momentum": None},
-        {"affine": False},
-        {"track_running_stats": False},
-    ],
-    ids=str,
-)
+def compared(layer: nn.Module, name: str, size: tuple[int, ...]) -> None:
+    rng = random.Random(7)
+    images = [3 + 2 * parameter(rng, *size) for _ in range(2)]
+    if name.endswith("channels last"):
+        images = [one.contiguous(memory_format=CHANNELS_LAST[2]) for one in images]
+    compare(layer, images, some_meshes(len(size) - 2), name)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("size", [(13, 9), (4, 4)])
-def test_batch_norm(options: dict, training: bool, size: tuple[int, int], meshes: dict) -> None:
-    rng = random.Random(3)
-    norm = drawn(nn.BatchNorm2d(5, **options).double(), rng).train(training)
-    compare(norm, images(rng, 2, 5, *size, count=3), meshes, f"batch_norm {options}")
+def test_layers(name: str, training: bool) -> None:
+    layer, size = LAYERS[name]
+    norm = randomised(copy.deepcopy(layer).double(), random.Random(3))
+    compared(norm.train(training), name, size)
 
 
-def test_batch_norm_of_channels_last(meshes: dict) -> None:
-    rng = random.Random(3)
-    (image,) = images(rng, 2, 5, 9, 7)
-    norm = drawn(nn.BatchNorm2d(5).double(), rng)
-    compare(norm, [image.contiguous(memory_format=torch.channels_last)], meshes, "channels last")
+def test_norms_of_weights() -> None:
+    torch.manual_seed(0)
+    of_weights = nn.utils.parametrizations
+    if DEVICE.type != "cuda":  # where norms of float64 are of float32 in PyTorch's kernel
+        compared(of_weights.weight_norm(nn.Conv2d(6, 2, 3, padding=1)).double(), "weight", SIZE)
+    compared(of_weights.spectral_norm(nn.Conv2d(6, 4, 1)).double().eval(), "spectral", SIZE)
+
+
+EPS = 0.3
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean, variance = torch.linspace(-1, 1, 4).double(), torch.linspace(0.5, 2, 4).double()
+    return mean.to(x.device), variance.to(x.device)
+
+
+def last(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+FUNCTIONS: dict[str, Operation] = {
+    "batch_norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, True, eps=EPS),
+    "batch_norm of samples and tokens": lambda x, w, b: F.batch_norm(
+        last(x).flatten(0, 2), None, None, w, b, True
+    ),
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b, EPS),
+    "instance_norm": lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=EPS),
+    "torch.instance_norm": lambda x, w, b: torch.instance_norm(
+        x, w, b, None, None, True, 0.1, EPS, False
+    ),
+    "instance_norm by running statistics": lambda x, w, b: F.instance_norm(
+        x, *statistics(x), w, b, False, eps=EPS
+    ),
+    "instance_norm of tokens": lambda x, w, b: F.instance_norm(x.flatten(2), None, None, w, b),
+    "local_response_norm": lambda x, w, b: (
+        F.local_response_norm(x, 3, 0.2, 0.5, 2) * w.sum() + b[0]
+    ),
+    "layer_norm of channels": lambda x, w, b: F.layer_norm(last(x), (4,), w, b, EPS),
+    "layer_norm of all tokens": lambda x, w, b: F.layer_norm(
+        tokens(x), (63, 4), w.expand(63, 4), b.expand(63, 4)
+    ),
+    "rms_norm of channels": lambda x, w, b: F.rms_norm(last(x), (4,), w, EPS) + b,
+}
+PLAIN: dict[str, Operation] = {
+    "layer_norm": lambda x, shape: F.layer_norm(x, shape, eps=EPS),
+    "torch.layer_norm": lambda x, shape: torch.layer_norm(x, shape, None, None, EPS),
+    "rms_norm": lambda x, shape: F.rms_norm(x, shape, None, EPS),
+    "torch.rms_norm": lambda x, shape: torch.rms_norm(x, shape, eps=EPS),
+    "rms_norm without epsilon": lambda x, shape: F.rms_norm(1e-8 * x, shape),
+}
+
+
+def few(norm: Operation) -> Operation:
+    """Where ranks have no pixels."""
+    return lambda x, k, w, b: norm(F.conv2d(x, k, None, 5, 1), w, b)
+
+
+CASES: Cases = {
+    **{name: (norm, (2, 4, 9, 7), [(4,), (4,)]) for name, norm in FUNCTIONS.items()},
+    **{
+        f"{name} of {shape}": (lambda x, f=norm, s=shape: f(x, s), (2, 4, 9, 7), [])
+        for name, norm in PLAIN.items()
+        for shape in ((4, 9, 7), (9, 7), (7,))
+    },
+    **{
+        f"{name} of few pixels": (few(FUNCTIONS[name]), (3, 4, 6, 6), [(4, 4, 3, 3), (4,), (4,)])
+        for name in ("batch_norm", "group_norm", "instance_norm", "local_response_norm")
+    },
+    "layer_norm of few pixels": (
+        few(lambda x, w, b: F.layer_norm(x, (2, 2)) * w.sum() + b.sum()),
+        (3, 4, 6, 6),
+        [(4, 4, 3, 3), (4,), (4,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
 
 
 def test_batch_norm_is_accurate_where_the_mean_is_a_thousand_deviations(meshes: dict) -> None:
@@ -97,19 +207,6 @@ def test_batch_norm_is_accurate_where_the_mean_is_a_thousand_deviations(meshes: 
         torch.testing.assert_close(
             variance.double(), image.double().var((0, 2, 3)), rtol=1e-5, atol=0
         )
-
-
-def test_batch_norm_where_ranks_have_no_pixels(meshes: dict) -> None:
-    rng = random.Random(4)
-    weight = parameter(rng, 3, 3, 3, 3)
-
-    def operation(x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        few = F.conv2d(x, weight, None, 5, 1)
-        return F.batch_norm(few, None, None, gamma, beta, True)
-
-    for mesh in meshes.values():
-        parameters = [weight, parameter(rng, 3), parameter(rng, 3)]
-        check(operation, parameter(rng, 3, 3, 6, 6), parameters, mesh, f"on {mesh.grid}")
 
 
 def test_on_a_grid_of_one_rank_it_is_pytorchs_own() -> None:
@@ -128,214 +225,92 @@ def test_on_a_grid_of_one_rank_it_is_pytorchs_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_statistics_of_one_value_are_refused(meshes: dict) -> None:
-    for mesh in meshes.values():
-        few = F.avg_pool2d(shard(torch.rand(1, 3, 4, 4), mesh), 4)
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            F.batch_norm(few, None, None, training=True)
-        with pytest.raises(ValueError, match="more than 1 "):
-            F.instance_norm(few)
+# --- BatchNorm over replicas is BatchNorm of all their samples together
 
 
-def test_evaluation_without_statistics_is_refused(meshes: dict) -> None:
-    for mesh in meshes.values():
-        with pytest.raises(ValueError, match="running statistics"):
-            F.batch_norm(shard(torch.rand(1, 4, 8, 8), mesh), None, None)
-
-
-def test_what_pytorch_refuses_is_refused(meshes: dict) -> None:
-    calls: list[Operation] = [
-        lambda x: F.batch_norm(x, None, None, training=True, momentum=None),
-        lambda x: F.group_norm(x, 3),
-        lambda x: F.layer_norm(x, (3, 3)),
-        lambda x: F.rms_norm(x, (3,)),
-    ]
-    for call in calls:
-        with pytest.raises((TypeError, RuntimeError, ValueError)) as plain:
-            call(torch.rand(2, 4, 8, 8))
-        for mesh in meshes.values():
-            with pytest.raises(plain.type):
-                call(shard(torch.rand(2, 4, 8, 8), mesh))
-
-
-LAYERS = {
-    "GroupNorm": lambda: nn.GroupNorm(3, 6),
-    "GroupNorm, one group": lambda: nn.GroupNorm(1, 6, eps=1e-2),
-    "GroupNorm, not affine": lambda: nn.GroupNorm(2, 6, affine=False),
-    "InstanceNorm": lambda: nn.InstanceNorm2d(6),
-    "InstanceNorm, affine": lambda: nn.InstanceNorm2d(6, affine=True, eps=1e-3),
-    "InstanceNorm, tracked": lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
-    "LayerNorm of everything": lambda: nn.LayerNorm((6, 13, 9)),
-    "LayerNorm of the image": lambda: nn.LayerNorm((13, 9), bias=False),
-    "LayerNorm of columns": lambda: nn.LayerNorm(9),
-    "LayerNorm of columns, not affine": lambda: nn.LayerNorm(9, elementwise_affine=False),
-    "RMSNorm of everything": lambda: nn.RMSNorm((6, 13, 9)),
-    "RMSNorm of columns": lambda: nn.RMSNorm((9,), eps=1e-2),
-    "LocalResponseNorm": lambda: nn.LocalResponseNorm(3),
-    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 2, 3, padding=1)),
-    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 4, 1)).eval(),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("training", [True, False])
-def test_layers(name: str, training: bool, meshes: dict) -> None:
-    if name == "weight_norm" and DEVICE.type == "cuda":
-        pytest.skip("norms of float64 are of float32 in PyTorch's kernel for CUDA")
-    rng = random.Random(7)
+def network() -> nn.Module:
+    """Normalises maps and, at its head, vectors."""
     torch.manual_seed(0)
-    layer = LAYERS[name]().double()
-    if not name.endswith(("weight_norm", "spectral_norm")):
-        drawn(layer, rng).train(training)
-    compare(layer, images(rng, 2, 6, 13, 9, count=2), meshes, name)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.BatchNorm1d(4, momentum=None),
+        nn.Linear(4, 2),
+    ).double()
 
 
-@pytest.mark.parametrize("name", ["GroupNorm", "InstanceNorm, tracked"])
-def test_channels_last(name: str, meshes: dict) -> None:
-    rng = random.Random(7)
-    layer = drawn(LAYERS[name]().double(), rng)
-    (image,) = images(rng, 2, 6, 13, 9)
-    compare(layer, [image.contiguous(memory_format=torch.channels_last)], meshes, name)
+def images(samples: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 3, 7, 5, dtype=torch.float64, generator=draw)
 
 
-def test_where_ranks_have_no_pixels(meshes: dict) -> None:
-    rng = random.Random(4)
-    kernel = parameter(rng, 4, 4, 3, 3)
-    operations: list[Operation] = [
-        lambda x, k, w, b: F.group_norm(F.conv2d(x, k, None, 5, 1), 2, w, b),
-        lambda x, k, w, b: F.instance_norm(F.conv2d(x, k, None, 5, 1), None, None, w, b),
-        lambda x, k, w, b: F.layer_norm(F.conv2d(x, k, None, 5, 1), (2, 2)) * w.sum() + b.sum(),
-        lambda x, k, w, b: F.local_response_norm(F.conv2d(x, k, None, 5, 1), 2) * w.sum() + b.sum(),
-    ]
-    for mesh in meshes.values():
-        parameters = [kernel, parameter(rng, 4), parameter(rng, 4)]
-        for number, operation in enumerate(operations):
-            what = f"operation {number} on {mesh.grid}"
-            check(operation, parameter(rng, 3, 4, 6, 6), parameters, mesh, what)
+def assert_as_plain(ours: nn.Module, plain: nn.Module, comm: Communicator, copies: int) -> None:
+    Reducer([Replicated(ours, ("data",), comm, copies)]).reduce()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-12, atol=1e-12)
 
 
-FUNCTIONS: dict[str, Operation] = {
-    "batch_norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
-    "torch.batch_norm": lambda x, w, b: torch.batch_norm(
-        x, w, b, None, None, True, 0.1, 1e-5, False
-    ),
-    "torch.group_norm": lambda x, w, b: torch.group_norm(x, 2, w, b),
-    "torch.instance_norm": lambda x, w, b: torch.instance_norm(
-        x, w, b, None, None, True, 0.1, 1e-5, False
-    ),
-    "torch.layer_norm": lambda x, w, b: torch.layer_norm(x, (9, 7)) * w.sum() + b.sum(),
-    "torch.rms_norm": lambda x, w, b: torch.rms_norm(x, (9, 7)) * w.sum() + b.sum(),
-}
+def called(model: nn.Module, x: Tensor, way: str) -> Tensor:
+    if way == "plain":
+        return model(x)
+    if way == "recompute":
+        return recompute(model, x, modules=[model])
+    return checkpoint(model, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name: str, meshes: dict) -> None:
-    rng = random.Random(8)
-    for mesh in meshes.values():
-        arguments = [parameter(rng, 4), parameter(rng, 4)]
-        check(FUNCTIONS[name], parameter(rng, 2, 4, 9, 7), arguments, mesh, f"{name} {mesh.grid}")
+@pytest.mark.parametrize("way", ["plain", "recompute", "checkpoint"])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_replicas_have_the_statistics_of_all_samples(
+    way: str, extra: int, world: Communicator
+) -> None:
+    plain, ours = network(), network()
+    samples = 2 * world.size + extra  # replicas of different sizes too
+    x, bounds = images(samples), even_bounds(samples, world.size)
+    # PyTorch's checkpoint counts a batch twice in running statistics, in one process as here
+    called(plain, x, "checkpoint" if way == "checkpoint" else "plain").square().sum().backward()
+    own = x[bounds[world.rank] : bounds[world.rank + 1]]
+    with BatchNormOver(world):
+        (called(ours, own, way).square().sum() * world.size).backward()
+    assert_as_plain(ours, plain, world, world.size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_types(name: str, mixed: bool, dtype: torch.dtype, meshes: dict) -> None:
-    rng = random.Random(8)
-    whole = parameter(rng, 2, 4, 9, 7)
-    arguments = [parameter(rng, 4) for _ in range(2)]
-    expected = FUNCTIONS[name](whole, *arguments)
-    cast = [value.to(torch.float32 if mixed else dtype) for value in arguments]
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    for mesh in meshes.values():
-        leaf = whole.to(dtype).requires_grad_()
-        ours = FUNCTIONS[name](shard(leaf, mesh), *cast)
-        assert ours.dtype == FUNCTIONS[name](whole.to(dtype), *cast).dtype
-        torch.testing.assert_close(
-            ours.full_tensor().double(), expected, rtol=tolerance, atol=tolerance
-        )
-        (ours * ours).sum().backward()
-        assert leaf.grad.dtype == dtype
+@pytest.mark.world(4)
+def test_replicas_of_split_images(world: Communicator) -> None:
+    """Behind the pooling two ranks hold the same vectors, which once counted twice."""
+    mesh = init_mesh((2, 1), data=2)
+    plain, ours = network(), network()
+    x = images(5)
+    plain(x).square().sum().backward()
+    with BatchNormOver(mesh.comm, parts=2):
+        y = ours(shard(x[:2] if mesh.replica == 0 else x[2:], mesh))
+        (y.square().sum() * 2).backward()
+    assert_as_plain(ours, plain, mesh.comm, mesh.size)
 
 
-def test_what_is_kept_is_what_one_process_keeps(meshes: dict) -> None:
-    """The input and a few statistics."""
-    rng = random.Random(9)
-    weight, bias = parameter(rng, 4).requires_grad_(), parameter(rng, 4).requires_grad_()
-    for mesh in meshes.values():
-        x = shard(parameter(rng, 2, 4, 32, 32), mesh).requires_grad_()
-        tile = x.to_local().numel()
-        for name in ("batch_norm", "torch.group_norm", "torch.instance_norm"):
-            kept: list[int] = []
-
-            def keep(value: Tensor, kept: list[int] = kept) -> Tensor:
-                local = value.to_local() if isinstance(value, SpatialTensor) else value
-                kept.append(local.numel())
-                return value
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-                FUNCTIONS[name](x, weight, bias)
-            assert sum(kept) < tile + 64, name
+def test_one_sample_a_replica_is_enough(world: Communicator) -> None:
+    """By itself PyTorch refuses one value a channel."""
+    norm, whole = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    x = images(world.size)[:, :, 0, 0]
+    with BatchNormOver(world):
+        ours = norm(x[world.rank : world.rank + 1])
+    torch.testing.assert_close(ours, whole(x)[world.rank : world.rank + 1])
+    alone = world.subset([world.rank])
+    with BatchNormOver(alone), pytest.raises(ValueError, match="more than 1 value"):
+        norm(x[:1])
 
 
-def test_three_dim_images_do_not_pass_for_four(meshes: dict) -> None:
-    """(N, H, W): the second dim is not the channels."""
-    calls: list[Operation] = [
-        lambda x: F.batch_norm(x, None, None, training=True),
-        lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8)),
-        lambda x: F.group_norm(x, 2),
-        F.instance_norm,
-        lambda x: F.local_response_norm(x, 2),
-    ]
-    for mesh in meshes.values():
-        for call in calls:
-            with pytest.raises(UnsupportedSpatialOp, match=r"takes \(N, C, H, W\)"):
-                call(shard(torch.rand(2, 8, 8), mesh))
-
-
-REARRANGED: dict[str, Operation] = {
-    "layer_norm of channels at the end": lambda x, w, b: F.layer_norm(
-        x.permute(0, 2, 3, 1), (4,), w, b
-    ),
-    "layer_norm of tokens": lambda x, w, b: F.layer_norm(x.flatten(2).transpose(1, 2), (4,), w, b),
-    "rms_norm of channels at the end": lambda x, w, b: (
-        F.rms_norm(x.permute(0, 2, 3, 1), (4,), w) + b
-    ),
-    "layer_norm of columns and channels": lambda x, w, b: F.layer_norm(
-        x.permute(0, 2, 3, 1), (7, 4), w.expand(7, 4), b.expand(7, 4)
-    ),
-    "layer_norm of all tokens": lambda x, w, b: F.layer_norm(
-        x.flatten(2).transpose(1, 2), (63, 4), w.expand(63, 4), b.expand(63, 4)
-    ),
-    "batch_norm of tokens": lambda x, w, b: F.batch_norm(x.flatten(2), None, None, w, b, True),
-    "batch_norm of samples and tokens": lambda x, w, b: F.batch_norm(
-        x.permute(0, 2, 3, 1).flatten(0, 2), None, None, w, b, True
-    ),
-    "group_norm of tokens": lambda x, w, b: F.group_norm(x.flatten(2), 2, w, b),
-    "instance_norm of tokens": lambda x, w, b: F.instance_norm(x.flatten(2), None, None, w, b),
-}
-
-
-@pytest.mark.parametrize("name", REARRANGED)
-def test_rows_and_columns_at_other_dims(name: str, meshes: dict) -> None:
-    rng = random.Random(8)
-    for mesh in meshes.values():
-        arguments = [parameter(rng, 4), parameter(rng, 4)]
-        check(REARRANGED[name], parameter(rng, 2, 4, 9, 7), arguments, mesh, f"{name} {mesh.grid}")
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dims", [1, 3])
-def test_of_signals_and_volumes(dims: int, training: bool) -> None:
-    rng = random.Random(dims)
-    size = [rng.randint(6, 9) for _ in range(dims)]
-    batch, instance = (getattr(nn, f"{name}Norm{dims}d") for name in ("Batch", "Instance"))
-    layers = [
-        batch(4),
-        instance(4, affine=True, track_running_stats=True),
-        nn.GroupNorm(2, 4),
-        nn.LayerNorm([4, *size]),
-        nn.LayerNorm(size[-1]),
-    ]
-    for layer in layers:
-        norm = drawn(layer.double(), rng).train(training)
-        compare(norm, images(rng, 2, 4, *size, count=2), every_mesh(dims), str(norm))
+def test_it_ends_where_it_ends_and_evaluation_is_as_it_was(world: Communicator) -> None:
+    norm = network()[1]
+    before = copy.deepcopy(norm)
+    x = images(4)[:, :1].expand(-1, 4, -1, -1) * (1 + world.rank)
+    with BatchNormOver(world):
+        with BatchNormOver(world):
+            assert StatisticsOver.comm is world
+        assert StatisticsOver.comm is world
+        torch.testing.assert_close(norm.eval()(x), before.eval()(x), rtol=0, atol=0)
+    assert StatisticsOver.comm is None

@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from spatialdl import Mesh, init_mesh
+from tests.mpi.equality import slow_cases
 from tests.mpi.operators import cases, operators
 from tests.mpi.verdicts import Kind, judge, splits
 
@@ -86,9 +87,8 @@ def test_some_samples_are_exact_or_refused(name: str, mesh: Mesh) -> None:
     assert wrong == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)  # some have more than a thousand samples
-@pytest.mark.parametrize("name", operators())
+@pytest.mark.parametrize("name", slow_cases(operators()))
 def test_all_samples_are_exact_or_refused(name: str, mesh: Mesh) -> None:
     counts, wrong = verdicts(name, mesh, None)
     assert wrong == []

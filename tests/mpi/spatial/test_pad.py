@@ -1,4 +1,4 @@
-"""Padding and cropping of split images against one process."""
+"""Padding, cropping and folding of split images against one process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl import UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, close, draw, every_mesh, in_all_dims, parameter
+from spatialdl import shard
+from tests.mpi.equality import (
+    check,
+    check_keyed,
+    draw,
+    every_mesh,
+    in_all_dims,
+    parameter,
+    same,
+    seeds,
+)
+from tests.mpi.spatial.shared import Cases
 
 MODES = ("constant", "reflect", "replicate", "circular")
 
@@ -28,7 +38,7 @@ def pads_of(rng: random.Random, size: int, mode: str) -> tuple[int, int]:
             return 0, 0
 
 
-@in_all_dims(10, 200)
+@in_all_dims(3, 200)
 @pytest.mark.parametrize("mode", MODES)
 def test_pad(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -42,7 +52,7 @@ def test_pad(mode: str, dims: int, seed: int) -> None:
     check(pad, s.image, [], s.mesh, f"{s}, {pads}, {mode}")
 
 
-@in_all_dims(12, 12)
+@in_all_dims(3, 12)
 def test_pad_of_channels_and_samples_too(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims))
@@ -52,7 +62,7 @@ def test_pad_of_channels_and_samples_too(dims: int, seed: int) -> None:
     check(lambda x: F.pad(x, pads, value=0.5), s.image, [], s.mesh, f"{s}, {pads}")
 
 
-@in_all_dims(8, 100)
+@in_all_dims(3, 100)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 def test_convolutions_with_padding_modes(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -74,94 +84,132 @@ def test_convolutions_with_padding_modes(mode: str, dims: int, seed: int) -> Non
     check(convolve, s.image, [weight], s.mesh, f"{s}, {mode}")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.ZeroPad2d((1, 0, 3, 2)),
-        nn.ReflectionPad2d(1),
-        nn.ReplicationPad2d((0, 3, 4, 0)),
-        nn.CircularPad2d((1, 2, 0, 1)),
-        nn.ConstantPad2d(-1, 2.0),
-    ],
-    ids=lambda module: type(module).__name__,
-)
-def test_padding_modules(module: nn.Module, meshes: dict) -> None:
-    rng = random.Random(0)
-    for mesh in meshes.values():
-        check(module, parameter(rng, 2, 3, 9, 7), [], mesh, f"{module} on {mesh.grid}")
-
-
-def test_a_chain_of_pads_and_crops(meshes: dict) -> None:
+def chain(x: Tensor) -> Tensor:
     """Ranks run out of pixels, and get some again."""
-
-    def chain(x: Tensor) -> Tensor:
-        x = F.pad(x, (2, 2, 2, 2), "reflect").sin()
-        x = F.pad(x, (-3, -4, -5, -4)).sin()
-        x = F.pad(x, (1, 1, 1, 1), "replicate").sin()
-        return F.pad(x, (3, 0, 0, 3), "circular")
-
-    rng = random.Random(1)
-    for mesh in meshes.values():
-        check(chain, parameter(rng, 2, 3, 7, 6), [], mesh, f"chain on {mesh.grid}")
+    x = F.pad(x, (2, 2, 2, 2), "reflect").sin()
+    x = F.pad(x, (-3, -4, -5, -4)).sin()
+    x = F.pad(x, (1, 1, 1, 1), "replicate").sin()
+    return F.pad(x, (3, 0, 0, 3), "circular")
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.bfloat16])
+def crossed(x: Tensor, mode: str, pads: tuple[int, int]) -> Tensor:
+    return F.pad(F.pad(x, (*pads, 1, 1), mode), (0, 0, *pads), mode)
+
+
+def convolved(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(nn.Unfold(3, padding=1)(x).transpose(1, 2) @ weight.t())
+
+
+def raised(x: Tensor, weight: Tensor) -> Tensor:
+    """A transposed convolution, to other sizes than the tokens came from."""
+    size = [2 * n + 3 for n in x.shape[-2:]]
+    return nn.Fold(size, 5, stride=2, padding=0)(weight @ x.flatten(2))
+
+
+MODULES = (
+    nn.ZeroPad2d((1, 0, 3, 2)),
+    nn.ReflectionPad2d(1),
+    nn.ReplicationPad2d((0, 3, 4, 0)),
+    nn.CircularPad2d((1, 2, 0, 1)),
+    nn.ConstantPad2d(-1, 2.0),
+)
+CASES: Cases = {
+    **{type(one).__name__: (one, (2, 3, 9, 7), []) for one in MODULES},
+    "a chain": (chain, (2, 3, 7, 6), []),
+    **{  # once the crop was taken from the image alone, and the output was too wide
+        f"a crop into the pad, {mode} {pads}": (
+            lambda x, m=mode, p=pads: crossed(x, m, p),
+            (1, 2, 8, 8),
+            [],
+        )
+        for mode in ("replicate", "reflect")
+        for pads in ((5, -9), (-9, 6), (4, -8), (-3, 2))
+    },
+    "a convolution by unfold": (convolved, (2, 3, 9, 8), [(5, 3 * 9)]),
+    "windows along both dims": (
+        lambda x: x.unfold(2, 3, 1).unfold(3, 4, 2).square().mean((-1, -2)),
+        (2, 3, 9, 8),
+        [],
+    ),
+    "windows where ranks have none": (
+        lambda x: F.max_pool2d(x.unfold(2, 4, 2)[..., 0], 2).unfold(-1, 2, 1),
+        (2, 5, 9, 8),
+        [],
+    ),
+    **{
+        f"raised from {size}": (raised, (2, 3, *size), [(2 * 25, 3)])
+        for size in ((9, 8), (6, 6), (4, 13))
+    },
+    "raised where ranks have none": (
+        lambda x, w: raised(F.max_pool2d(x, 3, 3), w),
+        (2, 3, 6, 6),
+        [(2 * 25, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("mode", MODES)
-def test_pad_of_labels_and_half_precision(mode: str, dtype: torch.dtype, meshes: dict) -> None:
-    whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
-    pads = (2, -1, 1, 3)
+def test_pad_of_labels(mode: str, dtype: torch.dtype, meshes: dict) -> None:
     if dtype == torch.bool and mode in ("reflect", "replicate"):
         pytest.skip("PyTorch does not do it")
-    plain = F.pad(whole, pads, mode)
-    for mesh in meshes.values():
-        ours = F.pad(shard(whole, mesh), pads, mode)
-        assert ours.dtype == dtype
-        close(ours.full_tensor(), plain, f"{mode} on {mesh.grid}")
-
-
-@pytest.mark.parametrize(
-    ("mode", "pads", "error"),
-    [
-        ("constant", (0, -6), "length must be non-negative"),
-        ("reflect", (0, 0, 5, 0), "Padding size should be less"),
-        ("circular", (0, 6, 0, 0), "wrapping around more than once"),
-        ("what", (1, 1), "what"),
-    ],
-)
-def test_what_pytorch_refuses(mode: str, pads: tuple[int, ...], error: str, meshes: dict) -> None:
-    image = torch.zeros(1, 1, 5, 5)
-    for mesh in meshes.values():
-        for x in (image, shard(image, mesh)):
-            with pytest.raises((RuntimeError, NotImplementedError), match=error):
-                F.pad(x, pads, mode)
-
-
-def test_a_circular_pad_that_takes_what_it_crops_is_refused(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(1, 1, 5, 5), mesh)
-        with pytest.raises(UnsupportedSpatialOp, match="circular pad"):
-            F.pad(x, (0, 0, 4, -3), "circular")
+    whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
+    same(lambda x: F.pad(x, (2, -1, 1, 3), mode), whole, meshes, mode)
 
 
 def test_a_pad_keeps_the_cut_where_it_is(meshes: dict) -> None:
     for mesh in meshes.values():
         x = shard(torch.zeros(1, 1, 40, 40), mesh)
         padded = F.pad(x, (1, 1, 1, 1), "reflect").spatial_layout
-        for before, after in (
-            (x.spatial_layout.cuts[0], padded.cuts[0]),
-            (x.spatial_layout.cuts[1], padded.cuts[1]),
-        ):
+        for before, after in zip(x.spatial_layout.cuts, padded.cuts, strict=True):
             assert after[:-1] == before[:-1]
 
 
-@pytest.mark.parametrize("mode", ["replicate", "reflect"])
-@pytest.mark.parametrize("pads", [(5, -7), (5, -9), (-7, 5), (-9, 6), (4, -8), (-3, 2), (6, 6)])
-def test_a_crop_may_reach_into_the_pad(mode: str, pads: tuple[int, int], meshes: dict) -> None:
-    """Once the crop was taken from the image alone, and the output was too wide."""
+# --- windows as tokens
 
-    def pad(x: Tensor) -> Tensor:
-        return F.pad(F.pad(x, (*pads, 1, 1), mode), (0, 0, *pads), mode)
 
-    for mesh in meshes.values():
-        image = parameter(random.Random(0), 1, 2, 8, 8)
-        check(pad, image, [], mesh, f"{mode} {pads} on {mesh.grid} ")
+@pytest.mark.parametrize("seed", seeds(3, 200))
+def test_unfold(seed: int, meshes: dict) -> None:
+    rng = random.Random(seed)
+    s = draw(rng, meshes)
+
+    def unfold(x: Tensor) -> Tensor:
+        return F.unfold(x, s.kernel, s.dilation, s.padding, s.stride)
+
+    check(unfold, s.image, [], s.mesh, str(s))
+
+
+@pytest.mark.parametrize("seed", seeds(4, 100))
+def test_windows_along_a_dim(seed: int, meshes: dict) -> None:
+    """Of rows, columns or channels, of maps whose channels are the first or the last dim."""
+    rng = random.Random(seed)
+    s = draw(rng, meshes)
+    dim, last = rng.choice((1, 2, 3, -1)), rng.choice((True, False))
+    size = rng.randint(1, 3 if dim == 1 and not last else 2)
+    step = rng.randint(1, 3)
+
+    def windows(x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1) if last else x
+        return x.unfold(dim, size, step).sin()
+
+    check(windows, s.image, [], s.mesh, f"{s}, {dim}, {size}, {step}")
+
+
+@pytest.mark.parametrize("seed", seeds(4, 200))
+def test_fold(seed: int, meshes: dict) -> None:
+    """Of tokens that are not what any image gives: each window has values of its own."""
+    rng = random.Random(seed)
+    s = draw(rng, meshes)
+    steps = (s.kernel, s.dilation, s.padding, s.stride)
+    taps = s.kernel[0] * s.kernel[1]
+
+    def fold(x: Tensor, weight: Tensor) -> Tensor:
+        tokens = torch.tanh(F.unfold(x, *steps).transpose(1, 2) @ weight).transpose(1, 2)
+        return F.fold(tokens, x.shape[-2:], *steps)
+
+    check(fold, s.image, [parameter(rng, 4 * taps, 3 * taps)], s.mesh, str(s))

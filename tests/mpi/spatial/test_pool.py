@@ -1,3 +1,5 @@
+"""Pooling of split images, to any size too, against one process."""
+
 from __future__ import annotations
 
 import random
@@ -6,23 +8,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 from torch import Tensor, nn
 
-from spatialdl import UnsupportedSpatialOp, shard
+from spatialdl import shard
+from spatialdl.spatial import SpatialTensor
 from tests.mpi.equality import (
     Operation,
     check,
+    check_keyed,
     close,
     draw,
+    drawn,
     every_mesh,
     functional,
     in_all_dims,
-    kept_for_backward,
-    parameter,
 )
+from tests.mpi.spatial.shared import Cases, tokens
 
 
-@in_all_dims(12, 300)
+@in_all_dims(6, 300)
 def test_max_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims), pooling=True)
@@ -36,7 +41,7 @@ def test_max_pooling(dims: int, seed: int) -> None:
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, ceil {ceil_mode}")
 
 
-@in_all_dims(12, 300)
+@in_all_dims(6, 300)
 def test_average_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims), pooling=True)
@@ -55,30 +60,6 @@ def test_average_pooling(dims: int, seed: int) -> None:
     check(pool, s.image, [], s.mesh, f"{s}, stride {stride}, options {options}")
 
 
-@pytest.mark.parametrize("divisor", [None, 5])
-@pytest.mark.parametrize("include_pad", [True, False])
-@pytest.mark.parametrize("padding", [0, 1])
-def test_average_of_windows_that_hang_over(
-    padding: int, include_pad: bool, divisor: int | None, meshes: dict
-) -> None:
-    """With ceil mode the last window may reach beyond the padding; that part never counts."""
-
-    def pool(x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, 4, 3, padding, True, include_pad, divisor)
-
-    for mesh in meshes.values():
-        for size in ((8, 9), (12, 11), (18, 7)):
-            image = parameter(random.Random(6), 1, 2, *size)
-            check(pool, image, [], mesh, f"{size} on {mesh.grid}")
-
-
-def test_max_pooling_of_whole_numbers_pads_below_all_of_them(meshes: dict) -> None:
-    labels = torch.arange(-60, 0).reshape(1, 1, 10, 6)
-    for mesh in meshes.values():
-        ours = F.max_pool2d(shard(labels, mesh), 3, 2, 1).full_tensor()
-        assert torch.equal(ours, F.max_pool2d(labels.double(), 3, 2, 1).long())
-
-
 def _one_if_alone(*values: Any) -> list[Any]:
     """`F.lp_pool1d` takes numbers."""
     return [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in values]
@@ -91,7 +72,7 @@ def norms() -> tuple[float, ...]:
     return (1, 2, 3, 2.0, *((float("inf"),) if x.grad.isfinite().all() else (2,)))
 
 
-@in_all_dims(8, 200)
+@in_all_dims(5, 200)
 def test_lp_pooling(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims), pooling=True)
@@ -106,142 +87,179 @@ def test_lp_pooling(dims: int, seed: int) -> None:
     check(pool, image, [], s.mesh, f"{s}, norm {norm}, stride {stride}, ceil {ceil_mode}")
 
 
-def test_modules_pool_as_their_functions(meshes: dict) -> None:
-    image = parameter(random.Random(7), 2, 3, 13, 11)
-    for mesh in meshes.values():
+def draw_size(rng: random.Random, dims: int) -> Any:
+    """Smaller than the grid, larger than the image, one of them left as it is."""
+    if dims == 1:  # PyTorch's takes no None there
+        return rng.choice((1, 2, 3, 5, 7, 11))
+    sizes = [rng.choice((1, 1, 2, 3, 5, 7, 11, None)) for _ in range(dims)]
+    return rng.choice((tuple(sizes), tuple(sizes), rng.choice((1, 2, 6))))
+
+
+@pytest.mark.parametrize("kind", ["avg", "max"])
+@in_all_dims(6, 300)
+def test_adaptive_pooling(dims: int, seed: int, kind: str) -> None:
+    rng = random.Random(seed)
+    s, size = draw(rng, every_mesh(dims)), draw_size(rng, dims)
+    pool = functional(f"adaptive_{kind}_pool", dims)
+    check(lambda x: pool(x, size), s.image, [], s.mesh, f"{s} to {size}")
+
+
+def adaptive(pool: Operation, size: Any) -> Operation:
+    return lambda x: pool(x, size)
+
+
+def few(pool: Operation) -> Operation:
+    """Fewer pixels than ranks."""
+    return lambda x: pool(F.max_pool2d(x, 3, 3))
+
+
+def chain(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = F.avg_pool2d(F.max_pool2d(torch.sin(x), 3, 2, 1), 3, 1, 1)
+    return x
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    average, highest = nn.AdaptiveAvgPool2d(1)(x), nn.AdaptiveMaxPool2d((1, 1))(x)
+    return x * torch.sigmoid(F.conv2d(average, weight) + F.conv2d(highest, weight))
+
+
+def head(pool: Operation, size: Any = 1) -> Operation:
+    """As Swin's: tokens are put behind the channels, and pooled to a plain tensor."""
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        pooled = pool((tokens(x) @ weight).transpose(1, 2), size)
+        assert not isinstance(pooled, SpatialTensor)
+        return pooled
+
+    return run
+
+
+SIZE = (2, 3, 13, 11)
+OF_IMAGES: dict[str, Operation] = {"average": F.adaptive_avg_pool2d, "max": F.adaptive_max_pool2d}
+OF_TOKENS: dict[str, Operation] = {"average": F.adaptive_avg_pool1d, "max": F.adaptive_max_pool1d}
+CASES: Cases = {
+    "a chain": (chain, (2, 3, 19, 14), []),
+    "a gate": (gate, SIZE, [(3, 3, 1, 1)]),
+    **{
+        str(layer): (layer, SIZE, [])
         for layer in (
             nn.MaxPool2d(3, 2, 1, ceil_mode=True),
             nn.AvgPool2d(3, 2, 1, count_include_pad=False),
             nn.LPPool2d(2, (3, 2), 2),
-        ):
-            check(layer, image, [], mesh, f"{layer} on {mesh.grid}")
+            nn.AdaptiveAvgPool2d((None, 4)),
+            nn.AdaptiveMaxPool2d((3, None)),
+        )
+    },
+    **{
+        f"{name} of few pixels": (few(adaptive(pool, (2, 3))), (2, 3, 6, 6), [])
+        for name, pool in OF_IMAGES.items()
+    },
+    **{
+        f"{name} of {what}": (operation, size, [(3, 5)])
+        for name, pool in OF_TOKENS.items()
+        for what, operation, size in (
+            ("tokens", head(pool), SIZE),
+            ("tokens to (1,)", head(pool, (1,)), (2, 3, 9, 4)),
+            ("few tokens", lambda x, w, p=pool: head(p)(F.max_pool2d(x, 3), w), (2, 3, 6, 6)),
+            ("equal tokens", lambda x, w, p=pool: head(p)(x.clamp(9), w), (2, 3, 6, 6)),
+        )
+    },
+    **{  # with ceil mode the last window may reach beyond the padding; that part never counts
+        f"windows that hang over, {padding}, {options}": (
+            lambda x, p=padding, o=options: F.avg_pool2d(x, 4, 3, p, True, *o),
+            (1, 2, *size),
+            [],
+        )
+        for padding, options, size in (
+            (0, (True, None), (8, 9)),
+            (1, (True, None), (12, 11)),
+            (1, (False, None), (18, 7)),
+            (0, (False, 5), (12, 11)),
+            (1, (True, 5), (8, 9)),
+        )
+    },
+}
 
 
-def test_a_chain_of_poolings_down_to_ranks_without_pixels(meshes: dict) -> None:
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = F.avg_pool2d(F.max_pool2d(torch.sin(x), 3, 2, 1), 3, 1, 1)
-        return x
-
-    for mesh in meshes.values():
-        check(chain, parameter(random.Random(8), 2, 3, 19, 14), [], mesh, f"on {mesh.grid}")
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
 
 
-@pytest.mark.parametrize("dilation", [1, 2])
-def test_where_all_is_minus_infinity_the_gradient_goes_where_pytorch_sends_it(
-    dilation: int, meshes: dict
-) -> None:
-    image = parameter(random.Random(9), 1, 2, 12, 10)
-    image[:, :, :6] = float("-inf")
-    image[:, 1] = float("-inf")
-    image[:, 1, 8, 7] = float("nan")
-    for mesh in meshes.values():
-        grads = []
-        for split in (False, True):
-            leaf = image.clone().requires_grad_()
-            y = F.max_pool2d(shard(leaf, mesh) if split else leaf, 4, 2, 2, dilation)
-            weight = parameter(random.Random(10), *y.shape)
-            y = y.full_tensor() if split else y
-            grads += torch.autograd.grad(y, [leaf], weight)
-        close(grads[1], grads[0], f"on {mesh.grid}")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_other_types_of_numbers(dtype: torch.dtype, channels_last: bool, meshes: dict) -> None:
-    draws = torch.Generator().manual_seed(0)
-    image = (torch.randn(2, 4, 11, 13, generator=draws) * 9).to(dtype)
-    if channels_last:
-        image = image.to(memory_format=torch.channels_last)
-    calls: list[Operation] = [
-        lambda x: F.max_pool2d(x, 3, 2, 1),
-        lambda x: F.avg_pool2d(x, 3, 2, 1),
-        lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
-        lambda x: F.avg_pool2d(x, 2, divisor_override=7),
-    ]
-    for mesh in meshes.values():
-        for call in calls:
-            with torch.no_grad():
-                ours, plain = call(shard(image, mesh)), call(image)
-            assert ours.dtype == dtype
-            assert torch.equal(ours.full_tensor(), plain)
-            tile = ours.to_local()
-            if channels_last:
-                assert tile.is_contiguous(memory_format=torch.channels_last)
-            else:
-                assert tile.is_contiguous()
-            if dtype.is_floating_point:
-                grads = []
-                for split in (False, True):
-                    leaf = image.clone().requires_grad_()
-                    y = call(shard(leaf, mesh) if split else leaf)
-                    grads += torch.autograd.grad(y.float().square().sum(), [leaf])
-                # sums over windows that overlap are rounded in another order
-                near = 1e-5 if dtype == torch.float32 else 2e-2
-                torch.testing.assert_close(grads[1], grads[0], rtol=near, atol=near)
-
-
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(guard: type, meshes: dict) -> None:
-    image = parameter(random.Random(11), 1, 2, 11, 12)
-    for mesh in meshes.values():
-        for x in (image, image.clone().requires_grad_()):
-            with guard():
-                for call in (F.max_pool2d, F.avg_pool2d):
-                    ours = call(shard(x, mesh), 3, 2, 1)
-                    assert not ours.requires_grad
-                    close(ours.full_tensor(), call(x, 3, 2, 1), "value")
-
-
-def test_average_pooling_keeps_no_pixel_and_max_pooling_its_places_only(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.rand(1, 4, 32, 36), mesh).requires_grad_()
-        for options in ((2,), (3, 2, 1), (5, 1, 2, True, False)):
-            average: Operation = lambda x, options=options: F.avg_pool2d(x, *options)  # noqa: E731
-            assert kept_for_backward(average, x) == {}
-        places = kept_for_backward(lambda x: F.max_pool2d(x, 3, 2, 1), x)
-        outputs = F.max_pool2d(x, 3, 2, 1).to_local()
-        border = 4 * 2 * sum(outputs.shape[2:])  # whose windows reach to other tiles: twice
-        assert 8 * outputs.numel() <= sum(places.values()) <= 8 * (outputs.numel() + border)
-
-
-def test_places_and_random_windows_are_refused_by_name(meshes: dict) -> None:
-    calls: list[tuple[str, Operation]] = [
-        ("max_pool2d", lambda x: F.max_pool2d(x, 2, return_indices=True)[0]),
-        ("max_pool2d_with_indices", lambda x: F.max_pool2d_with_indices(x, 2)[0]),
-        ("max_pool2d", lambda x: nn.MaxPool2d(2, return_indices=True)(x)[0]),
-        ("max_unpool2d", lambda x: F.max_unpool2d(x, torch.zeros(1, 4, 8, 8).long(), 2)),
-        ("fractional_max_pool2d", lambda x: F.fractional_max_pool2d(x, 2, output_size=3)),
-    ]
-    for mesh in meshes.values():
-        for name, call in calls:
-            with pytest.raises(UnsupportedSpatialOp, match=name):
-                call(shard(torch.rand(1, 4, 8, 8), mesh))
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda x: F.avg_pool2d(x, 2, divisor_override=0), "not be zero"),
-        (lambda x: F.max_pool2d(x, 2, 0), "at least 1"),
-        (lambda x: F.avg_pool2d(x, 2, 1, -1), "at least 0"),
-        (lambda x: F.max_pool2d(x, 3, 1, 2), "more than half"),
-    ],
-)
-def test_what_pytorch_refuses_is_refused_on_every_rank(
-    call: Operation, sentence: str, meshes: dict
-) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.rand(1, 4, 8, 8), mesh)
-        with pytest.raises(ValueError, match=sentence):
-            call(x)
-        with pytest.raises((ValueError, RuntimeError)):
-            call(x.full_tensor())
+@pytest.mark.parametrize("kind", OF_IMAGES)
+def test_images_of_one_pixel_a_rank(kind: str, meshes: dict) -> None:
+    for grid, mesh in meshes.items():
+        for size in ((1, 1), (1, 2), (5, 3), (None, None)):
+            pool = adaptive(OF_IMAGES[kind], size)
+            check(pool, drawn(0, 2, 3, *grid), [], mesh, f"{grid} to {size}")
+        for size in (grid, (grid[0], 5), (7, grid[1])):
+            pool = adaptive(lambda x, n: OF_TOKENS[kind](x.flatten(2), n), 1)
+            check(pool, drawn(5, 2, 3, *size), [], mesh, f"tokens of {size} on {grid}")
 
 
 def test_volumes_whose_tiles_are_smaller_than_the_kernel() -> None:
     """PyTorch refuses to pool such a tile by itself, padded or not."""
     for mesh in every_mesh(3).values():
-        size = [2 * parts for parts in mesh.grid]
-        image = torch.rand(1, 2, *(max(3, n) for n in size), dtype=torch.float64)
+        image = drawn(1, 1, 2, *(max(3, 2 * parts) for parts in mesh.grid))
         check(lambda x: F.avg_pool3d(x, 3, 1, 1), image, [], mesh, f"3 x 3 x 3 on {mesh.grid}")
+
+
+def test_to_one_pixel_it_is_whole_and_the_same_everywhere(meshes: dict) -> None:
+    for mesh in meshes.values():
+        x = shard(torch.rand(2, 3, 9, 8), mesh)
+        for pool in OF_IMAGES.values():
+            of_all = MPI.COMM_WORLD.allgather(pool(x, 1))
+            assert all(type(one) is Tensor and torch.equal(one, of_all[0]) for one in of_all)
+            assert isinstance(pool(x, (1, 2)), SpatialTensor)
+        for pool in (nn.AdaptiveAvgPool1d(1), nn.AdaptiveMaxPool1d(1)):
+            of_all = MPI.COMM_WORLD.allgather(pool(x.flatten(2)))
+            assert all(torch.equal(one, of_all[0]) for one in of_all)
+
+
+def test_max_pooling_of_whole_numbers_pads_below_all_of_them(meshes: dict) -> None:
+    labels = torch.arange(-60, 0).reshape(1, 1, 10, 6)
+    for mesh in meshes.values():
+        ours = F.max_pool2d(shard(labels, mesh), 3, 2, 1).full_tensor()
+        assert torch.equal(ours, F.max_pool2d(labels.double(), 3, 2, 1).long())
+
+
+def with_ties(case: str) -> Tensor:
+    image = drawn(4, 2, 3, 12, 10)
+    if case == "all equal":
+        image.fill_(2.0)
+    elif case == "zeros after relu":
+        image = (image - 1).clamp(min=0)
+    elif case == "nan":
+        image[:, :, ::2, ::3] = torch.nan
+    else:
+        image[:, :, :6] = image[:, 1] = -torch.inf
+        image[:, 1, 8, 7] = torch.nan
+    return image
+
+
+MAXIMA: dict[str, Operation] = {
+    "windows": lambda x: F.max_pool2d(x, 4, 2, 2),
+    "dilated windows": lambda x: F.max_pool2d(x, 4, 2, 2, 2),
+    "one": lambda x: F.adaptive_max_pool2d(x, 1),
+    "some": lambda x: F.adaptive_max_pool2d(x, (2, 3)),
+    "more": lambda x: F.adaptive_max_pool2d(x, 7),
+}
+
+
+@pytest.mark.parametrize("name", MAXIMA)
+@pytest.mark.parametrize("case", ["all equal", "zeros after relu", "nan", "minus infinity"])
+def test_the_gradient_of_a_maximum_goes_to_the_pixel_that_pytorch_names(
+    case: str, name: str, meshes: dict
+) -> None:
+    image = with_ties(case)
+    for mesh in meshes.values():
+        grads, values = [], []
+        for split in (False, True):
+            leaf = image.clone().requires_grad_()
+            y = MAXIMA[name](shard(leaf, mesh) if split else leaf)
+            y = y.full_tensor() if isinstance(y, SpatialTensor) else y
+            grads += torch.autograd.grad(y, [leaf], drawn(5, *y.shape))
+            values.append(y)
+        torch.testing.assert_close(values[1], values[0], equal_nan=True, rtol=0, atol=0)
+        close(grads[1], grads[0], f"{name} on {mesh.grid} ")

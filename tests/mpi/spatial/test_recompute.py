@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl import Mesh, average_gradients, recompute_blocks, shard
+from spatialdl.comm import trace
+from spatialdl.comm.communicator import Communicator
 from spatialdl.models import resnet18
-from tests.mpi.equality import close, every_mesh, meshes  # noqa: F401
+from spatialdl.spatial.deferred_gradients import DeferredGradients
+from spatialdl.spatial.deferred_layers import DeferWeightGradients
+from spatialdl.spatial.recompute import recompute
+from tests.mpi.equality import close, drawn
 
 
 class Block(nn.Module):
@@ -72,41 +78,27 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> N
 SETTINGS = [((13, 11), (1, 2, 1)), ((6, 5), (2, 2, 1)), ((9, 16), (1, 1))]
 
 
+@pytest.mark.parametrize("way", ["blocks", "blocks in checkpoints", "checkpoints", "reentrant"])
 @pytest.mark.parametrize(("size", "strides"), SETTINGS)
-def test_recomputed_blocks_equal_one_process(size, strides, meshes: dict) -> None:  # noqa: F811
-    expected = train(blocks(*strides), size, None)
-    for mesh in meshes.values():
+def test_equal_to_one_process(
+    size: tuple[int, ...], strides: tuple[int, ...], way: str, meshes: dict
+) -> None:
+    """A network's own checkpoints update running statistics twice, as they do in one process."""
+
+    def network() -> nn.Module:
         model = blocks(*strides)
-        assert len(recompute_blocks(model)) == len(strides)
-        equal(train(model, size, mesh), expected, f"{size} on {mesh.grid}")
+        return model if way == "blocks" else Checkpointed(model, way == "reentrant")
 
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("size", "strides"), SETTINGS)
-def test_a_network_s_own_checkpoints_equal_one_process(
-    size,
-    strides,
-    reentrant,
-    meshes: dict,  # noqa: F811
-) -> None:
-    """Running statistics are updated twice then, as they are in one process."""
-    expected = train(Checkpointed(blocks(*strides), reentrant), size, None)
+    plain = blocks(*strides) if way.startswith("blocks") else network()
+    expected = train(plain, size, None)
     for mesh in meshes.values():
-        found = train(Checkpointed(blocks(*strides), reentrant), size, mesh)
-        equal(found, expected, f"{size} on {mesh.grid}, reentrant {reentrant}")
-
-
-def test_recomputed_blocks_within_a_network_s_own_checkpoints(
-    meshes: dict,  # noqa: F811
-) -> None:
-    size = 12, 9
-    expected = train(blocks(1, 2), size, None)
-    for mesh in meshes.values():
-        model = Checkpointed(blocks(1, 2), reentrant=False)
-        assert recompute_blocks(model) == ["blocks.0", "blocks.1"]
+        model = network()
+        if way.startswith("blocks"):
+            assert len(recompute_blocks(model)) == len(strides)
         found = train(model, size, mesh)
-        found = {name.removeprefix("blocks."): value for name, value in found.items()}
-        equal(found, expected, f"on {mesh.grid}")
+        if way == "blocks in checkpoints":
+            found = {name.removeprefix("blocks."): value for name, value in found.items()}
+        equal(found, expected, f"{size} on {mesh.grid}, {way}")
 
 
 class Convolutions(Block):
@@ -118,48 +110,27 @@ class Convolutions(Block):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("size", [(6, 5), (4, 9), (17, 4)])
-def test_checkpoints_of_ranks_without_pixels(size, reentrant, meshes: dict) -> None:  # noqa: F811
+def test_checkpoints_of_ranks_without_pixels(size, reentrant, meshes: dict) -> None:
     def network() -> nn.Module:
         torch.manual_seed(0)
         layers = nn.Sequential(*(Convolutions(stride) for stride in (2, 2, 1, 2)))
         return Checkpointed(layers, reentrant).double()
 
-    def grads(mesh: Mesh | None) -> list[Tensor]:
-        model = network()
-        image = torch.linspace(-1, 1, 2 * 4 * size[0] * size[1], dtype=torch.float64)
-        image = image.view(2, 4, *size).requires_grad_()
+    def grads(mesh: Mesh | None) -> dict[str, Tensor]:
+        model, image = network(), drawn(2, 2, 4, *size).requires_grad_()
         output = model(image if mesh is None else shard(image, mesh))
         output.square().sum().backward()
         if mesh is not None:
             average_gradients(model, mesh)
-        return [image.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+        learnt = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"image": image.grad, **learnt}
 
     expected = grads(None)
     for mesh in meshes.values():
-        for ours, plain in zip(grads(mesh), expected, strict=True):
-            close(ours, plain, f"{size} on {mesh.grid} ")
+        equal(grads(mesh), expected, f"{size} on {mesh.grid} ")
 
 
-def test_dropout_in_recomputed_blocks_drops_the_same(meshes: dict) -> None:  # noqa: F811
-    """Outside of `keyed` too, where ranks first agree on a seed in the middle of a block."""
-    for mesh in meshes.values():
-        x = shard(torch.rand(1, 4, 9, 8, dtype=torch.float64), mesh)
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout(), nn.Conv2d(4, 4, 3)) for _ in range(2))
-        ).double()
-        assert recompute_blocks(model) == ["0", "1"]
-        kept: list[Tensor] = []
-        for block in model:
-            block[1].register_forward_hook(
-                lambda _, __, y, kept=kept: kept.append(y.to_local() != 0)
-            )
-        model(x).sum().backward()
-        assert len(kept) == 4
-        assert torch.equal(kept[0], kept[3])  # backward begins at the end
-        assert torch.equal(kept[1], kept[2])
-
-
-def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) -> None:  # noqa: F811
+def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) -> None:
     said: Counter[str] = Counter()
     for mesh in meshes.values():
         kind = type(mesh.grid_comm)
@@ -187,35 +158,82 @@ def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) ->
         assert mesh.grid == (1, 1) or counts[0]["all_reduce"] > 0
 
 
-def test_backward_may_come_twice(meshes: dict) -> None:  # noqa: F811
-    for mesh in meshes.values():
-        model = blocks(1, 2)
-        twin = copy.deepcopy(model)
-        recompute_blocks(twin)
-        x = shard(torch.rand(1, 4, 8, 9, dtype=torch.float64), mesh)
-        for network in (model, twin):
-            loss = network(x).square().sum()
-            loss.backward(retain_graph=True)
+# --- weights that get their gradients later, without talking
+
+
+@pytest.fixture
+def unwatched(meshes: dict[tuple[int, ...], Mesh]) -> dict[tuple[int, ...], Mesh]:
+    """As those of stages: a user's watch weights by hooks, and hooked ones do not wait."""
+    return {grid: replace(mesh, agreement=None) for grid, mesh in meshes.items()}
+
+
+class Tokens(nn.Module):
+    """Layers that work on every pixel by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(4, 6), nn.Conv1d(4, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.permute(0, 2, 3, 1)).sum() + self.conv(x.flatten(2)).square().sum()
+
+
+NETWORKS = {
+    "halos": lambda: nn.Conv2d(4, 6, (3, 5), padding=(1, 2)),
+    "strided, dilated": lambda: nn.Conv2d(4, 6, 3, stride=2, padding=3, dilation=2, groups=2),
+    "no halos": lambda: nn.Conv2d(4, 6, 1, bias=False),
+    "no halos, strided": lambda: nn.Conv2d(4, 6, 1, stride=3),
+    "large weights": lambda: nn.Conv2d(4, 90, 5, padding=2),
+    "tiles without outputs": lambda: nn.Conv2d(4, 6, 7, stride=9, padding=3),
+    "transposed": lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+    "transposed, 1": lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, bias=False),
+    "tokens": Tokens,
+    "flattened": lambda: nn.Sequential(nn.Flatten(), nn.Linear(4 * 19 * 14, 5)),
+    "twice": lambda: nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1)] * 2),
+}
+
+
+def upstream(y: Tensor) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return (y * torch.randn(y.shape, dtype=y.dtype, generator=draw)).sum()
+
+
+@pytest.mark.parametrize(("learns", "again"), [(True, False), (False, True)])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weights_get_the_gradients_of_one_process(
+    name: str, learns: bool, again: bool, unwatched: dict[tuple[int, ...], Mesh]
+) -> None:
+    torch.manual_seed(3)
+    plain = NETWORKS[name]().double()
+    image = torch.randn(2, 4, 19, 14, dtype=torch.float64)
+    for grid, mesh in unwatched.items():
+        expected, x = image.clone().requires_grad_(learns), image.clone().requires_grad_(learns)
+        plain.zero_grad()
+        upstream(plain(expected)).backward()
+        ours = copy.deepcopy(plain)
+        ours.zero_grad()
+        with DeferWeightGradients():
+            split = shard(x, mesh)
+            y = recompute(ours, split, modules=[ours]) if again else ours(split)
+            loss = upstream(y)
+        waiting = DeferredGradients()
+        with waiting.gather(), DeferWeightGradients():
             loss.backward()
-        for ours, plain in zip(twin.parameters(), model.parameters(), strict=True):
-            close(ours.grad, plain.grad, f"on {mesh.grid} ")
+        weights = [p for p in ours.parameters() if p.dim() > 1]
+        assert [weight.grad for weight in weights] == [None] * len(weights)
+        trace.start()
+        waiting.add_all()
+        assert trace.stop() == [], "weights must not talk"
+        average_gradients(ours, mesh)
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            close(mine.grad, theirs.grad, f"{name} on {grid}: ")
+        if learns:
+            close(x.grad, expected.grad, f"{name} on {grid}, image: ")
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_signals_and_volumes(dims: int) -> None:
-    torch.manual_seed(0)
-    convolution, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")
-    chain = [
-        nn.Sequential(convolution(4, 4, 3, stride, 1), norm(4), nn.Sigmoid()) for stride in (1, 2)
-    ]
-    model = nn.Sequential(*chain).double()
-    size = (9, 7, 6)[:dims]
-    expected = train(copy.deepcopy(model), size, None)
-    checkpointed = Checkpointed(model, reentrant=False)  # which updates statistics twice
-    expected_twice = train(copy.deepcopy(checkpointed), size, None)
-    for mesh in every_mesh(dims).values():
-        recomputed = copy.deepcopy(model)
-        recompute_blocks(recomputed)
-        equal(train(recomputed, size, mesh), expected, f"{size} on {mesh.grid} ")
-        found = train(copy.deepcopy(checkpointed), size, mesh)
-        equal(found, expected_twice, f"checkpoints of {size} on {mesh.grid} ")
+def test_the_trace_would_have_seen_them_talk(world: Communicator, meshes: dict) -> None:
+    conv = nn.Conv2d(4, 6, 3, padding=1).double()
+    grid = (world.size, 1)
+    trace.start()
+    upstream(conv(shard(torch.randn(2, 4, 19, 14, dtype=torch.float64), meshes[grid]))).backward()
+    assert len(trace.stop()) > 0 or world.size == 1

@@ -11,8 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import UnsupportedSpatialOp, shard
-from spatialdl.spatial import SpatialTensor
-from tests.mpi.equality import check, draw, every_mesh, in_all_dims, parameter
+from tests.mpi.equality import (
+    Operation,
+    check,
+    check_keyed,
+    draw,
+    drawn,
+    every_mesh,
+    in_all_dims,
+    same,
+)
+from tests.mpi.spatial.shared import Cases
 
 MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
 SMOOTH = ("bilinear", "bicubic")
@@ -34,7 +43,7 @@ def any_size(rng: random.Random, sizes: list[int]) -> dict[str, Any]:
     return {"scale_factor": scale, "recompute_scale_factor": kind == "recomputed" or None}
 
 
-@in_all_dims(10, 500)
+@in_all_dims(4, 500)
 @pytest.mark.parametrize("mode", MODES)
 def test_interpolate(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -78,88 +87,75 @@ def has_a_wrong_gradient(
     return any(scale != 1 for scale in kept) and bool(in_each_dim or both)
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
-@pytest.mark.parametrize("dims", [1, 3])
-def test_gradients_to_the_nearest_of_signals_and_volumes_likewise(dims: int, mode: str) -> None:
-    image = parameter(random.Random(0), 1, 1, *(6, 5, 4)[:dims]).requires_grad_()
-    for scale in (1.04, 2.0, 0.5):
-
-        def resize(x: Tensor, scale: float = scale) -> Tensor:
-            return F.interpolate(
-                x, scale_factor=scale, mode=LINEAR[dims] if mode == "linear" else mode
-            )
-
-        is_right = torch.autograd.gradcheck(resize, (image,), raise_exception=False)
-        assert is_right is not has_a_wrong_gradient(mode, image, scale)
+WRONG: list[tuple[str, object, dict]] = [
+    ("bilinear", (2, 1.04), {"antialias": False}),
+    ("bilinear", (2, 1.04), {"antialias": True}),
+    ("bilinear", (1.04, 1.04), {"align_corners": True}),
+    ("bilinear", (2, 1), {"antialias": True}),
+    ("bicubic", (2, 1.04), {"antialias": True}),
+    ("bicubic", (1.04, 1.04), {"antialias": False}),
+    ("bicubic", (1.04, 1.04), {"align_corners": True, "antialias": True}),
+    ("bicubic", (2, 1), {"antialias": False}),
+    *((mode, s, {}) for mode in ("nearest", "nearest-exact", "linear") for s in (1.04, 2.0, 0.5)),
+]
 
 
-@pytest.mark.parametrize("antialias", [False, True])
-@pytest.mark.parametrize("align_corners", [None, False, True])
-@pytest.mark.parametrize("scale", [(2, 1.04), (1.04, 2), (1.04, 1.04), (2, 1)])
-@pytest.mark.parametrize("mode", SMOOTH)
+@pytest.mark.parametrize(("mode", "scale", "options"), WRONG, ids=str)
 def test_gradients_of_pytorch_are_wrong_where_they_are_refused(
-    mode: str, scale: tuple[float, float], align_corners: bool | None, antialias: bool
+    mode: str, scale: float | tuple[float, ...], options: dict
 ) -> None:
     """A change of PyTorch shows here, and a refusal can go."""
-    options = {"align_corners": align_corners, "antialias": antialias}
-    image = parameter(random.Random(0), 1, 1, 6, 5).requires_grad_()
+    for dims in (2,) if options else (1, 3):
+        image = drawn(0, 1, 1, *(6, 5, 4)[:dims]).requires_grad_()
 
-    def resize(x: Tensor) -> Tensor:
-        return F.interpolate(x, scale_factor=scale, mode=mode, **options)
+        def resize(x: Tensor, mode: str = LINEAR[dims] if mode == "linear" else mode) -> Tensor:
+            return F.interpolate(x, scale_factor=scale, mode=mode, **options)
 
-    is_right = torch.autograd.gradcheck(resize, (image,), raise_exception=False)
-    assert is_right is not has_a_wrong_gradient(mode, image, scale, **options)
+        is_right = torch.autograd.gradcheck(resize, (image,), raise_exception=False)
+        assert is_right is not has_a_wrong_gradient(mode, image, scale, **options)
 
 
 def test_scaling_to_the_same_size_is_exact_forward(meshes: dict) -> None:
-    image = parameter(random.Random(0), 1, 2, 23, 20)
+    image = drawn(0, 1, 2, 23, 20)
     expected = F.interpolate(image, scale_factor=1.04, mode="bicubic")
     for mesh in meshes.values():
         ours = F.interpolate(shard(image, mesh), scale_factor=1.04, mode="bicubic")
         torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.Upsample(scale_factor=2),
-        nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-        nn.Upsample((17, 40), mode="bicubic"),
-        nn.UpsamplingNearest2d(scale_factor=3),
-        nn.UpsamplingBilinear2d((9, 9)),
-    ],
-    ids=str,
-)
-def test_modules(module: nn.Module, meshes: dict) -> None:
-    rng = random.Random(0)
-    for mesh in meshes.values():
-        check(module, parameter(rng, 2, 3, 7, 10), [], mesh, f"{module} on {mesh.grid}")
+def pooled(x: Tensor) -> Tensor:
+    """DeepLab (Chen et al., 2017): image-level features beside the map."""
+    return x * F.interpolate(F.adaptive_avg_pool2d(x, 1), x.shape[2:], mode="bilinear")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_down_to_one_pixel_and_up_again(mode: str, meshes: dict) -> None:
+def chain(mode: str) -> Operation:
     """Ranks run out of pixels, and get some again."""
 
-    def chain(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
         for size in ((5, 6), (1, 1), (4, 3), (2, 1), (13, 9)):
             x = F.interpolate(x, size, mode=mode).sin()
         return x
 
-    rng = random.Random(0)
-    for mesh in meshes.values():
-        check(chain, parameter(rng, 2, 3, 9, 11), [], mesh, f"{mode} on {mesh.grid}")
+    return run
 
 
-def test_a_pooled_map_grows_back(meshes: dict) -> None:
-    """Chen et al. (2017), DeepLab: image-level features beside the map."""
+MODULES = (
+    nn.Upsample(scale_factor=2),
+    nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+    nn.Upsample((17, 40), mode="bicubic"),
+    nn.UpsamplingNearest2d(scale_factor=3),
+    nn.UpsamplingBilinear2d((9, 9)),
+)
+CASES: Cases = {
+    **{str(module): (module, (2, 3, 7, 10), []) for module in MODULES},
+    **{f"down to one pixel and up, {mode}": (chain(mode), (2, 3, 9, 11), []) for mode in MODES},
+    "a pooled map grows back": (pooled, (2, 3, 9, 11), []),
+}
 
-    def pooled(x: Tensor) -> Tensor:
-        level = F.interpolate(F.adaptive_avg_pool2d(x, 1), x.shape[2:], mode="bilinear")
-        return x * level
 
-    rng = random.Random(0)
-    for mesh in meshes.values():
-        check(pooled, parameter(rng, 2, 3, 9, 11), [], mesh, f"on {mesh.grid}")
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
 
 
 def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
@@ -167,33 +163,14 @@ def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
         x = shard(torch.zeros(1, 1, 9, 10), mesh)
         for mode in ("nearest", "bilinear", "bicubic"):
             grown = F.interpolate(x, scale_factor=2, mode=mode).spatial_layout
-            assert grown.cuts[0] == tuple(2 * bound for bound in x.spatial_layout.cuts[0])
-            assert grown.cuts[1] == tuple(2 * bound for bound in x.spatial_layout.cuts[1])
-
-
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [(14, 30), (23, 7)])
-def test_other_types(mode: str, dtype: torch.dtype, size: tuple[int, int], meshes: dict) -> None:
-    whole = parameter(random.Random(0), 2, 3, 7, 10).to(dtype)
-    plain = F.interpolate(whole, size, mode=mode)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for mesh in meshes.values():
-        ours = F.interpolate(shard(whole, mesh), size, mode=mode)
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours.full_tensor(), plain, rtol=tolerance, atol=tolerance)
+            for ours, before in zip(grown.cuts, x.spatial_layout.cuts, strict=True):
+                assert ours == tuple(2 * bound for bound in before)
 
 
 def test_bytes(meshes: dict) -> None:
     whole = (torch.arange(2 * 3 * 7 * 10) % 251).view(2, 3, 7, 10).to(torch.uint8)
-    for mesh in meshes.values():
-        x = shard(whole, mesh)
-        for size in ((14, 30), (5, 23)):
-            ours = F.interpolate(x, size, mode="nearest")
-            assert isinstance(ours, SpatialTensor)
-            assert torch.equal(ours.full_tensor(), F.interpolate(whole, size, mode="nearest"))
-        with pytest.raises(UnsupportedSpatialOp, match="floating-point"):
-            F.interpolate(x, (5, 23), mode="bilinear")
+    for size in ((14, 30), (5, 23)):
+        same(lambda x, n=size: F.interpolate(x, n, mode="nearest"), whole, meshes, f"{size}")
 
 
 def test_antialiasing_to_one_column_is_refused(meshes: dict) -> None:
@@ -204,14 +181,3 @@ def test_antialiasing_to_one_column_is_refused(meshes: dict) -> None:
     for mesh in meshes.values():
         with pytest.raises(UnsupportedSpatialOp, match="one column"):
             F.interpolate(shard(ramp, mesh), (3, 1), mode="bilinear", antialias=True)
-
-
-def test_what_pytorch_refuses(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(1, 1, 7, 8), mesh)
-        with pytest.raises(ValueError, match="align_corners"):
-            F.interpolate(x, 3, mode="nearest", align_corners=True)
-        with pytest.raises(ValueError, match="size or scale_factor"):
-            F.interpolate(x)
-        with pytest.raises(RuntimeError, match="greater than 0"):
-            F.interpolate(x, scale_factor=0.01)

@@ -1,19 +1,32 @@
-"""The same pixels under other dims: permuted, merged into tokens, cut into windows."""
+"""The same pixels under other dims, joined or among other channels, against one process."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from spatialdl import Mesh, UnsupportedSpatialOp, shard
-from tests.mpi.equality import check, check_in, every_mesh, parameter, several_ranks
+from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
+from tests.mpi.device import DEVICE
+from tests.mpi.equality import (
+    Operation,
+    check,
+    check_in,
+    check_keyed,
+    close,
+    drawn,
+    every_mesh,
+    parameter,
+    seeds,
+    several_ranks,
+)
+from tests.mpi.spatial.shared import Cases, tokens
 
 N, C, H, W = 2, 4, 12, 8
+PLAIN, ODD = (N, C, H, W), (2, 5, 7, 6)
 
 
 def windows(x: Tensor, size: int) -> Tensor:
@@ -28,16 +41,11 @@ def image_of(windows: Tensor, size: int, height: int, width: int) -> Tensor:
     return x.permute(0, 1, 3, 2, 4, 5).reshape(-1, height, width, windows.shape[-1])
 
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS: dict[str, Operation] = {
     "permute": lambda x: x.permute(0, 2, 3, 1),
-    "permute, a tuple": lambda x: torch.permute(x, (3, 0, -1 - 1, 1)),
     "transpose": lambda x: x.transpose(1, -1),
-    "swapaxes": lambda x: torch.swapaxes(x, 0, 2),
     "movedim": lambda x: x.movedim(1, -1),
-    "movedim, several": lambda x: torch.movedim(x, (0, 1), (-1, 0)),
     "mT": lambda x: x.mT,
-    "mH": lambda x: x.mH,
-    "adjoint": lambda x: x.adjoint(),
     "T": lambda x: x.T,
     "flatten into tokens": lambda x: x.flatten(2),
     "tokens last": lambda x: x.flatten(2).transpose(1, 2),
@@ -46,15 +54,11 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "flatten channels too": lambda x: x.flatten(1),
     "flatten everything": lambda x: x.flatten(),
-    "ravel": torch.ravel,
     "reshape with one left open": lambda x: x.reshape(N, 2, -1, H, W),
-    "view": lambda x: x.view(N * C, H, W),
     "view_as": lambda x: x.view(N * C, 1, H, W).view_as(x),
     "unflatten": lambda x: x.unflatten(1, (2, 2)),
-    "nn.Unflatten": nn.Unflatten(1, (-1, 2)),
     "samples among the tokens": lambda x: x.permute(0, 2, 3, 1).reshape(-1, C),
     "and out of them": lambda x: x.permute(0, 2, 3, 1).reshape(-1, C).tanh().view(N, H, W, C),
-    "rows as samples": lambda x: x.permute(0, 2, 3, 1).reshape(N * H, W, C),
     "columns as samples": lambda x: x.permute(0, 3, 2, 1).reshape(N * W, H, C),
     "windows": lambda x: windows(x.permute(0, 2, 3, 1), 4),
     "windows and back": lambda x: (
@@ -63,141 +67,126 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "patches": lambda x: x.reshape(N, C, H // 3, 3, W // 2, 2).transpose(3, 4).flatten(4),
     "pixels and channels": lambda x: x.permute(0, 2, 3, 1).flatten(1),
     "pixels and samples": lambda x: x.permute(2, 3, 0, 1).reshape(H * W * N, C),
-    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
     "squeeze all": lambda x: x.unsqueeze(1).unsqueeze(-1).squeeze(),
     "unsqueeze between": lambda x: x.unsqueeze(3).unsqueeze(0),
-    "unsqueeze at the end": lambda x: x.unsqueeze(-1),
     "expand": lambda x: x.unsqueeze(1).expand(-1, 3, -1, H, W),
-    "expand to more dims": lambda x: x.expand(3, N, C, H, W),
     "expand_as": lambda x: x.unsqueeze(0).expand_as(x.expand(3, N, C, H, W)),
     "broadcast_to": lambda x: torch.broadcast_to(x, (2, N, C, H, W)),
     "repeat": lambda x: x.repeat(1, 3, 1, 1),
-    "repeat into more dims": lambda x: x.repeat(2, 1, 3, 1, 1),
     "tile": lambda x: x.tile(2, 1, 1),
     "repeat_interleave": lambda x: x.repeat_interleave(3, dim=1),
-    "a chain through all forms": lambda x: (
-        windows(x.permute(0, 2, 3, 1) * 2, 2).unsqueeze(0).transpose(0, 1).flatten(0, 1).sin()
-    ),
 }
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_views(name: str, meshes: dict[tuple[int, int], Mesh]) -> None:
-    for mesh in meshes.values():
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            image = parameter(random.Random(0), N, C, H, W).contiguous(memory_format=memory_format)
-            if memory_format is torch.channels_last and "view" in name:
-                continue
-            check(VIEWS[name], image, [], mesh, f"{name} on {mesh.grid} ")
+def test_views(name: str, meshes: dict) -> None:
+    check_keyed(VIEWS[name], PLAIN, [], meshes, name)
+    if "view" not in name:
+        last = drawn(0, *PLAIN).contiguous(memory_format=torch.channels_last)
+        for mesh in meshes.values():
+            check(VIEWS[name], last, [], mesh, f"{name}, channels last, on {mesh.grid} ")
 
 
-def test_operands_meet_whatever_their_dims(meshes: dict[tuple[int, int], Mesh]) -> None:
-    """Whole tensors take their own box, wherever rows and columns are."""
-    position = parameter(random.Random(1), 1, H * W, C)
-    scale = parameter(random.Random(2), C)
-    bias = parameter(random.Random(3), H, 1, C)
-
-    def tokens(x: Tensor, position: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        t = x.flatten(2).transpose(1, 2) * scale + position
-        y = t.reshape(N, H, W, C) * bias + x.permute(0, 2, 3, 1)
-        return torch.where(y > 0, y, position.reshape(1, H, W, C))
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(0), N, C, H, W)
-        check(tokens, image, [position, scale, bias], mesh, f"tokens on {mesh.grid} ")
-
-
-def test_convolutions_between_tokens(meshes: dict[tuple[int, int], Mesh]) -> None:
-    """Hybrid networks go to tokens and back all the time; halos follow wherever pixels lie."""
-    weight = parameter(random.Random(1), C, C, 3, 3)
-
-    def hybrid(x: Tensor, weight: Tensor) -> Tensor:
-        x = F.conv2d(x, weight, padding=1).flatten(2).transpose(1, 2)
-        x = x.tanh().transpose(1, 2).reshape(N, C, H, W)
-        x = F.conv2d(x, weight, stride=2, padding=1)
-        return x.permute(0, 2, 3, 1)
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(0), N, C, H, W)
-        check(hybrid, image, [weight], mesh, f"hybrid on {mesh.grid} ")
-
-
-ONE_PIXEL: dict[str, Callable[[Tensor], Tensor]] = {
+ONE_PIXEL: dict[str, Operation] = {
     "flatten": lambda x: x.flatten(1),
-    "reshape": lambda x: x.reshape(N, C),
-    "squeeze": lambda x: x.squeeze(-1).squeeze(-1),
     "squeeze both": lambda x: x.squeeze((2, 3)),
-    "tokens": lambda x: x.flatten(2).transpose(1, 2),
-    "the same shape": lambda x: x.view(N, C, 1, 1),
+    "tokens": tokens,
     "permute and view": lambda x: x.permute(0, 2, 3, 1).reshape(N, C),
+}
+MIXED: dict[str, Operation] = {
+    "tokens as channels": lambda x: tokens(x).reshape(x.shape),
+    "channels last as channels": lambda x: x.permute(0, 2, 3, 1).reshape(x.shape),
+    "and back": lambda x: tokens(x.reshape(2, 42, 5)).sin().reshape(2, 42, 5).mT,
+    "columns first and back": lambda x: x.mT.flatten(2).sin().view(x.shape).cos(),
+    "samples and pixels": lambda x: x.permute(2, 3, 0, 1).reshape(x.shape),
+    "rows and channels": lambda x: x.transpose(1, 2).reshape(x.shape),
+    "more dims": lambda x: tokens(x).reshape(2, 1, 5, 1, 7, 6),
+    "few channels": lambda x: x[:, :1].permute(0, 3, 2, 1).reshape(2, 1, 7, 6),
+    "empty tiles": lambda x: tokens(F.max_pool2d(x, 3)).reshape(2, 5, 2, 2),
+}
+"""Views that mix pixels with channels: ranks exchange elements."""
+
+
+def operands(x: Tensor, position: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Whole tensors take their own box, wherever rows and columns are."""
+    y = (tokens(x) * scale + position).reshape(N, H, W, C) * bias + x.permute(0, 2, 3, 1)
+    return torch.where(y > 0, y, position.reshape(1, H, W, C))
+
+
+def hybrid(x: Tensor, weight: Tensor) -> Tensor:
+    """Networks go to tokens and back all the time; halos follow wherever pixels lie."""
+    x = tokens(F.conv2d(x, weight, padding=1)).tanh().transpose(1, 2).reshape(PLAIN)
+    return F.conv2d(x, weight, stride=2, padding=1).permute(0, 2, 3, 1)
+
+
+def attention_of_all_pairs(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of all pairs are divided by their sum; the result is read as if channels came first.
+
+    So does the decoder of MA-Net (Fan et al., 2020).
+    """
+    keys = F.conv2d(x, k).flatten(2)
+    queries, values = tokens(F.conv2d(x, q)), tokens(F.conv2d(x, v, padding=1))
+    weights = torch.matmul(queries, keys).view(2, -1).softmax(1).view(2, 42, 42)
+    return x + torch.matmul(weights, values).reshape(x.shape)
+
+
+def written(x: Tensor) -> Tensor:
+    """Into a view whose base is gone."""
+    x = (x * 1).permute(0, 2, 3, 1)
+    return x.relu_() * 2
+
+
+def unet(x: Tensor, weight: Tensor) -> Tensor:
+    """An upsampled map meets its skip, of an odd size (Ronneberger et al., 2015)."""
+    low = F.max_pool2d(F.conv2d(x, weight, None, 1, 1), 2)
+    up = F.interpolate(low.sin(), scale_factor=2, mode="bilinear")
+    rows, cols = (x.shape[dim] - up.shape[dim] for dim in (2, 3))
+    return torch.cat([x, F.pad(up, (0, cols, 0, rows))], 1)
+
+
+CASES: Cases = {
+    **{  # what a pooling over everything gives is an image still; a dense head comes after it
+        f"{name} of one pixel": (lambda x, v=view: v(F.avg_pool2d(x, (H, W))), PLAIN, [])
+        for name, view in ONE_PIXEL.items()
+    },
+    **{name: (view, ODD, []) for name, view in MIXED.items()},
+    "operands": (operands, PLAIN, [(1, H * W, C), (C,), (H, 1, C)]),
+    "hybrid": (hybrid, PLAIN, [(C, C, 3, 3)]),
+    "attention of all pairs": (
+        attention_of_all_pairs,
+        ODD,
+        [(3, 5, 1, 1), (3, 5, 1, 1), (5, 5, 3, 3)],
+    ),
+    "written": (written, PLAIN, []),
+    "a skip": (unet, (2, 3, 13, 11), [(3, 3, 3, 3)]),
 }
 
 
-@pytest.mark.parametrize("name", ONE_PIXEL)
-def test_an_image_of_one_pixel_may_lose_its_dims(name: str, meshes: dict) -> None:
-    """What a pooling over everything gives is an image still; a dense head comes after it."""
-
-    def pooled(x: Tensor) -> Tensor:
-        return ONE_PIXEL[name](F.avg_pool2d(x, (H, W)))
-
-    for mesh in meshes.values():
-        image = parameter(random.Random(0), N, C, H, W)
-        check(pooled, image, [], mesh, f"{name} on {mesh.grid} ")
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, meshes: dict) -> None:
+    check_keyed(*CASES[name], meshes, name)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x.permute(0, 3, 2, 1).flatten(1),
-        lambda x: x.view(N, C, W, H),
-    ],
-)
-def test_views_that_mix_pixels_are_refused(call: Callable[[Tensor], Tensor], meshes: dict) -> None:
-    for mesh in meshes.values():
-        with pytest.raises(UnsupportedSpatialOp, match=r"parallel\.gather_before"):
-            call(shard(torch.rand(N, C, H, W), mesh))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x.reshape(N, C, H, W + 1),
-        lambda x: x.view(-1, 7),
-        lambda x: x.permute(0, 1, 1, 2),
-        lambda x: x.t(),
-        lambda x: x.flatten(3, 1),
-    ],
-)
-def test_what_pytorch_refuses(call: Callable[[Tensor], Tensor], meshes: dict) -> None:
-    whole = torch.rand(N, C, H, W)
-    for mesh in meshes.values():
-        for image in (whole, shard(whole, mesh)):
-            with pytest.raises(RuntimeError):
-                call(image)
-
-
-def test_writing_into_a_view_whose_base_lives_is_refused(meshes: dict) -> None:
-    """Autograd would not know that the base has changed, and give a wrong gradient."""
+def test_each_rank_holds_its_share_of_a_view_that_mixes_pixels(meshes: dict) -> None:
     for mesh in several_ranks(meshes):
-        x = shard(torch.rand(N, C, H, W, requires_grad=True), mesh) * 1
-        y = x.permute(0, 2, 3, 1)
+        image = shard(torch.rand(ODD).to(DEVICE), mesh)
+        view = MIXED["tokens as channels"](image)
+        assert isinstance(view, SpatialTensor)
+        assert view.to_local().shape == image.to_local().shape
+
+
+@pytest.mark.parametrize(
+    "view", [MIXED["tokens as channels"], lambda x: x.view(*ODD[:3], 2, 3)], ids=["mixed", "view"]
+)
+def test_where_elements_moved_a_view_is_not_written_into_while_its_base_lives(
+    view: Operation, meshes: dict
+) -> None:
+    for mesh in several_ranks(meshes):
+        x = shard(torch.rand(ODD).to(DEVICE), mesh)
+        y = view(x)
         with pytest.raises(UnsupportedSpatialOp, match="clone"):
-            y.relu_()
-        with pytest.raises(UnsupportedSpatialOp, match="clone"):
-            x.relu_()
-        with torch.no_grad():
-            y.detach().relu_()
-
-
-def test_writing_into_a_view_whose_base_is_gone(meshes: dict) -> None:
-    def steps(x: Tensor) -> Tensor:
-        x = x * 1
-        x = x.permute(0, 2, 3, 1)
-        x = x.relu_()
-        return x * 2
-
-    for mesh in meshes.values():
-        check(steps, parameter(random.Random(0), N, C, H, W), [], mesh, f"on {mesh.grid} ")
+            y.add_(1)
+        del x
 
 
 def windows_of_volumes(x: Tensor) -> Tensor:
@@ -213,18 +202,13 @@ def volume_of(windows: Tensor, size: tuple[int, ...]) -> Tensor:
     return parts.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(-1, windows.shape[-1], *size)
 
 
-VOLUMES: dict[str, Callable[[Tensor], Tensor]] = {
-    "tokens": lambda x: x.flatten(2).transpose(1, 2),
+VOLUMES: dict[str, Operation] = {
     "tokens and back": lambda x: x.flatten(2).transpose(1, 2).exp().mT.reshape(x.shape),
-    "channels last, tokens": lambda x: x.permute(0, 2, 3, 4, 1).reshape(x.shape[0], -1, x.shape[1]),
     "slices as frames": lambda x: x.transpose(1, 2).flatten(0, 1),
     "two dims merged": lambda x: x.flatten(3).exp().unflatten(3, x.shape[3:]),
     "other order": lambda x: x.permute(0, 1, 4, 2, 3) + 0 * x.permute(0, 1, 4, 2, 3).relu(),
-    "all merged": lambda x: x.flatten(1),
-    "channels in groups": lambda x: x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2),
     "windows": windows_of_volumes,
     "windows and back": lambda x: volume_of(windows_of_volumes(x).exp(), x.shape[2:]),
-    "softmax within windows": lambda x: volume_of(windows_of_volumes(x).softmax(1), x.shape[2:]),
     "means of windows": lambda x: x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).mean((4, 6)),
 }
 
@@ -240,3 +224,47 @@ def test_views_of_signals() -> None:
     check_in(1, lambda x: x.transpose(1, 2).exp(), "tokens")
     check_in(1, lambda x: x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2), "groups")
     check_in(1, lambda x: (x.unsqueeze(2) * x.unsqueeze(-2)).squeeze(2), "one more dim")
+
+
+# --- joined with each other, and with whole ones
+
+JOINS: dict[str, Operation] = {
+    "channels": lambda x, w: torch.cat([x, x.sin()], 1),
+    "samples": lambda x, w: torch.concatenate([x, x.cos()]),
+    "with a whole": lambda x, w: torch.cat([x, w], 1),
+    "another layout": lambda x, w: torch.cat([x, x[:, :, 2:].sin(), x[..., :-2, :]][1:], 1),
+    "rows": lambda x, w: torch.cat([x, x.sin()], 2),
+    "columns with a whole": lambda x, w: torch.cat([w, x, w[..., :3]], -1),
+    "rows of other sizes": lambda x, w: torch.cat([x[:, :, 3:].sin(), x, x[:, :, :1]], 2),
+    "rows of NHWC": lambda x, w: torch.cat([x.permute(0, 2, 3, 1), w.permute(0, 2, 3, 1)], 1),
+    "tokens": lambda x, w: torch.cat([x.flatten(2), w.flatten(2).sin()], 1),
+    "stack": lambda x, w: torch.stack([x, x.sin()]),
+    "stack at the end": lambda x, w: torch.stack((x, x * 2), dim=-1),
+    "stack between": lambda x, w: torch.stack((x, x.sin(), w), 3),
+    "vstack": lambda x, w: torch.vstack([x, w]),
+    "dstack": lambda x, w: torch.dstack([x, w]),
+}
+
+
+@pytest.mark.parametrize("seed", seeds(1, 20))
+@pytest.mark.parametrize("name", JOINS)
+def test_join(name: str, seed: int, meshes: dict) -> None:
+    rng = random.Random(seed)
+    for mesh in meshes.values():
+        shape = 2, 3, rng.randint(5, 12), rng.randint(4, 12)
+        image, whole = parameter(rng, *shape), parameter(rng, *shape)
+
+        def join(x: Tensor, whole: Tensor) -> Tensor:
+            return JOINS[name](x, whole) + whole.sum()
+
+        check(join, image, [whole], mesh, f"{name} of {shape} on {mesh.grid}")
+
+
+def test_types_are_promoted_and_labels_joined(meshes: dict) -> None:
+    labels = torch.arange(2 * 3 * 7 * 5).view(2, 3, 7, 5)
+    for mesh in meshes.values():
+        x, y = shard(labels, mesh), shard(labels.to(torch.float32), mesh)
+        for dim in range(4):
+            joined = torch.cat([x, y], dim)
+            assert joined.dtype == torch.float32
+            close(joined.full_tensor(), torch.cat([labels, labels.float()], dim), f"{dim}")

@@ -15,7 +15,17 @@ from torch.utils._pytree import tree_leaves
 import spatialdl
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, init_mesh, shard
 from spatialdl.models import resnet50
-from tests.mpi.spatial.test_tensor import ASKED, H, W, image
+from tests.mpi.equality import Operation
+from tests.mpi.spatial.test_families import FAMILIES, drawn
+from tests.mpi.spatial.test_refusals import UNSUPPORTED
+from tests.mpi.spatial.test_views import VIEWS
+
+H, W = 13, 10
+
+
+def image(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (2, 4, H, W), dtype=torch.float64, generator=draw)
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +36,21 @@ def one() -> Mesh:
 
 @pytest.fixture(scope="module")
 def all_ranks() -> Mesh:
+    """Which draws as many numbers as the other one, for it serves the same tests."""
     ranks = MPI.COMM_WORLD.size
     return init_mesh((2, 2) if ranks == 4 else (ranks, 1))
 
 
 MORE: dict[str, Callable[[Tensor], object]] = {
+    "tril": lambda x: x.tril(),
+    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 3, 3, 2, dtype=torch.float64)),
+    "conv3d": lambda x: F.conv3d(x, image(4, 4, 3, 3, 3)),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "bernoulli": lambda x: x.bernoulli(0.5),
+    "rand_like": torch.rand_like,
+    "allclose": lambda x: torch.allclose(x, x.detach()),
+    "in": lambda x: 0.5 in x,
+    "five dims beside it": lambda x: x + image(1, 1, 1, 1, 1),
     "same from the right": lambda x: image(4, 1, 1) * x,
     "a whole image": lambda x: image() + x,
     "a whole image as the other's type": lambda x: image().type_as(x),
@@ -46,35 +66,34 @@ MORE: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda x: (x * 1).relu_(),
     "one row": lambda x: x[:, :, 3],
     "steps": lambda x: x[:, 1, 1::2, :7],
-    "tokens": lambda x: F.layer_norm(x.flatten(2).transpose(1, 2), (4,)),
-    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
-    "group_norm": lambda x: F.group_norm(x, 2),
-    "instance_norm": F.instance_norm,
-    "softmax over channels": lambda x: x.softmax(1),
-    "softmax over columns": lambda x: F.softmax(x, dim=-1),
-    "strided convolution": lambda x: F.conv2d(x, image(3, 4, 3, 3), stride=2, padding=1),
-    "max_pool2d": lambda x: F.max_pool2d(x, 3, 2, 1),
-    "global average": lambda x: F.adaptive_avg_pool2d(x, 1),
-    "average": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
-    "mean of an image": lambda x: x.mean((2, 3), keepdim=True),
-    "mean of a row": lambda x: x.mean(-1),
-    "mean of channels": lambda x: x.mean(1),
-    "squeeze and excite": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
     "losses of pixels": lambda x: F.mse_loss(x, image(seed=1), reduction="none"),
+}
+ALSO: dict[str, tuple[Operation, Tensor]] = {
+    **{name: (call, image()) for name, call in MORE.items()},
+    **{
+        f"{subject} {number}": (call, torch.rand(2, 4, 8, 8))
+        for subject in ("what gives away pixels, or compares them", "indices", "reductions")
+        for number, (_, call) in enumerate(UNSUPPORTED[subject])
+    },
+    **{name: (view, torch.rand(2, 4, 12, 8)) for name, view in VIEWS.items()},
+    **{
+        name: (lambda x, f=family: f(x, drawn(2)[1], 2), drawn(2)[0])
+        for name, family in FAMILIES.items()
+    },
 }
 
 
-@pytest.mark.parametrize("name", [*ASKED, *MORE])
+@pytest.mark.parametrize("name", ALSO)
 def test_the_same_results_are_split_on_one_rank_and_on_all(
     name: str, one: Mesh, all_ranks: Mesh
 ) -> None:
     """Also random numbers are then drawn for the same tensors in the same way."""
-    operation = {**ASKED, **MORE}[name]
+    operation, whole = ALSO[name]
     try:
-        expected = operation(shard(image().requires_grad_(), all_ranks))
+        expected = operation(shard(whole.clone().requires_grad_(), all_ranks))
     except (UnsupportedSpatialOp, RuntimeError):
         return
-    given = operation(shard(image().requires_grad_(), one))
+    given = operation(shard(whole.clone().requires_grad_(), one))
     for ours, theirs in zip(tree_leaves(given), tree_leaves(expected), strict=True):
         assert isinstance(ours, SpatialTensor) == isinstance(theirs, SpatialTensor)
         assert isinstance(ours, Tensor) == isinstance(theirs, Tensor)
@@ -105,39 +124,6 @@ def test_a_training_step_has_the_bits_of_one_process(one: Mesh) -> None:
         results.append([loss, *(p.grad.clone() for p in network.parameters()), *buffers])
     plain, ours = results
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
-class Dropping(nn.Module):
-    """Drops pixels, whole channels, and what is no longer split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(F.silu(self.norm(self.conv(x))), 0.4)
-        x = F.dropout2d(x * x.mean((2, 3), keepdim=True).sigmoid(), 0.3)
-        x = x + torch.randn_like(x) * 0.1
-        return self.head(F.dropout(F.adaptive_avg_pool2d(x, 1).flatten(1), 0.5))
-
-
-@pytest.mark.parametrize("is_keyed", [False, True])
-def test_random_numbers_are_those_of_all_ranks(is_keyed: bool) -> None:
-    ranks = MPI.COMM_WORLD.size
-    torch.manual_seed(3)
-    network = Dropping().double()
-    results = []
-    for grid, comm in (((ranks, 1), None), ((1, 1), MPI.COMM_SELF)):
-        torch.manual_seed(5)  # of new meshes, and of what is not split
-        mesh = init_mesh(grid, comm=comm)
-        if is_keyed:
-            with spatialdl.random.keyed(1, 2):
-                results.append(network(shard(image(), mesh)))
-        else:
-            results.append(network(shard(image(), mesh)))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
 
 
 def test_what_draws_without_a_handler_is_refused(one: Mesh) -> None:
