@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -293,15 +294,24 @@ def test_a_second_forward_in_backward_gives_the_same(dims: int, name: str) -> No
         check(twice, image, [weight], mesh, f"{name} in {dims} dims on {grid}")
 
 
-def test_without_gradients() -> None:
+DETACHED = "dice", "cross entropy", "smooth cross entropy", "cross entropy of probabilities"
+DETACHED += "likelihood", "add"
+"""In inference mode detach() of a split tensor that was made outside it fails."""
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Callable[[], AbstractContextManager]) -> None:
     image, weight = drawn(2)
     for grid, mesh in some_meshes(2).items():
+        outside = shard(image.clone().requires_grad_(), mesh)
         for name, family in FAMILIES.items():
-            for x in (image, image.clone().requires_grad_()):
-                with torch.no_grad(), keyed(1, 2):
-                    ours = family(shard(x, mesh), weight, 2)
-                with torch.no_grad(), keyed(1, 2):
-                    expected = family(x, weight, 2)
+            if mode is torch.inference_mode and name in DETACHED:
+                continue
+            with mode(), keyed(1, 2):
+                expected = family(image, weight, 2)
+            for is_inside in (True, False):
+                with mode(), keyed(1, 2):
+                    ours = family(shard(image, mesh) if is_inside else outside, weight, 2)
                 assert not ours.requires_grad, name
                 whole = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
                 close(whole, expected, f"{name} on {grid} ")
