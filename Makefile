@@ -53,7 +53,7 @@ FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parall
     $(addprefix pipeline/, test_schedule.py test_zero_bubble.py test_interleaved.py test_gems.py \
     test_handovers.py test_simulate.py) training/test_layouts.py \
     $(addprefix data/, test_format.py test_chunks.py test_striping.py) configuring/test_keys.py \
-    $(addprefix slides/, reading/test_opening.py reading/test_reader.py cutting/test_grid.py \
+    $(addprefix slides/, reading/test_opening.py reading/test_reader.py cutting/test_tiling.py \
     finding/test_tissue.py) \
     test_contributing.py test_dependencies.py test_docs.py test_house.py test_init.py test_text.py)
 FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py \

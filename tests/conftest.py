@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spatialdl.comm import early_signals
 from spatialdl.comm.launch import launched
 
 HIDE_DEVICES = {
@@ -89,3 +90,14 @@ def filters_of_the_log() -> Iterator[None]:
     yield
     for handler in logging.root.handlers:
         handler.filters.clear()
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals() -> Iterator[None]:
+    """A command in the process of a test leaves neither its handlers nor signals that it kept."""
+    before = {number: signal.getsignal(number) for number in early_signals.STOPPING}
+    yield
+    early_signals.take()
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

@@ -207,7 +207,8 @@ def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None)
             print(f"remark: {undone}", file=sys.stderr)
         return _into(folder, batch, tasks, executor)
     except KeyboardInterrupt as error:
-        raise type(error)(_kept(folder.path)) from None
+        error.args = (_kept(folder.path),)  # whichever signal it is of
+        raise
     except OSError as error:
         if not holds_work(folder.path):
             folder.discard()
