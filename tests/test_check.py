@@ -188,6 +188,7 @@ def test_a_vision_transformer_with_a_class_token_is_exact(folder: Path) -> None:
     assert "exact" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_way_out_of_a_vision_transformer_is_tried_and_named(folder: Path) -> None:
     """Arguments of the function are given with it."""
     words = (

@@ -106,6 +106,7 @@ def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_proces
     assert (run / "timeline.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
     unet = ("model=unet", "model.width=2", "model.depth=2", "data.num_classes=3")
     plain = alone(tmp_path / "plain", *unet)

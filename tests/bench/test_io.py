@@ -81,6 +81,7 @@ def test_ways_that_differ_are_an_error(files):
         io_reading.check_same(reads)
 
 
+@pytest.mark.slow
 def test_reading_writing_and_memory(run, capsys):
     result = run("reading", "writing", "memory")
     warm = result["reading"]["warm"]
@@ -110,6 +111,7 @@ def test_utilisation_is_of_steady_steps():
     assert io_loader.utilisation([5, 5.3, 5.6, 6.0], 0.3, 2) == pytest.approx(0.6 / 0.7)
 
 
+@pytest.mark.slow
 def test_staging(run, monkeypatch):
     monkeypatch.setattr(io_staging, "WORKERS", 0)
     found = run("staging")["staging"]

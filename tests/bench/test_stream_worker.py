@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 
 from spatialdl.bench import stream_worker
@@ -16,6 +17,7 @@ def run(*words: str) -> dict[str, Any]:
     return run_worker(command, environment(1))
 
 
+@pytest.mark.slow
 def test_within_a_limit_a_streamed_step_fits_and_that_of_the_whole_image_does_not(
     tmp_path: Any,
 ) -> None:

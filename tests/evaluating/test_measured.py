@@ -39,19 +39,19 @@ def found(how: Resampling = FEW, columns: tuple[str, ...] = ()) -> list[Measured
 
 
 def test_intervals_are_those_of_scipy() -> None:
-    """Independent draws: 4,000 resamples agree within a few thousandths."""
-    one = next(m for m in found(Resampling(4000)) if (m.metric, m.name) == ("auroc", "yes"))
+    """Independent draws: 1,000 resamples agree within a hundredth."""
+    one = next(m for m in found(Resampling(1000)) if (m.metric, m.name) == ("auroc", "yes"))
     expected = stats.bootstrap(
         (VALUES[:, 1], TRUTH),
         lambda values, truth: known.roc_auc_score(truth, values),
         paired=True,
         vectorized=False,
-        n_resamples=4000,
+        n_resamples=1000,
         method="percentile",
         rng=np.random.default_rng(1),
     ).confidence_interval
     assert one.estimate == pytest.approx(known.roc_auc_score(TRUTH, VALUES[:, 1]), abs=1e-12)
-    assert one.interval == pytest.approx((expected.low, expected.high), abs=6e-3)
+    assert one.interval == pytest.approx((expected.low, expected.high), abs=1.2e-2)
     assert expected.high - expected.low > 0.05
 
 

@@ -224,6 +224,7 @@ def test_parts_are_of_whole_regions_and_sets_are_not(small, tmp_path, capsys):
     assert "--whole needs slides" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_share_each_region(small, done, tmp_path):
     from spatialdl.comm.launch import mpiexec_command
 

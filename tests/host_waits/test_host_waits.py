@@ -51,7 +51,7 @@ BOUNDS = {
 }
 
 
-QUICK = ("ResNet-50/sp", "U-Net/sp", "U-Net/gems", "ConvNeXt-T/sp", "ViT-S/16/sp")
+QUICK = ("ResNet-50/sp", "U-Net/gems")
 """The others are left to the longer proof."""
 
 STEPS = [pytest.param(step, marks=() if step in QUICK else pytest.mark.slow) for step in BOUNDS]

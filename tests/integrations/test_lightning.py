@@ -49,6 +49,7 @@ def test_the_split_script_of_the_page_has_the_loss_of_the_plain_one(tmp_path):
     assert kept.name == "epoch=1-step=8.ckpt"
 
 
+@pytest.mark.slow
 def test_scripts_of_pytorch_lightning(tmp_path):
     script = SPLIT.replace("import lightning as L", "import pytorch_lightning as L")
     assert 0 < loss_of(run(script.replace("grid=(2, 1)", "grid=(1, 1)"), tmp_path)) < 5
