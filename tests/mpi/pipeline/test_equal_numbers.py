@@ -10,13 +10,13 @@ from tests.mpi.equality import slow_cases
 from tests.mpi.equality_cases import LAYOUTS, OVER_A_BACKEND, Case
 from tests.mpi.equality_runs import check_equality
 
-MOST_RANKS = 5
+RANKS_OF_MAKE_TEST = 5
 """Of `make test`; rows of more are run where there are so many ranks, each of them."""
 
 QUICK = [case for case in (*LAYOUTS, *OVER_A_BACKEND) if not case.takes_long]
 COVERING = {
-    *cover([case for case in QUICK if case.placement.world_size <= MOST_RANKS]),
-    *(case for case in QUICK if case.placement.world_size > MOST_RANKS),
+    *cover([case for case in QUICK if case.placement.world_size <= RANKS_OF_MAKE_TEST]),
+    *(case for case in QUICK if case.placement.world_size > RANKS_OF_MAKE_TEST),
 }
 
 
