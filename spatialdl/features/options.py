@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spatialdl.comm.capacity import usable_cores
 from spatialdl.features.encoders.encoder import POOLS, Wish
 from spatialdl.features.encoders.preprocessing import INTERPOLATIONS
 from spatialdl.features.results import LAYOUTS
@@ -232,7 +232,7 @@ def _add_work(group: Any) -> None:
     add(
         "--readers",
         type=positive_int,
-        default=max(1, min(_MOST_READERS, len(os.sched_getaffinity(0)))),
+        default=max(1, min(_MOST_READERS, usable_cores())),
         metavar="N",
         help="threads per process that read tiles ahead (default: up to 4)",
     )

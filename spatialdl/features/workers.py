@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from spatialdl.comm.capacity import usable_cores
 from spatialdl.comm.device_path import current_device
 from spatialdl.comm.launch import end_with_launcher
 from spatialdl.features.encoders.encoder import Encoder, Wish
@@ -164,7 +165,7 @@ def _in_process(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent terminates its processes
     end_with_launcher()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // count))
+        torch.set_num_threads(max(1, usable_cores() // count))
 
     def report_progress(report: TilingReport | None, tiles: int) -> None:
         queue.put((number, "tiles", tiles) if report is None else (number, "report", report))

@@ -21,6 +21,7 @@ from scipy.optimize import nnls
 from tqdm import tqdm
 
 from spatialdl.comm.allocator import MAPPED_FROM
+from spatialdl.comm.capacity import usable_cores
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data.saving import replacing
 from spatialdl.planning.worker import environment, run, run_worker
@@ -57,7 +58,7 @@ def measured() -> dict[str, Any] | None:
 
 def calibrate() -> dict[str, Any]:
     """Measure this machine and cache the result; takes one to two minutes."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = usable_cores()
     ranks = max(2, cores)
     results = run_worker([*mpiexec_command(ranks), *WORKER], environment(1), show=True)
     with tqdm(["none", "dp"], desc="memory", leave=False) as layouts:
