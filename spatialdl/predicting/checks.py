@@ -26,7 +26,7 @@ from spatialdl.training.checks import (
     check_complete,
     check_device,
 )
-from spatialdl.training.layouts import AUTO, placement_of, schedule_of
+from spatialdl.training.layouts import AUTO, check_image, placement_of, schedule_of
 
 TABLES = ("csv", "parquet")
 GEOJSON = {"plain": ".geojson", "gzip": ".geojson.gz"}
@@ -94,6 +94,8 @@ def check_config(config: DictConfig) -> Placement:
             f"batch_size={config.batch_size} leaves ranks without tiles: {placement.describe()}, "
             f"parallel.microbatches={schedule.microbatches} need at least batch_size={least}"
         )
+    if config.tile_size is not None:
+        check_image((config.tile_size, config.tile_size), placement)
     if config.spatialdata:
         _check_store(config)
     _check_virtual_tiles(config, placement)

@@ -72,6 +72,7 @@ def test_what_fits(words, ranks, given, tmp_path):
         ("batch_size=null", "batch_size=None must be"),
         ("batch_size=true", "batch_size=True must be"),
         ("tile_size=0", "tile_size=0 must be"),
+        ("parallel=sp parallel.grid=[2,1] tile_size=1", "1x1 is smaller than the grid 2x1"),
         ("tile_size=32.5", "tile_size=32.5 must be"),
         ("level=-1", "level=-1 must be"),
         ("overlap=-1", "overlap=-1 must be"),
