@@ -21,6 +21,7 @@ import sysconfig
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,12 @@ def environment(root: Path, plan: dict[str, Any], at: Path) -> dict[str, str]:
     """Of processes in which the plan holds."""
     at.write_text(json.dumps(plan))
     hook = Path(sysconfig.get_path("purelib")) / "spatialdl_faults.pth"
-    hook.write_text(
+    line = (
         "import os; os.environ.get('SPATIALDL_FAULTS') and exec("
         "open(os.environ['SPATIALDL_FAULTS_TOOLS'] + '/hook.py').read(), {'__name__': 'hook'})\n"
     )
+    if not hook.exists() or hook.read_text() != line:  # never half written while a Python starts
+        hook.write_text(line)
     more = {"SPATIALDL_FAULTS": str(at), "SPATIALDL_FAULTS_TOOLS": str(HERE)}
     more |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     more |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -136,7 +139,7 @@ def reached(state: Path) -> tuple[dict[int, set[tuple[str, str]]], dict[tuple[st
     return tests, seconds
 
 
-def plan_of(fault: dict[str, Any], root: Path, state: Path) -> dict[str, Any]:
+def plan_of(number: int, fault: dict[str, Any], root: Path, state: Path) -> dict[str, Any]:
     """What plants a fault: a site, or a file of sources with texts replaced.
 
     Raises:
@@ -145,12 +148,12 @@ def plan_of(fault: dict[str, Any], root: Path, state: Path) -> dict[str, Any]:
     modules: dict[str, list[Any]] = {}
     replaced: dict[str, str] = {}
     if "texts" in fault:
-        for number, (file, old, new) in enumerate(fault["texts"]):
+        for text, (file, old, new) in enumerate(fault["texts"]):
             module = module_of(file)
             source = Path(replaced.get(module, root / file)).read_text()
             if source.count(old) != 1:
                 raise LookupError(f"{file} has the text to replace {source.count(old)} times")
-            target = state / f"replaced-{number}.py"
+            target = state / f"replaced-{number}-{text}.py"
             target.write_text(source.replace(old, new))
             replaced[module] = str(target)
     else:
@@ -217,46 +220,67 @@ def run_batch(
     return "passed" if code in (0, 4, 5) else f"noticed, exit {code}"
 
 
+def try_one(
+    number: int,
+    fault: dict[str, Any],
+    todo: set[tuple[str, str]],
+    seconds: dict[tuple[str, str], float],
+    root: Path,
+    state: Path,
+    budget: float,
+) -> str:
+    """Plant one fault, and run its tests until one fails: what came of it."""
+    log = state / f"fault-{number}.log"
+    log.unlink(missing_ok=True)
+    verdict, begin = "no test comes to it", time.time()
+    try:
+        env = environment(root, plan_of(number, fault, root, state), log.with_suffix(".json"))
+    except LookupError as error:
+        return f"gone: {error}"
+    for part, batch in batches(todo, seconds, fault):
+        expected = sum(seconds.get((part, test), 5.0) for test in batch)
+        left = budget - (time.time() - begin)
+        if left < 20:
+            verdict = "not noticed in time"
+            break
+        # a test that hangs has noticed: it never does without the fault
+        limit = min(max(60, 30 + 4 * expected), max(left, 60))
+        verdict = run_batch(root, env, part, batch, limit, log)
+        if verdict == "out of time" and limit >= 30 + 4 * expected:
+            verdict = "noticed, hangs"
+        if verdict == "passed":
+            verdict = "not noticed"
+        if verdict.startswith("noticed"):
+            verdict += f" ({part})"
+            break
+    return f"{verdict}; {time.time() - begin:.0f} s"
+
+
 def try_all(
-    root: Path, state: Path, faults: list[dict[str, Any]], result: Path, budget: float
+    root: Path,
+    state: Path,
+    faults: list[dict[str, Any]],
+    result: Path,
+    budget: float,
+    at_once: int,
 ) -> None:
     """Plant each fault that has no result yet; a result is written after each."""
     results = json.loads(result.read_text()) if result.exists() else {}
     tests, seconds = reached(state)
-    for number, fault in enumerate(faults):
-        if fault["name"] in results:
-            continue
-        log = state / f"fault-{number}.log"
-        log.unlink(missing_ok=True)
-        verdict, begin = "no test comes to it", time.time()
-        try:
-            env = environment(root, plan_of(fault, root, state), state / "fault.json")
-        except LookupError as error:
-            verdict = f"gone: {error}"
-        else:
+    with ThreadPoolExecutor(at_once) as pool:
+        runs = {}
+        for number, fault in enumerate(faults):
+            if fault["name"] in results:
+                continue
             todo = tests[number]
             if "tests" in fault:  # a bug of the past names the tests that notice it
                 todo = {(fault["part"], test) for test in fault["tests"]}
-            for part, batch in batches(todo, seconds, fault):
-                expected = sum(seconds.get((part, test), 5.0) for test in batch)
-                left = budget - (time.time() - begin)
-                if left < 20:
-                    verdict = "not noticed in time"
-                    break
-                # a test that hangs has noticed: it never does without the fault
-                limit = min(max(60, 30 + 4 * expected), max(left, 60))
-                verdict = run_batch(root, env, part, batch, limit, log)
-                if verdict == "out of time" and limit >= 30 + 4 * expected:
-                    verdict = "noticed, hangs"
-                if verdict == "passed":
-                    verdict = "not noticed"
-                if verdict.startswith("noticed"):
-                    verdict += f" ({part})"
-                    break
-        results[fault["name"]] = f"{verdict}; {time.time() - begin:.0f} s"
-        print(f"{number + 1}/{len(faults)} {fault['name'][:90]}: {results[fault['name']]}")
-        sys.stdout.flush()
-        result.write_text(json.dumps(results, indent=1) + "\n")
+            given = (number, fault, todo, seconds, root, state, budget)
+            runs[pool.submit(try_one, *given)] = fault["name"]
+        for run in as_completed(runs):
+            results[runs[run]] = run.result()
+            print(f"{len(results)}/{len(faults)} {runs[run][:90]}: {run.result()}", flush=True)
+            result.write_text(json.dumps(results, indent=1) + "\n")
     kinds = Counter(text.split(",")[0].split(";")[0].split(":")[0] for text in results.values())
     print("\n".join(f"{count:5} {kind}" for kind, count in kinds.most_common()))
 
@@ -289,6 +313,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--budget", type=float, default=240, help="try: seconds for each fault")
+    parser.add_argument("--at-once", type=int, default=2, help="try: faults at the same time")
     parser.add_argument(
         "--parts",
         default=",".join(PARTS),
@@ -309,7 +334,8 @@ def main() -> None:
     faults = json.loads(options.faults.read_text())
     if options.what == "reach":
         return reach(root, state, faults, options.parts.split(","))
-    return try_all(root, state, faults, options.result or state / "noticed.json", options.budget)
+    result = options.result or state / "noticed.json"
+    return try_all(root, state, faults, result, options.budget, options.at_once)
 
 
 if __name__ == "__main__":
