@@ -133,6 +133,8 @@ def reached(state: Path) -> tuple[dict[int, set[tuple[str, str]]], dict[tuple[st
                 seconds[part, test] = min(taken, seconds.get((part, test), taken))
     for file in (state / "reached").glob("*.reached"):
         for line in file.read_text().splitlines():
+            if not line.endswith("]"):  # of a process that was killed, or whose disk was full
+                continue
             number, part, test = json.loads(line)
             if (part or "0", test) in seconds:
                 tests[number].add((part or "0", test))
