@@ -218,6 +218,8 @@ def run_batch(
                 os.killpg(process.pid, 9)
                 process.wait()
             return "out of time"
+    if code == 4 and "ERROR: not found" not in log.read_text(errors="replace"):
+        return "noticed, cannot be imported"
     # 4: a test is not there; 5: none was run
     return "passed" if code in (0, 4, 5) else f"noticed, exit {code}"
 
