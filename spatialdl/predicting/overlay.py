@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,9 @@ def save_overlay(
         panel.set_xlim(0, extent[1])
         panel.set_ylim(extent[0], 0)
     if image is not None:
-        figure.colorbar(image, ax=axes, shrink=0.8, label=what)
+        characters = max(14, int(10 * figure.get_figheight()))  # that fit beside flat slides
+        bar = figure.colorbar(image, ax=axes, shrink=0.8)
+        bar.set_label(fill(what, characters), fontsize=9)
     hidden = len(maps) - len(drawn)
     more = f" (and {hidden} more classes)" if hidden else ""
     figure.suptitle(f"{fitted(title, 60)}{more}", fontsize=11)
