@@ -367,16 +367,17 @@ def _supervise(
         for number in received:
             if number in _STOP_SIGNALS:
                 return 128 + number, ""
+        output = LauncherOutput()
         # a new session, or Ctrl-C would reach the launcher twice
         child = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=_end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (one system call)
+            **output.of_child(),
         )
-        output = LauncherOutput(child.stderr)
+        output.start()
         for number in received:
             send(child, number, is_first=number in _STOP_SIGNALS)
         code = child.wait()

@@ -11,7 +11,7 @@ import re
 import sys
 from contextlib import suppress
 from threading import Thread
-from typing import IO
+from typing import Any
 
 _RULE = b"-" * 74 + b"\n"
 _NOTICE = re.compile(
@@ -74,16 +74,24 @@ def _partial_rule(text: bytes) -> int:
 
 
 class LauncherOutput:
-    """Passes on a launcher's standard error while it runs.
+    """A pipe from a launcher's standard error, passed on while the launcher runs."""
 
-    Args:
-        stream: the pipe from the launcher.
-    """
-
-    def __init__(self, stream: IO[bytes] | None) -> None:
-        assert stream is not None
-        self._stream, self._filter = stream, NoticeFilter()
+    def __init__(self) -> None:
+        self._read, self._written = os.pipe()
+        self._filter = NoticeFilter()
         self._thread = Thread(target=self._pass_on, name="launcher output", daemon=True)
+
+    def of_child(self) -> dict[str, Any]:
+        """Arguments of ``Popen`` for the launcher.
+
+        It keeps the reading end open as well: if this process is killed, its message about that
+        must not kill it before it has ended its ranks.
+        """
+        return {"stderr": self._written, "pass_fds": (self._read,)}
+
+    def start(self) -> None:
+        """Pass on what the launcher writes, once it runs."""
+        os.close(self._written)
         self._thread.start()
 
     def close(self) -> str:
@@ -92,8 +100,9 @@ class LauncherOutput:
         return b"".join(self._filter.notices).decode(errors="replace")
 
     def _pass_on(self) -> None:
-        while data := os.read(self._stream.fileno(), 65536):
-            _write(self._filter.feed(data))
+        with open(self._read, "rb", buffering=0) as stream:
+            while data := stream.read(65536):
+                _write(self._filter.feed(data))
         _write(self._filter.feed(b"", last=True))
 
 
