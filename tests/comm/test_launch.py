@@ -339,8 +339,8 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
         process.send_signal(number)
         assert process.wait(timeout=250) == code
         for rank in ranks:
-            # mpiexec ends them, told by the kernel; it died of its own message about that before, in
-            # two of five tries, as nobody could read its standard error any more
+            # mpiexec ends them, told by the kernel; in two of five tries it died before, of its own
+            # message about that, as nobody could read its standard error any more
             assert select.select([rank], [], [], 100)[0], "a rank is still there"
             os.close(rank)
 
