@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -380,7 +380,7 @@ def _supervise(
         output.start()
         for number in received:
             send(child, number, is_first=number in _STOP_SIGNALS)
-        code = child.wait()
+        code = _ended(child)
         notices = output.close()
     finally:
         for number, handler in before.items():
@@ -389,6 +389,17 @@ def _supervise(
     if stop_signals and not (ranks is not None and code == 0):
         return 128 + stop_signals[0], notices
     return (code if code >= 0 else 128 - code), notices
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int:
+    """Exit code of a process, once it has ended.
+
+    Of two signals at once the kernel may give the second to another thread, which does not wake
+    this one: waiting without an end, it would handle that signal only when the process has ended.
+    """
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(0.5)
 
 
 def _send_when_started(

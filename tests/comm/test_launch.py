@@ -313,12 +313,15 @@ sys.exit(start_ranks(2, "job", []OPTION))
 
 
 @contextmanager
-def parent(folder: Path, job: str = JOB, option: str = "") -> Iterator[subprocess.Popen[str]]:
+def parent(
+    folder: Path, job: str = JOB, option: str = "", before: str = ""
+) -> Iterator[subprocess.Popen[str]]:
     """A process that starts two ranks of a job."""
     (folder / "job.py").write_text(job)
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT.replace("OPTION", option)],
+        [sys.executable, "-c", before + PARENT.replace("OPTION", option)],
         cwd=folder,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -343,6 +346,24 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path, number, code):
             # message about that, as nobody could read its standard error any more
             assert select.select([rank], [], [], 100)[0], "a rank is still there"
             os.close(rank)
+
+
+TO_A_THREAD = """
+import signal, sys, threading
+def stop():
+    sys.stdin.readline()
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=stop, daemon=True).start()
+"""
+
+
+def test_a_signal_that_another_thread_gets_is_heard(tmp_path):
+    """The kernel gives it the second of two at once: it was lost until the ranks had ended."""
+    with parent(tmp_path, before=TO_A_THREAD) as process:
+        process.stdout.readline()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(timeout=250) == 143
 
 
 KILLS = "import os; from mpi4py import MPI; os.kill(os.getppid(), 9)"
