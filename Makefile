@@ -52,7 +52,7 @@ FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parall
     $(addprefix comm/, test_mesh.py test_plan.py test_replay.py) \
     $(addprefix pipeline/, test_schedule.py test_zero_bubble.py test_interleaved.py test_gems.py \
     test_handovers.py test_simulate.py) training/test_layouts.py \
-    $(addprefix data/, test_format.py test_chunks.py test_striping.py) configuring/test_keys.py \
+    $(addprefix data/, test_format.py test_chunks.py test_folder.py) configuring/test_keys.py \
     $(addprefix slides/, reading/test_opening.py reading/test_reader.py cutting/test_tiling.py \
     finding/test_tissue.py) \
     test_contributing.py test_dependencies.py test_docs.py test_house.py test_init.py test_text.py)

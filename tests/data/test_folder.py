@@ -1,4 +1,4 @@
-"""Folders and files that appear when they are whole, and belong to nobody else."""
+"""Folders and files that appear when they are whole, belong to nobody else, and are striped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from spatialdl.data import ShardWriter, striping
 from spatialdl.data.folder import FolderInProgress, ResumableFolder, check_target
 from spatialdl.data.inside import check_own, file_status
-from spatialdl.data.saving import apply_umask, link, load_json, replacing, unfinished
+from spatialdl.data.saving import apply_umask, load_json, replacing, unfinished
+from spatialdl.data.striping import Striping
 from spatialdl.errors import ShardError
 
 NOT_OURS = "not a folder owned by this user"
@@ -27,29 +30,6 @@ def data_set(folder: Path, *more: str) -> Path:
 
 def inside(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_nothing_is_there_until_it_is_published(tmp_path: Path) -> None:
-    folder = FolderInProgress(tmp_path / "deep" / "set")
-    (folder.path / "manifest.json").write_text("new")
-    assert not (tmp_path / "deep" / "set").exists()
-    folder.publish()
-    assert inside(tmp_path / "deep") == ["set"]
-    assert (tmp_path / "deep" / "set" / "manifest.json").read_text() == "new"
-    folder = FolderInProgress(tmp_path / "other")
-    (folder.path / "shard-00000.h5").write_text("half")
-    folder.discard()
-    assert inside(tmp_path) == ["deep"]
-
-
-def test_an_old_data_set_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    old = data_set(tmp_path / "set", "process_list.csv")
-    (old / "pictures").mkdir()
-    folder = FolderInProgress(old, overwrite=True)
-    (folder.path / "manifest.json").write_text("new")
-    assert (old / "manifest.json").read_text() == "old"
-    folder.publish()
-    assert (inside(tmp_path), inside(old)) == (["set"], ["manifest.json"])
 
 
 @pytest.mark.parametrize(
@@ -118,43 +98,6 @@ def begun(target: Path, name: str = "shard-00000.h5", **more: object) -> Resumab
     folder = ResumableFolder(target, **more)
     (folder.path / name).write_text("new")
     return folder
-
-
-def test_what_an_interrupted_run_has_done_is_found_again(tmp_path: Path) -> None:
-    begun(tmp_path / "set").leave()
-    assert not (tmp_path / "set").exists()
-    folder = ResumableFolder(tmp_path / "set")
-    assert (folder.path / "shard-00000.h5").read_text() == "new"
-    folder.publish()
-    folder.leave()
-    assert (inside(tmp_path), inside(tmp_path / "set")) == (["set"], ["shard-00000.h5"])
-
-
-def test_a_run_that_has_done_nothing_leaves_nothing(tmp_path: Path) -> None:
-    ResumableFolder(tmp_path / "set").leave()
-    assert inside(tmp_path) == []
-    folder = begun(tmp_path / "set")
-    folder.discard()
-    folder.leave()
-    assert inside(tmp_path) == []
-
-
-def test_one_process_has_it_at_a_time_and_to_its_end(tmp_path: Path) -> None:
-    folder = begun(tmp_path / "set")
-    with pytest.raises(ShardError, match=rf"set is being written by process {os.getpid()} on \w"):
-        ResumableFolder(tmp_path / "set")
-    assert inside(folder.path) == ["lock", "shard-00000.h5"]
-    folder.leave()
-    ResumableFolder(tmp_path / "set").discard()
-
-    def work() -> None:
-        begun(tmp_path / "set")
-        die()
-
-    killed(work)
-    folder = ResumableFolder(tmp_path / "set")
-    assert inside(folder.path) == ["lock", "shard-00000.h5"]
-    folder.discard()
 
 
 def test_a_data_set_of_the_same_settings_is_added_to(tmp_path: Path) -> None:
@@ -358,22 +301,95 @@ def test_what_is_shown_leaves_nothing_beside_it_and_no_umask_changed(
         os.umask(before)
 
 
-def test_a_second_name_is_a_copy_where_there_are_no_links(tmp_path: Path, monkeypatch) -> None:
-    def no_links(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", no_links)
-    source, target = tmp_path / "a", tmp_path / "b"
-    source.write_bytes(b"new")
-    target.write_bytes(b"old")
-    link(source, target)
-    assert target.read_bytes() == b"new"
-    assert sorted(tmp_path.iterdir()) == [source, target]
-
-
 def test_what_is_no_json_is_as_if_it_were_missing(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     assert load_json(path) is None
     for text, found in (('{"a": 1}', {"a": 1}), ("{", None), ("[" * 100_000, None)):
         path.write_text(text)
         assert load_json(path) == found
+
+
+TILE = np.zeros((4, 4, 3), np.uint8)
+
+
+@pytest.fixture
+def lustre(tmp_path: Path) -> Path:
+    """A table of mounts by which the test's folder is on Lustre."""
+    table = tmp_path / "mounts"
+    table.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:40 / {tmp_path} rw - lustre a rw\n")
+    return table
+
+
+@pytest.fixture
+def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of that name that records its arguments and the contents of the folder."""
+    program = tmp_path / "bin" / "lfs"
+    program.parent.mkdir()
+    said = tmp_path / "asked"
+    program.write_text(
+        '#!/bin/sh\necho "$@" >> ' + f"{said}\n"
+        'for last; do :; done\nfind "$last" -name "*.h5*" >> ' + f"{said}\n"
+        '[ "$3" != 77 ] || { echo "lfs: bad  stripe\ncount" >&2; exit 22; }\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return said
+
+
+def test_a_folder_on_lustre_is_laid_out(tmp_path: Path, lustre: Path, lfs: Path) -> None:
+    for layout, asked in [
+        (Striping(4, 2**22), f"setstripe -c 4 -S 4194304 {tmp_path}\n"),
+        (Striping(count=-1), f"setstripe -c -1 {tmp_path}\n"),
+        (Striping(size=2**16), f"setstripe -S 65536 {tmp_path}\n"),
+    ]:
+        assert layout.apply(tmp_path, lustre) is None
+        assert lfs.read_text() == asked
+        lfs.unlink()
+    assert Striping().apply(tmp_path, lustre) is None
+    assert not lfs.exists()
+
+
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, lustre: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = Striping(4).apply(tmp_path / "set", lustre)
+    assert said == f"stripes were not set: {tmp_path} is on Lustre, but lfs was not found"
+    lustre.write_text("1 0 8:1 / / rw - ext4 /dev/sda rw\n")
+    said = Striping(4).apply(tmp_path / "set", lustre)
+    assert said == f"stripes were not set: {tmp_path} is on ext4, not on Lustre"
+    said = Striping(4).apply(tmp_path / "set", tmp_path / "none")
+    assert said == f"stripes were not set: {tmp_path} is on an unknown file system, not on Lustre"
+
+
+def test_no_such_layout() -> None:
+    assert [Striping(count).count for count in (1, 2000, -1)] == [1, 2000, -1]
+    for count in (0, -2, 2001):
+        with pytest.raises(ValueError, match=f"stripe count is {count}, expected 1 to 2000, or -1"):
+            Striping(count)
+    for size in (0, 2**16 + 1):
+        with pytest.raises(ValueError, match=f"stripe size is {size} bytes, expected a multiple"):
+            Striping(size=size)
+
+
+def test_what_lfs_refuses_is_an_error(tmp_path: Path, lustre: Path, lfs: Path) -> None:
+    with pytest.raises(ShardError, match=r"lfs setstripe -c 77 .* failed: lfs: bad stripe count"):
+        Striping(77).apply(tmp_path, lustre)
+    program = tmp_path / "bin" / "lfs"
+    program.write_text(  # folders may have names in any encoding
+        "#!/bin/sh\nprintf 'lfs: no \\377 here' >&2\nexit 2\n"
+    )
+    with pytest.raises(ShardError, match="failed: lfs: no \ufffd here"):
+        Striping(4).apply(tmp_path, lustre)
+
+
+def test_a_writer_lays_its_folder_out_before_it_writes(
+    tmp_path: Path, lfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striping, "file_system", lambda *_: "lustre")
+    with ShardWriter(tmp_path / "set", stripe_count=2, stripe_size=2**20) as writer:
+        writer.add(TILE)
+        assert lfs.read_text() == f"setstripe -c 2 -S 1048576 {writer.workdir}\n"
+    with pytest.raises(ShardError, match="failed"):
+        ShardWriter(tmp_path / "other", stripe_count=77)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "bin", "set"]

@@ -54,15 +54,14 @@ def volumes(**changes: object) -> Manifest:
 @pytest.mark.parametrize(
     ("made", "version"),
     [
-        (tiles(), 2),
         (regions(), 2),
         (tiles(samples=[], shards=[]), 2),
         (tiles(codec="jpeg"), 2),
         (tiles(codec="lz4"), 3),
         (tiles(dtype="uint16"), 3),
         (tiles(dtype="int16"), 4),
-        (volumes(), 4),
         (volumes(spacing=None, affine=None), 4),
+        (volumes(), 4),
     ],
 )
 def test_save_and_load_round_trip_in_the_oldest_version_that_will_do(tmp_path, made, version):
@@ -110,11 +109,10 @@ def shard(name: str, **changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format_version": FORMAT_VERSION + 1}, "upgrade spatialdl"),
+        ({"format_version": FORMAT_VERSION + 1}, "is newer than .*upgrade spatialdl"),
         ({"kind": "cubes"}, "cubes"),
         ({"kind": "regions"}, "tile_size"),
         ({"samples": [sample(label=2)]}, "label 2 of 2 classes"),
-        ({"samples": [sample(index=2)]}, "does not exist"),
         ({"samples": [sample(shard=-1)]}, "does not exist"),
         ({"shards": 3}, "damaged"),
         ({"codec": "png"}, "codec is 'png', expected one of raw, jpeg"),

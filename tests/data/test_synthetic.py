@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spatialdl.data.rare_tiles import KINDS, MARKED, RareTilesBag, draw_tile
 from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.data.synthetic_fractals import SYSTEMS, SyntheticFractals, filled_places
+from spatialdl.data.synthetic_fractals import SyntheticFractals
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.data.synthetic_targets import SyntheticTargets
 
@@ -51,20 +51,6 @@ def test_all_follow_from_seed_and_sample():
         assert (draw(0, 0) == draw(0, 0)).all()
         for other in (draw(1, 0), draw(0, 1)):
             assert (draw(0, 0) != other).mean() > least
-
-
-@pytest.mark.parametrize(("size", "channels"), [((4096,), 1), ((12, 16, 20), 1), ((64, 64), 11)])
-def test_every_pixel_and_channel_has_noise_of_its_own(size, channels):
-    image = SyntheticDataset(1, size, channels=channels).read(0).astype(float)
-    if channels > 1:
-        pixels = (image - image.mean((0, 1))).reshape(-1, channels)
-        stripes_only = np.corrcoef(pixels.T)[~np.eye(channels, dtype=bool)]
-        assert stripes_only.max() < 0.6  # they share the stripes, not the noise
-        assert len(np.unique(image)) > 100
-    else:
-        for dim in range(len(size)):
-            for step in (1, 2):
-                assert (image == np.roll(image, step, dim)).mean() < 0.05
 
 
 def spectrum(image: np.ndarray) -> np.ndarray:
@@ -160,24 +146,6 @@ def test_brightness_tells_no_class_of_fractals():
     assert min(means) > pixels[masks == 0].mean() + 60
     bright = pixels > 110
     assert 0.15 < (masks[bright] == 0).mean() < 0.8
-
-
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda one: one.name)
-def test_the_maps_of_a_system_fill_what_is_drawn(system):
-    """Points of the attractor are filled at any depth; the share falls as copies get smaller."""
-    rng = np.random.default_rng(0)
-    points = np.zeros((2000, 3))
-    for _ in range(40):
-        points = system.ratio * points + system.shifts[rng.integers(0, len(system.shifts), 2000)]
-    assert (np.linalg.norm(points, axis=1) <= 1 + 1e-9).all()
-    inward = points * (1 - 1e-9)  # the hull's corners are rounded
-    anywhere = rng.uniform(-1, 1, (3, 20_000))
-    shares = []
-    for radius in (3.0, 9.0, 27.0, 81.0):
-        assert filled_places(system, list(inward.T), radius).mean() > 0.99
-        shares.append(filled_places(system, list(anywhere), radius).mean())
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] > 1.3 * shares[-1]
 
 
 def test_targets_follow_from_the_seed_are_in_range_and_show_in_the_image():

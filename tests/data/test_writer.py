@@ -312,16 +312,11 @@ def write(folder: Path, part: str | None, numbers: list[int], **more: object) ->
             writer.add(IMAGES[number], label=number % 2, slide=f"{part}{number}", split="train")
 
 
-def test_processes_write_parts_that_become_one_data_set(tmp_path: Path) -> None:
+def test_parts_become_one_data_set(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     given = {"b": [0, 1, 2, 3, 4], "a": [5], "empty": [], "c_1": [6, 7, 8]}
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=write, args=(folder, *part)) for part in given.items()]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    for part, numbers in given.items():
+        write(folder, part, numbers)
     assert not folder.exists()
     join_parts(folder, list(given))
     data = opened(folder)

@@ -33,17 +33,7 @@ def write_series(
     label: bool = True,
     name: str = "level-{}.dcm",
 ) -> list[Path]:
-    """Write a pyramid as a series.
-
-    Args:
-        folder: of the files; may hold others.
-        image: level 0, uint8 (rows, columns, 3); each level has half the rows and columns.
-        series: its SeriesInstanceUID.
-        levels: how many.
-        mpp: micrometres per pixel of level 0.
-        label: whether to write a picture of the label, too.
-        name: of the files, with a place for the level.
-    """
+    """Write a pyramid of an image (rows, columns, 3) as a series of that SeriesInstanceUID."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for level in range(levels):

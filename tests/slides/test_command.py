@@ -14,6 +14,7 @@ import pytest
 import tifffile
 
 from spatialdl.data import ShardDataset
+from spatialdl.slides.reading.reader import Slide
 from tests.slides.batch.batches import WHOLE, annotate, inside, places, polygon, rows, samples, tile
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -55,29 +56,26 @@ def test_slides_become_a_data_set(tmp_path, synthetic, labels, capsys):
     assert f"wrote {count} tiles of 2 slides" in capsys.readouterr().out
 
 
-def test_without_labels_there_are_none_and_shards_are_as_large_as_asked(tmp_path, synthetic):
-    out = tmp_path / "set"
-    assert tile(synthetic["ring"], "--out", out, *TILES, "--shard-size", "1M") == 0
-    data = ShardDataset(out)
-    assert (data.classes, data.splits) == ([], [])
-    assert set(data.labels.tolist()) == {-1}
-    assert len(list(out.glob("shard-*.h5"))) == -(-len(data) // 5)
-
-
 @pytest.mark.parametrize(
-    ("how", "codec"), [(TILES, "zstd"), ([*WHOLE, "--stripes", "2"], "lz4")], ids=["tiles", "whole"]
+    ("how", "packed"),
+    [(TILES, "zstd"), ([*WHOLE, "--stripes", "2"], "lz4")],
+    ids=["tiles", "whole"],
 )
-def test_codecs_without_loss(tmp_path, synthetic, capsys, how, codec):
-    made = []
-    for name in ("raw", codec):
-        out, more = tmp_path / name, ["--codec", name, "--stripe-count", "2"]
+def test_with_any_codec_pixels_are_those_of_the_slide(tmp_path, synthetic, capsys, how, packed):
+    sizes = []
+    for codec, stored, most in (("raw", "raw", 0), (packed, packed, 0), ("jpeg-native", "jpeg", 1)):
+        out, more = tmp_path / codec, ["--codec", codec, "--stripe-count", "2"]
         assert tile(synthetic["ring"], "--out", out, *how, *more) == 0
-        made.append(ShardDataset(out))
-        assert made[-1].codec == name
         assert "remark: stripes were not set" in capsys.readouterr().err
-    assert all((made[1].read(k) == made[0].read(k)).all() for k in range(len(made[0])))
-    sizes = [sum(path.stat().st_size for path in data.path.glob("*.h5")) for data in made]
-    assert sizes[1] < sizes[0]
+        data = ShardDataset(out)
+        assert (data.codec, data.classes, data.splits) == (stored, [], [])
+        with Slide(synthetic["ring"]) as slide:
+            for number in range(len(data)):
+                sample, size = data.sample(number), data.image_size(number)
+                right = slide.read_scaled(sample.x, sample.y, size, 1.0).astype(int)
+                assert np.abs(data.read(number) - right).max() <= most
+        sizes.append(sum(path.stat().st_size for path in out.glob("*.h5")))
+    assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_a_data_set_is_not_replaced_by_accident(tmp_path, synthetic, capsys):
@@ -149,9 +147,9 @@ def test_no_tile_at_all_is_an_error_and_leaves_reports_only(tmp_path, real, caps
     assert says in capsys.readouterr().err
     assert inside(tmp_path) == ["set"]
     assert [name for name in inside(out) if name not in ("pictures", "records")] == reports
-    # which are in nobody's way
-    slide = real / "CMU-1-Small-Region.svs"
-    assert tile(slide, "--out", out, *TILES, "--min-tissue", 0.4) == 0
+    if name == "bad/empty.svs":  # which are in nobody's way
+        slide = real / "CMU-1-Small-Region.svs"
+        assert tile(slide, "--out", out, *TILES, "--min-tissue", 0.4) == 0
 
 
 def test_a_resolution_may_be_given_and_a_level_needs_none(tmp_path, real):
@@ -200,13 +198,22 @@ def test_the_script_is_the_command(tmp_path, capsys, monkeypatch):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("codec", ["raw", "jpeg-native"])
-def test_annotations_become_the_masks_of_whole_regions(tmp_path, synthetic, labels, codec):
+def test_annotations_become_the_masks_of_whole_regions(tmp_path, synthetic, labels):
     drawn, out, slides = tmp_path / "drawn", tmp_path / "set", synthetic["ring"].parent
     annotate(drawn, "ring", polygon(300, 320, 900, 1000, "Tumour"))
     annotate(drawn, "strand")
     labels.write_text("slide,label,split\nring,,train\nstrand.tiff,Strand,val\n")
-    given = ("--whole", "--level", 0, "--stripes", 2, "--codec", codec, "--annotations", drawn)
+    given = (
+        "--whole",
+        "--level",
+        0,
+        "--stripes",
+        2,
+        "--codec",
+        "jpeg-native",
+        "--annotations",
+        drawn,
+    )
     assert tile(slides, "--out", out, *given, "--labels", labels) == 0
     data = ShardDataset(out)
     data.verify()
@@ -263,8 +270,3 @@ def test_tiles_at_the_edges_are_in_the_data_set(tmp_path, capsys, edge):
     for number, (x, y) in enumerate(found):
         assert (data.read(number) == padded[y : y + 128, x : x + 128]).all()
     assert found[-1] == {"pad": (256, 256), "shift": (182, 172)}[edge]
-    # other edges are other tiles: not into the same folder
-    assert tile(*given, "--out", out) == 2
-    assert "already contains a data set" in capsys.readouterr().err
-    assert tile(*given, "--edge", edge, "--out", out) == 0
-    assert "nothing to do" in capsys.readouterr().out

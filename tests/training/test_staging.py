@@ -10,12 +10,12 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from spatialdl.bench import slow_source
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.errors import ShardError
 from spatialdl.training.staging import StageTo, Staging
 from spatialdl.training.trainer import Trainer
-from tests.data.staging.slow_source import coming_slowly
 from tests.fitting import fit
 
 
@@ -138,12 +138,14 @@ def test_training_reads_from_a_slow_source_what_has_not_arrived(
 ):
     monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
     plain, _ = train("data.stage.to=off")
-    with coming_slowly(folder, tmp_path / "slow", 25_000):
-        slow = f"data.path={tmp_path / 'slow'}"
-        staged, said = train(slow, f"data.stage.to={tmp_path}/disk")
+    (tmp_path / "slow").mkdir()
+    _, variables = slow_source.environment(folder, 25_000, tmp_path / "slow")
+    for name, value in variables.items():  # of the copier
+        monkeypatch.setenv(name, value)
+    staged, said = train(f"data.stage.to={tmp_path}/disk")
     assert staged == plain
     [told] = [one for one in said if "copying is slow or has stalled" in one]
-    assert f"are read from {tmp_path / 'slow'}" in told
+    assert f"are read from {folder}" in told
 
 
 def test_a_place_that_will_not_do_is_said(train, tmp_path):

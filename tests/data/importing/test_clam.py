@@ -96,16 +96,15 @@ def test_files_without_patches_are_listed_or_left_out(tmp_path: Path, files: Pat
 
 
 @pytest.mark.parametrize(
-    ("there", "damaged", "raised"),
+    ("there", "damaged"),
     [
-        (b"TREE", b"tree", RuntimeError),  # the table of contents
-        (b"imgs\0", b"\xffmgs\0", TypeError),  # the name of a dataset
-        (b"header", b"\xff", KeyError),  # where a dataset is described
-        (b"\x89HDF", b"\x88HDF", OSError),
+        (b"TREE", b"tree"),  # the table of contents: a RuntimeError of h5py
+        (b"imgs\0", b"\xffmgs\0"),  # the name of a dataset: a TypeError
+        (b"header", b"\xff"),  # where a dataset is described: a KeyError
     ],
 )
 def test_a_damaged_file_is_listed_whatever_h5py_makes_of_it(
-    tmp_path: Path, files: Path, there: bytes, damaged: bytes, raised: type[Exception]
+    tmp_path: Path, files: Path, there: bytes, damaged: bytes
 ) -> None:
     path = files / "s1.h5"
     content = path.read_bytes()
@@ -113,8 +112,6 @@ def test_a_damaged_file_is_listed_whatever_h5py_makes_of_it(
         header = h5py.h5o.get_info(h5["imgs"].id).addr
     at = header if there == b"header" else content.index(there)
     path.write_bytes(content[:at] + damaged + content[at + len(damaged) :])
-    with pytest.raises(raised), h5py.File(path, "r") as h5:  # or the test tests something else
-        clam._described(path, h5)
     with pytest.raises(ValueError, match=r"1 files have no readable patches.*\n.*s1\.h5: "):
         import_clam([files], tmp_path / "set")
     [left_out] = import_clam([files], tmp_path / "set", skip_broken=True)

@@ -153,9 +153,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_images_of_one_size_are_tiles(tmp_path: Path, folder: Path, jobs: int) -> None:
-    assert import_images(folder, tmp_path / "set", jobs=jobs, mpp=0.5, codec="zstd") == []
+def test_images_of_one_size_are_tiles(tmp_path: Path, folder: Path) -> None:
+    assert import_images(folder, tmp_path / "set", jobs=3, mpp=0.5, codec="zstd") == []
     data = ShardDataset(tmp_path / "set")
     assert (data.kind, data.classes, data.codec, data.mpp) == ("tiles", ["a", "b"], "zstd", 0.5)
     assert data.splits == ["train", "val", "test"]
@@ -165,16 +164,15 @@ def test_images_of_one_size_are_tiles(tmp_path: Path, folder: Path, jobs: int) -
     assert [int(image[0, 0, 0]) for image, _ in data] == [3, 4, 1, 0, 2]
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "float32"])
-def test_images_of_any_size_are_regions(tmp_path: Path, dtype: str) -> None:
-    images = [(RANDOM.random((*size, 2)) * 999).astype(dtype) for size in ((9, 7), (600, 5))]
+def test_images_of_any_size_are_regions(tmp_path: Path) -> None:
+    images = [(RANDOM.random((*size, 2)) * 999).astype("f4") for size in ((9, 7), (600, 5))]
     (tmp_path / "images" / "c").mkdir(parents=True)
     for number, image in enumerate(images):
         path = tmp_path / "images" / "c" / f"{number}.tif"
         tifffile.imwrite(path, image, photometric="minisblack", planarconfig="contig")
     import_images(tmp_path / "images", tmp_path / "set", mpp=0.25, stripes=2)
     data = ShardDataset(tmp_path / "set")
-    assert (data.kind, data.dtype, data.sample(0).mpp) == ("regions", dtype, 0.25)
+    assert (data.kind, data.dtype, data.sample(0).mpp) == ("regions", "float32", 0.25)
     assert all((data.read(k) == image).all() for k, image in enumerate(images))
     assert len(data.sample(1).bands) == 2
 

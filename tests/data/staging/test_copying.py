@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spatialdl.data.open_shards import OpenShard
-from spatialdl.data.staging import copying, read_priority
+from spatialdl.data.staging import copying
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import (
     BusyError,
@@ -173,14 +172,6 @@ def test_a_part_of_somebody_else_is_not_gone_on_with(bring, tmp_path):
     assert (tmp_path / "part").read_bytes() == b""
 
 
-def test_a_disk_that_is_full_or_cannot_be_written_to_is_told(bring, small_disk):
-    for disk, number in ((small_disk(40), errno.ENOSPC), (small_disk(400, "ro"), errno.EROFS)):
-        with pytest.raises(WriteError) as told:
-            bring(disk)
-        assert (told.value.errno, told.value.is_full) == (number, number == errno.ENOSPC)
-        assert not list(disk.iterdir())
-
-
 def test_a_file_is_known_by_its_name(tmp_path):
     with (tmp_path / "a").open("w") as file:
         assert is_still(tmp_path / "a", file.fileno())
@@ -226,15 +217,6 @@ def test_a_copier_waits_until_nobody_reads_and_takes_one_piece_at_a_time(way, tm
         other = taking_turns(way, second.set)
         assert not second.wait(0.1)
     other.join()
-
-
-def test_a_copier_alone_reads_several_pieces_at_a_time(way, monkeypatch):
-    monkeypatch.setattr(read_priority, "_UNCONTESTED_S", 0.0)
-    together = threading.Barrier(4, timeout=30)
-    threads = [taking_turns(way, together.wait) for _ in range(3)]
-    together.wait()
-    for thread in threads:
-        thread.join()
 
 
 def test_a_copier_waits_neither_for_ever_nor_when_it_is_told_to_stop(way, tmp_path, stopped):

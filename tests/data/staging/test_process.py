@@ -15,7 +15,6 @@ from spatialdl.data.staging.copying import fetch
 from spatialdl.data.staging.process import CopierProcess
 from tests.data.conftest import flip
 from tests.data.staging.conftest import until
-from tests.data.staging.slow_source import coming_slowly
 
 
 @pytest.fixture
@@ -122,19 +121,6 @@ def test_kept_copies_are_checked_and_used_again(start, tmp_path, dataset):
     assert fresh == (dataset.path / info.file).read_bytes()
 
 
-def test_two_jobs_share_copies_and_do_not_clash(start, tmp_path):
-    one, two = start(), start()
-    ended(one), ended(two)
-    for copier in (one, two):
-        assert copier.shards["copied"] + copier.shards["reused"] == 6
-        assert len(list(copier.folder.glob("*.h5"))) == 6
-    assert one.shards["copied"] + two.shards["copied"] == 6, "nothing is copied twice"
-    one.close()
-    assert len(list(two.folder.glob("*.h5"))) == 6
-    two.close()
-    assert not left_on(tmp_path / "disk")
-
-
 def test_what_another_job_copies_is_waited_for(start, folder, dataset):
     info = dataset.manifest.shards[0]
     other = start(begin=False)
@@ -223,38 +209,23 @@ def test_a_copier_that_fails_says_why(start, caplog, monkeypatch):
     assert "the copier exited (1): json.decoder.JSONDecodeError: " in told
 
 
-def test_a_copier_that_stands_still_is_said_once(start, folder, caplog, monkeypatch):
+def test_a_copier_that_stands_still_is_said_once_and_holds_up_nobody(
+    start, folder, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
     copier = start()
     os.kill(copier._process.pid, signal.SIGSTOP)
-    try:
-        until(lambda: copier.look() or bool(caplog.messages))
-        said_at = copier._since
-        until(lambda: copier.look() or copier._since > said_at)
-    finally:
-        os.kill(copier._process.pid, signal.SIGCONT)
+    until(lambda: copier.look() or bool(caplog.messages))
+    said_at = copier._since
+    until(lambda: copier.look() or copier._since > said_at)
     [told] = caplog.messages
     assert re.search(
         r"copying is slow or has stalled: 0 bytes in the last \d+ s; shards missing", told
     )
     assert f"are read from {folder}" in told
-    assert ended(copier).shards == {"copied": 6, "done": 1}
-
-
-def test_a_source_that_does_not_answer_is_said_and_holds_up_nobody(
-    start, folder, tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
     monkeypatch.setattr("spatialdl.data.staging.process._PATIENCE_S", 0.1)
-    with coming_slowly(folder, tmp_path / "slow", 0) as serving:
-        copier = start(source=tmp_path / "slow")
-        assert os.WIFSTOPPED(os.waitpid(serving.pid, os.WUNTRACED)[1]), "the copier reads"
-        until(lambda: copier.look() or bool(caplog.messages))
-        copier.close()
-    assert [text.partition(": ")[2].partition(":")[0] for text in caplog.messages] == [
-        "copying is slow or has stalled",
-        "the copier did not exit and was killed",
-    ]
+    copier.close()
+    assert "the copier did not exit and was killed" in caplog.messages[1]
     assert not list((tmp_path / "disk").rglob("*.h5"))
 
 

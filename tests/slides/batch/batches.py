@@ -19,11 +19,9 @@ from spatialdl.data import ShardDataset
 from spatialdl.data.format import sha256_of
 from spatialdl.data.samples import ShardInfo
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.options import parsed, settings_of
+from spatialdl.slides.batch.options import parsed
 from spatialdl.slides.batch.parts import Cutting
 from spatialdl.slides.batch.preview import Preview
-from spatialdl.slides.batch.steps import BatchRequest, Task
 from spatialdl.slides.command import main
 from spatialdl.slides.reading.reader import Slide
 from tests.vision import import_path
@@ -143,16 +141,3 @@ def shard(folder: Path, name: str = "shard-00000.h5") -> ShardInfo:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"0123456789")
     return ShardInfo(name, 10, sha256_of(path), 2)
-
-
-def request(
-    folder: Path | None, path: Path, how: list[str], classes: tuple[str, ...] = ()
-) -> BatchRequest:
-    options = parsed([str(path), "--out", "set", *how])
-    settings = settings_of(options, classes)
-    chosen = Choosing(options, [path])
-    return BatchRequest(options, chosen, settings, [*classes], folder, Path("/data/set"), None)
-
-
-def task(path: Path, label: SlideLabel | None = None) -> Task:
-    return Task(path, path.stem, label, path.stat().st_size)

@@ -12,7 +12,7 @@ from spatialdl.slides.batch import identity
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names, storable
 from spatialdl.slides.batch.identity import sampled_digest, slide_key
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
-from spatialdl.slides.batch.options import SETTINGS, WHOLE_TILE, parsed, settings_of
+from spatialdl.slides.batch.options import SETTINGS, parsed, settings_of
 from spatialdl.slides.reading.reader import Slide
 
 
@@ -106,7 +106,7 @@ def test_a_key_tells_all_that_decides_on_tiles(tmp_path, small, monkeypatch):
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2**20 + 1, 20 * 2**20])
+@pytest.mark.parametrize("size", [0, 2**20 + 1, 20 * 2**20])
 def test_a_digest_sees_length_start_middle_and_end(tmp_path, size):
     path, found = tmp_path / "a", set()
     content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -195,33 +195,8 @@ def test_a_name_that_fits_two_slides_needs_its_suffix(tmp_path):
     assert found[slides[1]].label == "h"
 
 
-def test_every_slide_without_a_line_is_named(tmp_path):
-    slides = [Path(f"{number:02}.svs") for number in range(30)]
-    path = write_labels(tmp_path, "slide,label,split\n07,good,train\n")
-    with pytest.raises(ValueError, match="29 slides") as caught:
-        read_labels(path, slides)
-    assert all(slide.name in str(caught.value) for slide in slides if slide.stem != "07")
-    found = read_labels(path, slides, unlabelled="skip")
-    assert found == {slides[7]: SlideLabel("good", "train")}
-
-
 GIVEN = ["a.svs", "--out", "set", "--mpp", "0.5"]
 TILES = [*GIVEN, "--tile-size", "256"]
-
-
-def test_what_is_not_said():
-    options = parsed(TILES)
-    assert {
-        **{"slides": [Path("a.svs")], "codec": "raw", "quality": 90, "format": "shards", "jobs": 1},
-        **{"min_tissue": 0.5, "shard_size": 512 * 2**20, "overlap": 0, "background": "auto"},
-        **dict.fromkeys(("mag", "level", "labels", "stripes", "mask_dir", "annotations"), None),
-        **dict.fromkeys(("stain_normalise", "stain_reference"), None),
-        **{"edge": "drop", "filter": {}, "recursive": False},
-        **dict.fromkeys(("dry_run", "overwrite", "skip_errors", "whole"), False),
-    }.items() <= vars(options).items()
-    # a whole region has tiles to tell colours of
-    options = parsed([*GIVEN, "--whole", "--stripes", "3"])
-    assert (options.whole, options.tile_size, options.stripes) == (True, WHOLE_TILE, 3)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +204,6 @@ def test_what_is_not_said():
     [
         ["--stain-normalise", "macenko", "--format", "coords"],
         ["--stain-normalise", "macenko", "--codec", "jpeg-native"],
-        ["--whole", "--format", "coords"],
         ["--whole", "--overlap", "8"],
         ["--whole", "--filter", "pen"],
         ["--whole", "--edge", "shift"],
@@ -265,10 +239,7 @@ def test_tiles_outside_of_annotations_need_annotations():
     [
         (["--jobs", "0"], "'0' is not a whole number of at least 1"),
         (["--jobs", "²"], "'²' is not a whole number"),
-        (["--quality", "0"], "'0' is not a JPEG quality from 1 to 100"),
-        (["--quality", "101"], "'101' is not a JPEG quality"),
-        (["--codec", "png"], "invalid choice: 'png'"),
-        (["--format", "zarr"], "invalid choice: 'zarr'"),
+        (["--quality", "101"], "'101' is not a JPEG quality from 1 to 100"),
         (["--shard-size", "1P"], "'1P' is not a size such as 256M or 1G"),
         (["--whole"], "not allowed with argument --tile-size"),
         (["--filter", "green"], "unknown filter 'green', expected one of black, white, pen, blur"),
@@ -277,10 +248,8 @@ def test_tiles_outside_of_annotations_need_annotations():
         *(
             ([option, value], f"argument {option}: '{value}' is not")
             for option, value in [
-                *(("--tile-size", "0"), ("--tile-size", "2.5"), ("--mpp", "0"), ("--mpp", "353")),
-                *(("--mag", "0"), ("--min-tissue", "1.5"), ("--min-tissue", "nan")),
-                *(("--slide-mpp", "x"), ("--shard-size", "0"), ("--shard-size", "lots")),
-                *(("--stripe-count", "0"), ("--stripe-count", "all"), ("--stripe-size", "65K")),
+                *(("--tile-size", "2.5"), ("--mpp", "353"), ("--mag", "0"), ("--slide-mpp", "x")),
+                *(("--min-tissue", "1.5"), ("--min-tissue", "nan"), ("--shard-size", "0")),
             ]
         ),
     ],
@@ -303,20 +272,10 @@ def test_settings_survive_json_and_tell_what_decides_on_tiles():
     assert json.loads(json.dumps(settings)) == settings
     assert set(SETTINGS) < set(settings)
     assert settings["classes"] == ["a", "b"]
-    others = [
-        ["--codec", "jpeg"],
-        ["--min-tissue", "0.4"],
-        ["--overlap", "8"],
-        ["--filter", "pen"],
-        ["--shard-size", "1M"],
-        ["--mask-dir", "."],
-        ["--annotations", "."],
-        ["--stain-normalise", "macenko"],
-        ["--format", "coords"],
-        ["--slide-mpp", "0.5"],
-        ["--background", "dark"],
-    ]
-    found = [settings_of(parsed([*TILES, *more]), []) for more in others]
+    others = """--codec jpeg|--min-tissue 0.4|--overlap 8|--filter pen|--shard-size 1M|--mask-dir .
+        |--annotations .|--stain-normalise macenko|--format coords|--slide-mpp 0.5|--edge pad
+        |--background dark"""
+    found = [settings_of(parsed([*TILES, *more.split()]), []) for more in others.split("|")]
     assert all(one != two for one in found for two in found if one is not two)
     # who does the work, and where, does not matter
     for more in (["--jobs", "3"], ["--overwrite"], ["--skip-errors"], ["--recursive"]):

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +94,9 @@ def everywhere(
     prepare: Callable[[], object],
     go: Callable[[], int],
     out: Path,
+    changes: range = range(1, 10_000),
 ) -> int:
-    """Stop a batch at every change of the disk, go on, and compare with one left in peace.
+    """Stop a batch at changes of the disk, go on, and compare with one left in peace.
 
     Args:
         watched: the command.
@@ -104,20 +104,21 @@ def everywhere(
         prepare: makes what is there before.
         go: runs the command.
         out: its data set.
+        changes: at which it is stopped, each or some of them.
 
     Returns:
-        How many changes there are.
+        The last change.
     """
     prepare()
     watched.cut.clear()
     assert go() == 0
     expected, parts = contents(out), sorted(watched.cut)
-    for number in count(1):
+    for number in changes:
         shutil.rmtree(out)
         prepare()
         watched.cut.clear()
         if stopped(watched, number, go) == 0:  # there are no more changes
-            return number - 1
+            return number - changes.step
         assert go() == 0, number
         assert contents(out) == expected, number
         assert leftovers(out.parent) == [], number
@@ -127,21 +128,22 @@ def everywhere(
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped"),
+    ("how", "stopped", "step"),
     [
-        (TILES, interrupted),
-        pytest.param(TILES, killed, marks=pytest.mark.slow),
-        pytest.param(WHOLE, interrupted, marks=pytest.mark.slow),
-        pytest.param(COORDS, killed, marks=pytest.mark.slow),
+        (TILES, interrupted, 4),
+        pytest.param(TILES, interrupted, 1, marks=pytest.mark.slow),
+        pytest.param(TILES, killed, 1, marks=pytest.mark.slow),
+        pytest.param(WHOLE, interrupted, 1, marks=pytest.mark.slow),
+        pytest.param(COORDS, killed, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_new_data_set(tmp_path, small, watched, how, stopped):
+def test_a_new_data_set(tmp_path, small, watched, how, stopped, step):
     out = tmp_path / "set"
 
     def go() -> int:
         return tile(small, "--out", out, *how)
 
-    assert everywhere(watched, stopped, lambda: None, go, out) > 20
+    assert everywhere(watched, stopped, lambda: None, go, out, range(1, 10_000, step)) > 20
 
 
 @pytest.mark.slow
@@ -157,8 +159,14 @@ def test_a_slide_more(tmp_path, small, watched, stopped):
     assert {sample.slide for sample in Manifest.load(out).samples} == {"a", "b"}
 
 
-@pytest.mark.parametrize("stopped", [interrupted, pytest.param(killed, marks=pytest.mark.slow)])
-def test_other_labels(tmp_path, small, watched, stopped):
+@pytest.mark.parametrize(
+    ("stopped", "step"),
+    [
+        (interrupted, 4),
+        *(pytest.param(one, 1, marks=pytest.mark.slow) for one in (interrupted, killed)),
+    ],
+)
+def test_other_labels(tmp_path, small, watched, stopped, step):
     out, before, labels = tmp_path / "set", tmp_path / "before", tmp_path / "labels.csv"
     arguments = ["--labels", labels, *TILES[:4]]
     labels.write_text("slide,label,split\na,x,train\nb,y,val\n")
@@ -168,6 +176,7 @@ def test_other_labels(tmp_path, small, watched, stopped):
     def go() -> int:
         return tile(small, "--out", out, *arguments)
 
-    assert everywhere(watched, stopped, lambda: shutil.copytree(before, out), go, out) > 20
+    some = range(3, 10_000, step) if step > 1 else range(1, 10_000)
+    assert everywhere(watched, stopped, lambda: shutil.copytree(before, out), go, out, some) > 20
     if stopped is interrupted:
         assert sorted(watched.cut) == ["a/00000", "b/00000"]

@@ -1,39 +1,35 @@
-"""Parts of a slide as files: tiles, bands of a region, coordinates for other tools.
-
-Coordinates are read back by the rules of the tools that they are for. CLAM: `Whole_Slide_Bag_FP`
-(dataset_modules/dataset_h5.py), `extract_features_fp.py`. TRIDENT: `read_coords`, `coords_to_h5`
-(trident/IO.py), `WSIPatcher` (trident/wsi_objects/WSIPatcher.py).
-"""
+"""Parts of a slide that cannot be cut, bands of a region, coordinates for other tools, pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import openslide
 import pytest
+from PIL import Image
 
-from spatialdl.data.jpeg import decode
-from spatialdl.data.region_shard import region_path
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch import tile_part
 from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.coords import save_coords
-from spatialdl.slides.batch.executors import SerialExecutor
-from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.parts import Seen, cut_part, load_seen, native_tiles
-from spatialdl.slides.batch.preview import Small
-from spatialdl.slides.batch.record import PartRecord, holds, load_part
+from spatialdl.slides.batch.parts import native_tiles
+from spatialdl.slides.batch.picture import save_overview, save_picture
+from spatialdl.slides.batch.preview import Preview
+from spatialdl.slides.batch.record import PartRecord, holds
 from spatialdl.slides.batch.tile_part import TilePart, native_grid
-from spatialdl.slides.cutting.tiling import CutTile, TilePlan, cut_tiles, plan_tiles
+from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
 from spatialdl.slides.cutting.whole import WholePlan
-from spatialdl.slides.reading.reader import Slide
+from spatialdl.slides.finding.regions import Region
+from spatialdl.slides.finding.tissue import Tissue
+from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.slides.reading.wanted import Wanted
-from tests.slides.batch.batches import cutting, inside, shard
+from tests.slides.batch.batches import cutting
 from tests.slides.tiled_tiffs import jpeg, picture, write_tiff
 
 
@@ -41,140 +37,6 @@ from tests.slides.tiled_tiffs import jpeg, picture, write_tiff
 def slide(synthetic: dict[str, Path]) -> Iterator[Slide]:
     with Slide(synthetic["ring"]) as slide:
         yield slide
-
-
-class Pieces:
-    """Fills a shard, or raises what it is told to."""
-
-    count = 2
-
-    def __init__(self, error: BaseException | None = None, seen: list[Seen] | None = None) -> None:
-        self.error = error
-        self.seen = seen or []
-
-    def cut(self, slide: Slide, how: Any, folder: Path, part: PartRecord) -> list[Seen]:
-        part.shard = shard(folder)
-        part.taken.append((1, 2, None))
-        if self.error:
-            raise self.error
-        return self.seen
-
-
-def seen(rows: int, cols: int) -> Seen:
-    pixels = np.random.default_rng(rows).integers(0, 256, (rows, cols, 3), np.uint8)
-    return Seen(1.5, 2.0, Small(pixels, rows * 2.5, cols * 2.5))
-
-
-@pytest.mark.parametrize("error", [SlideError("damaged"), OSError("full"), KeyboardInterrupt()])
-def test_a_part_is_there_whole_or_not_at_all(tmp_path, slide, error):
-    folder, how = tmp_path / "00003", cutting(slide)
-    with pytest.raises(type(error)):
-        cut_part(slide, Pieces(error), how, folder, "key")
-    assert inside(tmp_path) == []
-    part = cut_part(slide, Pieces(), how, folder, "old key")
-    assert part.seconds > 0
-    with pytest.raises(type(error)):
-        cut_part(slide, Pieces(error), how, folder, "key")
-    assert load_part(folder, "old key") == part
-    cut_part(slide, Pieces(), how, folder, "key")
-    assert load_part(folder, "old key") is None
-    assert load_part(folder, "key") is not None
-    assert inside(folder) == ["part.json", "shard-00000.h5", "small.npz"]
-    assert inside(tmp_path) == ["00003"]
-
-
-def test_what_was_made_small_comes_back(tmp_path, slide):
-    for pieces in ([], [seen(3, 5), seen(1, 1), seen(7, 2)]):
-        cut_part(slide, Pieces(seen=pieces), cutting(slide), tmp_path / "0", "key")
-        found = load_seen(tmp_path / "0")
-        assert len(found) == len(pieces)
-        for ours, given in zip(found, pieces, strict=True):
-            assert (ours[:2], ours.small[1:]) == (given[:2], given.small[1:])
-            assert (ours.small.pixels == given.small.pixels).all()
-
-
-@pytest.mark.parametrize(
-    ("label", "found", "split"),
-    [
-        (None, [0, 1, None], None),
-        (SlideLabel("y", "val"), [1, 1, 1], "val"),  # goes before that of a region
-        (SlideLabel("", "val"), [0, 1, None], "val"),
-    ],
-)
-def test_the_label_of_a_slide_goes_before_that_of_a_region(slide, label, found, split):
-    how = cutting(slide, classes=["x", "y"], label=label)
-    assert [how.class_index(name) for name in ("x", "y", None)] == found
-    assert how.split == split
-
-
-def test_tiles_are_written_in_order_and_told(tmp_path, slide):
-    plan, counts = plan_tiles(slide, 64, 0.5).part(3, 40), []
-    label, part, crew = SlideLabel("y", "val"), PartRecord(), SerialExecutor(counts.append)
-    pieces = TilePart(plan, False)
-    how = cutting(slide, label=label, classes=["x", "y"])
-    seen = crew.submit(lambda: pieces.cut(slide, how, tmp_path, part)).result()
-    assert pieces.count == 37
-    assert counts == [16, 32, 37]
-    assert part.taken == [(x, y, 1) for x, y in plan.places]
-    assert part.shard is not None
-    assert holds(tmp_path, part.shard)
-    assert part.shard.samples == 37
-    with h5py.File(tmp_path / part.shard.file) as file:
-        assert file["coords"][:].tolist() == [list(place) for place in plan.places]
-        for number in (0, 36):
-            image = slide.read_scaled(*plan.places[number], (64, 64), 1.0)
-            assert (file["images"][number] == image).all()
-    assert [(x, y) for x, y, _ in seen] == plan.places
-    assert seen[0].small.pixels.shape == (57, 57, 3)  # 2304 pixels wide, the preview 2048
-
-
-def test_tiles_that_filters_drop_or_that_cannot_be_read_are_noted(tmp_path, slide, monkeypatch):
-    plan, part = plan_tiles(slide, 64, 0.5, 0.0).part(0, 100), PartRecord()
-    how = cutting(slide, "--filter", "white=0.4")
-    seen = TilePart(plan, True).cut(slide, how, tmp_path, part)
-    assert list(part.dropped) == ["white"]
-    taken = [(x, y) for x, y, _ in part.taken]
-    assert sorted(taken + part.dropped["white"]) == sorted(plan.places)
-    assert len(part.dropped["white"]) > 5
-    assert len(seen) == len(taken) > 5
-
-    def damaged(*given: Any, read: bool) -> Iterator[CutTile]:
-        no, bare, problem, good = cut_tiles(*given, read=read)
-        yield no._replace(image=None, problem="no 0")
-        yield bare._replace(image=None, bare=True)  # has too little tissue after all
-        yield problem._replace(image=None, problem="no 2")
-        yield good
-
-    plan, part = plan_tiles(slide, 256, 0.5).part(0, 4), PartRecord()
-    with monkeypatch.context() as patch:
-        patch.setattr(tile_part, "cut_tiles", damaged)
-        TilePart(plan, False).cut(slide, cutting(slide), tmp_path, part)
-    assert part.unreadable == [plan.places[0], plan.places[2]]
-    assert (part.problem, part.bare) == ("no 2", 1)
-    assert [(x, y) for x, y, _ in part.taken] == plan.places[3:]
-    assert part.shard is not None
-    assert part.shard.samples == 1
-
-
-def test_native_tiles_are_those_of_the_file(tmp_path, slide):
-    plan, part = plan_tiles(slide, 512, 0.5, beyond=False).part(0, 2), PartRecord()
-    TilePart(plan, False).cut(slide, cutting(slide, codec="jpeg-native"), tmp_path, part)
-    grid = slide.jpeg_grid(1.0)
-    assert grid is not None
-    assert part.shard is not None
-    with h5py.File(tmp_path / part.shard.file) as file:
-        images = file["images"]
-        assert images.chunks == (1, 256, 256, 3)
-        for number, (x, y) in enumerate(plan.places):
-            _, stream = images.id.read_direct_chunk((number, 256, 0, 0))
-            assert stream == grid.encoded(y // 256 + 1, x // 256)
-            assert (
-                np.abs(
-                    decode(stream, (256, 256, 3)).astype(int)
-                    - slide.read_scaled(x, y + 256, (256, 256), 1.0)
-                ).max()
-                <= 1
-            )
 
 
 def test_native_tiles_have_to_fit_and_to_have_colours(tmp_path, slide):
@@ -223,44 +85,6 @@ def sample(plan: WholePlan, bands: list[RegionBand]) -> RegionSample:
     return RegionSample(
         "ab", rows, cols, 0.5, striped, tuple(bands), 1, "train", "a", plan.x, plan.y
     )
-
-
-def test_bands_together_are_the_region(tmp_path, slide):
-    region = sample(PLAN, bands_of(PLAN, 2, 1, 512))
-    rows, counts, taken = [], [], []
-    for number in range(2):
-        folder, part = tmp_path / str(number), PartRecord()
-        folder.mkdir()
-        piece, crew = BandPart(PLAN, region, number), SerialExecutor(counts.append)
-        seen = crew.submit(lambda p=piece, f=folder, q=part: p.cut(slide, cutting(slide), f, q))
-        assert crew.counted() == piece.count == len(seen.result())
-        assert part.shard is not None
-        assert holds(folder, part.shard)
-        with h5py.File(folder / part.shard.file) as file:
-            assert dict(file["regions/ab"].attrs)["width"] == 1301
-            rows.append(file[region_path(region, number)][:])
-            assert file[region_path(region, number)].attrs["row0"] == number * 512
-        taken += part.taken
-    assert [len(band) for band in rows] == [512, 588]
-    assert (np.concatenate(rows) == slide.read_scaled(256, 256, (1100, 1301), 1.0)).all()
-    assert taken == [(256, 256, 1)]  # it is one sample
-
-
-def test_native_bands_are_the_tiles_of_the_file(tmp_path, slide):
-    region, part = sample(PLAN, bands_of(PLAN, 3, 1, 256)), PartRecord()
-    how = cutting(slide, codec="jpeg-native")
-    # their preview is of the whole slide
-    assert BandPart(PLAN, region, 1).cut(slide, how, tmp_path, part) == []
-    assert part.taken == []
-    assert part.shard is not None
-    grid = slide.jpeg_grid(1.0)
-    assert grid is not None
-    assert region.bands[1].row0 == 256
-    with h5py.File(tmp_path / part.shard.file) as file:
-        image = file[region_path(region, 1)]
-        assert image.shape == (region.bands[1].rows, 1301, 3)
-        _, stream = image.id.read_direct_chunk((256, 512, 0))
-        assert stream == grid.encoded(1 + 1 + 1, 1 + 2)
 
 
 @pytest.mark.parametrize(
@@ -362,3 +186,77 @@ def test_without_a_resolution_powers_are_left_out(tmp_path):
             assert (coords.shape, coords.dtype) == ((places, 2), np.int64)
             assert not POWERS & said.keys()
             assert said["patch_size_level0"] == 64
+
+
+BLUE, RED, ORANGE, GREEN = (30, 80, 220), (220, 30, 30), (240, 150, 0), (0, 150, 60)
+
+
+def test_tiles_and_outline_are_drawn(tmp_path, synthetic):
+    with Slide(synthetic["ring"]) as slide:
+        plan = plan_tiles(slide, 256, 0.5)
+    path, overview = tmp_path / "a.png", tmp_path / "b.png"
+    zoom = save_overview(overview, plan.thumbnail, plan.tissue)
+    assert zoom == pytest.approx(1152 / 2304)
+    places = plan.places
+    save_picture(path, overview, zoom, (256, 256), places[2:], places[:1], places[1:2])
+    pixels = np.asarray(Image.open(path)).astype(int)
+    height, width, _ = plan.thumbnail.image.shape
+    assert pixels.shape == (height, width, 3) == (800, 1152, 3)
+    frame = 4 * 2 * 256 * zoom
+    for colour, frames in [(BLUE, len(plan.places) - 2), (RED, 1), (ORANGE, 1)]:
+        count = (pixels == colour).all(-1).sum()
+        assert 0.8 * frames * frame < count < 1.1 * frames * frame
+    assert (pixels == GREEN).all(-1).sum() > 100
+    x, y = (int(n * zoom) + 1 for n in plan.places[0])
+    assert pixels[y, x].tolist() == list(RED)
+
+
+def test_annotations_are_drawn_and_small_pictures_enlarged(tmp_path, synthetic):
+    with Slide(synthetic["ring"]) as slide:
+        plan = plan_tiles(slide, 256, 0.5)
+    inner, outer = (np.array([(a, a), (b, a), (b, b)], float) for a, b in [(900, 990), (288, 1440)])
+    regions = [Region(outer, (inner,)), Region(outer * 9)]
+    save_overview(tmp_path / "a.png", plan.thumbnail, plan.tissue, regions)
+    purple = (np.asarray(Image.open(tmp_path / "a.png")) == (140, 0, 200)).all(-1)
+    assert purple[144, 150:710].all()  # a pixel spans 2
+    assert purple[150:710, 719:721].any(1).all()
+    assert purple[450, 455:490].all()
+    thumbnail = Thumbnail(np.zeros((30, 40, 3), np.uint8), np.zeros((30, 40), bool), 2.0)
+    tissue = Tissue(thumbnail.missing, thumbnail.missing, 0.0)
+    assert save_overview(tmp_path / "a.png", thumbnail, tissue) == pytest.approx(800 / 80)
+    assert Image.open(tmp_path / "a.png").size == (800, 600)
+
+
+GREY = 208
+
+
+def plain(size: tuple[int, int], colour: int) -> npt.NDArray[np.uint8]:
+    return np.full((*size, 3), colour, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("size", "step", "longest"),
+    [
+        ((1003, 777), 37.3, 300),
+        ((1501, 1001), 12.0, 60),  # tiles smaller than a pixel
+        ((300, 200), 64.0, 2048),  # not enlarged
+    ],
+)
+def test_tiles_meet_without_gaps(size, step, longest):
+    preview = Preview(size, longest)
+    zoom = min(1.0, longest / max(size))
+    assert preview.pixels.shape == (*(max(1, int(n * zoom + 0.5)) for n in size), 3)
+    rows, cols = (int(n / step) + 1 for n in size)  # the last ones reach beyond the slide
+    small = preview.shrunk(plain((64, 64), 77), step, step)
+    for row, col in product(range(rows), range(cols)):
+        preview.paste(col * step, row * step, small)
+    assert (preview.pixels == 77).all()
+
+
+def test_later_tiles_lie_on_top():
+    preview = Preview((100, 200))
+    for x, colour in ((0, 10), (32, 20), (180, 30), (-40, 40)):
+        preview.paste(x, 0, preview.shrunk(plain((64, 64), colour), 64, 64))
+    row = preview.pixels[50, :, 0]
+    assert row.tolist() == [40] * 24 + [10] * 8 + [20] * 64 + [GREY] * 84 + [30] * 20
+    assert (preview.pixels[64:] == GREY).all()

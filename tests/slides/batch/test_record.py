@@ -1,25 +1,41 @@
-"""Records of what is done: kept, taken over, and assembled to a data set."""
+"""Records of what is done are kept and taken over; work is handed out, whoever dies."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor
+from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
+from spatialdl.errors import SlideError
 from spatialdl.slides.batch.assembling import load_settings
+from spatialdl.slides.batch.executors import (
+    RankExecutor,
+    SerialExecutor,
+    batch_executor,
+    count_tiles,
+    executor_of_ranks,
+)
 from spatialdl.slides.batch.record import PartRecord, SlideRecord, holds, load_part, save_part
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.resume import (
     names_in,
     taken_over,
 )
-from tests.slides.batch.batches import shard
+from spatialdl.slides.batch.sharing import Work, share
+from tests.slides.batch.batches import in_python, shard
+from tests.slides.batch.calls import count_and_pid, die, die_once, refused, write
 
 
 def part_of(info: ShardInfo | None) -> PartRecord:
@@ -77,15 +93,14 @@ def test_a_record_comes_back_and_is_whole_only_with_all_its_files(tmp_path):
         (tmp_path / name).unlink()
         assert not record.is_whole(tmp_path)
         shard(tmp_path, name)
-    (tmp_path / "set").mkdir()
-    for file in ("shard-00000.h5",):  # a link out of the data set is no file of it
-        (tmp_path / "set" / file).symlink_to(tmp_path / file)
+    (tmp_path / "set").mkdir()  # a link out of the data set is no file of it
+    (tmp_path / "set" / "shard-00000.h5").symlink_to(tmp_path / "shard-00000.h5")
     assert not holds(tmp_path / "set", shard(tmp_path))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"key": "key"}', '{"key": "key", "part": {"shard": 3}}'],
+    ["", "[]", "{}", '{"key": "key", "part": {"shard": 3}}'],
 )
 def test_damage_means_that_it_is_not_done(tmp_path, text):
     (tmp_path / "records").mkdir()
@@ -93,7 +108,7 @@ def test_damage_means_that_it_is_not_done(tmp_path, text):
         (tmp_path / name).write_text(text)
     assert load_part(tmp_path, "key") is None
     assert SlideRecord.load(tmp_path, "a") is None
-    if text in ("", "{"):
+    if not text:
         assert load_settings(tmp_path) is None
 
 
@@ -113,11 +128,10 @@ def change(known: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         # of another version
         *(("more", 1), ("report", {}), ("region", {"id": 3})),
         # with a report of other types
-        *(("report.written", "2"), ("report.failed", 0), ("report.slide", None)),
-        *(("report.mpp", "0.5"), ("report.seconds", [])),
+        *(("report.written", "2"), ("report.mpp", "0.5")),
         # its files were linked from and to where their names said, wherever that was
         *(("files.0.file", "../b.h5"), ("files.0.file", "a/../../b"), ("files.0.file", 3)),
-        *(("files.0.file", "/etc/passwd"), ("files.0.file", ""), ("files.0.file", ".")),
+        *(("files.0.file", "/etc/passwd"), ("files.0.file", "")),
         *(("parts.0.shard.file", "../b.h5"), ("parts.0.shard.file", "a\0")),
     ],
 )
@@ -181,3 +195,156 @@ def test_a_slide_that_is_as_it_was_is_taken_over(tmp_path, folder, monkeypatch, 
     assert taken(folder, None, "b") == record
     # moved, it is the same
     assert taken_over(folder, before, "a", Path("/elsewhere/a.svs"), "key of a") is not None
+
+
+def nothing(*_: object) -> None:
+    """Watches."""
+
+
+def noted(found: list[Any], *more: Work) -> Callable[[Any], Iterator[Work]]:
+    def then(result: Any) -> Iterator[Work]:
+        found.append(result)
+        yield from more
+
+    return then
+
+
+def test_the_most_urgent_goes_first_and_what_follows_is_done():
+    found: list[Any] = []
+    last = Work((0,), lambda: "first of all, once it is known", noted(found))
+    works = [
+        Work((2, 1), lambda: "third", noted(found)),
+        Work((1, 9), lambda: "first", noted(found, last)),
+        Work((2, 0), lambda: "second", noted(found)),
+    ]
+    share(SerialExecutor(nothing), works, lambda: None)
+    assert found == ["first", "first of all, once it is known", "second", "third"]
+
+
+def test_an_exception_is_a_result_and_ctrl_c_is_none():
+    found: list[Any] = []
+    works = [Work((0,), lambda: 1 // 0, noted(found)), Work((1,), lambda: 1, noted(found))]
+    share(SerialExecutor(nothing), works, lambda: None)
+    assert isinstance(found[0], ZeroDivisionError)
+    assert found[1] == 1
+
+    def pressed() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        share(SerialExecutor(nothing), [Work((0,), pressed, noted([]))], lambda: None)
+
+
+def test_only_the_one_that_kills_its_process_fails(tmp_path):
+    found: list[Any] = []
+    more = Work((99,), partial(write, tmp_path / "more"), noted(found))
+    calls = [partial(write, tmp_path / str(k)) for k in range(12)]
+    works = [Work((k,), call, noted(found)) for k, call in enumerate(calls)]
+    works.append(Work((4, 1), partial(die, tmp_path / "guilty", "kill"), noted(found, more)))
+    unlucky = Work((0,), partial(die_once, tmp_path / "unlucky"), noted(found))
+    with batch_executor(2, None, nothing) as crew:
+        share(crew, works, lambda: None)
+        share(crew, [unlucky], lambda: None)
+    (failed,) = (result for result in found if isinstance(result, Exception))
+    assert isinstance(failed, BrokenExecutor)
+    found.remove(failed)
+    # what follows from work that died goes on, and dying once is bad luck
+    assert sorted(found) == sorted(["more", "survived", *map(str, range(12))])
+    # maybe beside others, then once by itself, or it would take others with it again
+    assert len((tmp_path / "guilty").read_text()) <= 2
+
+
+def test_this_process_does_it_at_once_and_tells():
+    seen: list[int] = []
+    with batch_executor(1, None, seen.append) as crew:
+        assert isinstance(crew, SerialExecutor)
+        futures = [crew.submit(partial(count_and_pid, tiles)) for tiles in (16, 5)]
+        assert [future.result() for future in futures] == [os.getpid()] * 2
+        assert isinstance(crew.submit(refused).exception(), SlideError)
+        assert crew.counted() == 22
+    assert seen == [16, 21, 22]
+
+
+def test_processes_do_it_and_tell_and_are_replaced_when_one_dies():
+    count_tiles(3)  # where nobody watches it does nothing
+    with batch_executor(2, None, nothing) as crew:
+        futures = [crew.submit(partial(count_and_pid, 16)) for _ in range(crew.room)]
+        assert os.getpid() not in {future.result() for future in futures}
+        error = crew.submit(refused).exception()
+        assert isinstance(error, SlideError)
+        assert str(error) == "slide a.svs: é"
+        assert crew.counted() == 16 * crew.room + 1
+        # Ctrl-C is left to the process that hands out
+        assert crew.submit(partial(signal.raise_signal, signal.SIGINT)).exception() is None
+        assert isinstance(crew.submit(partial(os._exit, 1)).exception(), BrokenProcessPool)
+        with pytest.raises(BrokenProcessPool):
+            crew.submit(os.getpid)
+        crew.renew()
+        assert crew.submit(os.getpid).result() != os.getpid()
+
+
+AFTER_A_LOADER = """
+import signal
+from spatialdl.slides.batch.executors import ProcessExecutor, count_tiles
+def work():
+    count_tiles(1)
+    signal.pause()
+if __name__ == "__main__":
+    from spatialdl.data.loader import Loader
+    from tests.data.numbers import batching, views
+    loader = Loader(views(4), batching(2), workers=1)
+    list(loader.batches())
+    loader.close()
+    crew = ProcessExecutor(1)
+    futures = [crew.submit(work) for _ in range(3)]
+    while not crew.counted():
+        pass
+    crew.stop()
+    for future in futures:
+        try:
+            future.result()
+        except BaseException as error:
+            print(type(error).__name__, flush=True)
+"""
+
+
+def test_stopping_does_not_wait_for_work(tmp_path):
+    """Processes of the fork server of a loader keep SIGTERM from it: they went on for ever."""
+    (tmp_path / "after.py").write_text(AFTER_A_LOADER)
+    done = in_python(tmp_path / "after.py")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    assert set(done.stdout.splitlines()) <= {"CancelledError", "BrokenProcessPool"}
+
+
+ORPHANS = """
+import os, signal, sys
+from spatialdl.slides.batch.executors import ProcessExecutor
+if __name__ == "__main__":
+    crew = ProcessExecutor(2)
+    for future in [crew.submit(os.getpid) for _ in range(4)]:
+        future.result()
+    crew.submit(signal.pause)
+    print("ready", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_end_when_their_parent_is_killed(tmp_path):
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    # they all hold the other end of the pipe, so that this waits until the last of them is gone
+    done = in_python(tmp_path / "orphans.py")
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "ready\n")
+
+
+def test_one_process_needs_no_mpi_and_a_rank_that_died_is_not_replaced():
+    with executor_of_ranks() as found:
+        assert found == (True, None)
+
+    class Executor:
+        num_workers = 3
+
+    crew = RankExecutor(Executor())
+    assert (crew.room, crew.counted()) == (6, 0)
+    with pytest.raises(BrokenProcessPool, match="rank"):
+        crew.renew()

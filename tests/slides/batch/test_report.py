@@ -9,7 +9,6 @@ import json
 import os
 import re
 from html import unescape
-from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 import pytest
@@ -86,8 +85,6 @@ def test_warnings_say_where_tiles_went_and_totals_count():
     reports = [GOOD, GLASS, PARTLY, GOOD, BAD]
     assert by_status(reports) == {"processed": 2, "no tiles": 1, "damaged": 1, "failed": 1}
     assert totals(reports) == ("5 slides: 2 processed, 1 no tiles, 1 damaged, 1 failed; 85 tiles")
-    assert totals([TilingReport("a", written=1)]) == "1 slide: 1 processed; 1 tile"
-    assert totals([]) == "0 slides; 0 tiles"
     # nothing written is never processed
     assert TilingReport("a", 9, 8, unreadable=7).status == "no tiles"
     assert TilingReport("a", 9, 8, failed=True).status == "failed"
@@ -136,13 +133,12 @@ def text_of(html: str) -> str:
     )
 
 
-def table_of(page: str) -> list[tuple[str, list[str], list[str]]]:
-    """Of each row its status, the texts of its cells, and by which keys they are sorted."""
+def table_of(page: str) -> list[tuple[list[str], list[str]]]:
+    """Of each row the texts of its cells, and by which keys they are sorted."""
     found = []
-    for status, row in re.findall(r'<tr[^>]*data-status="([^"]*)"[^>]*>(.*?)</tr>', page, re.S):
+    for row in re.findall(r"<tr[^>]*data-status=[^>]*>(.*?)</tr>", page, re.S):
         cells = re.findall(r'<td(?:[^>]*data-key="([^"]*)")?[^>]*>(.*?)</td>', row, re.S)
-        texts = [text_of(text) for _, text in cells]
-        found.append((status, texts, [unescape(key) for key, _ in cells]))
+        found.append(([text_of(text) for _, text in cells], [unescape(key) for key, _ in cells]))
     return found
 
 
@@ -150,38 +146,26 @@ def linked(page: str) -> list[bytes]:
     return [unquote_to_bytes(unescape(link)) for link in re.findall(r'<a[^>]*href="([^"]*)"', page)]
 
 
-def batch(folder: Path) -> tuple[list[TilingReport], Path]:
-    pictures = folder / "pictures"
+def test_the_page_has_all_slides(tmp_path):
+    pictures, path = tmp_path / "pictures", tmp_path / "there" / "report.html"
     pictures.mkdir()
     for name in (ODD, "b"):
         Image.new("RGB", (800, 400), (200, 30, 90)).save(pictures / f"{name}.png")
     Image.new("RGB", (9, 9)).save(pictures / preview_name("b"))
     (pictures / "damaged.png").write_bytes(b"\x89PNG no more")
-    return [
-        TilingReport(
-            ODD, 2000, 1500, pen=200, written=1300, mpp=0.25, file=f"x/{ODD}.svs", seconds=61.04
-        ),
+    counts = {"pen": 200, "written": 1300, "mpp": 0.25, "seconds": 61.04}
+    reports = [
+        TilingReport(ODD, 2000, 1500, **counts, file=f"x/{ODD}.svs"),
         TilingReport("b", 9, 8, unreadable=3, written=5, failed=True, note="no JPEG", mpp=0.5),
         TilingReport("damaged", 7, note="no tissue found", remark="pixels are not square"),
         TilingReport("c", failed=True, note="it is <empty>", seconds=5),
-    ], pictures
-
-
-def test_the_page_has_all_slides(tmp_path):
-    reports, pictures = batch(tmp_path)
-    settings = {"tile_size": 256, "mag": None, "labels": "<i>.csv"}
-    path = tmp_path / "there" / "report.html"
+    ]
     path.parent.mkdir()
+    settings = {"tile_size": 256, "mag": None, "labels": "<i>.csv"}
     save_batch(path, reports, pictures, settings, stored=1_500_000)
     assert inside(path.parent) == ["report.html"]
     page = path.read_text(encoding="utf-8")
-    numbers = ["tiles", "tissue", "grid", "pen", "unreadable", "mpp", "seconds"]
-    heads = re.findall(r"<th [^>]*>(.*?)</th>", page, re.S)
-    heads = [text_of(re.sub('<span class="printed">.*?</span>', "", head)) for head in heads]
-    assert heads == ["picture", "slide", "status", "reason", *numbers]
-    statuses, texts, keys = zip(*table_of(page), strict=True)
-    assert list(statuses) == [report.status for report in reports]
-    assert [len(row) for row in texts] == [len(heads)] * 4
+    texts, keys = zip(*table_of(page), strict=True)
     assert texts[0][1] == f"{ODD} x/{ODD}.svs"
     assert texts[0][4:] == ["1,300", "1,500", "2,000", "200", "0", "0.25", "61.0"]
     assert texts[1][1:4] == ["b", "damaged", "3 of 8 tiles could not be read; the last: no JPEG"]
@@ -190,24 +174,19 @@ def test_the_page_has_all_slides(tmp_path):
     assert texts[3][3] == "it is <empty>"
     assert texts[3][-2:] == ["", "5.0"]
     # numbers are sorted as numbers, empty ones go last, failed ones first
-    assert [float(row[4]) for row in keys] == [1300, 5, 0, 0]
-    assert [row[9] for row in keys] == ["0.25", "0.5", "", ""]
-    assert [row[1] for row in keys] == [ODD, "b", "damaged", "c"]
-    assert [row[2] for row in keys] == ["3", "1", "2", "0"]
+    assert [(float(row[4]), row[9], row[2]) for row in keys] == [
+        *((1300, "0.25", "3"), (5, "0.5", "1"), (0, "", "2"), (0, "", "0"))
+    ]
     said = ("4 slides", "1 processed", "1 no tiles", "1 damaged", "1 failed", "1,305 tiles")
     for what in (*said, "1.5 MB", "tile_size 256", "labels <i>.csv"):
         assert what in text_of(page)
     assert " mag " not in text_of(page)
-    assert not {"http:", "https:", "<b>", "<i>"} & set(re.findall(r"https?:|<[bi]>", page))
+    assert not re.findall(r"https?:|<[bi]>", page)
     # thumbnails are in it and lead to the pictures; two slides have none, or a damaged one
-    images = re.findall(r"<img ([^>]*)>", page)
+    images = re.findall(r'<img [^>]*"data:image/jpeg;base64,([^"]*)"', page)
     assert len(images) == 2
-    for image in images:
-        assert 'loading="lazy" ' in image
-        assert 'width="240" height="120"' in image
-        data = base64.b64decode(image.partition("data:image/jpeg;base64,")[2].strip('"'))
-        with Image.open(io.BytesIO(data)) as small:
-            assert (small.format, small.size) == ("JPEG", (240, 120))
+    with Image.open(io.BytesIO(base64.b64decode(images[0]))) as small:
+        assert (small.format, small.size) == ("JPEG", (240, 120))
     files = [path.parent / os.fsdecode(link) for link in linked(page)]
     assert [file.name for file in files] == [f"{ODD}.png", "b.png", "b.stitched.jpg"]
     assert all(file.is_file() for file in files)
@@ -218,7 +197,7 @@ def test_names_that_are_not_unicode(tmp_path):
     Image.new("L", (10, 10)).save(tmp_path / f"{name}.png")
     save_batch(tmp_path / "a.html", [TilingReport(name, 1, 1, written=1)], tmp_path, {})
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert table_of(page)[0][1][1] == "a\\udcff"
+    assert table_of(page)[0][0][1] == "a\\udcff"
     assert linked(page)[0] == b"./a\xff.png"
     save_batch(tmp_path / "a.html", [], tmp_path, {})
     assert "There are no slides." in text_of((tmp_path / "a.html").read_text())

@@ -1,4 +1,4 @@
-"""What is measured and shown of the slides of a cohort."""
+"""Cohorts: what is measured and shown of their slides, and splits without leaks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import ndimage
 
+from spatialdl.slides.cohort.command import main as split_command
 from spatialdl.slides.cohort.describing import main
 from spatialdl.slides.cohort.measuring import MEASURES, SlideMeasures, measure_slide, measure_slides
 from spatialdl.slides.cohort.outliers import outlying
 from spatialdl.slides.cohort.page import members_of, save_cohort
+from spatialdl.slides.cohort.splitting import (
+    assign,
+    counts_of,
+    groups_of,
+    in_two_splits,
+    pairs_apart,
+    strata_of,
+)
 from spatialdl.slides.command import main as tile
+from spatialdl.slides.synthetic.drawing import write_synthetic_slide
 
 
 def test_slides_labels_tiles_and_predictions_meet(tmp_path, synthetic, capsys):
@@ -87,7 +99,7 @@ def test_tissue_has_its_area(tmp_path, stained):
     assert found.scanner == "generic-tiff"
 
 
-def test_real_slides_are_measured_alike_by_processes(real):
+def test_real_slides_are_measured_by_processes(real):
     slides = {
         "good": real / "CMU-1-Small-Region.svs",
         "part": real / "bad" / "corrupt-some-tiles.svs",
@@ -95,7 +107,6 @@ def test_real_slides_are_measured_alike_by_processes(real):
     }
     found = measure_slides(slides, jobs=2, progress=False)
     assert [one.name for one in found] == list(slides)
-    assert found == measure_slides(slides, progress=False)
     assert found[0].scanner == "aperio CPAPERIOCS"
     assert found[0].numbers["tissue_mm2"] == pytest.approx(0.6, abs=0.1)
     assert "cannot be read" in found[1].problem
@@ -172,23 +183,18 @@ def measured_slides() -> tuple[list[SlideMeasures], dict[str, dict[str, str]]]:
     return measured, facts
 
 
-def test_the_oddest_come_first():
-    members = members_of(*measured_slides())
-    assert [member.measures.name for member in members[:3]] == ["<b>", "s5", "far"]
-    assert members[0].remarks == ["cannot open <it>"]
-    assert members[1].remarks == ["predicted a, the label is b"]
-    assert members[2].remarks[0].startswith("blur is high: 0.9")
-    assert not any(member.remarks for member in members[3:])
-
-
-def test_page_and_table_have_all_slides(tmp_path):
+def test_page_and_table_have_all_slides_the_oddest_first(tmp_path):
     members = members_of(*measured_slides())
     save_cohort(tmp_path, members)
     with (tmp_path / "cohort.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["slide"] for row in rows] == [member.measures.name for member in members]
-    assert rows[2]["blur"] == "0.9"
-    assert rows[0]["remarks"] == "cannot open <it>"
+    assert [row["slide"] for row in rows[:3]] == ["<b>", "s5", "far"]
+    assert [row["remarks"] for row in rows[:2]] == [
+        *("cannot open <it>", "predicted a, the label is b")
+    ]
+    assert rows[2]["remarks"].startswith("blur is high: 0.9")
+    assert not any(row["remarks"] for row in rows[3:])
     page = (tmp_path / "cohort.html").read_text()
     assert "<title>Cohort of 8 slides</title>" in page
     assert "cannot open &lt;it&gt;" in page
@@ -202,3 +208,147 @@ def test_page_and_table_have_all_slides(tmp_path):
 def test_nothing_that_is_known_is_no_reason_to_have_no_page(tmp_path):
     save_cohort(tmp_path, members_of([SlideMeasures("a", None, problem="gone")], {}))
     assert "gone" in (tmp_path / "cohort.html").read_text()
+
+
+ROWS = [f"s{k}.tiff,{('tumour', 'normal')[k % 2]},p{k // 2},{30 + k}" for k in range(24)]
+
+
+@pytest.fixture
+def labels(tmp_path: Path) -> Path:
+    path = tmp_path / "labels.csv"
+    path.write_text("\n".join(["slide,label,patient,age", *ROWS]) + "\n")
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_folds_hold_each_patient_once(tmp_path, labels, capsys):
+    out = tmp_path / "folds"
+    wanted = ["--folds", "4", "--test", "0.2", "--stratify", "label", "--out", str(out)]
+    assert split_command([str(labels), *wanted]) == 0
+    assert "24 slides in 12 groups, by patient" in capsys.readouterr().out
+    held_out: list[str] = []
+    tests = []
+    for fold in range(4):
+        rows = rows_of(out / f"fold_{fold}.csv")
+        assert [row["slide"] for row in rows] == [f"s{k}.tiff" for k in range(24)]
+        splits = {row["patient"]: set() for row in rows}
+        for row in rows:
+            splits[row["patient"]].add(row["split"])
+        assert all(len(found) == 1 for found in splits.values())
+        held_out += [row["slide"] for row in rows if row["split"] == "val"]
+        tests.append([row["slide"] for row in rows if row["split"] == "test"])
+        assert split_command([str(out / f"fold_{fold}.csv"), "--check"]) == 0
+    assert all(found == tests[0] for found in tests)
+    assert sorted([*held_out, *tests[0]]) == sorted(f"s{k}.tiff" for k in range(24))
+
+
+@pytest.mark.parametrize("key", ["slide", "filename"])
+def test_without_folds_there_is_one_table(tmp_path, labels, key):
+    labels.write_text(labels.read_text().replace("slide", key, 1))
+    assert (
+        split_command(
+            [str(labels), "--val", "0.25", "--test", "0", "--out", str(tmp_path / "s.csv")]
+        )
+        == 0
+    )
+    splits = [row["split"] for row in rows_of(tmp_path / "s.csv")]
+    assert (splits.count("train"), splits.count("val")) == (18, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--folds", "3"], "--out is missing"),
+        (["--folds", "3", "--val", "0.2", "--out", "x"], "--val cannot be combined with --folds"),
+        (["--val", "0.6", "--test", "0.5", "--out", "x"], "leave no slides for train"),
+        (["--by", "nothing", "--out", "x"], "no column nothing"),
+        (["--folds", "13", "--out", "x"], "12 groups cannot be divided over 13 splits"),
+        (["--slides", "/nowhere", "--out", "x"], "there is no such file"),
+        (["--check"], "no column split"),
+    ],
+)
+def test_misuse_writes_nothing(tmp_path, labels, capsys, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    assert split_command([str(labels), *given]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_leaks_are_found(labels, capsys):
+    rows = labels.read_text().splitlines()
+    splits = ["split", *(["train"] * 11), *(["val"] * 13)]
+    labels.write_text("\n".join(map(",".join, zip(rows, splits, strict=True))))
+    assert split_command([str(labels), "--check"]) == 1
+    assert "leak: patient p5 is in train and val" in capsys.readouterr().out
+    assert split_command([str(labels), "--check", "--by", "age"]) == 0
+
+
+def test_slides_that_show_the_same_stay_together(tmp_path, capsys):
+    for seed in range(3):
+        write_synthetic_slide(tmp_path / f"s{seed}.tiff", "ring", (600, 600), seed=seed)
+    (tmp_path / "copy.tiff").write_bytes((tmp_path / "s0.tiff").read_bytes())
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label\ncopy,a\ns0,a\ns1,a\ns2,a\n")
+    out = tmp_path / "out.csv"
+    shares = ["--val", "0.5", "--test", "0", "--out", str(out)]
+    assert split_command([str(labels), "--slides", str(tmp_path), *shares]) == 0
+    assert "copy, s0 have the same image" in capsys.readouterr().err
+    splits = [row["split"] for row in rows_of(out)]
+    assert splits[0] == splits[1] != splits[2] == splits[3]
+    labels.write_text("slide,label,split\ncopy,a,val\ns0,a,train\ns1,a,val\ns2,a,val\n")
+    assert split_command([str(labels), "--slides", str(tmp_path), "--check"]) == 1
+    assert "copy (val) and s0 (train) have the same image" in capsys.readouterr().out
+
+
+def test_classes_and_sizes_are_as_wanted():
+    rng = np.random.default_rng(0)
+    patients = [f"p{k}" for k in rng.integers(0, 120, 400)]
+    labels = list(rng.choice(["a", "b", "c"], 400, p=[0.6, 0.3, 0.1]))
+    groups = groups_of([patients])
+    counts = counts_of(groups, labels)
+    assert counts.sum() == 400
+    found = np.array(assign(counts, [0.7, 0.15, 0.15], seed=1))
+    for split, share in enumerate([0.7, 0.15, 0.15]):
+        np.testing.assert_allclose(counts[found == split].sum(0), share * counts.sum(0), atol=3)
+
+
+@given(st.integers(2, 5), st.lists(st.integers(1, 9), min_size=5, max_size=30), st.integers(0, 9))
+@settings(max_examples=50, deadline=None)
+def test_every_split_gets_a_group(splits, sizes, seed):
+    counts = np.array(sizes, float)[:, None]
+    found = assign(counts, [1 / splits] * splits, seed)
+    assert set(found) == set(range(splits))
+    assert found == assign(counts, [1 / splits] * splits, seed)
+
+
+def test_a_small_split_is_not_left_empty():
+    assert sorted(assign(np.ones((3, 1)), [0.98, 0.01, 0.01], 0)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="2 groups cannot be divided over 3 splits"):
+        assign(np.ones((2, 1)), [0.4, 0.3, 0.3], 0)
+
+
+def test_reasons_to_stay_together_add_up():
+    patients = ["p", "q", None, "q", "r", None]
+    alike = [0, None, 0, None, None, None]
+    assert groups_of([patients, alike]) == [0, 1, 0, 1, 2, 3]
+
+
+def test_numbers_are_cut_into_quarters_and_words_are_not():
+    ages = [str(k) for k in range(20)] + [""]
+    found = strata_of([ages])
+    assert [found.count(f"quarter {k}") for k in (1, 2, 3, 4)] == [5, 5, 5, 5]
+    assert found[-1] == ""
+    assert strata_of([["x", "y"], ["1", "2"]]) == ["x 1", "y 2"]
+    names = [f"name {k}" for k in range(12)]
+    assert strata_of([names]) == names
+
+
+def test_values_in_two_splits_are_found():
+    splits = ["train", "val", "train", "test", "train"]
+    assert in_two_splits(["p", "p", "q", "", None], splits) == {"p": ["train", "val"]}
+    assert in_two_splits(["", "", None, None, "r"], splits) == {}
+    assert pairs_apart([[0, 2], [0, 1, 2]], splits) == [(0, 1), (1, 2)]

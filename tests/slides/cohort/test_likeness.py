@@ -136,14 +136,19 @@ def test_nothing_is_like_nothing():
     assert correlated_pairs([], [], ALIKE, ENERGY) == []
 
 
-@pytest.mark.parametrize(("size", "jobs"), [(256, 2), (7, 1)])
-def test_the_pairs_are_those_of_comparing_each_with_each(looks, size, jobs, monkeypatch):
-    every = {
+@pytest.fixture(scope="module")
+def every(looks) -> dict[tuple[int, int], float]:
+    """The correlation of each with each, unless their energies tell them apart."""
+    return {
         (one, other): correlation(looks[one], looks[other])
         for one, other in combinations(range(60), 2)
         if max(looks[one].energy, looks[other].energy)
         <= ENERGY * min(looks[one].energy, looks[other].energy)
     }
+
+
+@pytest.mark.parametrize(("size", "jobs"), [(256, 2), (7, 1)])
+def test_the_pairs_are_those_of_comparing_each_with_each(looks, every, size, jobs, monkeypatch):
     monkeypatch.setattr(pairs, "_BLOCK", size)
     monkeypatch.setattr(pairs, "_BATCH", 2)
     for least, kinds in (

@@ -91,22 +91,6 @@ def test_a_tile_of_nothing_but_tissue_has_all_of_it():
     assert (tiles.fractions(np.ones((219, 219), bool)) == 1).all()
 
 
-def test_tiles_are_those_of_openslide_at_their_places(synthetic):
-    path = synthetic["ring"]
-    with Slide(path) as slide, openslide.OpenSlide(path) as raw:
-        plan = plan_tiles(slide, 128, 1.0)
-        assert plan.step == 256
-        assert plan.grid == (6, 9)
-        assert plan.in_grid == 54
-        assert 10 < len(plan.places) < 54
-        assert all(x % 256 == 0 and y % 256 == 0 for x, y in plan.places)
-        tiles = list(cut_tiles(slide, plan))
-        assert [(tile.x, tile.y) for tile in tiles] == plan.places
-        for tile in tiles:
-            region = raw.read_region((tile.x, tile.y), 1, (128, 128))
-            assert (tile.image == np.asarray(region.convert("RGB"))).all()
-
-
 def test_kept_tiles_have_the_tissue_and_others_do_not(synthetic):
     with Slide(synthetic["strand"]) as slide:
         whole = slide.read_scaled(0, 0, slide.size, 1.0).astype(int)
@@ -126,12 +110,10 @@ def test_native_tiles_of_a_real_slide(real):
     path = real / "CMU-1-Small-Region.svs"
     with Slide(path) as slide, openslide.OpenSlide(path) as raw:
         plan = plan_tiles(slide, 256, 0.5)  # within 1 % of the slide's own: its own pixels
-        assert plan.grid == (11, 8)
-        tiles = list(cut_tiles(slide, plan))
-        assert len(tiles) == 33
-        for tile in tiles[::4]:
-            region = raw.read_region((tile.x, tile.y), 0, (256, 256))
-            assert (tile.image == np.asarray(region.convert("RGB"))).all()
+        assert (plan.grid, len(plan.places)) == ((11, 8), 33)
+        tile = next(cut_tiles(slide, plan))
+        region = raw.read_region((tile.x, tile.y), 0, (256, 256))
+        assert (tile.image == np.asarray(region.convert("RGB"))).all()
         # an odd resolution has tiles side by side
         plan, step = plan_tiles(slide, 100, 0.8, 0.0), 100 * 0.8 / 0.499
         assert plan.grid == (int(2967 / step), int(2220 / step))
@@ -162,6 +144,8 @@ def test_tiles_overlap_by_their_own_pixels(synthetic):
         assert first is not None
         assert second is not None
         assert (first[:, -64:] == second[:, :64]).all()
+        assert plan_tiles(slide, 1610, 0.5, 0.0).grid == (1, 1)  # by 0.6 % too large
+        assert plan_tiles(slide, 1610, 0.5, 0.0, beyond=False).grid == (0, 1)
         with pytest.raises(ValueError, match="overlap is 256, expected 0 to 255"):
             plan_tiles(slide, 256, 1.0, overlap=256)
 
@@ -315,31 +299,6 @@ def test_tiles_beyond_a_dark_slide_are_dark(tmp_path):
             assert (last.x, last.y, last.image.max()) == (256, 256, 0)
 
 
-@pytest.mark.parametrize(("wanted", "down", "overlap"), [(0.5, 1, 0), (1.0, 2, 64)])
-def test_edge_tiles_are_padded_or_moved(synthetic, wanted, down, overlap):
-    with Slide(synthetic["ring"]) as slide, openslide.OpenSlide(synthetic["ring"]) as raw:
-        every, (height, width) = {}, slide.size
-        assert plan_tiles(slide, 1610, 0.5, 0.0).grid == (1, 1)  # by 0.6 % too large
-        assert plan_tiles(slide, 1610, 0.5, 0.0, beyond=False).grid == (0, 1)
-        for edge in EDGES:
-            plan = every[edge] = plan_tiles(slide, 192, wanted, 0.0, overlap=overlap, edge=edge)
-            assert plan.in_grid == len(plan.places)
-            for tile in [*cut_tiles(slide, plan)][-2:]:
-                region = raw.read_region((tile.x, tile.y), down - 1, (192, 192))
-                canvas = Image.new("RGB", region.size, "white")
-                canvas.paste(region, mask=region.getchannel("A"))
-                assert (tile.image == np.asarray(canvas)).all()
-    drop, pad, shift = (set(every[edge].places) for edge in EDGES)
-    assert drop < pad
-    assert drop < shift
-    assert len(pad) == len(shift)
-    step = 192 * down
-    assert (max(x for x, _ in shift), max(y for _, y in shift)) == (width - step, height - step)
-    assert max(x for x, _ in pad) + step >= width
-    assert max(y for _, y in pad) + step >= height
-    assert every["pad"].outside == every["shift"].outside == 0
-
-
 def test_tissue_outside_of_the_grid_is_measured(tmp_path):
     image = np.full((300, 310, 3), 245, np.uint8)
     image[100:300, 100:200] = (200, 90, 150)
@@ -438,16 +397,15 @@ def test_else_with_a_pixel_and_ends_with_the_slide(plain):
     assert plan_whole(plain, with_mask(plan, (0, 0, 0, 0))) is None
 
 
-@pytest.mark.parametrize("scale", [1.0, 1.7])
-def test_rows_are_those_of_the_whole(plain, scale):
-    plan = WholePlan(31, 17, (int(700 / scale), int(900 / scale)), scale)
+def test_rows_are_those_of_the_whole(plain):
+    plan = WholePlan(31, 17, (410, 530), 1.7)
     image = WholeImage(plain, plan)
     every = image[:]
     assert every.shape == image.shape == (*plan.size, 3)
-    assert (every == plain.read_scaled(31, 17, plan.size, scale)).all()
+    assert (every == plain.read_scaled(31, 17, plan.size, 1.7)).all()
     for first, last in ((0, 1), (5, 101), (100, image.shape[0])):
         apart = np.abs(image[first:last].astype(int) - every[first:last])
-        assert apart.max() <= (scale % 1 > 0)  # resampled elsewhere, it may be rounded
+        assert apart.max() <= 1  # resampled elsewhere, it may be rounded
     assert len(image[image.shape[0] - 3 : 10**6]) == 3
 
 
@@ -459,7 +417,7 @@ def test_dark_slides_of_all_sizes_have_the_tissue_that_is_in_them(tmp_path, leve
     drawn[100:200, 90:220] += 60
     path, tags = tmp_path / "a.tiff", {"resolution": (80000, 80000)}
     tags |= {"resolutionunit": "CENTIMETER", "tile": (64, 64), "photometric": "rgb"}
-    for more in range(9):
+    for more in range(0, 9, 2):
         size = 300 + more, 310 + 5 * more % 9
         image = drawn[: size[0], : size[1]]
         with tifffile.TiffWriter(path) as file:

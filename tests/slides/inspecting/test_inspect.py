@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from spatialdl.data.writer import ShardWriter
+from spatialdl.data import ShardWriter
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.slides.inspecting import inspect
 from spatialdl.slides.inspecting.apart import describe_apart
@@ -43,15 +43,6 @@ def test_an_aperio_slide(real):
     ]:
         assert line in lines
     assert max(map(len, lines)) < 120
-
-
-def test_what_is_odd_is_said(real):
-    for name, says in [
-        ("bad/no-mpp.svs", "remark: slide has no micrometres per pixel"),
-        ("osp-boxes.tiff", "remark: slide has 352.8 x 352.8 micrometres per pixel"),
-        ("osp-unreadable.svs", "remark: cannot read slide at x=0, y=0"),
-    ]:
-        assert says in inspect(real / name)
 
 
 def test_a_folder_of_slides_has_a_line_for_each(tmp_path, synthetic, real):
@@ -92,11 +83,9 @@ def test_a_folder_of_folders_of_series_has_a_line_for_each(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "error", "says"),
     [
-        ("a.svs", b"version https://git-lfs", SlideError, "cannot open slide"),
         ("a.svs", None, SlideError, "there is no such file"),
         ("notes.txt/", None, ShardError, "no slides"),
         ("cut.h5", b"\x89HDF\r\n\x1a\n", ShardError, "cut short or damaged"),
-        ("empty.h5", b"", ShardError, "the file is empty"),
         ("lfs.h5", b"version https://git-lfs.github.com/spec/v1\n", ShardError, "Git LFS pointer"),
         ("text.h5", b"hello", ShardError, "not an HDF5 file"),
         ("none.h5", None, ShardError, "No such file"),
@@ -230,4 +219,4 @@ def test_a_file_in_which_hdf5_never_ends(tmp_path):
     content[first + 32 : first + 40] = bytes(8)  # the size of the free one after it
     path.write_bytes(content)
     with pytest.raises(ShardError, match=r"HDF5 crashed or timed out, .*; copy it again"):
-        describe_apart(path, 3)
+        describe_apart(path, 2)

@@ -21,7 +21,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (4, 40, 50, 3), np.uint8)
 NOBODY = 65534
 
 
-@pytest.fixture(params=["tiles-raw", "tiles-zstd", "regions-lz4"])
+@pytest.fixture(params=["tiles-raw", "regions-lz4"])
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     kind, codec = request.param.split("-")
     with ShardWriter(tmp_path / "set", kind=kind, codec=codec, shard_size=6_000) as writer:
@@ -108,30 +108,12 @@ def test_a_flipped_bit(folder, capsys):
             data.read(1)
 
 
-def test_a_manifest_of_a_newer_version_or_of_other_shards(folder, capsys):
+def test_a_manifest_of_a_newer_version(folder, capsys):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"format_version": 5}))
     says = "format version 5 is newer than 4"
     check(folder, capsys, f"{says}.*upgrade spatialdl", says)
-    # shards are there, and as long as they should be, but hold something else
-    for shard in manifest["shards"]:
-        with h5py.File(folder / shard["file"], "w") as file:
-            file["something"] = np.zeros(4)
-        shard["bytes"] = (folder / shard["file"]).stat().st_size
-    path.write_text(json.dumps(manifest))
-    check(folder, capsys, r"cannot read (images|regions/.*) from .*shard-00000\.h5")
-
-
-def test_a_shard_of_another_data_set_of_the_same_length(folder, capsys):
-    data, shard = ShardDataset(folder), folder / "shard-00000.h5"
-    data.read(0)
-    size = shard.stat().st_size
-    shard.write_bytes((folder / "shard-00003.h5").read_bytes()[:size].ljust(size, b"\0"))
-    os.utime(shard, ns=(0, 0))
-    with pytest.raises(ShardError, match=r"shard-00000\.h5 was changed or replaced since"):
-        data.read(0)
-    check(folder, capsys, None, "shard-00000.h5: its contents changed")
 
 
 @pytest.mark.parametrize("name", ["shard-00001.h5", "manifest.json", "."])

@@ -149,13 +149,6 @@ def test_a_folder_is_read_again_once_it_has_changed(alone):
     assert [slide_name(slide_path(alone / f"{k}0.dcm")) for k in ("level-", "b")] == [A, B]
 
 
-def test_other_files_are_themselves(tmp_path):
-    path = tmp_path / "a.svs"
-    assert (slide_path(path), slide_files(path), slide_source(path)) == (path, (path,), path)
-    assert (list(slide_aliases(path)), slide_addresses(path)) == (["a", "a.svs"], [path])
-    assert slide_name(Path("...")) == "..."
-
-
 @pytest.fixture(scope="module")
 def pictures(small: Path) -> dict[str, np.ndarray]:
     """The pixels of the two small slides."""
@@ -206,9 +199,8 @@ def test_folders_are_found(cases, flat):
             find_slides(paths)
 
 
-@pytest.mark.parametrize("names", [(A, "cases/case.b"), ("case.a/level-2.dcm", B)])
-def test_a_series_is_one_slide_of_one_split(tmp_path, cases, small, names):
-    labels, out = labelled(tmp_path / "labels.csv", *names), tmp_path / "set"
+def test_a_series_is_one_slide_of_one_split(tmp_path, cases, small):
+    labels, out = labelled(tmp_path / "labels.csv", "case.a/level-2.dcm", B), tmp_path / "set"
     assert tile(cases, "--recursive", "--out", out, *SIZE, "--labels", labels) == 0
     assert splits(out) == {"case.a": {"train"}, "case.b": {"val"}}
     found = {name: row["slide_id"] for name, row in rows(out).items()}
