@@ -220,7 +220,7 @@ def check(case: dict[str, Any], boxes: int) -> None:
         data.verify()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_boxes_are_those_of_the_arrays(case: dict[str, Any]) -> None:
     check(case, 3)

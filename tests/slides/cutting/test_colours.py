@@ -162,14 +162,8 @@ def test_a_reference_that_is_none_is_refused(tmp_path):
 
 # hematoxylin and eosin of A. Ruifrok, "Quantification of histochemical staining", 2001
 TRUE = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11]])
-
-
 TRUE /= np.linalg.norm(TRUE, axis=1, keepdims=True)
-
-
 OTHER = np.array([[0.55, 0.76, 0.35], [0.15, 0.90, 0.40]])
-
-
 OTHER /= np.linalg.norm(OTHER, axis=1, keepdims=True)
 
 
