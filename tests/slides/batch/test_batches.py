@@ -62,7 +62,7 @@ def out(tmp_path: Path, finished: Path) -> Path:
     ("how", "who", "files"),
     [
         (TILES, "ranks", 5),
-        (STRIPES, "processes", 6),
+        pytest.param(STRIPES, "processes", 6, marks=pytest.mark.slow),
         pytest.param(COORDS, "ranks", 4, marks=pytest.mark.slow),
     ],
 )
