@@ -32,17 +32,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5)).double()
 
 
-def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-    from torch.distributed.device_mesh import init_device_mesh  # only here: it takes seconds
-    from torch.distributed.fsdp import fully_shard
-
-    model = network()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     """A step on six images; every rank has its part of them, of one size."""
     draw = torch.Generator().manual_seed(number)
@@ -51,54 +40,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.zero_grad()
     model(own).square().mean().backward()
     optimizer.step()
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    weights, state = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": state}
-
-
-def save(path: str) -> None:
-    """Two steps, a checkpoint, two more steps, whose weights are written beside it."""
-    import torch.distributed.checkpoint as dcp
-
-    init()
-    model, optimizer = sharded()
-    for number in range(2):
-        step(model, optimizer, number)
-    dcp.save(state_of(model, optimizer), checkpoint_id=path)
-    for number in range(2, 4):
-        step(model, optimizer, number)
-    weights = [parameter.full_tensor() for parameter in model.parameters()]
-    if dist.get_rank() == 0:
-        torch.save(weights, f"{path}.pt")
-    dist.destroy_process_group()
-
-
-def load(path: str) -> None:
-    """Another number of ranks goes on from there, and gets the same weights."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    init()
-    model, optimizer = sharded()
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    for number in range(2, 4):
-        step(model, optimizer, number)
-    for ours, theirs in zip(model.parameters(), torch.load(f"{path}.pt"), strict=True):
-        difference = (ours.full_tensor() - theirs).abs().max()
-        assert difference < 1e-10, difference
-    print("the same weights", flush=True)
-    dist.destroy_process_group()
 
 
 def one_thread(level: str) -> None:
@@ -209,4 +150,4 @@ def mismatch() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:3] if sys.argv[1] in ("save", "load", "one_thread") else ())
+    globals()[sys.argv[1]](*sys.argv[2:3] if sys.argv[1] == "one_thread" else ())

@@ -1,12 +1,13 @@
 """Where the processes of a job listen, as the kernel says; as a program, a job that says it.
 
-mpiexec -n 2 python tests/comm/ports.py mpi|torch|mpi4py
+mpiexec -n 2 python tests/comm/ports.py PID mpi|torch|mpi4py ...
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import struct
 import sys
 from contextlib import suppress
@@ -49,29 +50,36 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
-def _main(way: str, outermost: int) -> None:
+def _main(outermost: int, ways: list[str]) -> None:
+    """After each way of talking, where this rank and its ancestors below a process listen."""
     import torch
     import torch.distributed as dist
 
     from spatialdl.comm.groups import start
-    from spatialdl.comm.world import start_world
+    from spatialdl.comm.launch import launched
+    from spatialdl.comm.world import start_world, torch_world
 
-    world = start_world("torch" if way == "torch" else "mpi")
-    if way == "mpi4py":
-        start("mpi4py")
-        dist.all_reduce(torch.ones(3))
-    pair = world.subset(range(world.size))
-    pair.all_reduce(torch.ones(10**6))
-    pair.allgather("all are connected")
-    for pid in ancestors(os.getpid()):
-        if pid == outermost:
-            break
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        sys.stdout.write("".join(f"LISTENS {name} {one}\n" for one in sorted(listening(pid))))
-    sys.stdout.write("LOOKED\n")
-    sys.stdout.flush()
-    pair.barrier()
+    world = start_world(ways[0] if ways[0] != "mpi4py" else "mpi")
+    for way in ways:
+        if way == "torch" and way != ways[0]:
+            world = torch_world(launched())
+        if way == "mpi4py":
+            start("mpi4py")
+            dist.all_reduce(torch.ones(3))
+        pair = world.subset(range(world.size))
+        pair.all_reduce(torch.ones(10**6))
+        pair.allgather("all are connected")
+        said = f"LOOKED {way} {socket.gethostname()}\n"
+        for pid in ancestors(os.getpid()):
+            if pid == outermost:
+                break
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            for one in sorted(listening(pid)):
+                said += f"LISTENS {way} {socket.gethostname()} {name} {one}\n"
+        sys.stdout.write(said)
+        sys.stdout.flush()
+        pair.barrier()
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))
+    _main(int(sys.argv[1]), sys.argv[2:])

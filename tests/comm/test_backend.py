@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from spatialdl.comm.launch import mpiexec_command
+from tests.comm.programs import run
 
 JOBS = Path(__file__).with_name("backend_jobs.py")
-ROOT = JOBS.parents[2]
 
 
-def job(ranks: int, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def job(ranks: int, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run one; nothing may take longer than the limit."""
-    return subprocess.run(
-        [*mpiexec_command(ranks), sys.executable, str(JOBS), *words],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": str(ROOT),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    launcher = mpiexec_command(ranks) if ranks > 1 else ()
+    return run(str(JOBS), *words, launcher=launcher, **variables)
 
 
 def ended(done: subprocess.CompletedProcess[str]) -> str:
@@ -42,15 +28,6 @@ def ended(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_goes_on_on_three(tmp_path):
-    saved = job(2, "save", str(tmp_path / "checkpoint"))
-    assert saved.returncode == 0, saved.stderr
-    loaded = job(3, "load", str(tmp_path / "checkpoint"))
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout.count("the same weights") == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("level", ["serialized", "funneled"])
 def test_an_mpi_that_takes_one_thread_at_a_time(level):
     done = job(2, "one_thread", level)
@@ -58,22 +35,12 @@ def test_an_mpi_that_takes_one_thread_at_a_time(level):
     assert done.stdout.count(f"{level} works") == 2
 
 
-def test_one_process_needs_no_launcher():
-    done = subprocess.run(
-        [sys.executable, str(JOBS), "leave_without_goodbye"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "rank 0 leaves\n"), done.stderr
-
-
-def test_a_program_that_destroys_nothing_ends_in_peace():
-    done = job(3, "leave_without_goodbye")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_that_destroys_nothing_ends_in_peace(ranks):
+    """One process needs no launcher."""
+    done = job(ranks, "leave_without_goodbye")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("leaves") == 3
+    assert done.stdout.count("leaves") == ranks
     assert done.stderr == ""
 
 
@@ -93,31 +60,35 @@ def test_a_rank_that_stops_is_named_after_the_timeout(frozen):
     assert said.count("raise the timeout of init_process_group or new_group") == 1
 
 
-@pytest.mark.slow
-def test_a_thread_that_waits_ends_the_job_too():
-    said = ended(job(2, "freeze_overlapped"))
-    assert "s in group 'default_pg' (ranks 0, 1): all_reduce of float64 (174,) by SUM" in said
+GROUP_OF_ALL = "s in group 'default_pg' (ranks 0, 1): all_reduce of float64 (174,) by SUM"
+PARTED = (
+    "(ranks 0, 1): all_reduce of float32 (4,) by SUM with",
+    "(ranks 0, 1): recv of float32 (2,) from rank 0, tag 9 with",
+)
+OF_A_GROUP = (
+    "(ranks 0, 1): all_gather_into_tensor of int64 (4,) with rank 1",
+    "longer than the timeout of 2 s",
+)
+OF_SOME = ("(ranks 0, 1): all_reduce of float32 (3, 5) by SUM with rank 1, longer than",)
 
 
 @pytest.mark.slow
-def test_calls_that_do_not_match_are_told_after_the_timeout():
-    said = ended(job(2, "part_ways"))
-    assert "(ranks 0, 1): all_reduce of float32 (4,) by SUM with" in said
-    assert "(ranks 0, 1): recv of float32 (2,) from rank 0, tag 9 with" in said
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("freeze_overlapped", 2, (GROUP_OF_ALL,)),  # a thread that waits
+        ("part_ways", 2, PARTED),
+        ("wait_for_a_group", 2, OF_A_GROUP),
+        ("wait_for_a_group_of_some", 3, OF_SOME),
+    ],
+)
+def test_what_was_waited_for_is_told_after_the_timeout(name, ranks, expected):
+    said = ended(job(ranks, name))
+    for words in expected:
+        assert words in said
 
 
 @pytest.mark.slow
-def test_the_timeout_of_a_group_counts():
-    said = ended(job(2, "wait_for_a_group"))
-    assert "(ranks 0, 1): all_gather_into_tensor of int64 (4,) with rank 1" in said
-    assert "longer than the timeout of 2 s" in said
-
-
-def test_the_timeout_counts_where_only_some_ranks_talk_over_mpi():
-    said = ended(job(3, "wait_for_a_group_of_some"))
-    assert "(ranks 0, 1): all_reduce of float32 (3, 5) by SUM with rank 1, longer than" in said
-
-
 def test_a_rank_that_is_killed_ends_the_job():
     said = ended(job(3, "die"))
     assert "Killed" in said or "signal 9" in said or "KILLED BY SIGNAL" in said

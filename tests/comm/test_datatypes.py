@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm.datatypes import _merge, buffer, mpi_type, reduction_type
+from spatialdl.comm import check
+from spatialdl.comm.check import CommCall
+from spatialdl.comm.datatypes import _merge, mpi_type, reduction_type
+from spatialdl.comm.world import as_communicator
 
 MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -68,19 +71,6 @@ def test_what_was_packed_arrives_in_another_view_of_that_shape(view):
     assert torch.equal(target, view)
 
 
-def test_a_halo_of_a_channels_last_tile_is_in_logical_order():
-    tile = torch.arange(2 * 3 * 5 * 4.0).view(2, 3, 5, 4)
-    halo = tile.contiguous(memory_format=torch.channels_last)[:, :, 3:, 1:]
-    assert packed(halo) == content(tile[:, :, 3:, 1:])
-
-
-def test_a_view_that_is_all_in_one_piece_is_one_block():
-    assert _merge((2, 3, 4), (12, 4, 1)) == [(24, 1)]
-    assert _merge((2, 3, 4), (24, 4, 1)) == [(2, 24), (12, 1)]
-    assert _merge((1, 7, 1), (99, 2, 5)) == [(7, 2)]
-    assert _merge((1, 1), (3, 3)) == []
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=5).map(
         lambda dims: ([d[0] for d in dims], [d[1] for d in dims])
@@ -100,10 +90,6 @@ def offsets(dims: list[tuple[int, int]]) -> list[int]:
     return found
 
 
-def test_types_are_made_once():
-    assert mpi_type(torch.zeros(3, 5)[:, 1:]) is mpi_type(torch.ones(3, 5)[:, :4])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])
 def test_what_can_be_added_has_a_type_of_its_size(dtype):
     value = torch.zeros(1, dtype=dtype)
@@ -115,6 +101,34 @@ def test_half_precision_cannot_be_added():
         reduction_type(torch.zeros(1, dtype=torch.bfloat16))
 
 
-def test_buffer_is_the_tensors_memory():
-    value = torch.tensor([1, 2, 3], dtype=torch.int32)
-    assert bytes(buffer(value)) == content(value)
+texts = st.text("a z'ä€🙂", max_size=300)
+
+
+@given(texts)
+def test_a_message_has_a_fixed_length_and_gives_the_text_back(text):
+    message = check.encode(text)
+    assert len(message) == check.TEXT_BYTES
+    if len(text.encode()) <= check.TEXT_BYTES:
+        assert check.decode(message) == text
+
+
+def test_a_text_cut_within_a_letter_is_still_readable():
+    text = "a" * (check.TEXT_BYTES - 1) + "ä"
+    assert check.decode(check.encode(text)).startswith("a" * (check.TEXT_BYTES - 1))
+
+
+def test_switched_off_one_rank_remembers_nothing(monkeypatch):
+    monkeypatch.setattr(check._Switch, "on", False)
+    before = check.last_calls()
+    check.agree(as_communicator(MPI.COMM_SELF), "conv2d forward")
+    assert check.last_calls() == before
+
+
+def test_where_ranks_have_parted_follows_from_what_they_did_last():
+    both = [CommCall("0-1/0", 7, "conv2d forward"), CommCall("0-1/1", 7, "gradients")]
+    ahead = [*both, CommCall("0-1/0", 8, "sum"), CommCall("0-1/0", 9, "conv2d forward")]
+    other = [*both, CommCall("0-1/0", 8, "batch_norm")]
+    assert check.first_mismatch({0: ahead, 1: both}) == ""
+    assert check.first_mismatch({}) == ""
+    said = check.first_mismatch({1: other, 0: ahead})
+    assert "rank 0 is at 'sum', rank 1 at 'batch_norm'" in said

@@ -67,7 +67,9 @@ def go(folder: Path) -> None:
     (folder / "go").write_text("x")
 
 
-@pytest.mark.parametrize("layout", [[], SP_PP], ids=["one process", "starting ranks"])
+@pytest.mark.parametrize(
+    "layout", [[], pytest.param(SP_PP, marks=pytest.mark.slow)], ids=["one process", "ranks"]
+)
 def test_a_run_whose_time_is_over_as_it_starts_leaves_a_checkpoint(layout, tmp_path):
     with importing(tmp_path, command(tmp_path / "run", *layout, *LONG)) as process:
         os.kill(is_held(tmp_path), signal.SIGUSR1)

@@ -5,14 +5,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from spatialdl.comm.abort import describe_error
 from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import (
     LaunchInfo,
@@ -24,7 +22,7 @@ from spatialdl.comm.launch import (
 )
 from spatialdl.comm.launcher_output import NoticeFilter
 from spatialdl.comm.scratch import PREFIX, job_folder
-from spatialdl.errors import UnsupportedSpatialOp
+from tests.comm.programs import run
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -85,28 +83,6 @@ def test_many_worlds_of_one_are_told_with_advice(environment, advice):
     info = launched(environment)
     check_mpi_world(info.size, environment)
     check_mpi_world(1, {})
-
-
-def noted(error: Exception, note: str) -> Exception:
-    error.add_note(note)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("a grid of\n  2x1"), "a grid of 2x1"),
-        (UnsupportedSpatialOp("aten.sort on a split image"), "aten.sort on a split image"),
-        (FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'"),
-        (ValueError(), "ValueError"),
-        (noted(OSError("the disk\nis gone"), "(sample 3)"), "the disk is gone (sample 3)"),
-    ],
-)
-def test_a_users_mistake_is_one_sentence(error, text, monkeypatch):
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    assert describe_error(error) == text
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert type(error).__name__ in describe_error(error)
 
 
 # --- the command line of the launcher, seen by a script in its place
@@ -418,9 +394,6 @@ install_abort_hook()
 who, error = sys.argv[1:]
 world = MPI.COMM_WORLD
 world.Barrier()
-if world.rank == 0:
-    print("now", flush=True)
-world.Barrier()
 if who in ("all", str(world.rank)):
     raise ValueError("the grid is\\ntoo fine") if error == "mistake" else ZeroDivisionError("oops")
 world.recv()
@@ -434,29 +407,12 @@ world.recv()
         ("1", "defect", "rank 1 on {host}: Traceback (most recent call last):\n"),
     ],
 )
-def test_an_error_on_one_rank_ends_the_job_at_once(tmp_path, who, error, first):
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    if not mpiexec.exists():
-        pytest.skip("no mpiexec beside this Python")
-    (tmp_path / "fail.py").write_text(FAIL)
-    command = [mpiexec, "--oversubscribe", "--allow-run-as-root", "-n", "2", sys.executable]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "fail.py", who, error],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline() == "now\n"
-        begin = time.monotonic()
-        errors = process.communicate(timeout=30)[1]
-        assert time.monotonic() - begin < 5
-    assert process.returncode != 0
-    assert errors.count(first.format(host=os.uname().nodename)) == 1
-    assert errors.count(f" on {os.uname().nodename}: ") == 1
-    assert ("ZeroDivisionError: oops" in errors) == (error == "defect")
+def test_an_error_on_one_rank_ends_the_job(who, error, first):
+    done = run("-c", FAIL, who, error, launcher=mpiexec_command(2))
+    assert done.returncode != 0
+    assert done.stderr.count(first.format(host=os.uname().nodename)) == 1
+    assert done.stderr.count(f" on {os.uname().nodename}: ") == 1
+    assert ("ZeroDivisionError: oops" in done.stderr) == (error == "defect")
 
 
 @pytest.mark.parametrize(
@@ -495,8 +451,7 @@ print(MPI.COMM_WORLD.size, MPI.get_vendor()[0], len(waited))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_first_message_waits_until_open_mpi_is_up_on_all_ranks(ranks):
     """A rank that was still in MPI_Init crashed when another one's message came."""
-    command = [*mpiexec_command(ranks), sys.executable, "-c", JOB]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    told = run("-c", JOB, launcher=mpiexec_command(ranks))
     lines = told.stdout.splitlines()
     assert len(lines) == ranks
     for line in lines:

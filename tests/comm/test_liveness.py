@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from spatialdl.comm.liveness import SWITCH, Liveness, print_last, report_exit, report_start
+from spatialdl.comm.processes import Process
 from tests.comm.running import by_itself, by_mpiexec, by_torchrun, running, with_failing
 
 HOST = socket.gethostname()
 
 
-def slow(*values: object):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def test_a_rank_that_is_killed_is_named_last(tmp_path):
-    words = ["parallel=sp+pp", "parallel.microbatches=2"]
-    with running(by_itself(), tmp_path, *words) as run:
+    with running(by_itself(), tmp_path, "parallel=dp") as run:
         run.send(1, signal.SIGKILL)
         said = run.end()
     who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} died without an error message"
@@ -68,14 +66,14 @@ def test_launchers_name_a_rank_that_is_killed(start, layout, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (by_itself(), ["parallel=dp"]),
-        slow(by_itself(), ["parallel=sp"]),
-        slow(by_itself(), ["parallel=sp", "comm.transport=torch"]),
-        slow(by_mpiexec(2), ["parallel=sp"]),
-        slow(by_torchrun(2), ["parallel=dp"]),
+        (by_itself(), ["parallel=sp"]),
+        (by_itself(), ["parallel=sp", "comm.transport=torch"]),
+        (by_mpiexec(2), ["parallel=sp"]),
+        (by_torchrun(2), ["parallel=dp"]),
     ],
 )
 def test_the_traceback_of_a_rank_that_raises_comes_last(start, words, tmp_path):
@@ -94,22 +92,32 @@ def test_the_traceback_of_a_rank_that_raises_comes_last(start, words, tmp_path):
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     with Liveness(1) as calls:
         for name, value in calls.environment.items():
             monkeypatch.setenv(name, value)
         yield calls
 
 
-def test_last_words_are_printed_once_and_when_all_is_over(calls, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+def end(calls: Liveness) -> None:
+    calls.__exit__(None, None, None)
+    calls.environment = {}
+
+
+def test_last_words_are_printed_once_and_when_all_is_over(calls, capsys):
     print_last("rank 0: the grid is too fine")
     print_last("rank 0: the grid is too fine")
     assert capsys.readouterr().err == ""
-    calls.__exit__(None, None, None)
-    calls.environment = {}
+    end(calls)
     assert capsys.readouterr().err == "rank 0: the grid is too fine\n"
     assert calls.vanished() is None
+
+
+def test_long_words_lose_their_beginning(calls, capsys):
+    print_last("é" * 1_000_000 + "the end")
+    end(calls)
+    assert capsys.readouterr().err.endswith("ééthe end\n")
 
 
 def test_where_nobody_listens_last_words_are_printed_at_once(tmp_path, monkeypatch, capsys):
@@ -122,18 +130,57 @@ def test_where_nobody_listens_last_words_are_printed_at_once(tmp_path, monkeypat
         assert capsys.readouterr().err == "no more\n"
 
 
-def test_long_words_lose_their_beginning(calls, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    print_last("é" * 1_000_000 + "the end")
-    calls.__exit__(None, None, None)
-    calls.environment = {}
-    assert capsys.readouterr().err.endswith("ééthe end\n")
-
-
 def test_nobody_has_vanished_where_a_rank_is_elsewhere(calls):
     """Its end is not seen from here, and who ended first is unknown."""
     calls._world_size = 2
     report_start(0)
-    calls.__exit__(None, None, None)
-    calls.environment = {}
+    end(calls)
     assert calls.vanished() is None
+
+
+def work(told: Connection) -> None:
+    Path("/proc/self/comm").write_text("a) Z (b")  # any program may call itself so
+    told.send(Process.own())
+    signal.pause()
+
+
+@pytest.fixture
+def child() -> Iterator[Process]:
+    here, there = multiprocessing.Pipe()
+    started = multiprocessing.get_context("fork").Process(target=work, args=(there,))
+    started.start()
+    yield here.recv()
+    started.kill()
+    started.join()
+
+
+def stop(child: Process) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def test_a_process_that_runs_has_no_excuse(child):
+    assert child.state() is None
+    assert Process.own().state() is None
+    assert (child.host, child.pid != os.getpid()) == (socket.gethostname(), True)
+    assert int(child.started) > int(Process.own().started)
+    assert str(child) == f"process {child.pid} on {child.host}"
+
+
+def test_one_that_is_stopped_or_was_killed_says_so_while_it_is_there(child):
+    stop(child)
+    assert child.state() == "stopped (SIGSTOP)"
+    os.kill(child.pid, signal.SIGCONT)
+    os.waitid(os.P_PID, child.pid, os.WCONTINUED)
+    assert child.state() is None
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert child.state() == "dead"
+    os.waitpid(child.pid, 0)
+    assert child.state() is None
+
+
+def test_a_process_elsewhere_or_of_another_time_is_another_one(child):
+    stop(child)
+    assert child._replace(host="elsewhere").state() is None
+    assert child._replace(started=str(int(child.started) - 1)).state() is None

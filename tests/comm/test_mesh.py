@@ -1,59 +1,57 @@
+"""Buckets of the gradient reducer; what ranks make of them is in tests/mpi."""
+
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
+import torch
 from mpi4py import MPI
 from torch import nn
 
+from spatialdl.comm import gradients
+from spatialdl.comm.device_path import (
+    choose_device_path,
+    device_of,
+    device_path,
+)
+from spatialdl.comm.gradients import Reducer, Replicated, buckets
 from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
-from spatialdl.parallel.layout import Layout
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement, Position
+from tests.comm.programs import run
 
 
-def test_a_world_of_one_is_a_mesh():
+def test_a_world_of_one_is_a_mesh_and_its_process_is_never_ended():
+    before = sys.excepthook
     mesh = init_mesh(comm=MPI.COMM_SELF)
+    assert sys.excepthook is before
     assert (mesh.grid, mesh.data, mesh.size, mesh.part, mesh.replica) == ((1, 1), 1, 1, 0, 0)
     assert [c.size for c in (mesh.comm, mesh.grid_comm)] == [1, 1]
     assert mesh.box((70, 93)) == (0, 70, 0, 93)
 
 
-def test_a_grid_that_does_not_fit_names_the_product_and_the_world():
-    with pytest.raises(ValueError, match=r"data 2 x rows 3 x columns 1.*world has 1") as error:
-        init_mesh(grid=(3, 1), data=2, comm=MPI.COMM_SELF)
-    assert "data 2 x rows 3 x columns 1 = 6 ranks" in str(error.value)
-    assert "mpiexec -n 6" in str(error.value)
-
-
 PROGRAM = "import spatialdl; print(spatialdl.init_mesh(grid=(2, 1)).part)"
 
 
-def test_a_program_without_ranks_says_how_it_is_started_on_them(tmp_path):
+def test_a_program_without_ranks_says_how_it_is_started_on_them(tmp_path, monkeypatch):
     (tmp_path / "my program.py").write_text(PROGRAM)
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
-        )
-
-    (last,) = run(sys.executable, "my program.py").stderr.splitlines()[-1:]
-    started = run(*shlex.split(re.search(r"start it with `(.*)`", last)[1]))
-    assert (started.returncode, sorted(started.stdout.split())) == (0, ["0", "1"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "my program.py"])
+    wrong = r"data 2 x rows 3 x columns 1 = 6 ranks, .*this world has 1.*mpiexec.* -n 6 "
+    with pytest.raises(ValueError, match=wrong):
+        init_mesh(grid=(3, 1), data=2)
+    with pytest.raises(ValueError, match="start it with") as error:
+        init_mesh(grid=(2, 1))
+    words = shlex.split(re.search(r"start it with `(.*)`", str(error.value))[1])
+    assert words[-2:] == [sys.executable, "my program.py"]
+    done = run("my program.py", launcher=words[:-2], cwd=tmp_path)
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["0", "1"])
 
 
 def test_without_an_mpi_a_program_says_how_to_get_one():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "MPI4PY_LIBMPI": "/no/libmpi.so"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run("-c", PROGRAM, MPI4PY_LIBMPI="/no/libmpi.so")
     (last,) = done.stderr.splitlines()[-1:]
     assert last.startswith("spatialdl.errors.MpiNotFound: mpi4py finds no MPI (")
     assert 'pip install "spatialdl[mpi]"' in last
@@ -71,15 +69,6 @@ def test_a_stage_has_the_grid_and_the_ranks_of_the_placement():
     mesh = stage_mesh(placement, Position(1, 1, 0, copy=1), Ranks())
     assert (mesh.grid, mesh.data, mesh.part, mesh.replica) == ((1, 2), 2, 0, 1)
     assert (mesh.comm, mesh.grid_comm) == ([1, 0, 7, 6], [7, 6])
-
-
-def test_a_dry_mesh_has_the_layouts_of_a_real_one():
-    mesh = dry_mesh((2, 3))
-    layout = mesh.layout(4, (70, 93))
-    assert layout == Layout.even(4, (70, 93), (2, 3))
-    assert mesh.own_box(layout) == layout.boxes[0]
-    assert (mesh.grid_comm.rank, mesh.grid_comm.size) == (0, 6)
-    assert dry_mesh((2, 3), 4).part == 4
 
 
 @pytest.mark.parametrize("grid", [2, (), (1, 1, 1, 1), "2x1"])
@@ -117,3 +106,84 @@ def test_a_module_is_replicated_on_the_grid_and_where_it_is_whole_on_replicas():
         6,
         6,
     ]
+
+
+MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
+
+
+def test_buckets_hold_one_type_and_are_full_in_order():
+    tensors = [torch.zeros(n, dtype=d) for n, d in zip((3, 1, 1, 2, 4), MIXED, strict=True)]
+    tensors += [torch.zeros(2) for _ in range(5)]
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    portions = [[numbers[id(tensor)] for tensor in part] for part in buckets(tensors, 16)]
+    assert portions == [[1, 2], [4], [0, 5], [6, 7], [8, 9], [3]], "the fifth is large, and alone"
+    assert buckets([], 16) == []
+
+
+def test_a_rank_with_several_copies_averages_them():
+    layer = nn.Linear(2, 1)
+    layer.weight.grad = torch.full((1, 2), 6.0)
+    Reducer([Replicated(layer, ("data",), SingleProcess(), 2)]).reduce()
+    assert torch.equal(layer.weight.grad, torch.full((1, 2), 3.0))
+    assert layer.bias.grad is None
+
+
+def test_the_last_parameters_are_sent_first_and_one_copy_sends_nothing(monkeypatch):
+    sent = []
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(
+        gradients, "add_over_ranks_", lambda comm, values, name: sent.append(values.numel())
+    )
+    layers = [nn.Linear(2, 3), nn.Linear(5, 7)]
+    for parameter in nn.ModuleList(layers).parameters():
+        parameter.grad = torch.ones_like(parameter)
+    copies = [Replicated(layer, ("data",), SingleProcess(), 2) for layer in layers[::-1]]
+    Reducer(copies).reduce()
+    assert sent == [7, 35, 3, 6]
+    sent.clear()
+    Reducer([Replicated(layers[0], ("data",), SingleProcess(), 1)]).reduce()
+    assert sent == []
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_refused():
+    layer = nn.Linear(2, 1)
+    reducer = Reducer([Replicated(layer, ("data",), SingleProcess(), 2, lane=SingleProcess())])
+    assert reducer.follow()
+    assert not reducer.follow()
+    layer(torch.ones(1, 2)).sum().backward()
+    reducer.reduce()
+    reducer.last_backward(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="in several parts in one backward"):
+        layer(torch.ones(1, 2)).sum().backward()
+
+
+CPU = torch.device("cpu")
+NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+
+
+@NO_GPU
+def test_devices_by_name():
+    assert device_of("cpu") == device_of("auto") == CPU
+    with pytest.raises(ValueError, match="device=cuda, but PyTorch finds no cuda device"):
+        device_of("cuda")
+
+
+def test_apples_accelerator_is_not_taken(monkeypatch):
+    """It has no float64, and no streams of its own."""
+    apple = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: apple)
+    assert device_of("auto") == CPU
+
+
+def test_ranks_on_cpus_need_no_path():
+    assert choose_device_path(SingleProcess(), CPU) is None
+    assert choose_device_path(SingleProcess(), CPU, "nccl") is None
+    assert device_path().name == "host"
+
+
+def test_a_path_that_is_unknown():
+    with pytest.raises(
+        ValueError, match=r"unknown comm\.device_path=pigeon, must be one of auto, nccl"
+    ):
+        choose_device_path(SingleProcess(), CPU, "pigeon")

@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spatialdl.comm.plan import MessageSizes, Piece, Plan, plan_for
+from spatialdl.comm.boxed import owners_of
+from spatialdl.comm.plan import MessageSizes, Piece, Plan
 from spatialdl.parallel.layout import Box, Layout, empty_box
 
 SIZE = (2, 7, 6)
@@ -105,14 +107,6 @@ def test_links_graph_and_talks_are_the_same_on_every_rank_and_true(exchange):
         assert plan.describe() == everyone[0].describe()
 
 
-@given(exchanges())
-def test_pieces_are_in_the_order_of_the_peers(exchange):
-    for plan in plans(exchange):
-        for pieces in (plan.sends, plan.receives):
-            peers = [piece.peer for piece in pieces]
-            assert peers == sorted(set(peers))
-
-
 def test_a_halo_spans_several_neighbours():
     owned = Layout((0, 1), ((0, 2, 3, 4, 8), (0, 5))).boxes
     needed = (*(empty_box(2),) * 3, Box(((0, 1), (1, 8), (0, 5))))
@@ -122,12 +116,6 @@ def test_a_halo_spans_several_neighbours():
         (1, 2, 3),
         (2, 3, 4),
     ]
-
-
-def test_a_plan_is_made_once():
-    owned = Layout.even(1, (8, 8), (2, 1)).boxes
-    assert plan_for(owned, owned, 0) is plan_for(owned, owned, 0)
-    assert not plan_for(owned, owned, 0).communicates
 
 
 def test_other_needs_have_another_description():
@@ -149,3 +137,26 @@ def test_messages_are_waited_for_by_ranks_that_have_none():
     nothing = MessageSizes({}, {})
     assert (nothing.sends, nothing.receives, nothing.communicates) == ((), (), True)
     assert MessageSizes({0: 1}, {}).communicates
+
+
+WHOLE, PART, CORNER = (
+    Box(((0, 1), (0, 8), (0, 8))),
+    Box(((0, 1), (2, 4), (0, 8))),
+    Box(((0, 1), (2, 4), (0, 2))),
+)
+
+
+def test_a_piece_lies_in_the_first_box_that_contains_it():
+    pieces = (Piece(0, CORNER), Piece(1, PART), Piece(2, WHOLE))
+    assert owners_of(pieces, (PART, WHOLE)) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("boxes", [(PART, PART, PART), (WHOLE, PART, CORNER)])
+def test_a_box_for_each_piece_is_its_own_even_if_boxes_overlap(boxes):
+    """The parts that several ranks add to the same pixels must not land on each other."""
+    assert owners_of(tuple(Piece(n, box) for n, box in enumerate(boxes)), boxes) == (0, 1, 2)
+
+
+def test_a_piece_that_no_tensor_holds_is_told():
+    with pytest.raises(RuntimeError, match="no tensor holds"):
+        owners_of((Piece(0, WHOLE),), (PART, CORNER))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from spatialdl.comm import waiting
+from spatialdl.comm import trace, waiting
 from spatialdl.comm.waiting import each, module_of, noted, place_of, wait_of
 
 
@@ -137,30 +137,96 @@ def thread_that_waits(last: Waits, do: Callable[[], object]) -> Iterator[int]:
     thread.join()
 
 
-def test_the_place_is_the_closest_that_is_not_of_waiting_itself():
+def test_a_thread_is_told_by_its_place_and_the_module_as_the_network_calls_it():
+    """Not by what waits itself, nor by a module outside of forward."""
     last = Waits()
-    with thread_that_waits(last, lambda: last(torch.ones(1))) as thread:
-        place = place_of(thread)
-    assert place.startswith("tests/comm/test_waiting.py:")
-    assert place.endswith(" in hold")
+    network = nn.Sequential(nn.Tanh(), Around(nn.Sequential(nn.Tanh(), last)))
+    ways = {
+        "module 1.inner.1 (Waits)": lambda: network(torch.ones(1)),
+        "Waits": lambda: last(torch.ones(1)),
+        "": last.hold,
+    }
+    for module, do in ways.items():
+        last.inside.clear()
+        last.leave.clear()
+        with thread_that_waits(last, do) as thread:
+            place = place_of(thread)
+            assert module_of(thread) == module
+        assert place.startswith("tests/comm/test_waiting.py:")
+        assert place.endswith(" in hold")
     assert place_of(-1) == "no Python frame"
 
 
-def test_the_module_is_called_as_the_network_calls_it():
-    last = Waits()
-    network = nn.Sequential(nn.Tanh(), Around(nn.Sequential(nn.Tanh(), last)))
-    with thread_that_waits(last, lambda: network(torch.ones(1))) as thread:
-        assert module_of(thread) == "module 1.inner.1 (Waits)"
+@pytest.fixture(autouse=True)
+def stopped():
+    yield
+    trace.stop()
 
 
-def test_a_network_of_one_module_is_told_by_its_class():
-    last = Waits()
-    with thread_that_waits(last, lambda: last(torch.ones(1))) as thread:
-        assert module_of(thread) == "Waits"
+def test_spans_lie_in_each_other_and_end_in_their_order():
+    trace.start()
+    with trace.span("compute", "outer", 7), trace.span("halo", "inner"):
+        pass
+    inner, outer = trace.take()
+    assert (inner.kind, inner.name, inner.detail) == ("halo", "inner", None)
+    assert (outer.kind, outer.name, outer.detail) == ("compute", "outer", 7)
+    assert 0 <= outer.start <= inner.start <= inner.end <= outer.end
+    assert trace.take() == []
 
 
-def test_outside_of_forward_there_is_no_module():
-    last = Waits()
-    with thread_that_waits(last, last.hold) as thread:
-        assert module_of(thread) == ""
-        assert place_of(thread).startswith("tests/comm/test_waiting.py:")
+def test_computing_is_over_when_the_device_has_settled():
+    settled = []
+    trace.start(lambda: settled.append(len(trace.take())))
+    with trace.span("halo", "talk"):
+        pass
+    with trace.span("compute", "work"):
+        pass
+    assert settled == [1]
+
+
+def test_waiting_for_items_is_recorded_one_by_one():
+    trace.start()
+    assert list(trace.each("data", "next", "abc")) == ["a", "b", "c"]
+    assert [span.kind for span in trace.take()] == ["data"] * 4  # the last finds the end
+
+
+@pytest.fixture
+def counting():
+    trace.count()
+    yield
+    trace.stop_counting()
+
+
+@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_moment_counts_once_for_the_outermost_wait(recorded, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(trace.time, "perf_counter", lambda: now[0])
+    if recorded:
+        trace.start()
+    with trace.span("compute", "work"):
+        now[0] += 100
+        with trace.span("hand-over", "outer"):
+            now[0] += 1
+            with trace.span("halo", "inner"):
+                now[0] += 2
+        with trace.span("halo", "alone"):
+            now[0] += 4
+    assert trace.counted() == {"halo": 4, "hand-over": 3, "reduce": 0, "data": 0}
+    assert trace.counted() == dict.fromkeys(trace.WAITS, 0)
+    assert len(trace.take()) == (4 if recorded else 0)
+
+
+@pytest.mark.usefixtures("counting")
+def test_a_wait_that_fails_has_ended():
+    with pytest.raises(KeyError), trace.span("halo", "broken"):
+        raise KeyError
+    with trace.span("reduce", "next"):
+        pass
+    assert trace.counted()["reduce"] > 0
+
+
+def test_nobody_counts_unless_asked_to():
+    with trace.span("halo", "talk"):
+        pass
+    assert (trace.counted(), trace.watched()) == ({}, False)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
+from datetime import timedelta
 
 import pytest
 
+from spatialdl.comm import limit
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.limit import check_timeout
+from tests.comm.programs import run as run_python
 from tests.comm.running import (
-    ROOT,
     Run,
     below,
     by_itself,
@@ -79,8 +79,15 @@ def test_all_say_what_they_wait_for_when_a_rank_stops_in_forward(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [by_mpiexec, by_torchrun])
-@pytest.mark.parametrize(("layout", "stopped"), [("sp", 0), ("pp", 1), ("dp", 0), ("sp+pp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "stopped", "start"),
+    [
+        ("sp", 0, by_mpiexec),
+        ("pp", 1, by_torchrun),
+        ("dp", 0, by_torchrun),
+        ("sp+pp", 2, by_mpiexec),
+    ],
+)
 def test_all_say_what_they_wait_for_when_a_rank_is_stopped(layout, stopped, start, tmp_path):
     """Wherever it is."""
     with running(start(RANKS[layout]), tmp_path, *LAYOUTS[layout], TIMEOUT) as run:
@@ -106,13 +113,9 @@ for step in range(3):
 
 
 @pytest.mark.slow
-def test_gradients_that_overlap_with_backward_are_waited_for_too(tmp_path):
-    (tmp_path / "job.py").write_text(OVERLAPPED.replace("SECONDS", str(SECONDS)))
-    command = [*mpiexec_command(2), sys.executable, str(tmp_path / "job.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+def test_gradients_that_overlap_with_backward_are_waited_for_too():
+    program = OVERLAPPED.replace("SECONDS", str(SECONDS))
+    done = run_python("-c", program, launcher=mpiexec_command(2))
     assert done.returncode != 0
     assert re.search(r"rank 0 on \S+: waits for \d+ s in gradients with rank 1", done.stderr)
     assert "no report from rank 1" in done.stderr
@@ -163,6 +166,7 @@ def test_a_rank_whose_data_do_not_come_says_so(tmp_path):
     assert re.search(alone + "the next batch of data, at ", said), said
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_the_end_says_where_it_is(tmp_path):
     """It opens a file, and the file system does not answer."""
     with running(by_itself(), tmp_path, "parallel=dp", TIMEOUT) as run:
@@ -182,6 +186,20 @@ def test_a_timeout_that_is_none_is_refused(value):
         check_timeout(value)
 
 
-@pytest.mark.parametrize("value", [None, 0, 0.5, 1800])
-def test_a_timeout_is_seconds_or_null(value):
+@pytest.mark.parametrize("value", [None, 0, 0.5, 90])
+def test_a_timeout_is_seconds_or_null_and_groups_give_up_later(value, monkeypatch):
+    """Torch keeps its own timeouts until a limit is set."""
+    monkeypatch.setattr(limit._Limit, "seconds", None)
+    monkeypatch.setattr(limit._Limit, "is_set", False)
+    assert limit.timeout_of_groups() is limit.seconds() is None
     check_timeout(value)
+    limit.limit_waits(value)
+    assert limit.seconds() == (value or None)
+    later = timedelta(seconds=value + 60) if value else timedelta(days=30)
+    assert limit.timeout_of_groups() >= later
+
+
+def test_a_limit_needs_no_pytorch():
+    """It is asked before ranks are started."""
+    code = "import spatialdl.comm.limit, sys; sys.exit('torch' in sys.modules)"
+    assert run_python("-c", code).returncode == 0

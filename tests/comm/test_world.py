@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from spatialdl.comm import world
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
+from tests.comm.programs import ROOT, TORCHRUN, run
 from tests.fitting import fit
 
 SMALL = [
@@ -23,7 +23,6 @@ SMALL = [
     *("data.validation_samples=0", "trainer.max_steps=3", "trainer.precision=float64"),
     "device=cpu",
 ]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 USER_PROGRAM = """
 import atexit
 from pathlib import Path
@@ -49,29 +48,11 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Runs a command in an empty folder, where MPI may be out of reach."""
+def no_mpi(tmp_path) -> dict[str, str]:
+    """Variables of processes that find no MPI."""
     (tmp_path / "path" / "mpi4py").mkdir(parents=True)
     (tmp_path / "path" / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI here')")
-
-    def run(command: list[str], mpi: bool = True) -> subprocess.CompletedProcess[str]:
-        launcher = ("OMPI_", "PMI", "PMIX", "PRTE", "MASTER_", "TORCHELASTIC")
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
-        environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-        if not mpi:
-            found = [str(tmp_path / "path"), *os.environ.get("PYTHONPATH", "").split()]
-            environment["PYTHONPATH"] = os.pathsep.join(found)
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
-
-    return run
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "path"), str(ROOT), *sys.path])}
 
 
 def losses(folder: Path) -> list[float]:
@@ -80,13 +61,14 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["torchrun", pytest.param("mpiexec", marks=pytest.mark.slow)])
-def test_training_over_torch_equals_one_process(how, start, tmp_path):
+def test_training_over_torch_equals_one_process(how, no_mpi, tmp_path):
     """Torchrun's ranks where MPI is out of reach, or mpiexec's."""
-    launcher = {"torchrun": [sys.executable, *TORCHRUN], "mpiexec": mpiexec_command(2)}[how]
-    python = [] if how == "torchrun" else [sys.executable]
-    train = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "comm.check=true"]
-    chosen = ["comm.transport=torch", "hydra.run.dir=run"]
-    done = start([*launcher, *python, *train, *chosen], mpi=how == "mpiexec")
+    words = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "comm.check=true"]
+    words += ["comm.transport=torch", "hydra.run.dir=run"]
+    if how == "torchrun":
+        done = run(*TORCHRUN, *words, cwd=tmp_path, **no_mpi)
+    else:
+        done = run(*words, launcher=mpiexec_command(2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         fit(Trainer(compose("train", SMALL), SingleProcess()), tmp_path / "plain")
@@ -97,9 +79,9 @@ def test_training_over_torch_equals_one_process(how, start, tmp_path):
     assert (summary["world_size"], summary["parallel"]) == (2, "sp")
 
 
-def test_a_program_that_torchrun_starts_gets_its_ranks(start, tmp_path):
+def test_a_program_that_torchrun_starts_gets_its_ranks(no_mpi, tmp_path):
     (tmp_path / "program.py").write_text(USER_PROGRAM)
-    done = start([sys.executable, *TORCHRUN, "program.py"], mpi=False)
+    done = run(*TORCHRUN, "program.py", cwd=tmp_path, **no_mpi)
     assert done.returncode == 0, done.stderr
     # files, not lines: what two processes print to one pipe may be cut into each other
     assert sorted(path.name for path in tmp_path.glob("content-*")) == ["content-0", "content-1"]
@@ -108,20 +90,18 @@ def test_a_program_that_torchrun_starts_gets_its_ranks(start, tmp_path):
         assert "gloo" not in (tmp_path / f"threads-{rank}").read_text()
 
 
-NOT_INITIALISED = "import spatialdl; spatialdl.init_mesh((2, 1))"
+def test_a_program_that_has_not_initialised_torch_distributed_is_told_so(monkeypatch):
+    monkeypatch.setattr(world._Chosen, "world", None)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group\(\) first"):
+        spatialdl.init_mesh((2, 1))
 
 
-def test_a_program_that_has_not_initialised_torch_distributed_is_told_so(start, tmp_path):
-    (tmp_path / "program.py").write_text(NOT_INITIALISED)
-    done = start([sys.executable, *TORCHRUN, "program.py"], mpi=False)
-    assert done.returncode != 0
-    assert "call torch.distributed.init_process_group() first (dist.init" in done.stderr
-    assert "comm.transport" not in done.stderr
-
-
-def test_an_error_on_a_rank_of_torchrun_ends_all(start):
-    train = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "data.image_size=[1,37]"]
-    done = start([sys.executable, *TORCHRUN, *train], mpi=False)
+@pytest.mark.slow
+def test_an_error_on_a_rank_of_torchrun_ends_all(no_mpi, tmp_path):
+    words = ["-m", "spatialdl.train", *SMALL, "parallel=sp", "data.image_size=[1,37]"]
+    done = run(*TORCHRUN, *words, cwd=tmp_path, **no_mpi)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "1x37" in line]
     assert said, done.stderr
@@ -141,3 +121,43 @@ def test_a_process_that_nobody_launched_is_alone(monkeypatch):
     assert (mesh.size, mesh.comm.allgather(3), mesh.comm.gather(4)) == (1, [3], [4])
     with pytest.raises(ValueError, match="this world has 1"):
         spatialdl.init_mesh((2, 1))
+
+
+PREPARED = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+import spatialdl
+
+def whole(images):
+    return spatialdl.shard(images, mesh).requires_grad_()
+
+def tiles(images):
+    first, last, _, _ = mesh.box((8, 8))
+    tile = images[:, :, first:last].requires_grad_()
+    return spatialdl.from_local(tile, mesh, size=(8, 8))
+
+accelerator = Accelerator(cpu=True)
+mesh = spatialdl.init_mesh(grid=(2, 1))
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(4, 3, 8, 8), torch.arange(4) % 3)
+for split in (whole, tiles):
+    images, labels = next(iter(accelerator.prepare(DataLoader(data, batch_size=2))))
+    try:
+        x = split(images)
+        torch.nn.functional.cross_entropy(x.mean((2, 3)), labels).backward()
+    except ValueError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_prepared_loader_is_refused_with_what_to_do(tmp_path):
+    """Tiles cannot be compared, but the gradients of other labels can."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    done = run(*TORCHRUN, "prepared.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "image (float32 (2, 3, 8, 8)) has different values on rank 1" in done.stdout
+    assert "gradient of the loss" in done.stdout
+    advice = "do not pass it the DataLoader, and use DistributedSampler("
+    assert done.stdout.count(advice) == 4

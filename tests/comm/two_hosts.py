@@ -14,10 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from torch import Tensor, nn
-
-from tests.comm.ports import listening
-from tests.training.checkpoints.runs import network
 
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "hostname")
@@ -95,23 +91,3 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 
 def _run(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True)
-
-
-class Looks(nn.Module):
-    """Notes where its process listens, when it is first called."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder: str | None = folder
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.folder is not None and os.path.isdir(self.folder):
-            found = sorted(listening(os.getpid()))
-            Path(self.folder, f"{os.uname().nodename} {os.getpid()}").write_text("\n".join(found))
-        self.folder = None
-        return x
-
-
-def looking(num_classes: int = 3, in_channels: int = 3, folder: str = "") -> nn.Sequential:
-    """The small network, which notes in a folder where its ranks listen."""
-    return nn.Sequential(Looks(folder), *network(num_classes, in_channels))
