@@ -15,6 +15,8 @@ from spatialdl.bench import (
     io_staging,
     io_strategies,
 )
+from spatialdl.bench.io_reading import drop, resident
+from spatialdl.data.saving import sync
 
 SMALL = {
     "reading": "--side 1100 --boxes 3 --rounds 1",
@@ -62,16 +64,6 @@ def test_all_ways_read_the_same_boxes(files):
                 assert (got == wanted).all(), way
 
 
-def test_sizes_are_those_of_the_files(files):
-    folder, image = files
-    assert io_strategies.size_of(folder, io_strategies.MEMMAP) == image.nbytes
-    assert len(io_strategies.files_of(folder, io_strategies.PNG)) == 4
-    assert (
-        io_strategies.size_of(folder, io_strategies.CODED)
-        < io_strategies.size_of(folder, io_strategies.OURS) / 2
-    )
-
-
 def test_ways_that_differ_are_an_error(files):
     folder, _ = files
     reads = {way: io_strategies.open_way(folder, 1100, way) for way in io_strategies.WAYS}
@@ -107,10 +99,6 @@ def test_feeding(run, monkeypatch, capsys):
     assert "raw, augmented" in capsys.readouterr().out
 
 
-def test_utilisation_is_of_steady_steps():
-    assert io_loader.utilisation([5, 5.3, 5.6, 6.0], 0.3, 2) == pytest.approx(0.6 / 0.7)
-
-
 @pytest.mark.slow
 def test_staging(run, monkeypatch):
     monkeypatch.setattr(io_staging, "WORKERS", 0)
@@ -141,19 +129,16 @@ def test_pages_that_stay_are_said(run, monkeypatch, capsys):
     assert "not permitted here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ("--rounds 0", "rounds must be at least 1"),
-        ("--boxes 0", "boxes must be at least 1"),
-        ("--side 1000", "smaller than a window of 1024"),
-        ("--giant 1000", "smaller than a box of 1024"),
-        ("--steps 4", "more than the 4 skipped"),
-        ("--compute 0", "more than 0 seconds"),
-        ("--workers -1", "0 or more"),
-        ("--rate 0.5", "rate must be at least 1"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(wrong, told):
-    with pytest.raises(ValueError, match=told):
-        io.main(wrong.split())
+def test_what_was_dropped_is_not_in_memory(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10**6))
+    assert resident([path]) == 1
+    sync(path)
+    drop([path])
+    left = resident([path])
+    if left == 1:
+        pytest.skip("the pages of this file system stay in memory")
+    assert left < 0.1
+    with path.open("rb") as file:
+        file.read()
+    assert resident([path]) == 1

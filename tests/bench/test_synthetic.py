@@ -28,35 +28,6 @@ def test_keys_with_several_values_make_a_configuration_each():
     assert alone.placement.world_size == 2
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["parallel=pp", "data.batch_sise=4"], "nearest: data.batch_size"),
-        (["parallel=none,ps"], "parallel=ps is unknown"),
-        (["parallel=pp", "data.batch_size=1"], "cannot be split"),
-        (["debug=overfit"], "debug=overfit is not supported"),
-        (["model=glob(res*)"], "list the choices"),
-        (["parallel=auto"], "parallel.world"),
-        (["model._target_=nowhere.Net"], "cannot be imported"),
-        (["--rounds", "1"], "--rounds 1 must be at least 2"),
-        (["--warmup", "0"], "--warmup 0 must be at least 1"),
-    ],
-)
-def test_what_cannot_be_timed_is_told_before_any_rank_starts(keys, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic, "_run", lambda *_: pytest.fail("a rank was started"))
-    with pytest.raises(ValueError, match=message):
-        synthetic.main([*keys, "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_launcher_is_left_out(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match="run it without a launcher"):
-        synthetic.main([])
-
-
 def test_rounds_of_all_turns_are_put_together(monkeypatch, tmp_path, capsys):
     order = []
     seconds = {
@@ -97,9 +68,11 @@ def test_rounds_of_all_turns_are_put_together(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("keys", "ranks"),
     [
-        (["parallel=sp", "scheduler=one_cycle", "trainer.accumulate=2"], 2),
+        (["parallel=none", "task=segmentation", "model=unet"], 1),
         pytest.param(
-            ["parallel=none", "task=segmentation", "model=unet"], 1, marks=pytest.mark.slow
+            ["parallel=sp", "scheduler=one_cycle", "trainer.accumulate=2"],
+            2,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["parallel=dp+sp+pp", "trainer.precision=bf16-mixed"], 6, marks=pytest.mark.slow

@@ -91,11 +91,3 @@ def test_a_run_that_was_stopped_is_not_taken_for_a_finished_one(tmp_path, monkey
     with pytest.raises(RuntimeError, match="was interrupted"):
         whole_vs_tiles.main(words)
     assert not list(tmp_path.rglob("finished.json"))
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--seeds", "0"], ["--epochs", "0"], ["--slides", "7"], ["--validation", "1"]]
-)
-def test_nothing_of_a_kind_is_refused(wrong):
-    with pytest.raises(ValueError, match="must be at least"):
-        whole_vs_tiles.main(wrong)
