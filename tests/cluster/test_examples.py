@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.alone import losses_alone
 from tests.cluster.slurm import ROOT, Job, answer, run
 from tests.predicting.runs import NETWORK, train, write_slide
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table
@@ -20,7 +19,7 @@ SP_PP = [
     *(*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"),
     "trainer.report=false",
 ]
-STEPS = 200
+STEPS = 120
 
 
 def training(cwd: Path, name: str, *options: str, steps: int = STEPS) -> Job:
@@ -60,15 +59,6 @@ def test_a_run_that_is_told_of_its_time_limit_goes_on_to_the_same_curve(uninterr
 
 
 @pytest.mark.slow
-def test_a_real_time_limit_sends_the_signal(tmp_path):
-    limit = ["--time=2", "--signal=USR1@30"]
-    with training(tmp_path, "run", *limit, steps=1_000_000) as job:
-        job.says("stopped by SIGUSR1")
-        job.says("resuming after step")
-        assert job.told("Restarts") == "1"
-
-
-@pytest.mark.slow
 def test_a_run_requeued_from_outside_goes_on_to_the_same_curve(uninterrupted, tmp_path):
     with training(tmp_path, "run") as job:
         job.says("step 1 of")
@@ -95,17 +85,6 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_does_not_come_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_task_of_an_array_is_a_run_of_its_own(tmp_path):
-    words = [*TINY, "parallel=dp", "data.validation_samples=0", "seed=%a"]
-    queued(tmp_path, "train.sbatch", "--nodes=2", "--array=3-4", " ".join(["run", *words]))
-    for seed in (3, 4):
-        one = [*TINY, "parallel.microbatches=2", "data.validation_samples=0", f"seed={seed}"]
-        plain = losses_alone(tmp_path / f"one-{seed}", *one)
-        assert losses(tmp_path / f"run-{seed}") == pytest.approx(plain, abs=1e-10)
-    assert losses(tmp_path / "run-3") != losses(tmp_path / "run-4")
-
-
-@pytest.mark.slow
 def test_a_run_that_fails_is_not_queued_again(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stopped.json").write_text('{"signal": "SIGUSR1"}')  # of an earlier start
@@ -116,12 +95,13 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
         assert "parallel=dp needs data 2 x rows 1 x columns 1 = 2 ranks" in job.said()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["train.sbatch", "run", *SP_PP], marks=pytest.mark.slow),
-        pytest.param(["tile.sbatch", "slides", "tiles"], marks=pytest.mark.slow),
-        pytest.param(["predict.sbatch", "run", "predicted"], marks=pytest.mark.slow),
+        ["train.sbatch", "run", *SP_PP],
+        ["tile.sbatch", "slides", "tiles"],
+        ["predict.sbatch", "run", "predicted"],
     ],
     ids=lambda words: words[0],
 )
@@ -174,13 +154,6 @@ def test_tiling_on_nodes_writes_the_bytes_of_one_process(slides, tmp_path):
     done = run(["spatialdl-tile", "slides", "--out", "one", *options.split()], tmp_path)
     assert done.returncode == 0, done.stderr
     assert slides_of(tmp_path / "tiles") == slides_of(tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_tasks_of_an_array_share_the_slides(slides, tmp_path):
-    queued(tmp_path, "tile.sbatch", "--array=3-4", "slides tiles --tile-size 64 --level 0")
-    found = [slides_of(tmp_path / f"tiles-{task}")["slides"] for task in (3, 4)]
-    assert found == [["slide 0", "slide 2", "slide 4"], ["slide 1", "slide 3"]]
 
 
 @pytest.mark.slow

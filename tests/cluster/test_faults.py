@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from spatialdl.training.run_lock import LockHolder
-from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, resume_drained, run
+from tests.cluster import hanging
+from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, resume_drained, run, until
+from tests.comm.running import with_failing as with_stopping
 from tests.training.checkpoints.runs import TINY, losses, table
 
 TRAIN_SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -27,19 +30,20 @@ def with_failing(how: str) -> list[str]:
     return [*SP_PP, *model, "hydra.run.dir=run"]
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(assert_gone, tmp_path):
-    done = run([*SRUN, *ON_THREE, *TRAIN, *with_failing("raises")], tmp_path)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        pytest.param(
+            "raises", r"rank 1 on node2: Traceback.*?\nRuntimeError: this rank has had en"
+        ),
+        pytest.param("dies", r"error: node2: task 1: Killed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_is_named(how, said, assert_gone, tmp_path):
+    done = run([*SRUN, *ON_THREE, *TRAIN, *with_failing(how)], tmp_path)
     assert done.returncode != 0
-    assert_gone(THREE, "model.how=raises")
-    (told,) = re.findall(r"rank 1 on node2: Traceback.*?\n(\w+: .*)", done.stderr, re.DOTALL)
-    assert told.startswith("RuntimeError: this rank has had enough")
-
-
-def test_a_rank_that_is_killed_ends_the_job_and_is_named(assert_gone, tmp_path):
-    done = run([*SRUN, *ON_THREE, *TRAIN, *with_failing("dies")], tmp_path)
-    assert done.returncode != 0
-    assert_gone(THREE, "model.how=dies")
-    assert re.search(r"error: node2: task 1: Killed", done.stderr), done.stderr
+    assert_gone(THREE, f"model.how={how}")
+    assert len(re.findall(said, done.stderr, re.DOTALL)) == 1, done.stderr
 
 
 @pytest.mark.slow
@@ -69,9 +73,9 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [0, 1])  # 0 runs the script and rank 0, too
 @pytest.mark.parametrize(
-    ("fault", "remedy"), [("crash", "boot"), ("cut", "heal"), ("freeze", "thaw")]
+    ("fault", "remedy", "number"),  # 0 runs the script and rank 0, too
+    [("crash", "boot", 1), ("cut", "heal", 0), ("freeze", "thaw", 0), ("freeze", "thaw", 1)],
 )
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
     fault, remedy, number, lose, uninterrupted, tmp_path
@@ -120,3 +124,34 @@ def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_
 
 def steps(run_dir: Path) -> list[int]:
     return [int(row["step"]) for row in table(run_dir / "metrics.csv")]
+
+
+def test_a_rank_that_stops_is_named_and_the_job_ends(assert_gone, tmp_path):
+    done = run(
+        [*SRUN, "-w", ",".join(THREE), "-n3", *TRAIN, *hanging.SP_PP, *with_stopping("stops")],
+        tmp_path,
+    )
+    assert done.returncode != 0
+    hanging.assert_told(done.stdout + done.stderr, THREE, lost=1)
+    assert_gone(THREE, hanging.TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("fault", "remedy", "lost"), [("freeze", "thaw", 1), ("cut", "heal", 2)])
+def test_a_rank_on_a_node_that_is_lost_is_named(
+    fault, remedy, lost, lose, assert_gone, nodectl, tmp_path
+):
+    each = shlex.join([*SRUN, *TRAIN, *hanging.SP_PP])
+    with Job(tmp_path, "-N3", "-n3", "--exclusive", "--no-requeue", "--wrap", each) as job:
+        job.says("step 1 of")
+        nodes = job.nodes()
+        lose(nodes[lost], fault, remedy)
+        job.says("Aborting the job.")
+        until(job.is_over, "the job does not end")
+        assert job.told("JobState") in ("FAILED", "NODE_FAIL"), job.said()
+        hanging.assert_told(job.said(), nodes, lost)
+    if fault == "freeze":
+        run([nodectl, remedy, nodes[lost]], tmp_path)
+    # who is cut off has waited for the others, and ended by itself
+    assert_gone(nodes, hanging.TIMEOUT, patience_s=60)

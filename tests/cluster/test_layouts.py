@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from spatialdl.comm.launch import mpiexec_command
 from tests.cluster.alone import losses_alone
-from tests.cluster.slurm import SRUN, TRAIN, quoted, run
+from tests.cluster.slurm import ENVIRONMENT, PATIENCE_S, SRUN, TRAIN, quoted, run
+from tests.training.checkpoints.runs import TINY, losses
 
 SMALL = [
     *("data.image_size=[70,93]", "data.batch_size=4", "data.samples=8"),
@@ -37,9 +43,11 @@ def found(done, cwd: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(SP_PP, id="sp+pp"), pytest.param(DP_SP, id="dp+sp", marks=pytest.mark.slow)],
+    [SP_PP, DP_SP],
+    ids=["sp+pp", "dp+sp"],
 )
 def test_two_ranks_on_each_of_four_nodes_equal_one_process(layout, one_process, tmp_path):
     ours = found(run([*SRUN, "-N4", "-n8", *TRAIN, *SMALL, *layout], tmp_path), tmp_path)
@@ -116,3 +124,144 @@ def test_inside_an_allocation_the_command_starts_its_ranks_on_the_nodes(how, one
     ours = found(run([*words, *command], tmp_path), tmp_path)
     assert ours["world_size"] == 3
     assert ours["loss"] == pytest.approx(one_process, abs=1e-10)
+
+
+ADVICE = (
+    "srun started 2 ranks, but MPI_COMM_WORLD has size 1: srun and this MPI use different PMI "
+    "protocols, use `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH"
+)
+
+
+@pytest.mark.parametrize("mpi", ["none", pytest.param("pmi2", marks=pytest.mark.slow)])
+def test_worlds_of_one_end_with_advice_before_there_is_a_run_directory(mpi, tmp_path):
+    words = ["srun", f"--mpi={mpi}", "-N2", "-n2", *TRAIN, "parallel=dp", "trainer.max_steps=1"]
+    done = run(words, tmp_path)
+    assert done.returncode != 0
+    assert ADVICE in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+PROGRAM = """
+import json, socket, sys
+import torch
+from mpi4py import MPI
+from spatialdl.comm.launch import launched
+from spatialdl.comm.processes import Nodes
+from spatialdl.comm.hierarchical import by_nodes
+from spatialdl.comm.world import as_communicator, torch_world
+
+mpi = as_communicator(MPI.COMM_WORLD)
+world = mpi if sys.argv[1] == "mpi" else torch_world(launched())
+nodes = Nodes(world)
+comm = by_nodes(world, nodes.of[world.rank])
+draw = torch.Generator().manual_seed(world.rank)
+values = torch.randn(1001, dtype=torch.float64, generator=draw)
+whole = torch.arange(1001) * (world.rank + 1)
+found = {
+    "host": socket.gethostname(),
+    "nodes": nodes.of,
+    "own": nodes.own.allgather(world.rank),
+    "of node": nodes.own.all_reduce(torch.tensor([world.rank])).tolist(),
+    "class": type(comm).__name__,
+    "sum": comm.all_reduce(values).tolist(),
+    "whole": comm.all_reduce(whole).tolist(),
+}
+told = world.gather(found)
+if told is not None:
+    print(json.dumps(told), flush=True)
+"""
+RANKS = 3
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [
+        ("torch", "HierarchicalCommunicator"),
+        pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dealt", "nodes"),
+    [
+        pytest.param("cyclic", [0, 1, 0]),
+        pytest.param("block", [0, 0, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_a_node_has_a_communicator_of_its_ranks(transport, kind, dealt, nodes, tmp_path):
+    where = ["-w", "node[1-2]", "-m", dealt, f"-n{RANKS}"]
+    words = [*SRUN, *where, sys.executable, "-c", PROGRAM, transport]
+    done = run(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [one["host"] for one in told] == [f"node{1 + node}" for node in nodes]
+    draws = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
+    values = [torch.randn(1001, dtype=torch.float64, generator=draw) for draw in draws]
+    for node, one in zip(nodes, told, strict=True):
+        own = [rank for rank in range(RANKS) if nodes[rank] == node]
+        assert (one["nodes"], one["own"], one["of node"]) == (nodes, own, [sum(own)])
+        assert one["class"] == kind
+        assert one["whole"] == [6 * number for number in range(1001)]
+        assert one["sum"] == told[0]["sum"]
+        total = torch.tensor(one["sum"], dtype=torch.float64)
+        torch.testing.assert_close(total, sum(values), rtol=0, atol=1e-14)
+
+
+HOSTS = ["node1", "node2"]
+ONE = [*TINY, "data.validation_samples=0", "trainer.report=false"]
+SP = [*ONE, "parallel=sp", "parallel.grid=[2,2]", "hydra.run.dir=run"]
+
+
+@pytest.fixture(scope="module")
+def one_tiny_process(tmp_path_factory):
+    return losses_alone(tmp_path_factory.mktemp("none"), *ONE)
+
+
+def assert_is_the_run_of_one_process(cwd: Path, one_tiny_process: list[float]) -> None:
+    assert json.loads((cwd / "run" / "summary.json").read_text())["world_size"] == 4
+    assert losses(cwd / "run") == pytest.approx(one_tiny_process, abs=1e-10)
+
+
+@pytest.mark.slow
+def test_mpiexec_on_two_hosts_equals_one_process(agent, one_tiny_process, tmp_path):
+    mpiexec = mpiexec_command(4)
+    hosts = ["--host", ",".join(f"{host}:2" for host in HOSTS)]
+    words = [*mpiexec, *hosts, "-x", "OMP_NUM_THREADS", "-x", "PYTHONPATH", *TRAIN, *SP]
+    done = run(words, tmp_path, PRTE_MCA_plm_ssh_agent=str(agent))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_is_the_run_of_one_process(tmp_path, one_tiny_process)
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_hosts_equals_one_process(nodectl, one_tiny_process, tmp_path):
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS[0]}:29400", "--rdzv-id=1"]
+    words = ["--nnodes=2", "--nproc-per-node=2", *meeting, "-m", *TRAIN[2:], *SP]
+    line = shlex.join([sys.executable, "-m", "torch.distributed.run", *words])
+    started = [
+        subprocess.Popen(
+            [nodectl, "exec", host, "/bin/bash", "-c", f"cd {tmp_path} && exec {line}"],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in HOSTS
+    ]
+    try:
+        said = [one.communicate(timeout=PATIENCE_S)[0] for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert [one.returncode for one in started] == [0, 0], "\n".join(said)
+    assert_is_the_run_of_one_process(tmp_path, one_tiny_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])  # a site's default, which concerns torchrun only
+def test_torchrun_under_srun_equals_one_process(mpi, one_tiny_process, tmp_path):
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=$SLURMD_NODENAME:29400", "--rdzv-id=2"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    line = " ".join([*words, *meeting, "-m", *map(quoted, [*TRAIN[2:], *SP])])
+    each = f"srun --mpi={mpi} --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 {line}"
+    done = run(["sbatch", "-N2", "-n2", "--wait", "--output=log", "--wrap", each], tmp_path)
+    assert done.returncode == 0, (tmp_path / "log").read_text()
+    assert_is_the_run_of_one_process(tmp_path, one_tiny_process)

@@ -43,13 +43,9 @@ def one_process(tmp_path_factory):
     return losses_alone(tmp_path_factory.mktemp("none"), *ONE)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [["srun", "--mpi=pmi2", "-N3", "-n3", "--kill-on-bad-exit=1"], ["salloc", "-N3", "-n3", "-Q"]],
-    ids=["srun", "its own srun"],
-)
-def test_ranks_of_mpich_on_three_nodes_equal_one_process(launcher, mpich, one_process, tmp_path):
-    done = run([*launcher, mpich, *TRAIN[1:], *SP_PP, "hydra.run.dir=run"], tmp_path)
+def test_ranks_of_mpich_on_three_nodes_equal_one_process(mpich, one_process, tmp_path):
+    srun = ["srun", "--mpi=pmi2", "-N3", "-n3", "--kill-on-bad-exit=1"]
+    done = run([*srun, mpich, *TRAIN[1:], *SP_PP, "hydra.run.dir=run"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 3
     assert losses(tmp_path / "run") == pytest.approx(one_process, abs=1e-10)

@@ -1,8 +1,9 @@
-"""Lightning programs, features and virtual tiles on two nodes equal those of one process."""
+"""A Lightning program, and shards on the disks of nodes, equal one process."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from spatialdl.analysis.command import main as analyze
-from spatialdl.data.feature_file import list_features
-from spatialdl.features.command import main as compute_features
-from spatialdl.slides.synthetic.drawing import write_synthetic_slide
+from spatialdl.data import ShardDataset, ShardWriter
 from tests.cluster import lightning_program
 from tests.cluster.alone import losses_alone
-from tests.cluster.slurm import SRUN, TRAIN, run
+from tests.cluster.slurm import ROOT, SRUN, Job, run
 from tests.training.checkpoints.runs import losses, table
 
 pytestmark = pytest.mark.slow
@@ -60,86 +58,88 @@ def assert_close(ours: dict[str, Any], plain: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
-ENCODER = """
-from tests.features.tiny import Tiny
-
-
-class Net(Tiny):
-    pass
+LOOK = """
+import json, os, socket
+from pathlib import Path
+found = Path(os.environ["SLURM_TMPDIR"]).glob(".spatialdl-*/shards/*")
+print(json.dumps([os.environ["SLURM_PROCID"], sorted(one.name for one in found)]))
 """
-FEATURES = [
-    *("slides", "--mpp", "0.5", "--encoder", "encoders.Net", "--device", "cpu"),
-    *("--precision", "float64", "--dtype", "float32"),
-]
-KMEANS = ["kmeans", "one/h5", "-k", "3", "--seed", "2"]
 
 
-@pytest.fixture(scope="module")
-def features(tmp_path_factory) -> Path:
-    """A folder with slides, the encoder of a user, and `one`: the features of one process."""
-    cwd = tmp_path_factory.mktemp("features")
-    (cwd / "slides").mkdir()
-    for name, size in (("a", (512, 640)), ("b", (384, 512))):
-        write_synthetic_slide(cwd / "slides" / f"{name}.tiff", "ring", size=size, seed=3)
-    (cwd / "encoders.py").write_text(ENCODER)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(cwd)
-        assert compute_features([*FEATURES, "--out", "one"]) == 0
-    return cwd
+def write(folder: Path) -> list[str]:
+    """Images whose upper and lower halves lie in different shards; the names of their copies."""
+    draw = np.random.default_rng(0)
+    with ShardWriter(folder, ("a", "b"), kind="regions", stripes=2) as writer:
+        for number in range(2):
+            writer.add(draw.integers(0, 256, (1024, 24, 3), np.uint8), number % 2, "train")
+    return [f"{shard.sha256}.h5" for shard in ShardDataset(folder).manifest.shards]
 
 
-def test_features_of_an_encoder_of_ones_own_are_those_of_one_process(features):
-    said = printed(features, "spatialdl-features", *FEATURES, "--out", "two")
-    assert said.count("12 features of each of") == 1, said
-    ours, plain = (files_of(features / name) for name in ("two", "one"))
-    assert ours.keys() == plain.keys()
-    listed, expected = (untimed(files["process_list.csv"]) for files in (ours, plain))
-    assert listed == expected
-    two, one = (list_features([features / name]) for name in ("two", "one"))
-    assert [file.slide for file in two] == [file.slide for file in one] == ["a", "b"]
-    for file, other in zip(two, one, strict=True):
-        np.testing.assert_array_equal(file.coords(), other.coords())
-        np.testing.assert_allclose(file.read(), other.read(), rtol=1e-6, atol=1e-10)
-        np.testing.assert_equal(file.attributes, other.attributes)
+def test_each_node_stages_the_shards_of_its_ranks_and_training_is_the_same(tmp_path):
+    upper, lower = write(tmp_path / "set")
+    data = ["data=shards", f"data.path={tmp_path / 'set'}", "data.batch_size=2", "device=cpu"]
+    model = ["~model.width", "++model._target_=tests.cluster.networks.waiting"]
+    once = [*data, *model, "trainer.precision=float64", "trainer.max_steps=20"]
+    once.append("trainer.report=false")
+    plain = losses_alone(tmp_path / "plain", *once, "++model.file=/")
+    to = "data.stage.to='${oc.env:SLURM_TMPDIR}'"
+    words = [*once, f"++model.file={tmp_path / 'go'}", "parallel=sp", to, "hydra.run.dir=run"]
+    script = ROOT / "examples" / "slurm" / "train.sbatch"
+    nodes = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    with Job(tmp_path, *nodes, str(script), "run", *words) as job:
+        job.says("step 1 of")
+        look = [*SRUN, f"--jobid={job.id}", "--overlap", "-n2", sys.executable, "-c", LOOK]
 
+        def on_nodes() -> dict[str, list[str]]:
+            done = run(look, tmp_path)
+            assert done.returncode == 0, done.stderr
+            return dict(json.loads(line) for line in done.stdout.splitlines())
 
-def untimed(file: Path) -> list[dict[str, str]]:
-    """A table without the seconds that its rows took."""
-    return [row | {"seconds": ""} for row in table(file)]
+        def have_arrived() -> bool:
+            names = [name for found in on_nodes().values() for name in found]
+            return len(names) >= 2 and all(name.endswith(".h5") for name in names)
 
-
-def test_clusters_of_features_are_those_of_one_process(features, monkeypatch):
-    monkeypatch.chdir(features)
-    printed(features, "spatialdl-analyze", *KMEANS, "--out", "of_two")
-    assert analyze([*KMEANS, "--out", "of_one"]) == 0
-    ours, plain = (files_of(features / name) for name in ("of_two", "of_one"))
-    assert ours.keys() == plain.keys()
-    summary, expected = (json.loads(files["summary.json"].read_text()) for files in (ours, plain))
-    assert (summary.pop("ranks"), expected.pop("ranks")) == (2, 1)
-    assert summary.pop("inertia") == pytest.approx(expected.pop("inertia"), rel=1e-10)
-    assert summary | {"seconds": 0} == expected | {"seconds": 0}
-    centres, others = (np.load(files["model.npz"])["cluster_centers_"] for files in (ours, plain))
-    np.testing.assert_allclose(centres, others, rtol=1e-10)
-    for slide in ("a", "b"):
-        tiles = f"tiles/{slide}.csv"
-        assert_close(numbers(ours[tiles]), numbers(plain[tiles]))
-
-
-TILES = [
-    *("data.image_size=[70,67]", "data.num_classes=3", "data.samples=7", "data.batch_size=4"),
-    *("data.validation_samples=0", "model.width=8", "trainer.precision=float64", "device=cpu"),
-    *("trainer.max_steps=3", "trainer.report=false"),
-]
-STREAMED = [
-    *("parallel=sp", "parallel.grid=[2,1]", "parallel.stream=[2,1]", "comm.check=true"),
-    *("trainer.memory_limit_gb=0.0003", "hydra.run.dir=run"),
-]
-
-
-def test_training_on_virtual_tiles_equals_one_process(tmp_path):
-    printed(tmp_path, *TRAIN, *TILES, *STREAMED)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    plain = losses_alone(tmp_path / "one", *TILES)
+        job.until(have_arrived)
+        assert on_nodes() == {"0": [upper], "1": [lower]}
+        for shard in (tmp_path / "set").glob("*.h5"):  # from here on there are only the copies
+            shard.rename(tmp_path / shard.name)
+        (tmp_path / "go").touch()
+        job.until(job.is_over)
+        assert job.told("JobState") == "COMPLETED", job.said()
     assert losses(tmp_path / "run") == pytest.approx(plain, abs=1e-10)
-    assert len(plain) == 3
+
+
+SMALL_DISK = """
+import json, os, socket, subprocess, sys
+disk = os.environ["SLURM_TMPDIR"] + "/disk"
+os.makedirs(disk, exist_ok=True)
+if os.environ["SLURM_PROCID"] == "1":
+    subprocess.run([*sys.argv[1:], disk], check=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_whose_disk_is_full_reads_from_the_source_which_is_said_once(tmp_path):
+    write(tmp_path / "set")
+    words = [
+        *(sys.executable, "-m", "spatialdl.train", "data=shards", f"data.path={tmp_path / 'set'}"),
+        *("data.batch_size=2", "model.width=2", "trainer.max_steps=3", "device=cpu"),
+        *("trainer.precision=float64", "parallel=sp", "parallel.grid=[2,2]"),
+    ]
+    stage = "data.stage.to='${oc.env:SLURM_TMPDIR}/disk'"
+    each = [*SRUN, "--ntasks-per-node=1", "-n2", sys.executable, "-c", SMALL_DISK]
+    mounted = [*each, "mount", "-t", "tmpfs", "-o", "size=40k", "none"]
+    trained = [*SRUN, "-n4", *words, stage, "hydra.run.dir=staged"]
+    script = "\n".join(
+        ["set -e", *map(shlex.join, [mounted, trained, [*each, "umount", "--lazy"]])]
+    )
+    nodes = ["-N2", "--ntasks-per-node=2", "-Q"]
+    done = run(["salloc", *nodes, "bash", "-c", script], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("staging 1 shard") == said.count("staging 0 shards") == 1, said
+    assert said.count("do not fit") == 1
+    assert "1 shard (91.7 kB) left at the source" in said
+    plain = run([*SRUN, "-N2", "-n4", *words, "data.stage=off", "hydra.run.dir=plain"], tmp_path)
+    assert plain.returncode == 0, plain.stdout + plain.stderr
+    assert losses(tmp_path / "staged") == losses(tmp_path / "plain")

@@ -1,88 +1,29 @@
-"""Small networks in plain PyTorch, and their training, on any device."""
+"""Small networks, and their training, on any device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spatialdl.models import resnet18, unet, vit
 
-class Block(nn.Module):
-    """Two convolutions with a residual connection."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(after),
-        )
-        self.skip = nn.Conv2d(before, after, 1, stride) if stride != 1 else nn.Identity()
+class Mean(nn.Module):
+    """Of what a network gives to every pixel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.skip(x), inplace=True)
+        return x.mean((2, 3))
 
 
-def resnet() -> nn.Module:
-    """Eight blocks, as ResNet-18 has."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1)]
-    for before, after, stride in [(8, 8, 1), (8, 16, 2), (16, 32, 2), (32, 64, 2)]:
-        layers += [Block(before, after, stride), Block(after, after, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
-
-
-class UNet(nn.Module):
-    """Three levels, transposed convolutions on one way up and interpolation on the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def level(before: int, after: int) -> nn.Module:
-            return nn.Sequential(
-                nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(2, after), nn.SiLU()
-            )
-
-        self.top, self.middle, self.bottom = level(3, 8), level(8, 16), level(16, 32)
-        self.up = nn.ConvTranspose2d(32, 16, 2, 2)
-        self.middle_up, self.top_up = level(32, 16), level(24, 8)
-        self.head = nn.Conv2d(8, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        top = self.top(x)
-        middle = self.middle(F.max_pool2d(top, 2))
-        bottom = self.bottom(F.avg_pool2d(middle, 2))
-        middle = self.middle_up(torch.cat([middle, self.up(bottom)], 1))
-        up = F.interpolate(middle, scale_factor=2, mode="bilinear", align_corners=False)
-        return self.head(self.top_up(torch.cat([top, up], 1))).mean((2, 3))
-
-
-class ViT(nn.Module):
-    """Patches, a class token, two encoder layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 8, 8)
-        self.token = nn.Parameter(torch.full((1, 1, 16), 0.1))
-        self.places = nn.Parameter(torch.linspace(-1, 1, 17 * 16).view(1, 17, 16))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True)
-            for _ in range(2)
-        )
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.patches(x).flatten(2).mT
-        tokens = torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + self.places
-        for layer in self.layers:
-            tokens = layer(tokens)
-        return self.head(self.norm(tokens[:, 0]))
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"ResNet": resnet, "U-Net": UNet, "ViT": ViT}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet": partial(resnet18, 4, width=4),
+    "U-Net": lambda: nn.Sequential(unet(4, width=4, depth=2), Mean()),
+    "ViT": partial(vit, 4, patch=8, width=16, depth=2, heads=2),
+}
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda weights: torch.optim.SGD(weights, 0.05, momentum=0.9, weight_decay=0.01),

@@ -7,12 +7,19 @@ import gc
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 import spatialdl
+from spatialdl.comm.launch import LaunchInfo
+from spatialdl.commands import start
+from spatialdl.data.batches import Slice
+from spatialdl.data.loader import DeviceCopy, Loader
 from spatialdl.streaming.device_store import CHUNK, DeviceDiskStore, PinnedStore
 from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.streaming.streamed import memory_of
+from spatialdl.training.peak_memory import peak_memory_mb
+from tests.data.numbers import WHOLE, batching, contents, views
 from tests.simulated_device.holding import held
 
 STORES = {"host": PinnedStore, "disk": DeviceDiskStore}
@@ -165,3 +172,64 @@ def test_pinned_memory_is_not_watched(store):
         there = torch.ones(MB, device="sim")
     assert kept.here == there.nbytes
     assert len(pinned) == 4 * MB
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_arrive_while_others_are_computed_with(workers, delays):
+    device = torch.device("sim", 0)
+    cut = batching(2, 2, mask_box=WHOLE)
+    expected = contents(Loader(views(9), cut, 0).batches())
+    loader = Loader(views(9), cut, 0, workers=workers, device=device)
+    found = []
+    for batch in loader.batches():
+        assert all(x.device == device for one in batch for x in one.tensors())
+        found.append([one.map(lambda x: x + 0) for one in batch])
+        del batch  # its memory may be taken again by the next copy
+    loader.close()
+    assert contents([[one.map(torch.Tensor.cpu) for one in batch] for batch in found]) == expected
+
+
+def test_a_device_copies_beside_what_it_computes():
+    copy = DeviceCopy(torch.device("sim", 0))
+    with held() as computing:
+        arrived = copy.begin([Slice(torch.tensor([3]), 1.0, None)])
+        assert copy._stream is not None
+        copy._stream.synchronize()  # it has not waited for the computing
+        computing.set()
+        assert arrived()[0].labels.tolist() == [3]
+
+
+def test_the_peak_is_that_of_the_device():
+    device = torch.device("sim", 0)
+    torch.sim.reset_peak_memory_stats(device)
+    before = peak_memory_mb(device)
+    block = torch.empty(2**22, device=device)
+    assert peak_memory_mb(device) >= before + 16
+    del block
+
+
+CONFIG = {"device": "auto", "comm": {"ranks_per_device": 1, "timeout": None, "transport": "mpi"}}
+
+
+def allocations(index: int) -> int:
+    """Since the device was made: without any, CUDA has no context."""
+    return int(torch.accelerator.memory.memory_stats(index)["allocation.all.allocated"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_device_has_a_context_before_mpi_starts(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 0 too, whose device is the current one from the beginning."""
+    info, before = LaunchInfo(rank, 2, rank, "mpiexec"), allocations(rank)
+    monkeypatch.setattr(start.run_log, "start_log", lambda rank: None)
+    monkeypatch.setattr(start, "limit_waits", lambda seconds: None)
+
+    def start_world(transport: str) -> None:
+        assert torch.accelerator.current_device_index() == rank
+        assert allocations(rank) > before
+        raise InterruptedError
+
+    monkeypatch.setattr(start, "start_world", start_world)
+    with pytest.raises(InterruptedError):
+        start.join_ranks(info, OmegaConf.create(CONFIG), lambda config: pytest.fail("too far"))

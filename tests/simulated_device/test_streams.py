@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import queue
 import threading
 
 import pytest
 import torch
+from mpi4py import MPI
+from torch import Tensor
 
+from tests.simulated_device.device_aware_mpi import device_aware_mpi
 from tests.simulated_device.holding import held
 from tests.simulated_device.programs import ran
 
@@ -24,12 +28,6 @@ def test_the_host_does_not_wait_for_operators():
     assert x.tolist() == [2, 2, 2]
 
 
-def test_two_streams_run_independently():
-    side = torch.Stream("sim")
-    with held(side):
-        assert torch.ones(3, device="sim").sum().item() == 3
-
-
 def test_a_missing_wait_shows():
     side = torch.Stream("sim")
     x = torch.zeros(3, device="sim")
@@ -40,47 +38,6 @@ def test_a_missing_wait_shows():
         assert x.tolist() == [0, 0, 0]
     torch.sim.current_stream().wait_stream(side)
     assert x.tolist() == [1, 1, 1]
-
-
-def test_a_stream_waits_for_an_event():
-    side, event = torch.Stream("sim"), torch.Event("sim")
-    x = torch.zeros(3, device="sim")
-    side.wait_stream(torch.sim.current_stream())
-    with held(side) as gate:
-        with side:
-            x.add_(1)
-            event.record()
-        torch.sim.current_stream().wait_event(event)
-        y = x + 1
-        busy = torch.Stream("sim")
-        for _ in range(500):  # time enough for a stream that does not wait
-            torch.sim.enqueue(threading.get_ident, busy)
-        busy.synchronize()
-        assert not event.query()
-        assert not torch.sim.current_stream().query()
-        gate.set()
-    assert y.tolist() == [2, 2, 2]
-    assert event.query()
-
-
-def test_an_event_that_is_recorded_again_counts_from_there():
-    event = torch.Event("sim")
-    event.record()
-    event.synchronize()
-    with held():
-        event.record()
-        assert not event.query()
-    event.synchronize()
-    assert event.query()
-
-
-def test_time_between_events():
-    first, second = (torch.Event("sim", enable_timing=True) for _ in range(2))
-    first.record()
-    torch.ones(1000, device="sim").sum()
-    second.record()
-    second.synchronize()
-    assert first.elapsed_time(second) > 0
 
 
 def test_streams_and_devices_are_chosen_and_left_again():
@@ -125,22 +82,6 @@ def test_functions_run_in_order():
     assert seen == [0, 1]
 
 
-def test_an_error_of_a_function_is_raised_where_the_host_waits():
-    def fails() -> None:
-        raise ValueError("no such peer")
-
-    torch.sim.enqueue(fails)
-    with pytest.raises(RuntimeError, match="no such peer"):
-        torch.sim.synchronize()
-
-
-def test_functions_write_to_device_memory():
-    x = torch.zeros(4, device="sim:1")
-    stream = torch.sim.current_stream(1)
-    torch.sim.enqueue(lambda: torch.sim.host_view(x).copy_(torch.arange(4.0)), stream)
-    assert (x * 2).tolist() == [0, 2, 4, 6]
-
-
 def test_a_native_function_needs_no_interpreter():
     library = ctypes.PyDLL(None)  # which keeps the interpreter to itself while it waits
     semaphore = ctypes.create_string_buffer(64)
@@ -179,3 +120,66 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     )
     assert done.returncode == 0, done.stderr
     assert "cannot be used in a forked process" in done.stdout
+
+
+def exchanged(x: Tensor) -> Tensor:
+    """A copy of a tensor that MPI made, on the device, at once."""
+    landed = torch.zeros_like(x)
+    torch.sim.synchronize()
+    ours, theirs = (MPI.buffer.fromaddress(t.data_ptr(), t.nbytes) for t in (x, landed))
+    MPI.COMM_SELF.Sendrecv(ours, 0, 0, theirs, 0, 0)
+    return landed
+
+
+def test_device_aware_mpi_moves_device_memory():
+    with device_aware_mpi():
+        x = torch.arange(1000.0, device="sim")
+        assert torch.equal(exchanged(x), x)
+        y = torch.arange(1000.0)
+        assert torch.equal(exchanged(y), y)
+
+
+def test_device_aware_mpi_waits_for_no_stream():
+    with device_aware_mpi():
+        landed = torch.zeros(3, device="sim")
+        torch.sim.synchronize()
+        with held():
+            x = torch.ones(3, device="sim")
+            ours, theirs = (MPI.buffer.fromaddress(t.data_ptr(), t.nbytes) for t in (x, landed))
+            MPI.COMM_SELF.Sendrecv(ours, 0, 0, theirs, 0, 0)
+        assert landed.isnan().all()
+
+
+def send(x: Tensor, wire: queue.Queue[Tensor]) -> None:
+    """As NCCL sends: in the current stream, of what lies there then; the host goes on."""
+    view = torch.sim.host_view(x)
+    torch.sim.enqueue(lambda: wire.put(view.clone()), torch.sim.current_stream(x.device))
+
+
+def receive(x: Tensor, wire: queue.Queue[Tensor]) -> None:
+    view = torch.sim.host_view(x)
+    torch.sim.enqueue(lambda: view.copy_(wire.get()), torch.sim.current_stream(x.device))
+
+
+def test_messages_in_streams(delays):
+    wire: queue.Queue[Tensor] = queue.Queue()
+    y = torch.zeros(3, device="sim:1")
+    receive(y, wire)
+    y.mul_(2)
+    assert not torch.sim.current_stream(1).query()
+    x = torch.ones(3, device="sim:0").add_(1)
+    send(x, wire)
+    x.zero_()
+    assert y.tolist() == [4, 4, 4]
+
+
+def test_where_the_host_waits():
+    x = torch.ones(3, device="sim")
+    with torch.sim.wait_sites(__file__) as sites:
+        x.sum().item()
+        torch.sim.synchronize()
+    x.sum().item()
+    found = {(kind, name): site for kind, name, site in sites}
+    assert set(found) == {("item", ""), ("device", "")}
+    assert all(site.startswith(__file__) for site in found.values())
+    assert sum(sites.values()) == 2

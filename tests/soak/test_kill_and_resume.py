@@ -159,13 +159,6 @@ def soaked(
 
 
 @pytest.mark.slow
-def test_two_kills(data, tmp_path):
-    layout = LAYOUTS["sp+pp on 3"]
-    run, alone = soaked(tmp_path, data, drawn(SEED, 2), [layout] * 3)
-    assert_same_run(run.path, alone.path)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(60 + 120 * KILLS)
 def test_twenty_kills(data, tmp_path):
     layout = LAYOUTS[LAYOUT]

@@ -103,14 +103,3 @@ def test_windows_of_tiles_and_their_adjoint(world, tmp_path, limit, below):
     everywhere = world.all_reduce(torch.tensor([there, back], dtype=torch.float64))
     assert float(everywhere[0]) == pytest.approx(float(everywhere[1]), rel=1e-12)
     assert store is None or (store.written > 0 and store.read > 0)
-
-
-def test_they_stay_together(world):
-    if world.size == 1:
-        pytest.skip("of several processes")
-
-    def work(comm: Virtual) -> None:
-        comm.subset([0, 1])
-
-    with pytest.raises(NotImplementedError, match="several processes cannot form subsets"):
-        on_all(world, work)

