@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -34,21 +33,6 @@ def nodectl() -> str:
     if found is None:
         pytest.skip("nodectl, which enters nodes and makes faults, is not here")
     return found
-
-
-@pytest.fixture
-def agent(nodectl, tmp_path) -> Path:
-    """What takes the place of ssh: the words after the host are a line for the shell there."""
-    path = tmp_path / "agent"
-    lines = [
-        "#!/bin/bash",
-        "while [[ $1 == -* ]]; do shift; done",
-        "host=$1 && shift",
-        f'exec {nodectl} exec "$host" /bin/bash -c "$*"',
-    ]
-    path.write_text("\n".join(lines))
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

@@ -178,13 +178,6 @@ SPLIT = ["parallel=sp", "parallel.grid=[3,1]"]
 
 
 @pytest.mark.slow
-def test_predicting_on_nodes_equals_one_process(slides, tmp_path):
-    train(tmp_path / "trained", *NETWORK)
-    queued(tmp_path, "predict.sbatch", " ".join([*PREDICTED, *SPLIT]))
-    assert_predicted_as_by_one_process(tmp_path, slides=5)
-
-
-@pytest.mark.slow
 def test_predicting_goes_on_after_its_time_limit(slides, tmp_path):
     train(tmp_path / "trained", *NETWORK)
     for count in range(20):

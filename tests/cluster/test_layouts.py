@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spatialdl.comm.launch import mpiexec_command
 from tests.cluster.alone import losses_alone
-from tests.cluster.slurm import ENVIRONMENT, PATIENCE_S, SRUN, TRAIN, quoted, run
+from tests.cluster.slurm import SRUN, TRAIN, quoted, run
 from tests.training.checkpoints.runs import TINY, losses
 
 SMALL = [
@@ -206,7 +203,6 @@ def test_a_node_has_a_communicator_of_its_ranks(transport, kind, dealt, nodes, t
         torch.testing.assert_close(total, sum(values), rtol=0, atol=1e-14)
 
 
-HOSTS = ["node1", "node2"]
 ONE = [*TINY, "data.validation_samples=0", "trainer.report=false"]
 SP = [*ONE, "parallel=sp", "parallel.grid=[2,2]", "hydra.run.dir=run"]
 
@@ -219,40 +215,6 @@ def one_tiny_process(tmp_path_factory):
 def assert_is_the_run_of_one_process(cwd: Path, one_tiny_process: list[float]) -> None:
     assert json.loads((cwd / "run" / "summary.json").read_text())["world_size"] == 4
     assert losses(cwd / "run") == pytest.approx(one_tiny_process, abs=1e-10)
-
-
-@pytest.mark.slow
-def test_mpiexec_on_two_hosts_equals_one_process(agent, one_tiny_process, tmp_path):
-    mpiexec = mpiexec_command(4)
-    hosts = ["--host", ",".join(f"{host}:2" for host in HOSTS)]
-    words = [*mpiexec, *hosts, "-x", "OMP_NUM_THREADS", "-x", "PYTHONPATH", *TRAIN, *SP]
-    done = run(words, tmp_path, PRTE_MCA_plm_ssh_agent=str(agent))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_is_the_run_of_one_process(tmp_path, one_tiny_process)
-
-
-@pytest.mark.slow
-def test_torchrun_on_two_hosts_equals_one_process(nodectl, one_tiny_process, tmp_path):
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS[0]}:29400", "--rdzv-id=1"]
-    words = ["--nnodes=2", "--nproc-per-node=2", *meeting, "-m", *TRAIN[2:], *SP]
-    line = shlex.join([sys.executable, "-m", "torch.distributed.run", *words])
-    started = [
-        subprocess.Popen(
-            [nodectl, "exec", host, "/bin/bash", "-c", f"cd {tmp_path} && exec {line}"],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for host in HOSTS
-    ]
-    try:
-        said = [one.communicate(timeout=PATIENCE_S)[0] for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    assert [one.returncode for one in started] == [0, 0], "\n".join(said)
-    assert_is_the_run_of_one_process(tmp_path, one_tiny_process)
 
 
 @pytest.mark.slow

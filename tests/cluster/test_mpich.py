@@ -68,14 +68,3 @@ def test_a_rank_that_stops_is_named_and_the_job_ends(mpich, assert_gone, tmp_pat
     assert done.returncode != 0
     hanging.assert_told(done.stdout + done.stderr, nodes, lost=1)
     assert_gone(nodes, hanging.TIMEOUT)
-
-
-def test_its_mpiexec_on_two_hosts_equals_one_process(agent, mpich, one_process, tmp_path):
-    mpiexec = str(Path(mpich).parent / "mpiexec")
-    hosts = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", "node1,node2", "-ppn", "2"]
-    words = [mpich, *TRAIN[1:], *ONE, "parallel=sp", "parallel.grid=[2,2]"]
-    done = run([mpiexec, *hosts, "-n", "4", *words], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run_dir,) = (tmp_path / "outputs").iterdir()
-    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 4
-    assert losses(run_dir) == pytest.approx(one_process, abs=1e-10)

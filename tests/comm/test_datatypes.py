@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spatialdl.comm import check
 from spatialdl.comm.check import CommCall
-from spatialdl.comm.datatypes import _merge, mpi_type, reduction_type
+from spatialdl.comm.datatypes import mpi_type, reduction_type
 from spatialdl.comm.world import as_communicator
 
 MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -69,25 +69,6 @@ def test_what_was_packed_arrives_in_another_view_of_that_shape(view):
     datatype = mpi_type(target)
     datatype.Unpack(packed(view), 0, memory_of(target, datatype), MPI.COMM_SELF)
     assert torch.equal(target, view)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=5).map(
-        lambda dims: ([d[0] for d in dims], [d[1] for d in dims])
-    )
-)
-def test_merged_dims_visit_the_same_offsets_in_the_same_order(dims):
-    shape, strides = tuple(dims[0]), tuple(dims[1])
-    merged = _merge(shape, strides)
-    assert offsets(merged) == offsets(list(zip(shape, strides, strict=True)))
-    assert all(count > 1 for count, _ in merged)
-
-
-def offsets(dims: list[tuple[int, int]]) -> list[int]:
-    found = [0]
-    for count, stride in dims:
-        found = [offset + i * stride for offset in found for i in range(count)]
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32])

@@ -33,12 +33,6 @@ def test_what_runs_again_says_nothing_twice():
     assert heard == [Talk("sum", 2, 8, "tensor")]
 
 
-def test_a_rank_by_itself_says_nothing():
-    with record_talks() as heard:
-        sum_over_ranks(Dry(0, 1), torch.empty(3, device="meta"))
-    assert heard == []
-
-
 def test_of_virtual_ranks_is_noted_what_passes_between_processes():
     """Four in a row, two a process; each needs a pixel of its neighbours."""
     comm, events = Dry(0, 4, processes=((0, 1), (2, 3))), list[DryEvent]()
@@ -87,11 +81,6 @@ class Filling:
     def wait(self):
         for view in self.views:
             view.fill_(self.value)
-
-
-def test_without_a_tape_everybody_is_asked():
-    ask = Asked()
-    assert [once(ask)[0].item() for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_second_run_hears_the_same_without_asking():
@@ -152,15 +141,6 @@ def test_a_part_within_a_part_is_heard_by_both():
     with again.replay():
         assert once(ask).tolist() == [2, 2]
     assert ask.times == 2
-
-
-def test_a_run_that_stops_early_leaves_no_tape_behind():
-    tape = ReplayTape()
-    with pytest.raises(KeyError), tape.record():
-        raise KeyError
-    ask = Asked()
-    once(ask)
-    assert tape.kept == []
 
 
 def test_what_is_said_aside_is_not_on_the_tape():

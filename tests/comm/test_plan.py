@@ -73,13 +73,6 @@ def test_what_nobody_sends_and_what_the_rank_itself_does_not_need(exchange):
         assert unneeded == pixels(plan.own) - pixels(plan.need)
 
 
-def test_around_an_image_only_the_padding_is_nobodys():
-    owned = [Box(((0, 1), (0, 4), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
-    needed = [Box(((0, 1), (-1, 5), (-1, 7))), Box(((0, 1), (3, 9), (0, 6)))]
-    assert sum(len(pixels(box)) for box in Plan(owned, needed, 0).unowned) == 8 + 2 * 5
-    assert Plan(owned, needed, 1).unowned == (Box(((0, 1), (8, 9), (0, 6))),)
-
-
 def test_where_boxes_owned_leave_a_hole_all_that_is_needed_counts_as_nobodys():
     owned = [Box(((0, 1), (0, 2), (0, 6))), Box(((0, 1), (4, 8), (0, 6)))]
     needed = [Box(((0, 1), (0, 8), (0, 6)))] * 2
@@ -116,12 +109,6 @@ def test_a_halo_spans_several_neighbours():
         (1, 2, 3),
         (2, 3, 4),
     ]
-
-
-def test_other_needs_have_another_description():
-    owned = Layout.even(1, (8, 8), (2, 1)).boxes
-    moved = tuple(box.but(1, (box[1][0], box[1][1] + 1)) for box in owned)
-    assert Plan(owned, owned, 0).describe() != Plan(owned, moved, 0).describe()
 
 
 def test_messages_are_one_piece_for_each_peer_whatever_is_in_them():

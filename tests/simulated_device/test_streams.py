@@ -72,16 +72,6 @@ def test_an_error_in_a_stream_is_raised_where_the_host_waits():
     assert table.sum().item() == 8
 
 
-def test_functions_run_in_order():
-    seen = []
-    x = torch.zeros(1, device="sim")
-    torch.sim.enqueue(lambda: seen.append(float(torch.sim.host_view(x))))
-    x.add_(1)
-    torch.sim.enqueue(lambda: seen.append(float(torch.sim.host_view(x))))
-    torch.sim.synchronize()
-    assert seen == [0, 1]
-
-
 def test_a_native_function_needs_no_interpreter():
     library = ctypes.PyDLL(None)  # which keeps the interpreter to itself while it waits
     semaphore = ctypes.create_string_buffer(64)

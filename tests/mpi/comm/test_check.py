@@ -25,6 +25,8 @@ from spatialdl.comm.alarm import (
 )
 from spatialdl.comm.communicator import Communicator
 
+pytestmark = pytest.mark.world(2, 3, 4)
+
 KERNEL = torch.ones(1, 2, 3, 3)
 OPERATIONS: dict[str, Callable[[Tensor], object]] = {
     "conv2d": lambda x: F.conv2d(x, KERNEL, padding=1),
@@ -133,7 +135,6 @@ def test_the_check_is_switched(world: MPI.Intracomm) -> None:
     check.enable(before)
 
 
-pytestmark = pytest.mark.world(2, 3, 4)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 

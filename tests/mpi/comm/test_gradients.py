@@ -15,6 +15,8 @@ from spatialdl.comm import gradients
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import differentiable_sum, sum_over_ranks
 
+pytestmark = pytest.mark.world(2, 3, 4)
+
 MIXED = [torch.float32, torch.float64, torch.float64, torch.bfloat16, torch.float32]
 
 
@@ -120,9 +122,6 @@ def test_replicas_and_tiles_are_averaged_alike(world: MPI.Intracomm) -> None:
     weight.grad = torch.tensor([float(world.rank)])
     average_gradients(model_of(weight), mesh)
     assert weight.grad.item() == 1.5
-
-
-pytestmark = pytest.mark.world(2, 3, 4)
 
 
 @pytest.fixture

@@ -138,41 +138,6 @@ def test_forward_is_exact_and_backward_the_scaled_adjoint(
     assert right == pytest.approx(factor * left, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.world(3, 4)
-@pytest.mark.parametrize(("senders", "receivers"), [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2)])
-def test_both_stages_learn_at_one_rate(senders: int, receivers: int, world: MPI.Intracomm) -> None:
-    """The averaged gradient of a parameter before the border does not depend on the widths."""
-    if senders + receivers > world.size:
-        pytest.skip(f"needs {senders + receivers} ranks")
-    case = Case((senders, 1), (receivers, 1), senders, receivers, (2, 3, 12, 4))
-    handover, what = case.handover(world), case.what
-    images, scale = whole(case, 0), 0.5
-    own = 0.0
-    if world.rank < senders:
-        tile = part_of(images, what.sender, world.rank)
-        handover.send(tile * scale, what, 0)
-        own = (handover.receive_back(what, 0, CPU) * tile).sum().item() / senders
-    elif world.rank < senders + receivers:
-        arrived = handover.receive(what, 0, CPU)
-        # the gradient of sum(y**2), by the rule that a split sum adds up over its ranks
-        handover.send_back(receivers * 2 * arrived, what, 0)
-    handover.wait_sent()
-    assert world.allreduce(own) == pytest.approx((2 * scale * images.square()).sum().item())
-
-
-@pytest.mark.world(2, 3, 4)
-def test_a_strided_tile_is_sent_as_it_looks(world: MPI.Intracomm) -> None:
-    case = Case((1, 1), (1, 1), 1, 1, (2, 4, 6, 5))
-    handover, what = case.handover(world), case.what
-    if world.rank == 0:
-        handover.send(whole(case, 0).contiguous(memory_format=torch.channels_last), what, 0)
-        assert torch.equal(handover.receive_back(what, 0, CPU), whole(case, 1))
-    elif world.rank == 1:
-        assert torch.equal(handover.receive(what, 0, CPU), whole(case, 0))
-        handover.send_back(whole(case, 1).transpose(0, 1).contiguous().transpose(0, 1), what, 0)
-    handover.wait_sent()
-
-
 @pytest.mark.world(2, 3, 4)
 def test_samples_are_divided_anew(world: MPI.Intracomm) -> None:
     """Of tensors of any number of dims, over more ranks or fewer, of which some have none."""

@@ -125,28 +125,6 @@ def test_autograd_takes_the_adjoint(seed: int, world: MPI.Intracomm) -> None:
     assert torch.equal(tile.grad, move_back(world, plan, grad))
 
 
-def test_overlapping_needs_are_added_up(world: MPI.Intracomm) -> None:
-    """Everybody needs everything: each pixel's gradient is the sum of all ranks'."""
-    layout = Layout.even(2, (9, 5), (world.size, 1))
-    plan = plan_for(layout.boxes, (layout.whole,) * world.size, world.rank)
-    tile = torch.ones(2, 3, *plan.own.shape[1:], requires_grad=True)
-    whole_image = repartition(tile, world, plan)
-    assert whole_image.shape == (2, 3, 9, 5)
-    (whole_image * (world.rank + 1)).sum().backward()
-    assert torch.equal(tile.grad, torch.full_like(tile, sum(range(1, world.size + 1))))
-
-
-def test_a_halo_over_several_neighbours_arrives(world: MPI.Intracomm) -> None:
-    """Tiles of one row each, a halo of three rows."""
-    layout = Layout.even(1, (world.size, 4), (world.size, 1))
-    needed = tuple(box.but(1, (box[1][0] - 3, box[1][1] + 3)) for box in layout.boxes)
-    plan = plan_for(layout.boxes, needed, world.rank)
-    tile = torch.full((1, 1, 1, 4), float(world.rank))
-    rows = move(world, plan, tile, fill=-1.0)[0, 0, :, 0].tolist()
-    expected = range(world.rank - 3, world.rank + 4)
-    assert rows == [float(r) if 0 <= r < world.size else -1.0 for r in expected]
-
-
 @pytest.mark.parametrize("shape", [(2,), (2, 3, 4)])
 def test_maps_and_volumes_move_as_images_do(shape: tuple[int, ...], world: MPI.Intracomm) -> None:
     """(N, H, W) and (N, C, D, H, W): only samples, rows and columns are cut."""
