@@ -95,18 +95,6 @@ def test_layouts_are_compared_round_by_round(monkeypatch, tmp_path, capsys):
         assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
 
-@pytest.mark.slow
-def test_ranks_measure_every_layout(tmp_path, capsys):
-    small = ["--size", "64", "--microbatches", "2", "--rounds", "2"]
-    pipeline.main([*small, "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "pipeline-resnet18-64-2ranks.json").read_text())
-    assert list(result["layouts"]) == [one.name for one in layouts(2, 2)]
-    for name, one in result["rounds"].items():
-        assert len(one["seconds"]) == len(one["ideal"]) == 2
-        assert all(ideal > 0 for ideal in one["ideal"]), name
-        assert result["layouts"][name]["reached"] > 0
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_layouts_fit_their_ranks_and_hold_what_they_promise(ranks):
     held = {}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.launch import launched, mpiexec_command
+from tests.comm.programs import ROOT, environment
 from tests.training.checkpoints.runs import TINY, network
 
-ROOT = Path(__file__).resolve().parents[2]
 FOR_EVER = [*TINY, "data.validation_samples=0", "trainer.max_steps=1000000"]
 RANK = re.compile(rb"(?:^|\0)(?:OMPI_COMM_WORLD_RANK|PMI_RANK|RANK)=(\d+)\0")
 ENDS_S = 120
@@ -85,16 +85,10 @@ def is_alive(pid: int) -> bool:
 @contextmanager
 def running(words: list[str], run_dir: Path, *overrides: str) -> Iterator[Run]:
     """A run that goes on for ever."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
     with subprocess.Popen(
         [*words, *FOR_EVER, *overrides, f"hydra.run.dir={run_dir}"],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

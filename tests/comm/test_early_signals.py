@@ -15,7 +15,8 @@ import pytest
 
 from spatialdl.comm import early_signals
 from spatialdl.comm.launch import mpiexec_command
-from tests.test_stopping import LONG, ROOT, SP_PP, command, stopped_at
+from tests.comm.programs import ROOT, environment, run
+from tests.test_stopping import LONG, SP_PP, command, stopped_at
 
 # the first that the command imports which is not Python's; it waits in one of the processes
 HOLDING = """
@@ -41,12 +42,10 @@ def importing(folder: Path, words: list[str], held: str = "") -> Iterator[subpro
         os.mkfifo(folder / name)
     letting_go = os.open(folder / "go", os.O_RDWR)  # which waits for nobody
     path = os.pathsep.join([str(holding), str(ROOT), *sys.path])
-    environment = {"HOLDING": str(holding), "HELD": held, "PYTHONPATH": path}
-    threads = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     with subprocess.Popen(
         words,
         cwd=folder,
-        env={**os.environ, **threads, **environment},
+        env=environment(HOLDING=str(holding), HELD=held, PYTHONPATH=path),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -80,7 +79,10 @@ def test_a_run_whose_time_is_over_as_it_starts_leaves_a_checkpoint(layout, tmp_p
     assert json.loads((tmp_path / "run" / "stopped.json").read_text())["signal"] == "SIGUSR1"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_run_that_is_ended_as_it_starts_begins_nothing(number, code, tmp_path):
     with importing(tmp_path, command(tmp_path / "run", *LONG)) as process:
         os.kill(is_held(tmp_path), number)
@@ -128,6 +130,4 @@ assert early_signals.take() == [signal.SIGUSR1, signal.SIGINT]
 
 def test_what_is_kept_is_taken_once():
     """In a process of its own: one of pytest may have run what listens to signals for ever."""
-    words = [sys.executable, "-c", TAKING]
-    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout == "stopped by SIGINT 130\n"
+    assert run("-c", TAKING).stdout == "stopped by SIGINT 130\n"

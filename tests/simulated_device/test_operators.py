@@ -193,7 +193,7 @@ def results(op: Any, args: Any, kwargs: Any) -> list[Tensor | None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "op", filter(is_sampled, invocations.op_db), ids=lambda op: op.formatted_name
+    "op", [*filter(is_sampled, invocations.op_db)], ids=lambda op: op.formatted_name
 )
 @pytest.mark.filterwarnings("ignore")
 def test_samples(op):

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from tests.simulated_device.collectives import SimGroup
 from tests.simulated_device.ranks import SECONDS, two_ranks_ran
 
+slow = pytest.mark.slow
 PLANTED = """
 from functools import partial
 from spatialdl.comm.device_transport import DeviceAware
@@ -29,11 +30,10 @@ print("planted", flush=True)
 @pytest.mark.parametrize(
     "travels",
     [
-        "world.all_reduce(torch.ones(3, device=device))",
-        "step(split, 'gpipe')",
-        "step(stages, '1f1b')",
+        pytest.param("world.all_reduce(torch.ones(3, device=device))", id="sum", marks=slow),
+        pytest.param("step(split, 'gpipe')", id="halo"),
+        pytest.param("step(stages, '1f1b')", id="hand-over", marks=slow),
     ],
-    ids=["sum", "halo", "hand-over"],
 )
 def test_a_device_pointer_that_is_given_to_mpi_faults(travels: str) -> None:
     """Tensors go to an MPI that is not device-aware as they go to one that is."""
@@ -81,8 +81,10 @@ step(stages, "1f1b")
 
 @pytest.mark.parametrize(
     "program",
-    [A_SUM_ON_ONE_RANK, ONE_LANE],
-    ids=["a sum on one rank", "one lane for both directions"],
+    [
+        pytest.param(A_SUM_ON_ONE_RANK, id="a sum on one rank", marks=slow),
+        pytest.param(ONE_LANE, id="one lane for both directions"),
+    ],
 )
 def test_a_hang_on_the_device_is_named(program: str) -> None:
     code, said = two_ranks_ran(program, "nccl")
