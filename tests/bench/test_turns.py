@@ -273,3 +273,9 @@ def test_a_run_that_fails_for_another_reason_is_no_answer(monkeypatch, tmp_path)
     monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(RuntimeError, match="no such network"):
         memory.main(["--out", str(tmp_path)])
+
+
+def test_nothing_fits_and_everything_fits():
+    assert memory.search(lambda side: None, 100, 2048) == 0
+    assert memory.search(lambda side: 1.0, 100, 2048) == 2048
+    assert memory.search(lambda side: 1.0, 100, 2050) == 2048

@@ -158,3 +158,12 @@ def test_a_second_run_that_asks_for_something_else_is_refused():
         exchange_once(lambda: Filling([view], 1.0), [view]).wait()
     with tape.replay(), pytest.raises(RuntimeError, match=r"expects \(3,\), .* received \(2,\)"):
         exchange_once(pytest.fail, [torch.zeros(3)]).wait()
+
+
+def test_a_run_that_stops_early_leaves_no_tape_behind():
+    tape = ReplayTape()
+    with pytest.raises(KeyError), tape.record():
+        raise KeyError
+    ask = Asked()
+    once(ask)
+    assert tape.kept == []

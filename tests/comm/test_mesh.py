@@ -16,6 +16,7 @@ from spatialdl.comm.device_path import (
     choose_device_path,
     device_of,
     device_path,
+    reports_device_aware,
 )
 from spatialdl.comm.gradients import Reducer, Replicated, buckets
 from spatialdl.comm.mesh import dry_mesh, init_mesh, stage_mesh
@@ -187,3 +188,8 @@ def test_a_path_that_is_unknown():
         ValueError, match=r"unknown comm\.device_path=pigeon, must be one of auto, nccl"
     ):
         choose_device_path(SingleProcess(), CPU, "pigeon")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "hpu"])
+def test_an_mpi_library_of_pip_takes_no_device_memory(kind):
+    assert not reports_device_aware(torch.device(kind, 0))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 import random
 import threading
 import time
@@ -285,3 +286,23 @@ def test_there_is_nobody_to_talk_to():
     SingleProcess().start_exchange(Exchange(kept, [], [], cpu)).wait()
     with pytest.raises(RuntimeError, match="single process"):
         SingleProcess().start_exchange(Exchange(talks, [], [], cpu))
+
+
+def test_objects_are_put_together():
+    assert on(3, lambda comm: comm.allreduce(comm.rank + 1)) == [6, 6, 6]
+    assert on(3, lambda comm: comm.allreduce(comm.rank, operator.sub)) == [-3, -3, -3]
+    assert on(2, lambda comm: (comm.nodes(), comm.size, list(comm.world_ranks)))[1] == (
+        [0, 0],
+        2,
+        [0, 1],
+    )
+
+
+def test_a_sum_is_a_new_tensor():
+    values = torch.arange(3.0)
+    total = SingleProcess().all_reduce(values)
+    assert torch.equal(total, values)
+    assert total.data_ptr() != values.data_ptr()
+    assert SingleProcess().all_gather(values).shape == (1, 3)
+    SingleProcess().start_all_reduce(values).wait()
+    assert torch.equal(values, torch.arange(3.0))

@@ -614,3 +614,19 @@ def test_what_lands_does_not_overtake_what_the_stream_does_before(fill, at_once)
             fill_late(target, -1.0)
         fill(target, at_once)()
         assert target.tolist() == [7.0] * 5
+
+
+def test_every_rank_gets_the_same_bits():
+    for dtype in (*FLOATS, *HALVES):
+        draw = torch.Generator().manual_seed(rank())
+        tensor = torch.randn(3001, generator=draw).to(dtype)
+        dist.all_reduce(tensor, Op.AVG)
+        everybody = [torch.empty_like(tensor) for _ in range(size())]
+        dist.all_gather(everybody, tensor)
+        assert all(torch.equal(other, tensor) for other in everybody)
+
+
+def test_all_gather_of_uneven_tensors():
+    filled = [torch.empty(2 * of + 1, dtype=torch.int64) for of in range(size())]
+    dist.all_gather(filled, torch.full((2 * rank() + 1,), rank()))
+    assert [part.tolist() for part in filled] == [[of] * (2 * of + 1) for of in range(size())]

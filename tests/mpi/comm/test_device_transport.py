@@ -402,3 +402,8 @@ def test_devices_of_different_kinds_are_refused() -> None:
     own = DEVICE if ranks.rank else torch.device("cpu")
     with pytest.raises(ValueError, match="different device types"):
         choose_device_path(ranks, own)
+
+
+def test_backward_runs_on_the_thread_that_calls_it() -> None:
+    """MPI may not be called from the threads that autograd has for devices."""
+    assert not torch.autograd.is_multithreading_enabled()

@@ -167,3 +167,10 @@ def test_first_derivatives_under_enabled_gradients_are_not(mesh: Mesh) -> None:
         ours = torch.autograd.grad(F.conv2d(x, weight).square().mean(), x)[0].full_tensor()
         plain = torch.autograd.grad(F.conv2d(whole, weight).square().mean(), whole)[0]
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-10)
+
+
+def test_nothing_to_average_is_no_mistake(world: MPI.Intracomm) -> None:
+    mesh = init_mesh((world.size, 1))
+    average_gradients(nn.ReLU(), mesh)
+    average_gradients(model_of(nn.Parameter(torch.ones(2), requires_grad=False)), mesh)
+    average_gradients(model_of(nn.Parameter(torch.ones(0))), mesh)

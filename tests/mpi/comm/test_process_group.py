@@ -174,3 +174,18 @@ def test_the_memory_has_no_name_left():
     assert all(line.endswith("(deleted)") for line in mapped)
     assert len(mapped) >= 1
     del kept
+
+
+def test_a_program_that_waits_needs_no_thread():
+    before = threads()
+    group = dist.new_group()
+    assert total(group) == 2 ** dist.get_world_size() - 1
+    assert threads() == before
+
+
+def test_timeouts_may_be_changed(over_mpi4py):
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    assert group._timeout_s == 77
+    group.set_timeout(timedelta(seconds=5))
+    assert group._timeout_s == 5
+    assert over_mpi4py._timeout_s == 30 * 60

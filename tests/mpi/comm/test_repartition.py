@@ -170,3 +170,11 @@ def test_ranks_without_pixels_stay_in_the_graph(world: MPI.Intracomm) -> None:
     assert torch.equal(tile.grad, torch.full_like(tile, float(world.size)))
     empty = empty_output((0, 2), row)
     assert empty.shape == (0, 2)
+
+
+def test_what_stays_at_home_is_not_sent(world: MPI.Intracomm) -> None:
+    boxes = Layout.even(1, (8, 8), (world.size, 1)).boxes
+    plan = plan_for(boxes, boxes, world.rank)
+    assert not plan.communicates
+    tile = torch.rand(1, 2, *plan.own.shape[1:])
+    assert torch.equal(move(MPI.COMM_NULL, plan, tile), tile)  # no communicator is touched
