@@ -46,7 +46,7 @@ def trained(world: Communicator, **options: object) -> dict[str, object]:
 
 
 def test_steps_of_tiles(world: Communicator) -> None:
-    found = trained(world, batch=1, size=32, recompute=True)
+    found = trained(world, batch=1, size=48, recompute=True)
     assert len(found["seconds"]) == 2
     assert min(found["seconds"]) > 0
     assert found["device"] == device.describe(HERE)
@@ -60,7 +60,7 @@ def test_steps_of_ddp(world: Communicator) -> None:
     backends = {"cpu": "gloo", "host": "mpi4py", "mpi": "mpi4py"}
     kind = "cpu" if HERE.type == "cpu" else device_path().name
     assert dist.get_backend() == backends.get(kind, backend_worker.backend_for(HERE))
-    found = trained(world, batch=1, size=32, ddp=True)
+    found = trained(world, batch=1, size=48, ddp=True)
     assert min(found["seconds"]) > 0
 
 
@@ -135,7 +135,7 @@ def test_sums_and_steps_of_both_backends(world: Communicator) -> None:
     other = backend_worker._other_backend(HERE)
     import_module("spatialdl.comm.backend")
     dist.init_process_group("mpi4py")
-    options = Namespace(model="resnet18", side=32, batch=2, most=16, rounds=1, steps=1)
+    options = Namespace(model="resnet18", side=48, batch=2, most=16, rounds=1, steps=1)
     bench = backend_worker.Bench(options, HERE, other, dist.new_group(backend=other))
     sums = bench.all_reduces()
     names = {backend_worker.OURS, backend_worker.RAW, other, backend_worker.CALL}
