@@ -91,8 +91,7 @@ def test_the_traceback_of_a_rank_that_raises_comes_last(start, words, tmp_path):
 
 
 @pytest.fixture
-def calls(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+def calls(monkeypatch):
     with Liveness(1) as calls:
         for name, value in calls.environment.items():
             monkeypatch.setenv(name, value)
@@ -104,7 +103,8 @@ def end(calls: Liveness) -> None:
     calls.environment = {}
 
 
-def test_last_words_are_printed_once_and_when_all_is_over(calls, capsys):
+def test_last_words_are_printed_once_and_when_all_is_over(calls, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     print_last("rank 0: the grid is too fine")
     print_last("rank 0: the grid is too fine")
     assert capsys.readouterr().err == ""
@@ -113,7 +113,8 @@ def test_last_words_are_printed_once_and_when_all_is_over(calls, capsys):
     assert calls.vanished() is None
 
 
-def test_long_words_lose_their_beginning(calls, capsys):
+def test_long_words_lose_their_beginning(calls, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
     print_last("é" * 1_000_000 + "the end")
     end(calls)
     assert capsys.readouterr().err.endswith("ééthe end\n")
