@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +93,6 @@ def counted(operation: Callable[[Tensor], Tensor], part: int) -> dict[str, int]:
 if __name__ == "__main__":
     found = {
         f"{name}, rank {part}": counted(operation, part)
-        for name, operation in OPERATIONS.items()
-        for part in (0, 3)
+        for (name, operation), part in zip(OPERATIONS.items(), cycle((0, 3)), strict=False)
     }
     print(json.dumps(found))
