@@ -1,6 +1,6 @@
 """Where the processes of a job listen, as the kernel says; as a program, a job that says it.
 
-mpiexec -n 2 python tests/comm/ports.py PID mpi|torch|mpi4py ...
+mpiexec -n 2 python tests/comm/ports.py PID|0 mpi|torch|mpi4py ...
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def _main(outermost: int, ways: list[str]) -> None:
-    """After each way of talking, where this rank and its ancestors below a process listen."""
+    """After each way of talking, where this rank, and its ancestors below a process, listen."""
     import torch
     import torch.distributed as dist
 
@@ -70,7 +70,7 @@ def _main(outermost: int, ways: list[str]) -> None:
         pair.all_reduce(torch.ones(10**6))
         pair.allgather("all are connected")
         said = f"LOOKED {way} {socket.gethostname()}\n"
-        for pid in ancestors(os.getpid()):
+        for pid in ancestors(os.getpid()) if outermost else [os.getpid()]:
             if pid == outermost:
                 break
             name = Path(f"/proc/{pid}/comm").read_text().strip()

@@ -119,8 +119,7 @@ def addresses(hosts: Hosts, commands: dict[str, list[str]], **more: str) -> dict
     lines = [line.split() for out, _ in said for line in out.splitlines()]
     assert len([words for words in lines if words[0] == "LOOKED"]) == 2
     for kind, _, host, *words in lines:
-        is_rank = kind == "LISTENS" and words[0].startswith(("python", "pt_"))
-        if is_rank and " ".join(words[1:]) not in OPEN_MPI:
+        if kind == "LISTENS" and " ".join(words[1:]) not in OPEN_MPI:
             found[host].add(words[1])
     return dict(found)
 
