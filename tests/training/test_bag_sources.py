@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 
 import numpy as np
@@ -17,7 +16,7 @@ from spatialdl.training.network.building import seed_generators
 from spatialdl.training.settings import open_sources
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, write_bags
-from tests.fitting import fit
+from tests.fitting import fit, summary
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_training_is_a_plain_loop_over_bags(tmp_path, folder) -> None:
     config = bag_config(folder, *words, "task.class_weights=[1,2,3]")
     trainer = Trainer(config, SingleProcess())
     fit(trainer, tmp_path / "run")
-    losses = json.loads((tmp_path / "run" / "summary.json").read_text())["loss"]
+    losses = summary(tmp_path / "run")["loss"]
 
     source = opened(config).train
     seed_generators(0)
@@ -94,8 +93,8 @@ def test_other_labels_train(tmp_path, folder, task) -> None:
     assert len(rows) == 3
     if task == "survival":
         assert head.endswith("time,event,risk,survival_1,survival_2")
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert "c_index" in summary["validation"][-1]
+        found = summary(tmp_path / "run")
+        assert "c_index" in found["validation"][-1]
 
 
 def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
@@ -106,9 +105,9 @@ def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
     head, *rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
     assert head.endswith("time,event,risk")
     assert len(rows) == 3
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert len(summary["loss"]) == 6
-    assert summary["loss"][0] > 0
+    found = summary(tmp_path / "run")
+    assert len(found["loss"]) == 6
+    assert found["loss"][0] > 0
     for word, message in {
         "data.batch_size=1": "compares the slides of a step",
         "data.num_classes=3": "task.loss=cox predicts a single risk",

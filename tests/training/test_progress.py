@@ -1,16 +1,29 @@
+"""How far a run is, what is best, what a step does and how long each part of it takes."""
+
 from __future__ import annotations
 
+import math
 from signal import SIGTERM
 
 import pytest
-from hydra import compose, initialize_config_module
+import torch
 
+from spatialdl.comm import trace
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.errors import NotFinite
+from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.training import time_split as module
+from spatialdl.training.best import METRICS, Best, check_metric
+from spatialdl.training.parts import RunParts
 from spatialdl.training.progress import TrainingProgress
+from spatialdl.training.step import TrainingStep
+from spatialdl.training.time_split import COUNTS, PARTS, TimeSplit
+from tests.bags import write_bags
+from tests.fitting import fit, make_parts, make_trainer, summary, train_config
 
 
 def progress(*overrides: str, steps: int = 8, batches: int = 3) -> TrainingProgress:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return TrainingProgress(compose("train", list(overrides)).trainer, steps, batches)
+    return TrainingProgress(train_config(*overrides).trainer, steps, batches)
 
 
 def due(one: TrainingProgress) -> tuple[list[int], list[int]]:
@@ -59,3 +72,182 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_the_validation_for_later():
     assert (again.step, again.epoch, again.batch) == (3, 1, 0)
     assert again.validation_is_due()
     assert not again.is_over()
+
+
+SMALL = (
+    *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.batch_size=3"),
+    *("data.samples=3", "data.validation_samples=3", "trainer.max_steps=1"),
+)
+
+
+def outcomes(best: Best, values: list[float]) -> list[bool]:
+    return [best.update({best.metric: value, "samples": 5}) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "better"),
+    [
+        ("loss", [3.0, 2.0, 2.0, 2.5, 1.0], [True, True, False, False, True]),
+        ("accuracy", [0.1, 0.3, 0.3, 0.2, 0.9], [True, True, False, False, True]),
+        ("slide_rmse", [3.0, 4.0, 1.0], [True, False, True]),
+        ("auroc", [None, 0.3, None, 0.5], [False, True, False, True]),
+        ("loss", [math.nan, 2.0, math.nan, math.inf, 1.0], [False, True, False, False, True]),
+    ],
+)
+def test_losses_fall_and_others_rise(metric, values, better):
+    assert outcomes(Best(metric, "key"), values) == better
+
+
+def test_a_small_gain_does_not_count():
+    best = Best("loss", "key", min_delta=0.5)
+    assert outcomes(best, [3.0, 2.6, 2.4, 2.0]) == [True, False, True, False]
+    assert (best.value, best.worse) == (2.4, 1)
+    assert not Best(None, "key").update({"loss": 1.0}), "without a metric nothing is watched"
+
+
+@pytest.mark.parametrize("metric", ["dice", "samples", "speed"])
+def test_a_metric_that_is_none_is_told_with_those_there_are(metric):
+    found = {"loss": 1.0, "mean_dice": 0.5, "dice": [0.5], "samples": 3, "slides": 1}
+    with pytest.raises(ValueError, match=rf"key={metric} is not a metric .*: use one of loss, mea"):
+        Best(metric, "key").update(found)
+
+
+def test_it_goes_on_from_what_was_saved_of_the_same_metric():
+    best = Best("loss", "key")
+    outcomes(best, [3.0, 4.0])
+    again, other = Best("loss", "key"), Best("accuracy", "key")
+    for one in (again, other):
+        one.restore(best.state())
+    assert (again.value, again.worse) == (3.0, 1)
+    assert (other.value, other.worse) == (None, 0)
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_path):
+    words = (*SMALL, f"task={task}")
+    if task == "segmentation":
+        words += ("model=unet", "++model.depth=1")
+    if task == "survival":  # of bags, which alone have such labels
+        (tmp_path / "bags").mkdir()
+        write_bags(tmp_path / "bags")
+        words = ("data=bags", "task=survival", "model=abmil", "trainer.max_steps=1")
+        words += ("data.num_classes=2", f"data.features={tmp_path / 'bags'}")
+        words += (f"data.labels={tmp_path / 'bags' / 'labels.csv'}",)
+    fit(make_trainer(*words, "device=cpu"), tmp_path)
+    (found,) = summary(tmp_path)["validation"]
+    numbers = {name for name, value in found.items() if not isinstance(value, list)}
+    assert numbers - {"step", "samples"} == {"loss", *METRICS[task]}
+
+
+def test_a_metric_that_nobody_tells_is_refused():
+    check_metric(None, "key", "regression", slides=False)
+    check_metric("slide_vote_accuracy", "key", "classification", slides=True)
+    sentence = "key=slide_f1 is not a metric .*: use one of loss, accuracy, balanced_accuracy"
+    for task, slides in (("multilabel", False), ("segmentation", True)):
+        with pytest.raises(ValueError, match=r"key=slide_f1 is not a metric .*: use one of loss"):
+            check_metric("slide_f1", "key", task, slides)
+    with pytest.raises(ValueError, match=sentence):
+        check_metric("slide_f1", "key", "classification", slides=False)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Clock controlled by the test."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    trace.count()
+    yield now
+    trace.stop_counting()
+
+
+def wait(clock: list[float], kind: trace.Kind, seconds: float) -> None:
+    with trace.span(kind, "a wait"):
+        clock[0] += seconds
+
+
+def test_a_step_is_what_it_waits_for_and_computing(clock):
+    split = TimeSplit()
+    split.restart()
+    wait(clock, "data", 1.0)
+    with trace.span("compute", "forward"):
+        clock[0] += 5.0
+        wait(clock, "halo", 2.0)
+    wait(clock, "reduce", 0.5)
+    own = split.own()
+    assert own == pytest.approx([8.5, 2.0, 0.0, 0.5, 1.0])
+    split.note(own, ranks=1)
+    assert split.last == pytest.approx(
+        {"compute": 5 / 8.5, "halo": 2 / 8.5, "hand_over": 0, "reduce": 0.5 / 8.5, "data": 1 / 8.5}
+    )
+    assert sum(split.last.values()) == pytest.approx(1)
+
+
+def test_what_was_between_steps_belongs_to_none(clock):
+    split = TimeSplit()
+    split.restart()
+    wait(clock, "reduce", 7.0)
+    clock[0] += 9.0
+    split.restart()
+    clock[0] += 1.0
+    assert split.own() == pytest.approx([1.0, 0, 0, 0, 0])
+
+
+def test_the_summary_is_a_mean_over_ranks_and_leaves_the_first_step_out():
+    split = TimeSplit()
+    assert split.summary() == {}
+    split.note([100.0, 0, 0, 0, 100.0], ranks=2)
+    assert split.summary()["data"] == 1.0
+    split.note([2.0, 1.0, 0, 0, 0], ranks=2)
+    split.note([6.0, 1.0, 0, 0, 2.0], ranks=2)
+    found = split.summary()
+    assert found.pop("seconds_per_step") == pytest.approx(2.0)
+    assert tuple(found) == PARTS
+    assert found == pytest.approx(
+        {"compute": 0.5, "halo": 0.25, "hand_over": 0, "reduce": 0, "data": 0.25}
+    )
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_so_many_numbers_are_added_up(counts):
+    if counts:
+        trace.count()
+    assert len(TimeSplit().own()) == COUNTS
+    trace.stop_counting()
+
+
+def step_parts(*words: str) -> RunParts:
+    given = ("model=resnet18", "model.width=4", "device=cpu", "trainer.precision=float64")
+    sizes = ("data.image_size=[16,12]", "data.samples=8", "data.batch_size=4", "data.num_classes=3")
+    return make_parts(*given, *sizes, "trainer.max_steps=4", *words)
+
+
+def step_of(run: RunParts) -> TrainingStep:
+    return TrainingStep(run.config, run.pipeline, run.update, run.task.mixup, 3, SingleProcess())
+
+
+def first(run: RunParts) -> list[Microbatch]:
+    return run.train_loader.microbatches(next(run.train_loader.batches(0, 0)))
+
+
+@pytest.mark.parametrize("looks", ["debug=detect_nan", "trainer.stop_on_nan=true"])
+def test_it_is_forward_backward_and_update_however_it_looks_for_nan(looks: str) -> None:
+    by_hand, run = step_parts("trainer.stop_on_nan=false"), step_parts(looks)
+    expected = by_hand.pipeline.train_step(first(by_hand), 0, by_hand.update.scale)
+    by_hand.update.step()
+    assert step_of(run).run(first(run), 0) == expected
+    for ours, theirs in zip(run.pipeline.parameters(), by_hand.pipeline.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_weights_are_checked_before_a_checkpoint_where_nan_is_looked_for(looks: bool) -> None:
+    run = step_parts(f"trainer.stop_on_nan={looks}")
+    step = step_of(run)
+    step.check_weights(3)
+    with torch.no_grad():
+        next(run.pipeline.parameters()).fill_(torch.nan)
+    if not looks:
+        step.check_weights(3)
+        return
+    with pytest.raises(NotFinite, match=r"^step 3: \S+ is not finite after the update"):
+        step.check_weights(3)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.checkpoints import writing
+from spatialdl.training.checkpoints import folder, writing
 from spatialdl.training.checkpoints.checkpoints import Checkpoints
 from spatialdl.training.checkpoints.folder import LATEST, pointed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, damages
 from spatialdl.training.checkpoints.writing import Writer
 from tests.training.checkpoints.runs import checkpoints, losses, train
-from tests.vision import import_path
 
 
 def content(step: int) -> dict:
@@ -82,19 +82,6 @@ def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
     assert checkpoints(tmp_path) == [1]
     writer.wait()
     assert checkpoints(tmp_path) == [1, 2]
-
-
-def test_what_is_handed_over_may_change_afterwards_in_the_run_only(tmp_path):
-    """A checkpoint has the weights of its step, however late it is written."""
-    from spatialdl.training.checkpoints.content import copies
-
-    trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    files = copies(trainer.parts.pipeline, trainer.parts.update, 0)
-    before = {name: value.clone() for name, value in files[stage_file(0)].items()}
-    with torch.no_grad():
-        for parameter in trainer.parts.pipeline.parameters():
-            parameter.add_(1)
-    assert all(torch.equal(value, before[name]) for name, value in files[stage_file(0)].items())
 
 
 def test_what_a_killed_run_left_is_removed(writer, tmp_path):
@@ -168,6 +155,14 @@ def test_an_error_of_ours_is_not_taken_for_one_of_the_disk(writer):
 # --- disks that are full or read-only
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[float]:
+    """The losses of a run that nobody disturbs."""
+    path = tmp_path_factory.mktemp("whole")
+    train(path)
+    return losses(path)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of one megabyte."""
@@ -207,7 +202,7 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeypatch):
+def test_training_goes_on_with_a_full_disk(small_disk, whole, caplog, monkeypatch):
     save = Checkpoints.save
 
     def with_a_busy_neighbour(self: Checkpoints, progress: dict, is_best: bool = False) -> None:
@@ -226,8 +221,7 @@ def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeyp
     lost = [text.split(":")[0] for text in told if "cannot write checkpoint" in text]
     assert lost == ["step 4", "step 6"]
     assert checkpoints(run) == [2, 8]
-    train(tmp_path / "whole")
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == whole
 
 
 def test_a_read_only_file_system_is_told_and_nothing_changes(small_disk, caplog):
@@ -247,50 +241,46 @@ def test_a_read_only_file_system_is_told_and_nothing_changes(small_disk, caplog)
 
 # --- killed in the middle
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from spatialdl.training.checkpoints import folder, writing
-from tests.training.checkpoints.runs import train
-where, run_dir = sys.argv[1], Path(sys.argv[2])
-module, name = where.split(".")
-module = {"folder": folder, "writing": writing}[module]
-original, calls = getattr(module, name), []
 
-def deadly(*args, **kwargs):
-    calls.append(None)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
+def killed_in(function: Any, run_dir: Path) -> None:
+    """A run in a process of its own that is killed in the second call of a function."""
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        return
+    calls = []
 
-setattr(module, name, deadly)
-train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null")
-"""
+    def deadly(*args: Any, **keys: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **keys)
+
+    module, name = function
+    original = getattr(module, name)
+    setattr(module, name, deadly)
+    with suppress(BaseException):
+        train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null")
+    os._exit(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("where", "left"),
+    ("function", "left"),
     [
-        pytest.param("writing.sync", [], marks=pytest.mark.slow),  # of the second file
-        ("writing.publish", [3]),
-        pytest.param("folder.fsync_folder", [3, 6], marks=pytest.mark.slow),
-        pytest.param("writing.point", [3, 6], marks=pytest.mark.slow),
-        pytest.param("writing.prune", [3, 6], marks=pytest.mark.slow),
+        ((writing, "sync"), []),  # of the second file
+        ((writing, "publish"), [3]),
+        ((folder, "fsync_folder"), [3, 6]),
+        ((writing, "point"), [3, 6]),
+        ((writing, "prune"), [3, 6]),
     ],
+    ids=lambda one: one[1] if isinstance(one, tuple) else None,
 )
-def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(where, left, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, where, str(tmp_path / "run")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -9, done.stderr
-    assert checkpoints(tmp_path / "run") == left
-    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(function, left, whole, tmp_path):
+    killed_in(function, tmp_path)
+    assert checkpoints(tmp_path) == left
+    for path in (tmp_path / "checkpoints").glob("step-*"):
         assert damages(path, SingleProcess()) == []
-    train(tmp_path / "run", "ckpt_path=latest")
-    train(tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert not list((tmp_path / "run" / "checkpoints").glob(".*.tmp"))
+    train(tmp_path, "ckpt_path=latest")
+    assert losses(tmp_path) == whole
+    assert not list((tmp_path / "checkpoints").glob(".*.tmp"))

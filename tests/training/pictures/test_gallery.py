@@ -4,15 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from torch import nn
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import gallery, thumbnails
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
+from tests.fitting import make_parts, validated
 from tests.training.pictures.whole_volumes import orthogonal_slices
 
 TINY = [
@@ -22,12 +21,8 @@ TINY = [
 
 
 def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[RunParts, list[Example]]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [*tiny, *overrides])
-    ours = RunParts(config, SingleProcess())
-    assert ours.validation is not None
-    loader = ours.validation_loader
-    ours.validation.scores(ours.validation.own(map(loader.microbatches, loader.batches())))
+    ours = make_parts(*tiny, *overrides)
+    validated(ours)
     return ours, ours.validation.examples()
 
 

@@ -1,41 +1,159 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from matplotlib import colormaps
-from torch import nn
+from torch import Tensor, nn
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import to_input
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import thumbnails
+from spatialdl.training.pictures.activation import Activations
 from spatialdl.training.pictures.gallery import Example
 from spatialdl.training.pictures.heat_maps import OPACITY, faint, heated
 from spatialdl.training.pictures.orthogonal_slices import draw_planes
 from spatialdl.training.pictures.thumbnails import drawn_signal
 from spatialdl.training.tasks.predictions import extremes
+from tests.fitting import make_parts, validated
+from tests.mpi.training.small import small
 from tests.training.pictures.whole_volumes import planes_of
 
+HERE = "tests.training.pictures.test_heat_maps"
 SMALL = "tests.mpi.training.small.small"
-NETWORKS = "tests.training.pictures.test_activation"
-TINY = [
-    *("~model.width", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"),
-    *("data.validation_samples=11", "data.batch_size=4", "trainer.max_steps=1"),
-    "trainer.precision=float64",
-]
+IMAGES = torch.rand(5, 3, 23, 19, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def looked_at(network: str, *overrides: str) -> tuple[RunParts, list[Example]]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [f"++model._target_={network}", *TINY, *overrides])
-    ours = RunParts(config, SingleProcess())
-    loader = ours.validation_loader
-    ours.validation.scores(ours.validation.own(map(loader.microbatches, loader.batches())))
+def parts(network: str, *words: str) -> RunParts:
+    given = ("~model.width", "data.num_classes=3", "trainer.precision=float64", "device=cpu")
+    return make_parts(f"++model._target_={network}", *given, "trainer.max_steps=1", *words)
+
+
+def looked_at(network: str, *words: str) -> tuple[RunParts, list[Example]]:
+    given = ("data.image_size=[40,36]", "data.validation_samples=11", "data.batch_size=4")
+    ours = parts(network, *given, *words)
+    validated(ours)
     return ours, ours.validation.examples()
+
+
+def evaluated(network: str, all_classes: bool) -> tuple[Activations, Tensor]:
+    """After a bias has been set by which classes differ from image to image."""
+    pipeline = parts(network, "data.image_size=[23,19]").pipeline
+    batch = Microbatch(len(IMAGES), 1.0, IMAGES, torch.zeros(len(IMAGES)))
+    if hasattr(pipeline.stages[0], "fc"):
+        pipeline.stages[0].fc.bias.data -= pipeline.evaluate([batch])[0].mean(0)
+    watch = Activations(pipeline, all_classes=all_classes)
+    return watch, pipeline.evaluate([batch])[0]
+
+
+def test_the_mean_of_a_map_is_the_logit():
+    watch, output = evaluated(SMALL, all_classes=True)
+    seen = watch.take(output)
+    assert seen.size == (6, 5)
+    assert seen.values.shape == (5, 3, 6, 5)
+    assert torch.allclose(seen.values.mean((2, 3)), output, rtol=0, atol=1e-12)
+    assert not seen.is_split
+    watch, output = evaluated(SMALL, all_classes=False)
+    only = watch.take(output)
+    assert only.values.shape == (5, 6, 5)
+    assert torch.equal(only.logits, output)
+    classes = output.argmax(1)
+    assert len(set(classes.tolist())) > 1
+    expected = seen.values[range(5), classes]
+    assert torch.allclose(only.values, expected, rtol=0, atol=1e-12)
+
+
+def test_a_closed_one_sees_nothing():
+    pipeline = parts(SMALL, "data.image_size=[23,19]").pipeline
+    watch = Activations(pipeline, all_classes=False)
+    watch.close()
+    assert watch.take(pipeline.evaluate([Microbatch(5, 1.0, IMAGES, torch.zeros(5))])[0]) is None
+    assert not any(module._forward_hooks for module in pipeline.stages[0].modules())
+
+
+def nested(num_classes: int, in_channels: int) -> nn.Sequential:
+    """Its last map is an input only, of a layer of a layer."""
+    body = nn.Sequential(nn.Conv2d(in_channels, 6, 3), Squared(), nn.Flatten())
+    return nn.Sequential(OrderedDict(body=body, fc=nn.Linear(6, num_classes)))
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + 1
+
+
+class Second(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[1].mean((2, 3))
+
+
+def of_a_pair(num_classes: int, in_channels: int) -> nn.Sequential:
+    layers = [nn.Conv2d(in_channels, 6, 3), Twice(), Second(), nn.Linear(6, num_classes)]
+    return nn.Sequential(OrderedDict(zip("abcd", layers, strict=True)))
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x * x)
+
+
+@pytest.mark.parametrize("network", ["nested", "of_a_pair"])
+def test_a_map_may_be_seen_only_where_it_is_pooled(network):
+    watch, output = evaluated(f"{HERE}.{network}", all_classes=True)
+    seen = watch.take(output)
+    assert not watch.refusal
+    assert seen.values.shape == (5, 3, 21, 17)
+    assert torch.allclose(seen.values.mean((2, 3)), output, rtol=0, atol=1e-12)
+
+
+def ends_with_a_map(num_classes: int, in_channels: int) -> nn.Sequential:
+    head = [nn.Conv2d(in_channels, num_classes, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*head)
+
+
+def flattens(num_classes: int, in_channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3), nn.Flatten(), nn.Linear(4 * 21 * 17, num_classes)
+    )
+
+
+def pools_the_most(num_classes: int, in_channels: int) -> nn.Sequential:
+    network = small(num_classes, in_channels)
+    network.pool = nn.AdaptiveMaxPool2d(1)
+    return network
+
+
+def has_two_layers(num_classes: int, in_channels: int) -> nn.Sequential:
+    end = nn.Sequential(nn.ReLU(), nn.Linear(6, num_classes))
+    return nn.Sequential(OrderedDict(body=small(6, in_channels), end=end))
+
+
+def goes_on(num_classes: int, in_channels: int) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(body=small(num_classes, in_channels), end=nn.Softplus()))
+
+
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        ("ends_with_a_map", "the last stage has no linear layer"),
+        ("flattens", "the input of its last linear layer is not one number per map channel"),
+        ("pools_the_most", "the input of its last linear layer is not the mean of a feature map"),
+        ("has_two_layers", "the input of its last linear layer is not the mean of a feature map"),
+        ("goes_on", "its output is not that of its last linear layer"),
+    ],
+)
+def test_networks_without_such_an_end_are_refused(network, why):
+    watch, output = evaluated(f"{HERE}.{network}", all_classes=False)
+    assert watch.take(output) is None
+    assert watch.refusal == why
 
 
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
@@ -69,9 +187,7 @@ def of_signals(num_classes: int, in_channels: int) -> nn.Sequential:
 
 @pytest.mark.parametrize(("network", "size"), [("of_volumes", (7, 20, 16)), ("of_signals", (50,))])
 def test_those_of_volumes_and_signals(network, size):
-    ours, examples = looked_at(
-        f"tests.training.pictures.test_heat_maps.{network}", f"data.image_size={list(size)}"
-    )
+    ours, examples = looked_at(f"{HERE}.{network}", f"data.image_size={list(size)}")
     plain = ours.pipeline.stages[0].eval()
     for one in examples:
         pixels = ours.sources.validation.read(one.sample)
@@ -100,8 +216,8 @@ def test_only_those_that_may_be_shown_are_kept():
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        (f"{NETWORKS}.pools_the_most", "is not the mean of a feature map"),
-        (f"{NETWORKS}.ends_with_a_map", "has no linear layer"),
+        (f"{HERE}.pools_the_most", "is not the mean of a feature map"),
+        (f"{HERE}.ends_with_a_map", "has no linear layer"),
         (SMALL, "its last map has only one position"),
     ],
 )
