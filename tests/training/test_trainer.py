@@ -212,9 +212,7 @@ def test_validation_counts_every_sample_once_and_changes_nothing(tmp_path, plain
     check_same(never, plain)
 
 
-@pytest.mark.parametrize(
-    ("steps", "epochs", "made"), [(2, "null", 2), ("null", 2, 6), (4, 1, 3), (4, 2, 4)]
-)
+@pytest.mark.parametrize(("steps", "epochs", "made"), [("null", 2, 6), (4, 1, 3), (4, 2, 4)])
 def test_the_shorter_limit_ends_the_run(tmp_path, steps, epochs, made):
     limits = (f"trainer.max_steps={steps}", f"trainer.max_epochs={epochs}")
     train(tmp_path, *limits, "data.validation_samples=0")
@@ -250,13 +248,6 @@ def test_the_same_seed_gives_the_same_run(tmp_path, plain):
     check_same(train(tmp_path / "same"), plain)
     train(tmp_path / "other", "seed=1", "trainer.max_steps=1")
     assert summary(tmp_path / "other")["loss"][0] != summary(plain[1])["loss"][0]
-
-
-def test_a_network_of_the_other_task_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"use task=segmentation"):
-        train(tmp_path, *SEGMENTED, "task=classification")
-    with pytest.raises(ValueError, match=r"use task=classification"):
-        train(tmp_path, "task=segmentation")
 
 
 def test_accumulated_batches_are_one_batch(tmp_path):

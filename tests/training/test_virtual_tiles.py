@@ -50,11 +50,7 @@ def test_what_goes_with_virtual_tiles(words):
         ("task.mixup=0.2", "task.mixup=0.2"),
         ("debug.name=detect_nan", "debug=detect_nan"),
         ("task=survival task.loss=cox", "task.loss=cox"),
-        ("parallel=dp parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true"),
-        ("parallel=dp parallel.shard_state=true", "parallel.shard_state=true"),
-        ("parallel=pp parallel.schedule=zero_bubble", "parallel.schedule=zero_bubble"),
         ("parallel.tensor=2", "parallel.tensor=2"),
-        ("parallel=sp+pp parallel.local_dp=2", "parallel.local_dp=2"),
     ],
 )
 def test_what_does_not_go_with_virtual_tiles(words, what):
@@ -64,8 +60,7 @@ def test_what_does_not_go_with_virtual_tiles(words, what):
 
 
 def test_bags_have_no_virtual_tiles(tmp_path):
-    config = bag_config(write_bags(tmp_path))
-    config.parallel.stream = [2]
+    config = bag_config(write_bags(tmp_path), "parallel.stream=[2]")
     with pytest.raises(ValueError, match=r"parallel.stream=\[2\] needs images of one size"):
         check_config(config)
 

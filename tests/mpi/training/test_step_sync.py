@@ -104,6 +104,7 @@ def test_all_ranks_are_called_alike_and_the_last_one_stops_them(layout, tmp_path
     recorder = f"{{{recorder}, stop_at: 3, stopping_rank: {SIZE - 1}}}"
     words = ("model.width=2", "data.image_size=[40,36]", "data.samples=4", "data.batch_size=2")
     words += ("data.validation_samples=3", "trainer.validate_every=2", "trainer.max_steps=8")
+    words += ("trainer.report=false",)
     words += (f"trainer.callbacks=[{recorder}]", *layout.split())
     trainer, summary = trained(run_dir, WORLD, *words)
     assert trainer.progress.step == 3

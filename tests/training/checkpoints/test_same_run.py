@@ -51,10 +51,9 @@ SYNTHETIC = (
 def test_other_samples_and_another_optimizer_are_refused(other):
     before = config()
     check_same(saved(before), before)
-    with pytest.raises(CheckpointError, match="the checkpoint of step 5 was trained with"):
-        check_same(saved(before), config(other))
-    with pytest.raises(CheckpointError, match="use the same setting"):
-        check_same(saved(config(other)), before)
+    for was, now in ((before, config(other)), (config(other), before)):
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 5 was .*use the same setti"):
+            check_same(saved(was), now)
 
 
 def test_other_shards_are_other_samples(shards, tmp_path):

@@ -35,6 +35,11 @@ def tensors(value: float = 1.0, size: int = 1000) -> dict:
     return {stage_file(0): {"weight": torch.full((size,), value)}}
 
 
+def write(writer: Writer, step: int, value: float = 1.0) -> None:
+    writer.start(tensors(value), content(step))
+    writer.wait()
+
+
 @pytest.fixture
 def writer(tmp_path):
     made = Writer(tmp_path, SingleProcess(), keep=2)
@@ -47,8 +52,7 @@ def weights(tmp_path: Path, step: int) -> torch.Tensor:
 
 
 def test_a_checkpoint_is_whole_when_all_have_been_told(writer, tmp_path):
-    writer.start(tensors(3.0), content(10))
-    writer.wait()
+    write(writer, 10, 3.0)
     path = pointed(tmp_path / "checkpoints" / LATEST)
     assert path is not None
     assert (path.name, writer.last) == ("step-00000010", 10)
@@ -88,20 +92,21 @@ def test_what_a_killed_run_left_is_removed(writer, tmp_path):
     left = tmp_path / "checkpoints" / ".step-00000007.tmp"
     left.mkdir(parents=True)
     (left / "stage-00.safetensors").write_bytes(b"half")
-    writer.start(tensors(), content(8))
-    writer.wait()
+    write(writer, 8)
     assert not left.exists()
 
 
-def test_local_files_are_moved_and_none_is_left_there(tmp_path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_local_files_are_moved_where_there_is_a_local_disk(is_there, tmp_path, caplog):
     local = tmp_path / "local"
-    local.mkdir()
+    if is_there:
+        local.mkdir()
     writer = Writer(tmp_path, SingleProcess(), keep=2, local=local)
-    writer.start(tensors(4.0), content(5))
-    writer.wait()
+    write(writer, 5, 4.0)
     writer.close()
     assert weights(tmp_path, 5)[0] == 4.0
-    assert list(local.iterdir()) == []
+    assert not is_there or list(local.iterdir()) == []
+    assert ("cannot write to" in caplog.text) != is_there
 
 
 def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypatch):
@@ -112,22 +117,12 @@ def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypat
         with monkeypatch.context() as during:
             during.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before
             writer = Writer(tmp_path / run, SingleProcess(), keep=2, local=local)
-            writer.start(tensors(4.0), content(5))
-            writer.wait()
+            write(writer, 5)
             writer.close()
     assert len(list(local.iterdir())) == 2
     shutil.rmtree(tmp_path / "one")
     train(tmp_path / "one", f"trainer.checkpoint.local={local}", "trainer.max_steps=1")
     assert len(list(local.iterdir())) == 1
-
-
-def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
-    writer = Writer(tmp_path, SingleProcess(), keep=2, local=tmp_path / "gone")
-    writer.start(tensors(4.0), content(5))
-    writer.wait()
-    writer.close()
-    assert weights(tmp_path, 5)[0] == 4.0
-    assert "cannot write to" in caplog.text
 
 
 def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkeypatch):
@@ -140,8 +135,7 @@ def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkey
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", note)
-    writer.start(tensors(), content(1))
-    writer.wait()
+    write(writer, 1)
     assert synced[:2] == [stage_file(0), "metrics.csv"]
     assert writer.last == 1
 
@@ -182,8 +176,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_untouched(small_disk, cap
     writer.start(tensors(1.0), content(1))
     for step in (2, 3):
         writer.start(tensors(2.0, size=2**20), content(step))
-    writer.start(tensors(4.0), content(4))
-    writer.wait()
+    write(writer, 4, 4.0)
     writer.close()
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert [text.split(":")[0] for text in told] == ["step 2", "step 3"], "at each try"
@@ -226,15 +219,12 @@ def test_training_goes_on_with_a_full_disk(small_disk, whole, caplog, monkeypatc
 
 def test_a_read_only_file_system_is_told_and_nothing_changes(small_disk, caplog):
     writer = Writer(small_disk, SingleProcess(), keep=2)
-    writer.start(tensors(1.0), content(1))
-    writer.wait()
+    write(writer, 1, 1.0)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    writer.start(tensors(2.0), content(2))
-    writer.wait()
+    write(writer, 2, 2.0)
     assert "Read-only file system" in caplog.text
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    writer.start(tensors(3.0), content(3))
-    writer.wait()
+    write(writer, 3, 3.0)
     writer.close()
     assert checkpoints(small_disk) == [1, 3]
 

@@ -158,9 +158,13 @@ def test_layouts(placement, picture):
 )
 def test_many_ranks_are_summarised(placement):
     lines = draw_layout(placement)
-    assert "..." in "\n".join(lines)
     assert max(map(len, lines)) <= WIDEST
     assert len(lines) <= 2 * DRAWN + 10
+
+
+def test_a_large_grid_has_its_corners():
+    cells = "|".join(draw_layout(Placement(1, ((8, 9),)))).split("|")
+    assert {"0", "8", "63", "71", "..."} <= {cell.strip() for cell in cells}
 
 
 def test_replicas_are_told_by_their_ranks():

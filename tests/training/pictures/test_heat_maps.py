@@ -1,3 +1,5 @@
+"""Maps of which a class's score is the mean, and their pictures."""
+
 from __future__ import annotations
 
 import logging
@@ -25,7 +27,8 @@ from tests.training.pictures.whole_volumes import planes_of
 
 HERE = "tests.training.pictures.test_heat_maps"
 SMALL = "tests.mpi.training.small.small"
-IMAGES = torch.rand(5, 3, 23, 19, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+DRAW = torch.Generator().manual_seed(0)
+IMAGES = torch.rand(5, 3, 23, 19, dtype=torch.float64, generator=DRAW)
 
 
 def parts(network: str, *words: str) -> RunParts:
@@ -50,29 +53,13 @@ def evaluated(network: str, all_classes: bool) -> tuple[Activations, Tensor]:
     return watch, pipeline.evaluate([batch])[0]
 
 
-def test_the_mean_of_a_map_is_the_logit():
-    watch, output = evaluated(SMALL, all_classes=True)
-    seen = watch.take(output)
-    assert seen.size == (6, 5)
-    assert seen.values.shape == (5, 3, 6, 5)
-    assert torch.allclose(seen.values.mean((2, 3)), output, rtol=0, atol=1e-12)
-    assert not seen.is_split
-    watch, output = evaluated(SMALL, all_classes=False)
-    only = watch.take(output)
-    assert only.values.shape == (5, 6, 5)
-    assert torch.equal(only.logits, output)
-    classes = output.argmax(1)
-    assert len(set(classes.tolist())) > 1
-    expected = seen.values[range(5), classes]
-    assert torch.allclose(only.values, expected, rtol=0, atol=1e-12)
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
 
-
-def test_a_closed_one_sees_nothing():
-    pipeline = parts(SMALL, "data.image_size=[23,19]").pipeline
-    watch = Activations(pipeline, all_classes=False)
-    watch.close()
-    assert watch.take(pipeline.evaluate([Microbatch(5, 1.0, IMAGES, torch.zeros(5))])[0]) is None
-    assert not any(module._forward_hooks for module in pipeline.stages[0].modules())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x * x)
 
 
 def nested(num_classes: int, in_channels: int) -> nn.Sequential:
@@ -96,22 +83,30 @@ def of_a_pair(num_classes: int, in_channels: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(zip("abcd", layers, strict=True)))
 
 
-class Squared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = nn.AdaptiveAvgPool2d(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pool(x * x)
-
-
-@pytest.mark.parametrize("network", ["nested", "of_a_pair"])
-def test_a_map_may_be_seen_only_where_it_is_pooled(network):
-    watch, output = evaluated(f"{HERE}.{network}", all_classes=True)
+@pytest.mark.parametrize(
+    ("network", "size"),
+    [(SMALL, (6, 5)), (f"{HERE}.nested", (21, 17)), (f"{HERE}.of_a_pair", (21, 17))],
+)
+def test_the_mean_of_a_map_is_the_logit(network, size):
+    watch, output = evaluated(network, all_classes=True)
     seen = watch.take(output)
+    assert (seen.size, seen.values.shape) == (size, (5, 3, *size))
+    torch.testing.assert_close(seen.values.mean((2, 3)), output, rtol=0, atol=1e-12)
+    assert not seen.is_split
     assert not watch.refusal
-    assert seen.values.shape == (5, 3, 21, 17)
-    assert torch.allclose(seen.values.mean((2, 3)), output, rtol=0, atol=1e-12)
+    watch, output = evaluated(network, all_classes=False)
+    only, classes = watch.take(output), output.argmax(1)
+    assert torch.equal(only.logits, output)
+    assert network != SMALL or len(set(classes.tolist())) > 1
+    torch.testing.assert_close(only.values, seen.values[range(5), classes], rtol=0, atol=1e-12)
+
+
+def test_a_closed_one_sees_nothing():
+    pipeline = parts(SMALL, "data.image_size=[23,19]").pipeline
+    watch = Activations(pipeline, all_classes=False)
+    watch.close()
+    assert watch.take(pipeline.evaluate([Microbatch(5, 1.0, IMAGES, torch.zeros(5))])[0]) is None
+    assert not any(module._forward_hooks for module in pipeline.stages[0].modules())
 
 
 def ends_with_a_map(num_classes: int, in_channels: int) -> nn.Sequential:
@@ -120,9 +115,8 @@ def ends_with_a_map(num_classes: int, in_channels: int) -> nn.Sequential:
 
 
 def flattens(num_classes: int, in_channels: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 4, 3), nn.Flatten(), nn.Linear(4 * 21 * 17, num_classes)
-    )
+    head = nn.Linear(4 * 21 * 17, num_classes)
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3), nn.Flatten(), head)
 
 
 def pools_the_most(num_classes: int, in_channels: int) -> nn.Sequential:
@@ -156,23 +150,22 @@ def test_networks_without_such_an_end_are_refused(network, why):
     assert watch.refusal == why
 
 
-@pytest.mark.parametrize("task", ["classification", "multilabel"])
-def test_they_are_those_of_the_plain_network(task):
-    ours, examples = looked_at(SMALL, f"task={task}")
-    plain = ours.pipeline.stages[0].eval()
-    assert len(examples) == 8
-    for one in examples:
-        pixels = ours.sources.validation.read(one.sample)
-        image = to_input(torch.from_numpy(pixels[None]), torch.float64, torch.device("cpu"))
-        with torch.no_grad():
-            features, best = plain[:-3](image), int(plain(image).argmax())
-            values = torch.einsum("nchw,c->hw", features, plain.fc.weight[best])
-            values += plain.fc.bias[best]
-        expected = heated(pixels, values.numpy())
-        assert list(one.pictures) == ["image", f"heat map of {best}"]
-        np.testing.assert_array_equal(one.pictures[f"heat map of {best}"], expected)
-    # or any would be equal
-    assert len({one.pictures[name].tobytes() for one in examples for name in one.pictures}) == 16
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((f"{HERE}.ends_with_a_map",), "has no linear layer"),
+        ((SMALL, "data.image_size=[4,4]"), "its last map has only one position"),
+        ((SMALL, "task=regression"), ""),
+    ],
+)
+def test_runs_without_are_told_so_once_but_for_numbers(words, why, caplog):
+    with caplog.at_level(logging.INFO):
+        ours, examples = looked_at(*words)
+        ours.validation.examples()
+    assert [list(one.pictures) for one in examples] == [["image"]] * 8
+    said = [one.getMessage() for one in caplog.records if "heat maps" in one.getMessage()]
+    assert len(said) == bool(why)
+    assert all(why in text for text in said)
 
 
 def of_volumes(num_classes: int, in_channels: int) -> nn.Sequential:
@@ -185,64 +178,51 @@ def of_signals(num_classes: int, in_channels: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(6, num_classes))
 
 
-@pytest.mark.parametrize(("network", "size"), [("of_volumes", (7, 20, 16)), ("of_signals", (50,))])
-def test_those_of_volumes_and_signals(network, size):
-    ours, examples = looked_at(f"{HERE}.{network}", f"data.image_size={list(size)}")
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (SMALL, ["task=classification"]),
+        (SMALL, ["task=multilabel"]),
+        (f"{HERE}.of_volumes", ["data.image_size=[7,20,16]"]),
+        (f"{HERE}.of_signals", ["data.image_size=[50]"]),
+    ],
+)
+def test_pictures_are_those_of_the_plain_network(network, words):
+    ours, examples = looked_at(network, *words)
     plain = ours.pipeline.stages[0].eval()
+    assert len(examples) == 8
     for one in examples:
         pixels = ours.sources.validation.read(one.sample)
         image = to_input(torch.from_numpy(pixels[None]), torch.float64, torch.device("cpu"))
         with torch.no_grad():
-            features, best = plain[:2](image), int(plain(image).argmax())
-            values = torch.einsum("nc...,c->...", features, plain[4].weight[best])
-            values = (values + plain[4].bias[best]).numpy()
-        if len(size) == 3:
+            features, best = plain[:-3](image), int(plain(image).argmax())
+            values = torch.einsum("nc...,c->...", features, plain[-1].weight[best])
+            values = (values + plain[-1].bias[best]).numpy()
+        if values.ndim == 3:
             planes = planes_of(pixels[..., 0])
             expected = draw_planes(planes, heat=planes_of(values), side=200)
             assert (expected != draw_planes(planes, side=200)).mean() > 0.5
-        else:
+        elif values.ndim == 1:
             expected = heated(drawn_signal(pixels), values[None])
+        else:
+            expected = heated(pixels, values)
+        assert list(one.pictures) == ["image", f"heat map of {best}"]
         np.testing.assert_array_equal(one.pictures[f"heat map of {best}"], expected)
+    # or any would be equal
+    assert len({one.pictures[name].tobytes() for one in examples for name in one.pictures}) == 16
 
 
-def test_only_those_that_may_be_shown_are_kept():
+def test_only_those_that_may_be_shown_are_kept_as_small_as_they_are_drawn(monkeypatch):
+    monkeypatch.setattr(thumbnails, "SIDE", 5)
     ours, examples = looked_at(SMALL, "data.validation_samples=30")
-    assert sorted(ours.validation._heat_maps._parts) == sorted(one.sample for one in examples)
+    kept = ours.validation._heat_maps._parts
+    assert sorted(kept) == sorted(one.sample for one in examples)
     values, labels = ours.validation._predictions.values, ours.validation._predictions.labels
     errors = [(n, float(1 - values[n, labels[n]])) for n in range(30)]
     assert [one.sample for one in examples] == [sample for sample, _ in extremes(errors)]
-
-
-@pytest.mark.parametrize(
-    ("network", "why"),
-    [
-        (f"{HERE}.pools_the_most", "is not the mean of a feature map"),
-        (f"{HERE}.ends_with_a_map", "has no linear layer"),
-        (SMALL, "its last map has only one position"),
-    ],
-)
-def test_networks_without_are_said_once(network, why, caplog):
-    size = ["data.image_size=[4,4]"] if network == SMALL else []
-    with caplog.at_level(logging.INFO):
-        ours, examples = looked_at(network, *size)
-        ours.validation.examples()
-    assert [list(one.pictures) for one in examples] == [["image"]] * 8
-    (said,) = (one.getMessage() for one in caplog.records if "heat maps" in one.getMessage())
-    assert why in said
-
-
-def test_there_are_none_of_numbers(caplog):
-    with caplog.at_level(logging.INFO):
-        _, examples = looked_at(SMALL, "task=regression")
-    assert [list(one.pictures) for one in examples] == [["image"]] * 8
-    assert not any("heat maps" in one.getMessage() for one in caplog.records)
-
-
-def test_a_map_is_not_larger_than_a_thumbnail(monkeypatch):
-    monkeypatch.setattr(thumbnails, "SIDE", 5)
-    ours, _ = looked_at(SMALL)
-    patches = [part.patches for part in ours.validation._heat_maps._parts.values()]
-    assert [[one.values.shape for one in own] for own in patches] == [[(5, 4, 1)]] * 8
+    assert [[one.values.shape for one in part.patches] for part in kept.values()] == [
+        [(5, 4, 1)]
+    ] * 8
 
 
 def test_colours_go_from_0_to_the_most():
@@ -255,5 +235,4 @@ def test_colours_go_from_0_to_the_most():
     assert (picture[3:, 2:] == picture[4, 3]).all()
     assert picture[4, 3, 0] > picture[4, 3, 2]  # red
     assert not (picture[4, 0] == picture[4, 3]).all()
-    nothing = heated(image, np.array([[-1.0]]))
-    assert (nothing == expected).all()
+    assert (heated(image, np.array([[-1.0]])) == expected).all()

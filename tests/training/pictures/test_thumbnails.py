@@ -113,14 +113,10 @@ def test_numbers_of_any_range_become_colours():
     assert as_rgb(np.full((2, 2, 4), 7.4)).tolist() == [[[7] * 3] * 2] * 2
     assert as_rgb(np.zeros((1, 1, 2))).tolist() == [[[0, 0, 0]]]
     assert as_rgb(np.array([[[0.0], [0.5], [1.0]]]))[0, :, 0].tolist() == [0, 128, 255]
-
-
-def test_dark_images_are_stretched():
-    image = np.zeros((20, 20, 3))
-    image[5:10, :, 2] = 30
-    assert as_rgb(image)[7, 0].tolist() == [0, 0, 255]
-    image[5:10, :, 2] = 100  # bright enough
-    assert as_rgb(image)[7, 0].tolist() == [0, 0, 100]
+    dark = np.zeros((20, 20, 3))
+    for blue, shown_as in ((30, 255), (100, 100)):  # stretched, and bright enough
+        dark[5:10, :, 2] = blue
+        assert as_rgb(dark)[7, 0].tolist() == [0, 0, shown_as]
 
 
 def test_a_patch_without_pixels_adds_nothing():
@@ -137,15 +133,6 @@ def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
     assert orthogonal_slices(volume, side=40).shape == (40, 20 + 4 + 20 + 4 + 40, 3)
 
 
-def test_each_slice_goes_through_the_middle():
-    volume = np.zeros((4, 6, 8))
-    volume[2, 0, 0] = volume[0, 3, 0] = volume[0, 0, 4] = 1
-    axial, coronal, sagittal = planes_of(volume)
-    assert axial[0, 0] == coronal[0, 0] == sagittal[0, 0] == 1
-    picture = orthogonal_slices(volume, side=8)
-    assert picture[0, 0].tolist() == picture[0, 12].tolist() == picture[0, 24].tolist() == [255] * 3
-
-
 @pytest.mark.parametrize("dtype", [np.int16, np.float32, bool])
 def test_darkest_is_black_and_brightest_white(dtype):
     volume = np.zeros((8, 8, 8), dtype)
@@ -159,8 +146,7 @@ def test_voxels_that_are_no_numbers_are_black():
     volume = np.arange(512.0).reshape(8, 8, 8)
     volume[4, 0, 0], volume[4, 0, 1], volume[4, 0, 2] = np.nan, np.inf, -np.inf
     picture = orthogonal_slices(volume, side=8)
-    assert picture[0, :3].max() == 0
-    assert picture[0, 3].max() > 0
+    assert picture[0, :3].max() == 0 < picture[0, 3].max()
     assert orthogonal_slices(np.full((2, 2, 2), np.nan)).max() == 0
 
 

@@ -182,10 +182,9 @@ def test_outputs_that_are_no_numbers_have_no_metrics(task):
     assert all(value in (None, []) for value in found.values())
 
 
-@pytest.mark.parametrize("task", ["classification", "segmentation"])
-def test_without_a_report_nobody_keeps_pictures(task):
-    unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
-    given = [*unet, f"task={task}", "data.validation_samples=4"]
+@pytest.mark.parametrize("unet", [[], ["model=unet", "++model.depth=1", "task=segmentation"]])
+def test_without_a_report_nobody_keeps_pictures(unet):
+    given = [*unet, "data.validation_samples=4"]
     with_pictures, without = parts(*given), parts(*given, "trainer.report=false")
     assert validated(with_pictures) == validated(without)
     assert with_pictures.validation.examples()
