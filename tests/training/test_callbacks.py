@@ -15,8 +15,9 @@ from tests.fitting import fit, summary, train_config
 
 OWN = "tests.training.own_callbacks"
 SMALL = (
-    *("model.width=2", "data.image_size=[20,18]", "data.num_classes=3", "data.samples=8"),
-    *("data.validation_samples=2", "data.batch_size=2", "device=cpu", "trainer.report=false"),
+    *("++model._target_=tests.training.checkpoints.runs.network", "~model.width", "device=cpu"),
+    *("data.image_size=[20,18]", "data.num_classes=3", "data.samples=8"),
+    *("data.validation_samples=2", "data.batch_size=2", "trainer.report=false"),
 )
 
 

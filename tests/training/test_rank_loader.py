@@ -31,10 +31,8 @@ def test_micro_batches_hold_images_as_the_network_takes_them_and_their_targets(t
         assert part.share == pytest.approx(len(own) / 3)
         for tile, target, sample in zip(part.tile, part.target, own, strict=True):
             pixels = views.read(3, sample, (0, 12, 0, 9))
-            expected = to_input(torch.from_numpy(pixels[None]), torch.float64, torch.device("cpu"))[
-                0
-            ]
-            torch.testing.assert_close(tile, expected, rtol=0, atol=0)
+            expected = to_input(torch.from_numpy(pixels[None]), torch.float64, tile.device)[0]
+            assert torch.equal(tile, expected)
             assert target.dtype == torch.int64
             if task == "segmentation":
                 assert (target.numpy() == views.read_mask(3, sample, (0, 12, 0, 9))).all()

@@ -212,8 +212,8 @@ rank  replica  stage   rows  columns  samples
 """
 TENSOR_RANKS = """
 rank  replica  stage   rows  columns  channels
-   0        0  0       0:50     0:70       all
-   1        0  0      50:99     0:70       all
+   0        0  0       0:49     0:70       all
+   1        0  0      49:99     0:70       all
    2        0  1       0:99     0:70    1 of 2
    3        0  1       0:99     0:70    2 of 2
 """
