@@ -88,8 +88,8 @@ test-mpi: $(READY)
 	    $(addprefix --ignore tests/mpi/, channels/test_networks.py channels/test_parallel.py \
 	    comm/test_agreement.py comm/test_backend.py comm/test_processes.py comm/test_transport.py) \
 	    $(addprefix tests/mpi/, $(addprefix pipeline/, test_batch_norm.py test_forward_parameters.py \
-	    test_samples_apart.py test_sharded.py) training/debug training/tasks/test_known_labels.py \
-	    training/test_staging.py)
+	    test_samples_apart.py test_sharded.py) training/test_not_finite.py training/test_staging.py \
+	    training/tasks/test_task.py::test_parts_of_a_micro_batch_count_by_their_known_labels_in_float64)
 
 	# other numbers of ranks: stages of one rank beside stages of many; of eight: test-slow
 	set -e; for ranks in 1 5; do \
@@ -143,8 +143,8 @@ test-device: $(READY)
 # feeding, checkpoints, half precision, sharded state, NaN, predictions
 WHOLE_RUNS := tests/mpi/pipeline/test_autocast.py tests/mpi/pipeline/test_host_waits.py \
     tests/mpi/pipeline/test_sharded.py tests/mpi/predicting/test_layouts.py \
-    $(addprefix tests/mpi/training/, debug optimization tasks test_augmentation.py \
-    test_checkpoints.py test_dtypes.py test_finite.py)
+    $(addprefix tests/mpi/training/, optimization tasks test_checkpoints.py test_data_sets.py \
+    test_not_finite.py)
 
 # on a Slurm of several nodes on this machine, where one can be started
 test-cluster: $(READY)

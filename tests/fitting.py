@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
 
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training import run_directory
+from spatialdl.training.parts import RunParts
 from spatialdl.training.report import page
 from spatialdl.training.trainer import Trainer
+
+
+def train_config(*words: str) -> DictConfig:
+    """The configuration of `spatialdl train` with these words."""
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        return compose("train", list(words))
+
+
+def make_trainer(*words: str) -> Trainer:
+    """That of a run in one process."""
+    return Trainer(train_config(*words), SingleProcess())
+
+
+def make_parts(*words: str) -> RunParts:
+    """Those of a run in one process."""
+    return RunParts(train_config(*words), SingleProcess())
+
+
+def validated(parts: RunParts) -> dict[str, Any]:
+    """The metrics of one validation."""
+    loader, validation = parts.validation_loader, parts.validation
+    assert loader is not None
+    assert validation is not None
+    return validation.scores(validation.own(map(loader.microbatches, loader.batches())))
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """What a run leaves in `summary.json`."""
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 def fit(trainer: Trainer, run_dir: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 
 import numpy as np
@@ -17,7 +16,7 @@ from spatialdl.training.network.building import seed_generators
 from spatialdl.training.settings import open_sources
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, write_bags
-from tests.fitting import fit
+from tests.fitting import fit, summary
 
 
 @pytest.fixture
@@ -33,12 +32,18 @@ def table(folder, *rows, head="slide,label"):
     (folder / "labels.csv").write_text("\n".join([head, *rows]) + "\n")
 
 
+def run(run_dir, folder, *words) -> Trainer:
+    trainer = Trainer(bag_config(folder, *words), SingleProcess())
+    fit(trainer, run_dir)
+    return trainer
+
+
 def test_training_is_a_plain_loop_over_bags(tmp_path, folder) -> None:
     words = (*SMALL["abmil"], "model.dropout=0", "data.batch_size=2", "optimizer.lr=0.01")
     config = bag_config(folder, *words, "task.class_weights=[1,2,3]")
     trainer = Trainer(config, SingleProcess())
     fit(trainer, tmp_path / "run")
-    losses = json.loads((tmp_path / "run" / "summary.json").read_text())["loss"]
+    losses = summary(tmp_path / "run")["loss"]
 
     source = opened(config).train
     seed_generators(0)
@@ -71,14 +76,9 @@ def test_training_is_a_plain_loop_over_bags(tmp_path, folder) -> None:
 
 def test_a_run_resumes(tmp_path, folder) -> None:
     words = (*SMALL["clam"], "data.batch_size=2", "data.max_tiles=6")
-    whole = Trainer(bag_config(folder, *words), SingleProcess())
-    fit(whole, tmp_path / "whole")
-    fit(
-        Trainer(bag_config(folder, *words, "trainer.max_epochs=2"), SingleProcess()),
-        tmp_path / "half",
-    )
-    rest = Trainer(bag_config(folder, *words, f"ckpt_path={tmp_path / 'half'}"), SingleProcess())
-    fit(rest, tmp_path / "rest")
+    whole = run(tmp_path / "whole", folder, *words)
+    run(tmp_path / "half", folder, *words, "trainer.max_epochs=2")
+    rest = run(tmp_path / "rest", folder, *words, f"ckpt_path={tmp_path / 'half'}")
     for name, weight in whole.parts.pipeline.state_dict().items():
         torch.testing.assert_close(rest.parts.pipeline.state_dict()[name], weight)
 
@@ -88,27 +88,26 @@ def test_other_labels_train(tmp_path, folder, task) -> None:
     columns = "[time,event]" if task == "survival" else "[er,pr]"
     words = (f"task={task}", f"data.columns={columns}", "data.num_classes=null")
     bins = ("data.num_classes=2",) if task == "survival" else ()
-    config = bag_config(folder, *SMALL["mean"], *words, *bins, "trainer.checkpoint.best=null")
-    fit(Trainer(config, SingleProcess()), tmp_path / "run")
+    words += ("trainer.checkpoint.best=null", "trainer.max_epochs=1")
+    run(tmp_path / "run", folder, *SMALL["mean"], *words, *bins)
     head, *rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
     assert len(rows) == 3
     if task == "survival":
         assert head.endswith("time,event,risk,survival_1,survival_2")
-        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-        assert "c_index" in summary["validation"][-1]
+        found = summary(tmp_path / "run")
+        assert "c_index" in found["validation"][-1]
 
 
 def test_risks_train_and_one_slide_a_step_is_refused(tmp_path, folder) -> None:
     words = (*SMALL["mean"], "task=survival", "task.loss=cox", "trainer.checkpoint.best=c_index")
-    trainer = Trainer(bag_config(folder, *words, "data.batch_size=4"), SingleProcess())
+    trainer = run(tmp_path / "run", folder, *words, "data.batch_size=4")
     assert trainer.parts.sources.num_classes == 1
-    fit(trainer, tmp_path / "run")
     head, *rows = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
     assert head.endswith("time,event,risk")
     assert len(rows) == 3
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert len(summary["loss"]) == 6
-    assert summary["loss"][0] > 0
+    found = summary(tmp_path / "run")
+    assert len(found["loss"]) == 6
+    assert found["loss"][0] > 0
     for word, message in {
         "data.batch_size=1": "compares the slides of a step",
         "data.num_classes=3": "task.loss=cox predicts a single risk",

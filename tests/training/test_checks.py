@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from spatialdl.data import ShardWriter
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checks import check_config
+from spatialdl.training.image_size import check_stored_size, common_size
 from tests.composing import composed
+from tests.fitting import make_parts
 
 
 @pytest.mark.parametrize(
@@ -31,10 +37,8 @@ def test_what_fits(words, ranks):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        *(
-            (f"seed={seed}", f"seed={said} must be a whole number")
-            for seed, said in (("-1", "-1"), ("1.5", "1.5"), ("true", "True"), ("null", "None"))
-        ),
+        ("seed=-1", "seed=-1 must be a whole number"),
+        ("seed=true", "seed=True must be a whole number"),
         ("trainer.precision=half", "trainer.precision=half is not supported: use one of float32"),
         ("device=tpu", "device=tpu is not supported: use one of auto, cpu, cuda"),
         ("task.name=guessing", "task.name=guessing is not supported"),
@@ -48,18 +52,12 @@ def test_what_fits(words, ranks):
             r"compile=true cannot be combined with parallel.grid=\[2, 1",
         ),
         ("trainer.compile=yes", "trainer.compile=yes must be true or false"),
+        *((f"trainer.clip_norm={n}", "clip_norm=.* must be") for n in ("0", "much", "true", "nan")),
         *(
-            (f"trainer.clip_norm={value}", "trainer.clip_norm=.* must be")
-            for value in ("0", "-1", "much", "true", "nan")
+            (f"trainer.ema={n}", "ema=.* must be at least 0 and")
+            for n in ("1", "-0.1", "true", "nan")
         ),
-        *(
-            (f"trainer.ema={value}", "trainer.ema=.* must be at least 0 and below 1")
-            for value in ("1", "-0.1", "true", "much", "nan")
-        ),
-        *(
-            (f"trainer.accumulate={value}", "trainer.accumulate=.* must be")
-            for value in ("0", "-2", "1.5", "null", "true")
-        ),
+        *((f"trainer.accumulate={n}", "accumulate=.* must be") for n in ("0", "1.5", "true")),
         (
             "parallel=dp parallel.data=4 data.batch_size=3 trainer.accumulate=2",
             "data.batch_size=3 cannot be split into .* parallel.data=4: use at least 4 images",
@@ -77,17 +75,85 @@ def test_what_fits(words, ranks):
         ("weights=here/none.pth", "weights=here/none.pth: there is no such file"),
         ("trainer.checkpoint.best=luck", "trainer.checkpoint.best"),
         ("trainer.early_stopping.metric=luck", "trainer.early_stopping.metric"),
-        *(
-            (f"parallel=dp parallel.shard_state=true optimizer._target_=x.{name}", "whole weights")
-            for name in ("LARS", "LAMB")
-        ),
+        ("parallel=dp parallel.shard_state=true optimizer._target_=x.LARS", "whole weights"),
+        ("parallel=dp parallel.shard_state=true optimizer._target_=x.LAMB", "whole weights"),
+        ("ckpt_path=nowhere", "ckpt_path=nowhere does not exist"),
     ],
 )
 def test_what_does_not_fit_is_refused(words, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, CheckpointError), match=sentence):
         check_config(composed("train", words))
 
 
-def test_a_checkpoint_that_is_not_there_is_refused():
-    with pytest.raises(CheckpointError, match="ckpt_path=nowhere does not exist"):
-        check_config(composed("train", "ckpt_path=nowhere"))
+TINY = [
+    *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=10"),
+    *("data.validation_samples=5", "data.batch_size=4", "trainer.max_steps=3", "device=cpu"),
+]
+
+
+def test_parts_belong_to_one_run():
+    parts = make_parts(*TINY, "trainer.accumulate=2")
+    assert (parts.batch_size, parts.steps, parts.placement.world_size) == (8, 3, 1)
+    assert len(parts.validation_loader) == 1
+    batch = parts.train_loader.microbatches(next(parts.train_loader.batches(0, 0)))
+    assert len(batch) == parts.microbatches == parts.pipeline.schedule.microbatches
+    assert sum(one.samples for one in batch) == parts.batch_size
+    parts.close_loaders()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["data.batch_size=3", "parallel.microbatches=4"], "batch_size=3 cannot be split"),
+        (["trainer.max_steps=0"], "max_steps=0 and trainer.max_epochs=None leave no step"),
+        (["trainer.max_steps=null"], "leave no step to train"),
+        (["++model._target_=builtins.dict"], "model=builtins.dict creates a dict, expected"),
+        (["++model._target_=spatialdl.models.nothing"], "nothing cannot be imported: .* no attr"),
+        (
+            ["data.validation_samples=0", "trainer.early_stopping.metric=loss"],
+            "early_stopping.metric=loss needs validation samples, but there are none",
+        ),
+        (["++model.depth=7"], "model=spatialdl.models.resnet18 cannot be built.*depth"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(overrides, sentence):
+    with pytest.raises(ValueError, match=f"(?s){sentence}"):
+        make_parts(*TINY, *overrides)
+
+
+def written(folder: Path, *sizes: tuple[int, int, str]) -> str:
+    with ShardWriter(folder, kind="regions", classes=["a"]) as writer:
+        for rows, cols, split in sizes:
+            writer.add(np.zeros((rows, cols, 3), np.uint8), 0, split=split)
+    return f"data=shards data.path={folder}"
+
+
+def checked(*words: str) -> None:
+    config = composed("train", " ".join(words))
+    check_config(config)
+    check_stored_size(config.data, config.parallel)
+
+
+def test_sizes() -> None:
+    assert common_size(Path("set"), [(3, 4), (3, 4)]) == (3, 4)
+    with pytest.raises(ValueError, match=r"have 4 different sizes, such as 1 x 4, 2 x 4, 3 x 4"):
+        common_size(Path("set"), [(3, 4), (1, 4), (3, 5), (2, 4)])
+    with pytest.raises(ValueError, match=r"data\.image_size=\[slices,rows,columns\]"):
+        common_size(Path("set"), [(3, 4, 5), (3, 4, 6)])
+
+
+def test_regions_of_several_sizes_are_refused(tmp_path: Path) -> None:
+    words = written(tmp_path / "set", (70, 60, "train"), (70, 60, "val"), (90, 60, "test"))
+    checked(words, "parallel=sp")
+    for more in ("data.split=null", "data.split=test"):
+        with pytest.raises(ValueError, match="have 2 different sizes, such as 70 x 60, 90 x 60"):
+            checked(words, more, "parallel=sp")
+    checked(words, "data.split=test data.validation_split=null")
+    checked(words, "data.split=null data.image_size=[64,64]")
+    checked(words, "data.split=none data.validation_split=null")
+
+
+def test_an_image_that_the_grid_cannot_divide_is_refused(tmp_path: Path) -> None:
+    words = written(tmp_path / "set", (3, 60, "train"))
+    with pytest.raises(ValueError, match="3"):
+        checked(words, "parallel=sp parallel.grid=[4,1]")

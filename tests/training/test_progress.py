@@ -1,16 +1,23 @@
+"""How far a run is, what is best, and what each part of a step takes."""
+
 from __future__ import annotations
 
+import math
 from signal import SIGTERM
 
 import pytest
-from hydra import compose, initialize_config_module
 
+from spatialdl.comm import trace
+from spatialdl.training import time_split as module
+from spatialdl.training.best import METRICS, Best, check_metric
 from spatialdl.training.progress import TrainingProgress
+from spatialdl.training.time_split import COUNTS, PARTS, TimeSplit
+from tests.bags import write_bags
+from tests.fitting import fit, make_trainer, summary, train_config
 
 
 def progress(*overrides: str, steps: int = 8, batches: int = 3) -> TrainingProgress:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return TrainingProgress(compose("train", list(overrides)).trainer, steps, batches)
+    return TrainingProgress(train_config(*overrides).trainer, steps, batches)
 
 
 def due(one: TrainingProgress) -> tuple[list[int], list[int]]:
@@ -59,3 +66,144 @@ def test_a_run_that_is_told_to_stop_saves_and_leaves_the_validation_for_later():
     assert (again.step, again.epoch, again.batch) == (3, 1, 0)
     assert again.validation_is_due()
     assert not again.is_over()
+
+
+SMALL = (
+    *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.batch_size=3"),
+    *("data.samples=3", "data.validation_samples=3", "trainer.max_steps=1"),
+)
+
+
+def outcomes(best: Best, values: list[float]) -> list[bool]:
+    return [best.update({best.metric: value, "samples": 5}) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "better"),
+    [
+        ("loss", [3.0, 2.0, 2.0, 2.5, 1.0], [True, True, False, False, True]),
+        ("accuracy", [0.1, 0.3, 0.3, 0.2, 0.9], [True, True, False, False, True]),
+        ("slide_rmse", [3.0, 4.0, 1.0], [True, False, True]),
+        ("auroc", [None, 0.3, None, 0.5], [False, True, False, True]),
+        ("loss", [math.nan, 2.0, math.nan, math.inf, 1.0], [False, True, False, False, True]),
+    ],
+)
+def test_losses_fall_and_others_rise(metric, values, better):
+    assert outcomes(Best(metric, "key"), values) == better
+
+
+def test_a_small_gain_does_not_count():
+    best = Best("loss", "key", min_delta=0.5)
+    assert outcomes(best, [3.0, 2.6, 2.4, 2.0]) == [True, False, True, False]
+    assert (best.value, best.worse) == (2.4, 1)
+    assert not Best(None, "key").update({"loss": 1.0}), "without a metric nothing is watched"
+
+
+@pytest.mark.parametrize("metric", ["dice", "samples", "speed"])
+def test_a_metric_that_is_none_is_told_with_those_there_are(metric):
+    found = {"loss": 1.0, "mean_dice": 0.5, "dice": [0.5], "samples": 3, "slides": 1}
+    with pytest.raises(ValueError, match=rf"key={metric} is not a metric .*: use one of loss, mea"):
+        Best(metric, "key").update(found)
+
+
+def test_it_goes_on_from_what_was_saved_of_the_same_metric():
+    best = Best("loss", "key")
+    outcomes(best, [3.0, 4.0])
+    again, other = Best("loss", "key"), Best("accuracy", "key")
+    for one in (again, other):
+        one.restore(best.state())
+    assert (again.value, again.worse) == (3.0, 1)
+    assert (other.value, other.worse) == (None, 0)
+
+
+@pytest.mark.parametrize("task", METRICS)
+def test_the_metrics_that_are_known_before_are_those_that_are_told(task, tmp_path):
+    words = (*SMALL, f"task={task}")
+    if task == "segmentation":
+        words += ("model=unet", "++model.depth=1")
+    if task == "survival":  # of bags, which alone have such labels
+        (tmp_path / "bags").mkdir()
+        write_bags(tmp_path / "bags")
+        words = ("data=bags", "task=survival", "model=abmil", "trainer.max_steps=1")
+        words += ("data.num_classes=2", f"data.features={tmp_path / 'bags'}")
+        words += (f"data.labels={tmp_path / 'bags' / 'labels.csv'}",)
+    fit(make_trainer(*words, "device=cpu"), tmp_path)
+    (found,) = summary(tmp_path)["validation"]
+    numbers = {name for name, value in found.items() if not isinstance(value, list)}
+    assert numbers - {"step", "samples"} == {"loss", *METRICS[task]}
+
+
+def test_a_metric_that_nobody_tells_is_refused():
+    check_metric(None, "key", "regression", slides=False)
+    check_metric("slide_vote_accuracy", "key", "classification", slides=True)
+    sentence = "key=slide_f1 is not a metric .*: use one of loss, accuracy, balanced_accuracy"
+    for task, slides in (("multilabel", False), ("segmentation", True)):
+        with pytest.raises(ValueError, match=r"key=slide_f1 is not a metric .*: use one of loss"):
+            check_metric("slide_f1", "key", task, slides)
+    with pytest.raises(ValueError, match=sentence):
+        check_metric("slide_f1", "key", "classification", slides=False)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Clock controlled by the test."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    trace.count()
+    yield now
+    trace.stop_counting()
+
+
+def wait(clock: list[float], kind: trace.Kind, seconds: float) -> None:
+    with trace.span(kind, "a wait"):
+        clock[0] += seconds
+
+
+def test_a_step_is_what_it_waits_for_and_computing(clock):
+    split = TimeSplit()
+    split.restart()
+    wait(clock, "data", 1.0)
+    with trace.span("compute", "forward"):
+        clock[0] += 5.0
+        wait(clock, "halo", 2.0)
+    wait(clock, "reduce", 0.5)
+    own = split.own()
+    assert own == pytest.approx([8.5, 2.0, 0.0, 0.5, 1.0])
+    split.note(own, ranks=1)
+    assert split.last == pytest.approx(
+        {"compute": 5 / 8.5, "halo": 2 / 8.5, "hand_over": 0, "reduce": 0.5 / 8.5, "data": 1 / 8.5}
+    )
+    assert sum(split.last.values()) == pytest.approx(1)
+
+
+def test_what_was_between_steps_belongs_to_none(clock):
+    split = TimeSplit()
+    split.restart()
+    wait(clock, "reduce", 7.0)
+    clock[0] += 9.0
+    split.restart()
+    clock[0] += 1.0
+    assert split.own() == pytest.approx([1.0, 0, 0, 0, 0])
+
+
+def test_the_summary_is_a_mean_over_ranks_and_leaves_the_first_step_out():
+    split = TimeSplit()
+    assert split.summary() == {}
+    split.note([100.0, 0, 0, 0, 100.0], ranks=2)
+    assert split.summary()["data"] == 1.0
+    split.note([2.0, 1.0, 0, 0, 0], ranks=2)
+    split.note([6.0, 1.0, 0, 0, 2.0], ranks=2)
+    found = split.summary()
+    assert found.pop("seconds_per_step") == pytest.approx(2.0)
+    assert tuple(found) == PARTS
+    assert found == pytest.approx(
+        {"compute": 0.5, "halo": 0.25, "hand_over": 0, "reduce": 0, "data": 0.25}
+    )
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_so_many_numbers_are_added_up(counts):
+    if counts:
+        trace.count()
+    assert len(TimeSplit().own()) == COUNTS
+    trace.stop_counting()

@@ -2,27 +2,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import sample_order, to_input
 from spatialdl.training.parts import RunParts
 from tests.data import own_datasets
+from tests.fitting import make_parts
 
 NETWORKS = {"segmentation": "unet", "classification": "resnet18"}
 
 
-def parts(*overrides: str) -> RunParts:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("++model.width=2", "data.image_size=[12,9]", "trainer.max_steps=1"),
-                *("data.num_classes=3", "++data.samples=7", "data.batch_size=4", "device=cpu"),
-                *("parallel.microbatches=2", "trainer.precision=float64", *overrides),
-            ],
-        )
-    return RunParts(config, SingleProcess())
+def parts(*words: str) -> RunParts:
+    given = ("++model.width=2", "data.image_size=[12,9]", "data.num_classes=3", "++data.samples=7")
+    more = ("data.batch_size=4", "parallel.microbatches=2", "trainer.precision=float64")
+    return make_parts(*given, *more, "trainer.max_steps=1", "device=cpu", *words)
 
 
 @pytest.mark.parametrize("task", NETWORKS)
@@ -39,10 +31,8 @@ def test_micro_batches_hold_images_as_the_network_takes_them_and_their_targets(t
         assert part.share == pytest.approx(len(own) / 3)
         for tile, target, sample in zip(part.tile, part.target, own, strict=True):
             pixels = views.read(3, sample, (0, 12, 0, 9))
-            expected = to_input(torch.from_numpy(pixels[None]), torch.float64, torch.device("cpu"))[
-                0
-            ]
-            torch.testing.assert_close(tile, expected, rtol=0, atol=0)
+            expected = to_input(torch.from_numpy(pixels[None]), torch.float64, tile.device)[0]
+            assert torch.equal(tile, expected)
             assert target.dtype == torch.int64
             if task == "segmentation":
                 assert (target.numpy() == views.read_mask(3, sample, (0, 12, 0, 9))).all()
@@ -130,24 +120,22 @@ def test_ranks_with_virtual_tiles_read_the_box_that_is_wanted_and_no_more(task, 
 VALIDATED = ("model=unet", "task=segmentation", "data.validation_samples=3", STREAM)
 
 
-def test_masks_to_validate_on_are_read_in_parts():
-    loader = parts(*VALIDATED).validation_loader
+@pytest.mark.parametrize("is_own", [False, True])
+def test_masks_to_validate_on_are_read_in_parts_but_for_a_loss_of_the_users(is_own):
+    """Which sees whole maps."""
+    own = ["task.loss={_target_: torch.nn.CrossEntropyLoss}"] if is_own else []
+    loader = parts(*VALIDATED, *own).validation_loader
     (batch,) = loader.batches()
     first, second = loader.microbatches(batch)
-    assert (first.target, first.tile) == (None, None)
-    assert first.masks.shape == (1, 12, 9)
-    assert second.masks[..., 2:3, 0:9].shape == (2, 1, 9)
-
-
-def test_masks_for_a_loss_of_the_users_are_whole_and_images_in_parts():
-    """It sees whole maps."""
-    loader = parts(*VALIDATED, "task.loss={_target_: torch.nn.CrossEntropyLoss}").validation_loader
-    (batch,) = loader.batches()
-    first, second = loader.microbatches(batch)
-    assert (first.masks, first.tile) == (None, None)
-    assert first.target.shape == (1, 12, 9)
-    assert second.target.shape == (2, 12, 9)
+    assert first.tile is None
     assert second.images[..., 2:3, 0:9].shape == (2, 3, 1, 9)
+    if is_own:
+        assert first.masks is None
+        assert (first.target.shape, second.target.shape) == ((1, 12, 9), (2, 12, 9))
+    else:
+        assert first.target is None
+        assert first.masks.shape == (1, 12, 9)
+        assert second.masks[..., 2:3, 0:9].shape == (2, 1, 9)
 
 
 def test_masks_of_other_classes_are_refused_where_they_are_read():

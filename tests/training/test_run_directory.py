@@ -51,11 +51,11 @@ def test_summary_has_what_others_read(tmp_path):
     with RunDirectory(tmp_path, CONFIG) as run:
         log(run, 3)
         run.log_validation(step=3, loss=0.5, accuracy=0.75, samples=8)
-        run.finish({**WORLD, "extra": "kept"})
+        run.finish({**WORLD, "extra": "kept", "images_per_second": 5.0})
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == {
         "loss": [1 / 3, 1 / 6, 1 / 9],
-        "images_per_second": 8.0,
+        "images_per_second": 5.0,
         "parallel": "sp+pp",
         "validation": [{"step": 3, "loss": 0.5, "accuracy": 0.75, "samples": 8}],
         **WORLD,
@@ -81,13 +81,6 @@ def test_lists_are_in_the_summary_only_and_what_is_not_there_is_empty(tmp_path):
     assert found[0] == {"step": 1, "loss": 0.5, "auroc": None, "confusion_matrix": [[1, 2], [0, 3]]}
 
 
-def test_a_number_in_the_summary_wins_over_the_measured_one(tmp_path):
-    run = RunDirectory(tmp_path, CONFIG)
-    log(run, 3)
-    run.finish({**WORLD, "images_per_second": 5.0})
-    assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] == 5.0
-
-
 def test_a_summary_that_cannot_be_written_leaves_none(tmp_path):
     run = RunDirectory(tmp_path, CONFIG)
     log(run, 1)
@@ -101,25 +94,21 @@ def test_files_of_an_earlier_run_are_replaced(tmp_path):
     log(run, 3)
     run.log_validation(step=3, loss=0.5, accuracy=0.75, samples=8)
     run.finish(WORLD)
+    (tmp_path / f".{'0' * 32}.tmp").write_text("half of metrics.csv, of a killed run")
     RunDirectory(tmp_path, CONFIG)
     assert rows(tmp_path / "metrics.csv") == []
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_diverged_run_is_written_too(tmp_path, loss):
+@pytest.mark.parametrize("steps", [0, 50])
+def test_a_run_that_diverged_or_made_no_step_is_written_too(tmp_path, steps):
     run = RunDirectory(tmp_path, CONFIG)
-    log(run, 50, loss)
+    log(run, steps, math.nan)
     run.finish(WORLD)
-    text = (tmp_path / "summary.json").read_text()
-    assert json.loads(text)["loss"] == [None] * 50  # JSON knows neither NaN nor infinity
-    assert (tmp_path / "loss.png").exists()
-
-
-def test_a_run_without_a_step_has_no_picture(tmp_path):
-    RunDirectory(tmp_path, CONFIG).finish(WORLD)
-    assert json.loads((tmp_path / "summary.json").read_text())["images_per_second"] is None
-    assert not (tmp_path / "loss.png").exists()
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["loss"] == [None] * steps  # JSON knows neither NaN nor infinity
+    assert found["images_per_second"] == (8.0 if steps else None)
+    assert (tmp_path / "loss.png").exists() == bool(steps)
 
 
 def test_rows_of_an_earlier_run_are_kept_up_to_a_step(tmp_path):
@@ -158,12 +147,6 @@ def test_a_run_that_goes_on_keeps_all_columns_of_the_steps_before(tmp_path):
     assert (tmp_path / "metrics.csv").read_text() == before
     RunDirectory(tmp_path, CONFIG, earlier_steps(tmp_path, 2), columns=[*columns, "more"]).close()
     assert [row["more"] for row in rows(tmp_path / "metrics.csv")] == ["", ""]
-
-
-def test_what_a_killed_run_has_left_is_removed(tmp_path):
-    (tmp_path / f".{'0' * 32}.tmp").write_text("half of metrics.csv")
-    RunDirectory(tmp_path, CONFIG).close()
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 def test_rows_that_cannot_be_written_are_written_later(tmp_path, caplog):

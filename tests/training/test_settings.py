@@ -4,17 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.data import ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.training.settings import open_sources
+from tests.fitting import train_config
 
-
-def config(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", list(overrides))
+config = train_config
+SIZE = (8, 6)
 
 
 def test_synthetic_sources():
@@ -24,24 +22,28 @@ def test_synthetic_sources():
     assert (len(sources.train), len(sources.validation)) == (6, 3)
     assert (sources.image_size, sources.channels, sources.num_classes) == ((12, 9), 3, 10)
     assert (sources.train.read(0) != sources.validation.read(0)).any()
-    other = open_sources(config("data.image_size=[12,9]", "data.samples=6").data, 5)
+    small = ("data.image_size=[12,9]", "data.samples=6", "data.validation_samples=0")
+    other = open_sources(config(*small).data, 5)
     assert (sources.train.read(0) != other.train.read(0)).any()
+    assert other.validation is None
 
 
-def test_validation_can_be_left_out():
-    assert open_sources(config("data.validation_samples=0").data, 0).validation is None
+def shards(path: Path, samples, classes=("a", "b"), kind="tiles") -> DictConfig:
+    with ShardWriter(path, classes, kind=kind) as writer:
+        for size, label, split in samples:
+            writer.add(np.zeros((*size, 3), np.uint8), label, split)
+    return config("data=shards", f"data.path={path}").data
 
 
-def test_an_image_size_is_a_pair():
-    with pytest.raises(ValueError, match=r"data.image_size must be \[rows,columns\], .*, got 64"):
-        open_sources(config("data.image_size=64").data, 0)
-
-
-def test_fewer_classes_than_the_labels_have_are_refused(tmp_path):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "train")])
-    data.num_classes = 1
-    with pytest.raises(ValueError, match=r"num_classes=1, but .* has 2 classes \(a, b\)"):
-        open_sources(data, 0)
+def test_sources_of_shards(tmp_path, caplog):
+    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "train"), (SIZE, 1, "val")])
+    sources = open_sources(data, 0)
+    assert (len(sources.train), len(sources.validation)) == (2, 1)
+    assert (sources.image_size, sources.channels, sources.num_classes) == (SIZE, 3, 2)
+    data = shards(tmp_path / "other", [(SIZE, 0, "train")])
+    with caplog.at_level("INFO"):
+        assert open_sources(data, 0).validation is None
+    assert "has no split val: the run has no validation" in caplog.text
 
 
 def test_the_normalisation_fits_the_images(tmp_path):
@@ -53,55 +55,6 @@ def test_the_normalisation_fits_the_images(tmp_path):
         **{"scale": 200, "dtype": "uint8"},
     }
     assert sources.train_views.white == 200
-    data.mean = [0.1, 0.2]
-    with pytest.raises(
-        ValueError, match=r"data\.mean has 2 numbers, .* the images have 3 channels"
-    ):
-        open_sources(data, 0)
-    data.mean, data.scale = 0.5, 4095
-    with pytest.raises(ValueError, match=r"data\.scale=4095 is not a value of uint8 images"):
-        open_sources(data, 0)
-
-
-def test_an_unknown_data_set_is_refused():
-    data = config().data
-    data.name = "imagenet"
-    with pytest.raises(
-        ValueError, match="data=imagenet is unknown: use shards, bags, dataset, synthetic or f"
-    ):
-        open_sources(data, 0)
-
-
-def shards(path: Path, samples, classes=("a", "b"), kind="tiles") -> DictConfig:
-    with ShardWriter(path, classes, kind=kind) as writer:
-        for size, label, split in samples:
-            writer.add(np.zeros((*size, 3), np.uint8), label, split)
-    return config("data=shards", f"data.path={path}").data
-
-
-SIZE = (8, 6)
-
-
-def test_sources_of_shards(tmp_path):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "train"), (SIZE, 1, "val")])
-    sources = open_sources(data, 0)
-    assert (len(sources.train), len(sources.validation)) == (2, 1)
-    assert (sources.image_size, sources.channels, sources.num_classes) == (SIZE, 3, 2)
-
-
-def test_shards_are_read_as_the_configuration_says(tmp_path):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, 1, "val")])
-    assert data.io == "auto"
-    data.io = "fast"
-    with pytest.raises(ValueError, match="io is 'fast', expected one of auto, mmap, pread, h5py"):
-        open_sources(data, 0)
-
-
-def test_shards_without_the_split_to_validate_on_train_all_the_same(tmp_path, caplog):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train")])
-    with caplog.at_level("INFO"):
-        assert open_sources(data, 0).validation is None
-    assert "has no split val: the run has no validation" in caplog.text
 
 
 def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
@@ -120,12 +73,20 @@ def test_another_size_than_the_shards_have_is_cropped_or_padded(tmp_path):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
+        ("data.num_classes=1", r"num_classes=1, but .* has 2 classes \(a, b\)"),
+        ("data.mean=[0.1,0.2]", r"data\.mean has 2 numbers, .* the images have 3 channels"),
+        ("data.scale=4095", r"data\.scale=4095 is not a value of uint8 images"),
+        ("data.io=fast", "io is 'fast', expected one of auto, mmap, pread, h5py"),
+        ("data.name=imagenet", "data=imagenet is unknown: use shards, bags, dataset, synthetic or"),
+        (
+            "data.image_size=[4,8,6]",
+            r"=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6",
+        ),
         ("data.image_size=16", r"data.image_size must be \[rows,columns\], .*, got 16"),
         ("data.image_size=[16,0]", r"data.image_size must be \[rows,columns\], .*, got \[16, 0\]"),
         ("data.background=256", "data.background=256 is not a value of uint8 images: use 0 to 255"),
         ("data.background=white", "data.background=white must be a number, or null for white"),
         ("data.workers=-1", "data.workers=-1 must be a whole number of at least 0"),
-        ("data.workers=1.5", "data.workers=1.5 must be a whole number of at least 0"),
         ("data.prefetch=0", "data.prefetch=0 must be a whole number of at least 1"),
         ("data.augment.blur=99", "data.augment.blur=99 is out of range"),
         ("+data.augment.flips=1", "data.augment.flips is unknown"),
@@ -158,21 +119,8 @@ def test_samples_without_labels_are_refused(tmp_path):
     data = shards(tmp_path / "set", [(SIZE, 0, "train"), (SIZE, None, "train")])
     with pytest.raises(ValueError, match=r"1 of 2 samples .* have no label.*--labels"):
         open_sources(data, 0)
-
-
-def test_masks_without_labels_name_the_task_that_learns_from_them(tmp_path):
-    with ShardWriter(tmp_path / "set", kind="regions") as writer:
-        writer.add(np.zeros((8, 6, 3), np.uint8), split="train", mask=np.zeros((8, 6), np.uint8))
-    data = config("data=shards", f"data.path={tmp_path / 'set'}").data
+    data = masked(tmp_path / "masked", classes=())
     with pytest.raises(ValueError, match=r"have no label.*, or use task=segmentation, which"):
-        open_sources(data, 0)
-
-
-def test_a_size_of_other_dims_than_the_images_is_refused(tmp_path):
-    data = shards(tmp_path / "set", [(SIZE, 0, "train")])
-    data.image_size = [4, 8, 6]
-    match = r"data.image_size=\[4, 8, 6\] has 3 numbers, but .* have 2 dims, such as 8 x 6: set"
-    with pytest.raises(ValueError, match=match):
         open_sources(data, 0)
 
 
@@ -210,12 +158,17 @@ def test_masks_without_names_of_classes_need_their_number(tmp_path):
     assert open_sources(data, 0, "segmentation").num_classes == 4
 
 
-def test_synthetic_masks():
-    data = config("data.image_size=[12,9]", "data.num_classes=3").data
-    sources = open_sources(data, 4, "segmentation")
-    for source in (sources.train, sources.validation):
-        assert source.has_masks
-        assert source.read_mask(1).max() < 3
+@pytest.mark.parametrize("task", ["segmentation", "multilabel", "regression"])
+def test_synthetic_targets_and_masks(task):
+    sources = open_sources(config("data.image_size=[12,9]", "data.num_classes=3").data, 4, task)
+    if task == "segmentation":
+        for source in (sources.train, sources.validation):
+            assert source.has_masks
+            assert source.read_mask(1).max() < 3
+        return
+    assert sources.names == ("0", "1", "2")
+    assert sources.train.labels.shape == (64, 3)
+    assert (sources.train.labels[:16] != sources.validation.labels).any()
 
 
 def test_fractals_are_volumes_with_masks():
@@ -243,14 +196,6 @@ def test_targets_take_the_place_of_labels(tmp_path):
     data.num_classes = 3
     with pytest.raises(ValueError, match=r"num_classes=3, but .* has 2 targets \(age, mass\)"):
         open_sources(data, 0, "regression")
-
-
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_synthetic_targets(task):
-    sources = open_sources(config("data.image_size=[12,9]", "data.num_classes=3").data, 4, task)
-    assert sources.names == ("0", "1", "2")
-    assert sources.train.labels.shape == (64, 3)
-    assert (sources.train.labels[:16] != sources.validation.labels).any()
 
 
 def test_volumes_are_described_by_orientation_and_spacing(tmp_path):

@@ -50,7 +50,7 @@ def process(what: str) -> Iterator[subprocess.Popen[str]]:
             waits.kill()
 
 
-@pytest.mark.parametrize("number", STOPPING, ids=lambda one: one.name)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_the_first_signal_only_asks(number):
     with process("end") as waits:
         assert waits.stdout.readline() == "ready\n"

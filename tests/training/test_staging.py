@@ -1,22 +1,26 @@
+"""Copies of shards beside a run; the copier itself is tested in tests/data/staging."""
+
 from __future__ import annotations
 
 import logging
 import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from spatialdl.bench import slow_source
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.errors import ShardError
 from spatialdl.training.staging import StageTo, Staging
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, make_trainer
+
+GIVEN = (
+    *("++model._target_=tests.training.checkpoints.runs.network", "~model.width", "data=shards"),
+    *("data.batch_size=2", "trainer.max_steps=5", "trainer.precision=float64", "device=cpu"),
+    *("trainer.checkpoint.keep=0", "trainer.report=false"),
+)
 
 
 @pytest.fixture
@@ -33,52 +37,41 @@ def folder(tmp_path: Path) -> Path:
 def train(folder, tmp_path, caplog):
     """Train; return losses and log messages of the data layer."""
 
-    def run(*overrides: str) -> tuple[list[float], list[str]]:
+    def run(*words: str) -> tuple[list[float], list[str]]:
         caplog.clear()
-        with initialize_config_module("spatialdl.conf", version_base="1.3"):
-            config = compose(
-                "train",
-                [
-                    *("model.width=2", "data=shards", f"data.path={folder}", "device=cpu"),
-                    *("data.batch_size=2", "trainer.max_steps=5", "trainer.precision=float64"),
-                    "trainer.checkpoint.keep=0",
-                    *("parallel=none", *overrides),
-                ],
-            )
-        losses = []
-        step = Trainer._train_step
+        losses, step = [], Trainer._train_step
         with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO):
             patch.setattr(
                 Trainer, "_train_step", lambda *given: losses.append(step(*given)) or losses[-1]
             )
-            fit(Trainer(config, SingleProcess()), tmp_path / "run")
+            fit(make_trainer(*GIVEN, f"data.path={folder}", *words), tmp_path / "run")
         said = [one.message for one in caplog.records if one.name == "spatialdl.data"]
         return losses, said
 
     return run
 
 
-def on_each_step(monkeypatch, do) -> None:
-    damage = Staging.damage
+@pytest.fixture
+def steps(monkeypatch) -> list[Staging]:
+    """Training waits at each step for the copier; the steps that it has begun."""
+    damage, begun = Staging.damage, []
 
     def looking(staging: Staging) -> int:
-        do(staging)
+        copier = staging._copier
+        if copier is not None and copier._process.stdin is not None:
+            while not copier.shards["done"] and copier._process.poll() is None:
+                copier.look()
+        begun.append(staging)
         return damage(staging)
 
     monkeypatch.setattr(Staging, "damage", looking)
+    return begun
 
 
-def until_done(staging: Staging) -> None:
-    """Let training wait for the copier."""
-    if staging._copier is not None and staging._copier._process.stdin is not None:
-        while not staging._copier.shards["done"] and staging._copier._process.poll() is None:
-            staging._copier.look()
-
-
-def test_training_is_the_same_with_copies(train, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("steps")
+def test_training_is_the_same_with_copies(train, tmp_path):
     plain, said = train("data.stage.to=off")
     assert not said
-    on_each_step(monkeypatch, until_done)
     staged, said = train(f"data.stage.to={tmp_path}/disk")
     assert staged == plain
     start, end = said
@@ -92,69 +85,28 @@ def test_training_is_the_same_with_copies(train, tmp_path, monkeypatch):
     assert kept == again == plain
     assert "6 shards" in said[-1]
     assert said[-1].endswith("reused from earlier jobs")
+    (tmp_path / "file").write_text("")
+    instead, [told] = train(f"data.stage.to={tmp_path}/file")  # a place that will not do
+    assert instead == plain
+    assert f"cannot stage to {tmp_path}/file: " in told
 
 
-def test_auto_leaves_local_data_where_they_are(train):
-    assert not train("trainer.max_steps=1")[1]
-
-
-def test_only_what_is_read_is_copied(train, tmp_path, monkeypatch):
-    on_each_step(monkeypatch, until_done)
-    _, said = train(
-        *(f"data.stage.to={tmp_path}/disk", "trainer.max_steps=1", "data.validation_split=null")
-    )
+@pytest.mark.usefixtures("steps")
+def test_only_what_is_read_is_copied(train, tmp_path):
+    short = ("trainer.max_steps=1", "data.validation_split=null")
+    _, said = train(f"data.stage.to={tmp_path}/disk", *short)
     assert said[0].startswith(("staging 1 shard (", "staging 2 shards ("))
 
 
-def test_damage_ends_the_training_and_names_samples(train, folder, tmp_path, monkeypatch):
+def test_damage_ends_the_training_and_names_samples(train, folder, tmp_path, steps):
     path = folder / "shard-00001.h5"
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
     path.write_bytes(content)
-    steps = []
-    on_each_step(monkeypatch, lambda staging: until_done(staging) or steps.append(staging))
     with pytest.raises(ShardError, match=r"shard-00001\.h5 has SHA-256 .* samples 2, 3$"):
         train(f"data.stage.to={tmp_path}/disk")
     assert len(steps) == 1
     assert not list((tmp_path / "disk").iterdir())
-
-
-def test_a_killed_copier_does_not_end_the_training(train, tmp_path, monkeypatch):
-    def kill(staging: Staging) -> None:
-        if staging._copier is not None and staging._copier._process.poll() is None:
-            os.kill(staging._copier._process.pid, signal.SIGKILL)
-            staging._copier._process.wait()
-
-    plain, _ = train("data.stage.to=off")
-    on_each_step(monkeypatch, kill)
-    staged, said = train(f"data.stage.to={tmp_path}/disk")
-    assert staged == plain
-    assert sum("was killed (SIGKILL)" in one for one in said) == 1
-    assert not list((tmp_path / "disk").iterdir())
-
-
-def test_training_reads_from_a_slow_source_what_has_not_arrived(
-    train, folder, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("spatialdl.data.staging.process._SLOW_AFTER_S", 0.1)
-    plain, _ = train("data.stage.to=off")
-    (tmp_path / "slow").mkdir()
-    _, variables = slow_source.environment(folder, 25_000, tmp_path / "slow")
-    for name, value in variables.items():  # of the copier
-        monkeypatch.setenv(name, value)
-    staged, said = train(f"data.stage.to={tmp_path}/disk")
-    assert staged == plain
-    [told] = [one for one in said if "copying is slow or has stalled" in one]
-    assert f"are read from {folder}" in told
-
-
-def test_a_place_that_will_not_do_is_said(train, tmp_path):
-    (tmp_path / "file").write_text("")
-    plain, _ = train("data.stage.to=off")
-    staged, said = train(f"data.stage.to={tmp_path}/file")
-    assert staged == plain
-    [told] = said
-    assert f"cannot stage to {tmp_path}/file: " in told
 
 
 @pytest.mark.parametrize(
@@ -186,6 +138,7 @@ def test_auto_takes_data_from_network_file_systems_to_a_disk(train, tmp_path, mo
     assert not StageTo("off").is_for(Path("/proc"))
     assert StageTo("/some/where").disk() == (Path("/some/where"), "")
     assert StageTo("/some/where").is_for(tmp_path)
+    assert not train("trainer.max_steps=1")[1], "local data stay where they are"
     monkeypatch.setattr("spatialdl.training.staging.is_local", lambda path: False)
     _, said = train("trainer.max_steps=1")
     assert f"to {tmp_path}/.spatialdl-{os.getuid()} (" in said[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from spatialdl.comm.across import GivenUp
 from spatialdl.models import resnet18, wide_view
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.store import DiskStore
+from spatialdl.training import signals
 from spatialdl.training.checks import check_config
 from spatialdl.training.console.progress import TERMINAL
+from spatialdl.training.trainer import Trainer
 from spatialdl.training.virtual_tiles import (
     StepWatch,
     check_room,
@@ -20,6 +23,7 @@ from spatialdl.training.virtual_tiles import (
 )
 from tests.bags import bag_config, write_bags
 from tests.composing import composed
+from tests.fitting import check_validations, fit, make_trainer, summary
 
 STREAM = "parallel.stream=[2,2]"
 
@@ -46,11 +50,7 @@ def test_what_goes_with_virtual_tiles(words):
         ("task.mixup=0.2", "task.mixup=0.2"),
         ("debug.name=detect_nan", "debug=detect_nan"),
         ("task=survival task.loss=cox", "task.loss=cox"),
-        ("parallel=dp parallel.sync_batchnorm=true", "parallel.sync_batchnorm=true"),
-        ("parallel=dp parallel.shard_state=true", "parallel.shard_state=true"),
-        ("parallel=pp parallel.schedule=zero_bubble", "parallel.schedule=zero_bubble"),
         ("parallel.tensor=2", "parallel.tensor=2"),
-        ("parallel=sp+pp parallel.local_dp=2", "parallel.local_dp=2"),
     ],
 )
 def test_what_does_not_go_with_virtual_tiles(words, what):
@@ -60,8 +60,7 @@ def test_what_does_not_go_with_virtual_tiles(words, what):
 
 
 def test_bags_have_no_virtual_tiles(tmp_path):
-    config = bag_config(write_bags(tmp_path))
-    config.parallel.stream = [2]
+    config = bag_config(write_bags(tmp_path), "parallel.stream=[2]")
     with pytest.raises(ValueError, match=r"parallel.stream=\[2\] needs images of one size"):
         check_config(config)
 
@@ -93,10 +92,11 @@ def test_auto_takes_fewer_tiles_the_more_memory_there_is():
     assert counts[0] / 2 <= halves[0] * halves[1] < counts[0]
 
 
-def test_named_tiles_stay():
-    settings = composed("train", "parallel.stream=[3,2]").parallel
+@pytest.mark.parametrize("stream", [[3, 2], None])
+def test_named_tiles_stay_and_without_any_there_are_none(stream):
+    settings = OmegaConf.create({"stream": stream})
     choose_virtual_tiles(settings, resnet18(), (1, 3, 64, 64), torch.float32, None)
-    assert list(settings.stream) == [3, 2]
+    assert settings.stream == stream
 
 
 class _Reads(nn.Module):
@@ -126,13 +126,11 @@ def test_a_disk_that_is_too_small_is_told_before_the_step(tmp_path):
     room(tmp_path, 512)
     with pytest.raises(ValueError, match=r"about [0-9]+ GB of activations would be off.* free"):
         room(tmp_path, 300_000)
-
-
-def test_without_a_limit_nothing_waits_on_a_disk():
+    # without a limit nothing waits on a disk
     check_room(Memory(), resnet18(), (1, 3, 300_000, 300_000), parts=1, ranks=1, recompute=False)
 
 
-def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
+def test_a_bar_counts_the_operations_of_a_step_on_one_rank(monkeypatch):
     monkeypatch.setenv(TERMINAL, "1")
     memory = Memory()
     watch = StepWatch(memory, [], shows=True)
@@ -141,13 +139,8 @@ def test_a_bar_counts_the_operations_of_a_step(monkeypatch):
             torch.ones(3).add(1).sum()
         assert memory.on_operation is None
         assert watch._operations == 3
-
-
-def test_other_ranks_and_runs_without_virtual_tiles_are_not_watched(monkeypatch):
-    monkeypatch.setenv(TERMINAL, "1")
-    memory = Memory()
-    for watch in (StepWatch(memory, [], shows=False), StepWatch(None, [], shows=True)):
-        with watch.over(1):
+    for other in (StepWatch(memory, [], shows=False), StepWatch(None, [], shows=True)):
+        with other.over(1):
             assert memory.on_operation is None
 
 
@@ -168,7 +161,72 @@ def test_a_step_that_is_given_up_leaves_buffers_as_they_were():
     assert all(torch.equal(one, before[name]) for name, one in norm.named_buffers())
 
 
-def test_settings_of_virtual_tiles_are_left_alone_without_any():
-    config = OmegaConf.create({"stream": None})
-    choose_virtual_tiles(config, wide_view(), (1, 3, 64, 64), torch.float32, None)
-    assert config.stream is None
+# --- whole runs
+
+TINY = (
+    *("data.num_classes=3", "data.samples=10", "data.batch_size=4", "data.validation_samples=5"),
+    *("trainer.precision=float64", "trainer.max_steps=3", "device=cpu", "trainer.report=false"),
+)
+KINDS = {
+    "classification": ["model.width=4"],
+    "segmentation": ["task=segmentation", "model=unet", "model.width=4", "model.depth=2"],
+}
+
+
+def train(run_dir: Path, *words: str) -> Trainer:
+    trainer = make_trainer(*TINY, *words)
+    fit(trainer, run_dir)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("task", "stream"),
+    [("classification", "[2,2]"), ("segmentation", "[3,1]"), ("segmentation", "[1,1]")],
+)
+def test_a_run_on_virtual_tiles_equals_the_one_without(task, stream, tmp_path):
+    """Activations are offloaded to disk."""
+    words = [*KINDS[task], "data.image_size=[54,51]", "data/augment=pathology", "trainer.ema=0.5"]
+    words += ["trainer.validate_every=2", "parallel.microbatches=2", "trainer.clip_norm=1"]
+    plain = train(tmp_path / "plain", *words)
+    limit = ["trainer.memory_limit_gb=0.0003", f"parallel.stream_to={tmp_path}"]
+    ours = train(tmp_path / "ours", *words, f"parallel.stream={stream}", *limit)
+    found, expected = summary(tmp_path / "ours"), summary(tmp_path / "plain")
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
+    assert len(found["validation"]) == len(expected["validation"]) == 2
+    check_validations(found["validation"], expected["validation"])
+    state = ours.parts.pipeline.state_dict()
+    for name, value in plain.parts.pipeline.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+    store = ours.parts.pipeline.options.memory.store
+    assert store.written > 1_000_000
+    assert store.folder == tmp_path
+
+
+def test_a_run_that_is_told_to_stop_gives_up_a_step_on_virtual_tiles(tmp_path, monkeypatch):
+    """A step may outlast the grace period of a scheduler; it is discarded and repeated."""
+    words = [*KINDS["classification"], "data.image_size=[32,32]", "parallel.stream=[2,2]"]
+    monkeypatch.setattr(signals._Seen, "first", None)
+    asked, stop_at = 0, -1
+
+    def seen() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == stop_at:
+            signals._Seen.first = signal.SIGTERM
+        return signals._Seen.first is not None
+
+    with monkeypatch.context() as within:
+        within.setattr(signals, "seen", seen)
+        whole = train(tmp_path / "whole", *words)
+        of_a_step = asked // whole.progress.step
+        asked, stop_at = 0, of_a_step * 3 // 2  # in the midst of the second step
+        stopped = train(tmp_path / "ours", *words)
+    assert asked == stop_at  # it did not even end the operation
+    assert 0 < stopped.progress.step < whole.progress.step
+    assert stopped.progress.stopped is signal.SIGTERM
+    monkeypatch.setattr(signals._Seen, "first", None)
+    ours = train(tmp_path / "ours", *words, "ckpt_path=latest")
+    assert summary(tmp_path / "ours")["loss"] == summary(tmp_path / "whole")["loss"]
+    state = ours.parts.pipeline.state_dict()
+    for name, value in whole.parts.pipeline.state_dict().items():
+        assert torch.equal(state[name], value), name

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 from torch import Tensor
 
@@ -15,12 +14,16 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, train_config
 from tests.mpi.device import device_key
 
-SAVED, STEPS = 4, 7  # epochs have three steps, so that both lie in the middle of one
+SAVED, STEPS = 2, 4  # epochs have three steps, so that both lie in the middle of one
 TINY = [
-    *("model._target_=tests.training.checkpoints.networks.network", "data.image_size=[37,29]"),
+    *(
+        "model._target_=tests.training.checkpoints.networks.network",
+        "~model.width",
+        "data.image_size=[37,29]",
+    ),
     *("data.num_classes=3", "data.samples=14", "data.validation_samples=0", "data.batch_size=5"),
     *("trainer.precision=float64", f"trainer.max_steps={STEPS}"),
     *("trainer.checkpoint.every_epochs=null", f"trainer.checkpoint.every_steps={SAVED}"),
@@ -77,32 +80,17 @@ class Outcome(NamedTuple):
 
 def run(run_dir: Path, comm: Communicator, *overrides: str) -> Outcome:
     """Train with the configuration; every rank of `comm` calls it."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        words = [word for one in overrides for word in one.split()]
-        words.append(device_key(comm))
-        marked = [f"++{word}" if word.startswith("model._") else word for word in (*TINY, *words)]
-        trainer = Trainer(_with_own_keys(compose("train", marked)), comm)
+    words = [*TINY, *(word for one in overrides for word in one.split()), device_key(comm)]
+    marked = (f"++{word}" if word.startswith("model._") else word for word in words)
+    trainer = Trainer(train_config(*marked), comm)
     fit(trainer, run_dir)
-    files = [tensors for own in comm.allgather(_own(trainer, comm)) for tensors in own.values()]
+    own = copies(trainer.parts.pipeline, trainer.parts.update, comm.rank)
+    files = [tensors for one in comm.allgather(own) for tensors in one.values()]
     run_dir = comm.bcast(run_dir)
     state = {name: value for tensors in files for name, value in tensors.items()}
     with (run_dir / "metrics.csv").open(newline="") as lines:
         losses = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
     return Outcome(losses, state)
-
-
-def _own(trainer: Trainer, comm: Communicator) -> dict[str, dict[str, Tensor]]:
-    return copies(trainer.parts.pipeline, trainer.parts.update, comm.rank)
-
-
-def _with_own_keys(config):
-    from omegaconf import open_dict
-
-    with open_dict(config.model):
-        for key in list(config.model):
-            if key not in ("_target_", "num_classes", "in_channels"):
-                del config.model[key]
-    return config
 
 
 def in_layout(world: Communicator, name: str, run_dir: Path, *overrides: str) -> Outcome | None:

@@ -1,12 +1,29 @@
-"""A network that is quick to train, with a part that frozen layers come before; losses."""
+"""A network that is quick to train, with a part that frozen layers come before; losses; runs."""
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spatialdl.comm.communicator import Communicator
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit, train_config
+from tests.mpi.device import device_key
+
+
+def trained(run_dir: Path, comm: Communicator, *words: str) -> tuple[Trainer, dict[str, Any]]:
+    """A run of the ranks of `comm`, and its summary on rank 0, if it came to its end."""
+    trainer = Trainer(train_config(*words, device_key(comm), "comm.check=true"), comm)
+    fit(trainer, run_dir)
+    file = run_dir / "summary.json"
+    is_there = comm.rank == 0 and file.exists()
+    return trainer, json.loads(file.read_text()) if is_there else {}
 
 
 def small(num_classes: int, in_channels: int) -> nn.Sequential:

@@ -12,6 +12,9 @@ from mpi4py import MPI
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.world import world
+from spatialdl.errors import CheckpointError
+from spatialdl.training.checkpoints.folder import RANDOM, stage_file
+from spatialdl.training.checkpoints.reading import damages, first_whole
 from tests.fitting import fit
 from tests.mpi.training import checkpointed
 from tests.mpi.training.checkpointed import (
@@ -25,6 +28,7 @@ from tests.mpi.training.checkpointed import (
     in_layout,
     run,
 )
+from tests.training.checkpoints.runs import made
 
 WORLD = world()
 SIZE = MPI.COMM_WORLD.size
@@ -38,7 +42,6 @@ QUICK = {
         ("none", "shard"),
         ("shard", "sp+pp tensor"),
         ("sp+pp tensor", "shard tensor"),
-        ("dp tensor", "sp+pp"),
     ],
 }
 CHECKPOINT = f"checkpoints/step-{SAVED:08d}"
@@ -146,3 +149,38 @@ def test_of_what_the_optimizer_has_kept_a_rank_reads_its_part_only(folder, tmp_p
     in_layout(WORLD, "tensor", tmp_path / "run", ADAMW, checkpoint)
     for parameter, state in trainers[0].parts.update.optimizer.state.items():
         assert state["exp_avg"].untyped_storage().nbytes() == parameter.nbytes
+
+
+@pytest.fixture
+def checkpoint_folder(tmp_path: Path) -> Path:
+    return Path(WORLD.bcast(tmp_path))
+
+
+def test_all_ranks_hear_of_damage_in_any_file(checkpoint_folder):
+    paths = [checkpoint_folder / f"step-{step:08d}" for step in (9, 6, 3)]
+    if WORLD.rank == 0:
+        for step in (9, 6, 3):
+            made(checkpoint_folder, step, stages=4)
+    WORLD.barrier()
+    assert damages(paths[0], WORLD) == []
+    assert first_whole(paths, WORLD) == paths[0]
+    names = [RANDOM, *map(stage_file, range(4))]
+    for name in names:
+        content = (paths[0] / name).read_bytes()
+        WORLD.barrier()
+        if WORLD.rank == 0:
+            (paths[0] / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        WORLD.barrier()
+        (said,) = damages(paths[0], WORLD)
+        assert said == f"{name} was changed (SHA-256 mismatch)"
+        assert first_whole(paths, WORLD) == paths[1]
+        WORLD.barrier()
+        if WORLD.rank == 0:
+            (paths[0] / name).write_bytes(content)
+        WORLD.barrier()
+    if WORLD.rank == 0:
+        for path in paths:
+            (path / "checkpoint.json").write_text("{")
+    WORLD.barrier()
+    with pytest.raises(CheckpointError, match="as are the 2 other checkpoints"):
+        first_whole(paths, WORLD)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.processes import Nodes
 from spatialdl.data import ShardWriter
 from spatialdl.data.staging.process import CopierProcess
@@ -22,10 +22,11 @@ from spatialdl.errors import ShardError
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, train_config
 
 SIZE = 1100, 24  # three rows of chunks
-RANKS = MPI.COMM_WORLD.size
+WORLD = MpiCommunicator(MPI.COMM_WORLD)
+RANKS = WORLD.size
 
 
 def write(folder: Path, regions: int) -> None:
@@ -66,30 +67,26 @@ def until_done(monkeypatch):
     monkeypatch.setattr(Staging, "damage", looking)
 
 
+SPLIT = f"parallel=sp parallel.grid=[{RANKS},1]"
+GIVEN = (
+    *("++model._target_=tests.training.checkpoints.runs.network", "~model.width", "data=shards"),
+    *("trainer.precision=float64", "trainer.report=false", "device=cpu", "comm.check=true"),
+)
+
+
 def train(
     run_dir: Path,
     data: Path,
     comm: Communicator,
-    layout: str,
     to: object,
     note=None,
     nodes=None,
-    steps=4,
-):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("model.width=2", "data=shards", f"data.path={data}", f"data.stage.to={to}"),
-                *(
-                    f"data.batch_size={1 if data.name == 'one' else 2}",
-                    f"trainer.max_steps={steps}",
-                    "trainer.precision=float64",
-                ),
-                *("device=cpu", "comm.check=true", *layout.split()),
-            ],
-        )
-    trainer, losses = Trainer(config, comm, nodes), []
+    steps=3,
+    layout=SPLIT,
+) -> list[float]:
+    words = (f"data.path={data}", f"data.stage.to={to}", f"trainer.max_steps={steps}")
+    words += (f"data.batch_size={1 if data.name == 'one' else 2}", *layout.split())
+    trainer, losses = Trainer(train_config(*GIVEN, *words), comm, nodes), []
     step = trainer._train_step
 
     def stepping(batch):
@@ -103,13 +100,21 @@ def train(
     return losses
 
 
-@pytest.mark.parametrize("layout", [f"parallel=sp parallel.grid=[{RANKS},1]", "parallel=dp"])
+@pytest.fixture(scope="module")
+def plain(data, tmp_path_factory) -> list[float]:
+    """The losses without staging."""
+    return train(tmp_path_factory.mktemp("plain"), data / "set", WORLD, "off")
+
+
+@pytest.fixture
+def two_nodes(world) -> Nodes:
+    """The last rank is on a separate node."""
+    return Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
+
+
+@pytest.mark.parametrize("layout", [SPLIT, "parallel=dp"] if RANKS == 2 else [SPLIT])
 def test_losses_are_those_without_staging(layout, data, tmp_path, world, until_done, monkeypatch):
-    if layout == "parallel=dp":
-        if RANKS > 2:
-            pytest.skip("a batch of two")
-        layout += f" parallel.data={RANKS}"
-    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
+    plain = train(tmp_path / "plain", data / "set", world, "off", layout=layout)
     here = world.bcast(tmp_path / "disk")
     found = []
 
@@ -118,7 +123,7 @@ def test_losses_are_those_without_staging(layout, data, tmp_path, world, until_d
         found.append((run._copier is not None, [shard.is_local for shard in opened]))
 
     monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
-    staged = train(tmp_path / "staged", data / "set", world, layout, here, note)
+    staged = train(tmp_path / "staged", data / "set", world, here, note, layout=layout)
     assert staged == plain
     everybody = world.allgather(found[-1])
     assert [copies for copies, _ in everybody] == [True] + [False] * (RANKS - 1)
@@ -127,9 +132,8 @@ def test_losses_are_those_without_staging(layout, data, tmp_path, world, until_d
 
 
 @pytest.mark.world(2, 3, 4)
-def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, caplog):
+def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, two_nodes, caplog):
     """Ranks of the upper rows on one node, the last rank on another one."""
-    nodes = Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
     disk = tmp_path / "disk"  # of each rank its own; a node's is that of its first rank
     copied = []
 
@@ -137,9 +141,8 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, c
         if run._copier is not None:
             copied.append(sorted(path.name for path in run._copier.folder.glob("*.h5")))
 
-    layout = f"parallel=sp parallel.grid=[{world.size},1]"
     with caplog.at_level(logging.INFO):
-        train(tmp_path / "run", data / "one", world, layout, disk, note, nodes)
+        train(tmp_path / "run", data / "one", world, disk, note, two_nodes)
     everybody = world.allgather(copied[-1] if copied else None)
     starters = [rank for rank, names in enumerate(everybody) if names is not None]
     assert starters == [0, world.size - 1]
@@ -153,12 +156,6 @@ def test_each_node_has_its_own_ranks_shards(data, tmp_path, world, until_done, c
         assert sum(one.startswith("staging ") for one in said) == 2
         assert said[-1].startswith(f"staged: {len(upper) + len(lower)} shards (")
     assert not disk.exists() or not list(disk.iterdir())
-
-
-@pytest.fixture
-def two_nodes(world) -> Nodes:
-    """The last rank is on a separate node."""
-    return Nodes(world, ["upper"] * (world.size - 1) + ["lower"])
 
 
 @pytest.fixture
@@ -180,10 +177,8 @@ def warnings(caplog) -> list[str]:
 
 @pytest.mark.world(3)
 def test_a_disk_that_others_fill_is_said_once_a_node(
-    data, tmp_path, world, until_done, two_nodes, small_disk, monkeypatch, caplog
+    data, plain, tmp_path, world, until_done, two_nodes, small_disk, monkeypatch, caplog
 ):
-    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
-    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
     start = CopierProcess.start
 
     def late(self: CopierProcess, shards) -> None:
@@ -193,7 +188,7 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
 
     monkeypatch.setattr(CopierProcess, "start", late)
     caplog.clear()
-    staged = train(tmp_path / "staged", data / "set", world, layout, small_disk, nodes=two_nodes)
+    staged = train(tmp_path / "staged", data / "set", world, small_disk, nodes=two_nodes)
     assert staged == plain
     told = warnings(caplog)
     assert len(told) == (two_nodes.own.rank == 0)
@@ -206,8 +201,7 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
 def test_copies_that_vanish_are_read_from_the_source(
     data, tmp_path, world, until_done, two_nodes, monkeypatch, caplog
 ):
-    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
-    plain = train(tmp_path / "plain", data / "set", world, layout, "off", steps=12)
+    plain = train(tmp_path / "plain", data / "set", world, "off", steps=12)
     monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
     vanished = []
 
@@ -224,9 +218,7 @@ def test_copies_that_vanish_are_read_from_the_source(
 
     caplog.clear()
     disk = world.bcast(tmp_path / "disk")
-    staged = train(
-        tmp_path / "staged", data / "set", world, layout, disk, note, two_nodes, steps=12
-    )
+    staged = train(tmp_path / "staged", data / "set", world, disk, note, two_nodes, steps=12)
     assert staged == plain
     assert vanished
     told = {one for one in warnings(caplog) if "is unusable" in one or "are gone" in one}
@@ -237,10 +229,8 @@ def test_copies_that_vanish_are_read_from_the_source(
 
 @pytest.mark.world(3)
 def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
-    data, tmp_path, world, until_done, monkeypatch
+    data, plain, tmp_path, world, until_done, monkeypatch
 ):
-    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
-    plain = train(tmp_path / "plain", data / "set", world, layout, "off")
     folder = world.bcast(tmp_path) / "mine"
     if world.rank == 0:
         shutil.copytree(data / "set", folder)
@@ -253,15 +243,12 @@ def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
             folder.rename(folder.with_name("away"))
         world.barrier()
 
-    assert (
-        train(tmp_path / "run", folder, world, layout, world.bcast(tmp_path / "d"), note) == plain
-    )
+    assert train(tmp_path / "run", folder, world, world.bcast(tmp_path / "d"), note) == plain
 
 
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):
-    layout = f"parallel=sp parallel.grid=[{RANKS},1]"
     with pytest.raises(
         ShardError, match=r"shard-00001\.h5 has SHA-256 .* It holds samples 0, 1, 2"
     ):
-        train(tmp_path / "run", data / "damaged", world, layout, world.bcast(tmp_path / "disk"))
+        train(tmp_path / "run", data / "damaged", world, world.bcast(tmp_path / "disk"))
     world.barrier()  # nobody is left in the middle of something

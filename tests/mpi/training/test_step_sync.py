@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import logging
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ from spatialdl.training import signals
 from spatialdl.training.console import run_log
 from spatialdl.training.step_sync import StepSync
 from spatialdl.training.time_split import COUNTS
+from tests.mpi.training.small import trained
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -88,3 +92,66 @@ def test_warnings_that_one_rank_has_kept_are_told_by_all_together(kept, monkeypa
     monkeypatch.setattr(run_log, "log_warnings", told.append)
     Place().meeting.after_step(1.0)
     assert told == [WORLD] * kept
+
+
+LAYOUTS = {2: ["parallel=sp", "parallel=pp parallel.microbatches=2"], 3: ["parallel=sp+lp"]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.get(SIZE, []))
+def test_all_ranks_are_called_alike_and_the_last_one_stops_them(layout, tmp_path) -> None:
+    run_dir = Path(WORLD.bcast(str(tmp_path)))
+    recorder = "_target_: tests.training.own_callbacks.Recorder"
+    recorder = f"{{{recorder}, stop_at: 3, stopping_rank: {SIZE - 1}}}"
+    words = ("model.width=2", "data.image_size=[40,36]", "data.samples=4", "data.batch_size=2")
+    words += ("data.validation_samples=3", "trainer.validate_every=2", "trainer.max_steps=8")
+    words += ("trainer.report=false",)
+    words += (f"trainer.callbacks=[{recorder}]", *layout.split())
+    trainer, summary = trained(run_dir, WORLD, *words)
+    assert trainer.progress.step == 3
+    assert trainer.progress.ended == "as was asked for"
+    own = json.loads((run_dir / f"calls-{RANK}.json").read_text())
+    assert all(one == own for one in WORLD.allgather(own))
+    names = [(name, step) for name, step, *_ in own["calls"]]
+    assert names[0] == ("fit_start", 0)
+    assert names[-2:] == [("checkpoint", 3), ("fit_end", 3)]
+    if RANK == 0:
+        assert [loss for name, _, loss, _ in own["calls"] if name == "step_end"] == summary["loss"]
+
+
+@pytest.fixture
+def clean():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    run_log._State.once = run_log._State.kept = None
+
+
+@pytest.mark.usefixtures("clean")
+def test_all_ranks_warn_once_together(world, capsys):
+    run_log.start_log(world.rank)
+    log = logging.getLogger("spatialdl.somewhere")
+    log.warning("everybody says this")
+    if world.rank == world.size - 1:
+        log.warning("the last one has a slow disk")
+    if world.rank > 0:
+        log.warning("all but the first are cold")
+        assert run_log.kept_warnings() >= 2
+    for _ in range(2):
+        run_log.log_warnings(world)
+    assert run_log.kept_warnings() == 0
+    said = capsys.readouterr().out
+    if world.rank > 0 or world.size == 1:
+        assert world.size == 1 or said == ""
+        return
+    lines = [line.rpartition(" - ")[2] for line in said.splitlines()]
+    cold = "rank 1" if world.size == 2 else f"{world.size - 1} ranks, first 1"
+    assert sorted(lines) == sorted(
+        [
+            "everybody says this",
+            f"rank {world.size - 1}: the last one has a slow disk",
+            f"{cold}: all but the first are cold",
+        ]
+    )

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training import signals
 from spatialdl.training.tasks.segmentation import Segmentation
-from spatialdl.training.trainer import Trainer
-from tests.fitting import check_validations, fit
-from tests.mpi.device import REFERENCE, device_key
+from tests.fitting import check_validations
+from tests.mpi.device import REFERENCE
+from tests.mpi.training.small import trained
 
 WORLD = MPI.COMM_WORLD
-SMALL = [
-    *("data.image_size=[70,67]", "data.num_classes=3", "data.samples=7", "data.batch_size=4"),
+SMALL = (
+    *("data.image_size=[46,43]", "data.num_classes=3", "data.samples=7", "data.batch_size=4"),
     *("data.validation_samples=3", "data/augment=pathology", "trainer.precision=float64"),
-    *("trainer.max_steps=3", "trainer.validate_every=2", "trainer.report=false"),
-]
+    *("trainer.max_steps=2", "trainer.validate_every=1", "trainer.report=false"),
+)
 KINDS = {
-    "classification": ["model.width=8"],
-    "segmentation": ["task=segmentation", "model=unet", "model.width=8", "model.depth=2"],
+    "classification": ["++model._target_=tests.mpi.training.small.small", "~model.width"],
+    "segmentation": ["task=segmentation", "model=unet", "model.width=4", "model.depth=2"],
 }
 # (layout, slices of the batch that one process accumulates over); the ranks follow from it
 LAYOUTS = {
@@ -43,28 +40,19 @@ LAYOUTS = {
 }
 
 
-def train(run_dir: Path, comm: Any, *words: str) -> tuple[Trainer, dict[str, Any]]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [*SMALL, device_key(comm), *words])
-    trainer = Trainer(config, comm)
-    fit(trainer, run_dir)
-    summary = run_dir / "summary.json"  # of a run that is stopped there is none
-    return trainer, json.loads(summary.read_text()) if summary.exists() else {}
-
-
 @pytest.mark.parametrize("task", KINDS)
 @pytest.mark.parametrize(("layout", "slices"), LAYOUTS.get(WORLD.size, []))
 def test_equals_one_process(layout, slices, task, tmp_path):
-    words = [*KINDS[task], "comm.check=true", "parallel.microbatches=1", *layout.split()]
-    limit = ["trainer.memory_limit_gb=0.0003", f"parallel.stream_to={tmp_path}"]
-    trainer, ours = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, *limit)
+    words = [*KINDS[task], "parallel.microbatches=1", *layout.split()]
+    limit = ["trainer.memory_limit_gb=0.0001", f"parallel.stream_to={tmp_path}"]
+    trainer, ours = trained(tmp_path / "ours", MpiCommunicator(WORLD), *SMALL, *words, *limit)
     written = trainer.parts.pipeline.options.memory.store.written
-    assert WORLD.allreduce(written) > 1_000_000
+    assert WORLD.allreduce(written) > 200_000
     noted = WORLD.gather(written / 1e6)
     if WORLD.rank > 0:
         return
-    _, plain = train(
-        tmp_path / "plain", SingleProcess(), *KINDS[task], f"parallel.microbatches={slices}"
+    _, plain = trained(
+        tmp_path / "plain", SingleProcess(), *SMALL, *KINDS[task], f"parallel.microbatches={slices}"
     )
     assert ours["world_size"] == WORLD.size
     assert [one["written"] for one in ours["offloaded_mb"]] == noted
@@ -78,7 +66,7 @@ def test_maps_are_validated_tile_by_tile(tmp_path, monkeypatch):
     """Map and masks of a rank's whole tile were in memory at once, and in no limit."""
     layout = {2: "sp parallel.grid=[2,1]", 4: "dp+sp"}[WORLD.size]
     words = [*KINDS["segmentation"], *f"parallel={layout} parallel.stream=[2,3]".split()]
-    words += ["task.dice=1", "data.image_size=[71,69]"]
+    words += ["task.dice=1", "data.image_size=[71,69]", "trainer.max_steps=1"]
     tallied: list[tuple[int, ...]] = []
     tally = Segmentation.tally
 
@@ -89,14 +77,14 @@ def test_maps_are_validated_tile_by_tile(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Segmentation, "tally", noted)
-        _, ours = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
+        _, ours = trained(tmp_path / "ours", MpiCommunicator(WORLD), *SMALL, *words)
     assert tallied
     assert all(rows <= 24 and columns <= 24 for rows, columns in tallied)
     if WORLD.rank > 0:
         return
     slices = WORLD.size // 2
-    own = [*KINDS["segmentation"], *words[-2:], f"parallel.microbatches={slices}"]
-    _, plain = train(tmp_path / "plain", SingleProcess(), *own)
+    own = [*KINDS["segmentation"], *words[-3:], f"parallel.microbatches={slices}"]
+    _, plain = trained(tmp_path / "plain", SingleProcess(), *SMALL, *own)
     check_validations(ours["validation"], plain["validation"])
 
 
@@ -104,7 +92,7 @@ def test_maps_are_validated_tile_by_tile(tmp_path, monkeypatch):
 def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, monkeypatch):
     """At the same call of all: else some would wait for what the others do not send any more."""
     grid = "parallel.grid=[2,1]" if WORLD.size == 2 else "parallel.grid=[2,2]"
-    words = ["model.width=8", "parallel=sp", grid, "parallel.stream=[1,2]", "comm.check=true"]
+    words = [*KINDS["classification"], "parallel=sp", grid, "parallel.stream=[1,2]"]
     monkeypatch.setattr(signals._Seen, "first", None)
     asked = 0
     stop_at = -1
@@ -118,15 +106,15 @@ def test_all_ranks_give_up_a_step_when_one_of_them_is_told_to_stop(tmp_path, mon
 
     with monkeypatch.context() as within:
         within.setattr(signals, "seen", seen)
-        whole, _ = train(tmp_path / "whole", MpiCommunicator(WORLD), *words)
+        whole, _ = trained(tmp_path / "whole", MpiCommunicator(WORLD), *SMALL, *words)
         of_a_step = asked // whole.progress.step
         asked, stop_at = 0, of_a_step * 3 // 2  # in the midst of the second step
-        stopped, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words)
+        stopped, _ = trained(tmp_path / "ours", MpiCommunicator(WORLD), *SMALL, *words)
     assert stop_at <= asked < stop_at + 10  # it did not end the step
     assert 0 < stopped.progress.step < whole.progress.step
     assert stopped.progress.stopped is signal.SIGTERM
     monkeypatch.setattr(signals._Seen, "first", None)
-    ours, _ = train(tmp_path / "ours", MpiCommunicator(WORLD), *words, "ckpt_path=latest")
+    ours, _ = trained(tmp_path / "ours", MpiCommunicator(WORLD), *SMALL, *words, "ckpt_path=latest")
     state = ours.parts.pipeline.state_dict()
     most = 0.0 if REFERENCE.type == "cpu" else 1e-10  # cuDNN adds up in no fixed order
     for name, value in whole.parts.pipeline.state_dict().items():

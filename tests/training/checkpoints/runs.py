@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, sealed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, sha256
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, train_config
 
 TINY = [
     *("++model._target_=tests.training.checkpoints.runs.network", "~model.width"),
@@ -53,8 +52,7 @@ def noisy(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
 
 
 def config(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", [*TINY, *overrides])
+    return train_config(*TINY, *overrides)
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:

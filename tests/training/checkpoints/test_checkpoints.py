@@ -7,22 +7,15 @@ import logging
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from safetensors import safe_open
 
-from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints import writing
 from spatialdl.training.checkpoints.reading import Checkpoint
-from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
-from tests.training.checkpoints.runs import TINY, checkpoints, losses, network, table, train
+from tests.training.checkpoints.runs import checkpoints, losses, network, table, train
 
-EVERY_3 = "trainer.checkpoint.every_steps=3"  # in the middle of an epoch; epochs have 3 batches
 NO_BEST = "trainer.checkpoint.best=null"
 
 
@@ -57,19 +50,16 @@ def test_a_run_goes_on_bit_for_bit_where_it_was_saved(whole, tmp_path):
     assert checkpoints(tmp_path) == [8]
 
 
-def test_a_finished_run_goes_on_to_more_steps(tmp_path):
-    train(tmp_path / "run", "trainer.max_steps=4", NO_BEST)
-    train(tmp_path / "run", "trainer.max_steps=8", "ckpt_path=latest", NO_BEST)
-    train(tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert checkpoints(tmp_path / "run") == [4, 8]
-
-
-def test_a_finished_run_has_nothing_left_to_do(run_dir, whole):
+def test_a_finished_run_has_nothing_left_to_do_until_it_is_made_longer(run_dir, whole, tmp_path):
     trainer = train(run_dir, "ckpt_path=latest", NO_BEST)
     assert trainer.progress.step == 8
     assert losses(run_dir) == losses(whole)
-    assert table(run_dir / "validation.csv") == table(whole / "validation.csv")
+    for name in ("validation.csv", "predictions.csv"):
+        assert (run_dir / name).read_text() == (whole / name).read_text()
+    train(tmp_path / "short", "trainer.max_steps=4", NO_BEST)
+    train(tmp_path / "short", "trainer.max_steps=8", "ckpt_path=latest", NO_BEST)
+    assert losses(tmp_path / "short") == losses(whole)
+    assert checkpoints(tmp_path / "short") == [4, 8]
 
 
 def test_a_run_that_was_killed_before_it_removed_the_others_does_so_when_it_goes_on(
@@ -92,11 +82,6 @@ def test_latest_starts_anew_where_there_is_none(tmp_path):
     assert checkpoints(tmp_path) == [2]
 
 
-def test_a_path_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="nowhere does not exist"):
-        train(tmp_path, "ckpt_path=nowhere")
-
-
 def test_checkpoints_of_an_earlier_run_are_not_lost(run_dir):
     with pytest.raises(CheckpointError, match=r"up to step-00000008: resume with ckpt_path=latest"):
         train(run_dir)
@@ -111,7 +96,7 @@ def test_going_on_before_the_end_leaves_the_rest_of_the_curve(run_dir, whole):
     assert checkpoints(run_dir) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("file", ["stage-00.safetensors", "random.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("file", ["stage-00.safetensors", "checkpoint.json"])
 def test_a_flipped_bit_is_seen_and_the_checkpoint_before_taken(file, run_dir, whole, caplog):
     flip(run_dir / "checkpoints" / "step-00000008" / file)
     with caplog.at_level(logging.INFO):
@@ -121,17 +106,6 @@ def test_a_flipped_bit_is_seen_and_the_checkpoint_before_taken(file, run_dir, wh
     assert "trying the previous one, step-00000006" in warning
     assert "resuming after step 6" in caplog.text
     assert losses(run_dir) == losses(whole)
-
-
-def test_a_file_that_is_missing_or_cut_is_damage_too(run_dir, caplog):
-    (run_dir / "checkpoints" / "step-00000008" / "stage-00.safetensors").unlink()
-    cut = run_dir / "checkpoints" / "step-00000006" / "stage-00.safetensors"
-    cut.write_bytes(cut.read_bytes()[:-7])
-    train(run_dir, "ckpt_path=latest", NO_BEST)
-    assert "No such file" in caplog.text
-    size = cut.stat().st_size
-    assert f"has {size} bytes instead of {size + 7}" in caplog.text
-    assert "trying the previous one, step-00000004" in caplog.text
 
 
 def test_where_all_are_damaged_there_is_an_error(run_dir):
@@ -150,9 +124,6 @@ def test_where_all_are_damaged_there_is_an_error(run_dir):
     ("override", "sentence"),
     [
         ("seed=1", "trained with seed=0, but this run has seed=1"),
-        ("data.batch_size=5", "data.batch_size=4, but this run has data.batch_size=5"),
-        ("data.samples=11", "data.samples=10"),
-        ("optimizer=adamw", r"optimizer\._target_=torch\.optim\.SGD"),
         ("++model.hidden=5", r"'0\.weight' is 4x3x3x3, but that of model._target_ is 5x3x3x3"),
         ("++model._target_=spatialdl.models.resnet18", "of another network: it has no"),
     ],
@@ -188,34 +159,26 @@ def test_the_learning_rate_follows_a_longer_schedule(tmp_path):
 def test_random_generators_go_on(tmp_path):
     """The network draws by Python's and NumPy's, too."""
     noisy = "++model._target_=tests.training.checkpoints.runs.noisy"
-    train(
-        tmp_path / "whole", noisy, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9"
-    )
+    often = ("trainer.checkpoint.every_steps=3", "trainer.checkpoint.keep=9")
+    train(tmp_path / "whole", noisy, *often, "trainer.max_steps=5")
     path = tmp_path / "whole" / "checkpoints" / "step-00000003"
-    train(tmp_path / "run", noisy, f"ckpt_path={path}")
+    train(tmp_path / "run", noisy, f"ckpt_path={path}", "trainer.max_steps=5")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_nothing_is_pickled(whole):
-    for path in (whole / "checkpoints").glob("*/*"):
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        else:
-            with safe_open(path, "pt") as file:
-                assert list(file.keys())
-    kinds = {path.suffix for path in (whole / "checkpoints").glob("*/*")}
-    assert kinds == {".json", ".safetensors"}
-
-
-def test_what_is_in_a_checkpoint(whole):
-    content = json.loads((whole / "checkpoints/step-00000004/checkpoint.json").read_text())
+def test_a_checkpoint_has_plain_names_and_nothing_pickled(whole):
+    folder = whole / "checkpoints" / "step-00000004"
+    content = json.loads((folder / "checkpoint.json").read_text())
     assert (content["step"], content["epoch"], content["batch"]) == (4, 1, 1)
     assert content["config"]["optimizer"]["lr"] == 0.05
     assert content["optimizer"][0]["momentum"] == 0.9
     assert set(content["versions"]) == {"spatialdl", "torch", "python"}
     assert [row["step"] for row in content["validations"]] == [3]
-    with safe_open(whole / "checkpoints/step-00000004/stage-00.safetensors", "pt") as file:
-        names = set(file.keys())
+    names: set[str] = set()
+    for path in folder.iterdir():
+        if path.name != "checkpoint.json":
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
     assert {"0.weight", "1.running_mean", "1.num_batches_tracked"} <= names
     assert "optimizer/0.weight/momentum_buffer" in names
 
@@ -231,12 +194,6 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path):
     assert content["best"]["value"] == float(best["loss"])
 
 
-@pytest.mark.parametrize("key", ["checkpoint.best", "early_stopping.metric"])
-def test_a_metric_that_is_not_there_is_told_with_those_that_are(key, tmp_path):
-    with pytest.raises(ValueError, match=rf"trainer\.{key}=dice is not a metric.*one of loss"):
-        train(tmp_path, f"trainer.{key}=dice")
-
-
 def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     early = ("trainer.early_stopping.metric=accuracy", "trainer.early_stopping.patience=2")
@@ -249,21 +206,6 @@ def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
     assert train(tmp_path, *early, "ckpt_path=latest").progress.step == 3
     more = (*early[:1], "trainer.early_stopping.patience=4", *early[2:])
     assert train(tmp_path, *more, "ckpt_path=latest").progress.step == 5
-
-
-def test_by_default_epochs_and_the_end_are_saved(tmp_path):
-    train(tmp_path, "trainer.checkpoint.every_epochs=1", "trainer.checkpoint.keep=9", NO_BEST)
-    assert checkpoints(tmp_path) == [3, 6, 8]
-
-
-def test_validation_every_second_epoch(tmp_path):
-    train(tmp_path, "trainer.validate_every_epochs=2", "trainer.max_steps=14")
-    assert [int(row["step"]) for row in table(tmp_path / "validation.csv")] == [6, 12, 14]
-
-
-def test_no_checkpoints_if_none_are_wanted(tmp_path):
-    train(tmp_path, EVERY_3, "trainer.checkpoint.keep=0")
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_segmentation_keeps_its_lists_of_classes(tmp_path):
@@ -303,35 +245,3 @@ def test_a_run_with_other_layers_frozen_goes_on(tmp_path):
     assert torch.equal(ours.parts.pipeline.state_dict()["0.weight"], before)
     again = train(tmp_path, "ckpt_path=latest", "trainer.max_steps=8", NO_BEST)
     assert not torch.equal(again.parts.pipeline.state_dict()["0.weight"], before)
-
-
-def test_predictions_of_a_run_that_has_nothing_left_to_do_stay(tmp_path):
-    train(tmp_path, "trainer.max_steps=2")
-    before = (tmp_path / "predictions.csv").read_text()
-    train(tmp_path, "trainer.max_steps=2", "ckpt_path=latest")
-    assert (tmp_path / "predictions.csv").read_text() == before
-
-
-def test_other_targets_are_other_data(tmp_path):
-    with ShardWriter(tmp_path / "set") as writer:
-        for number in range(6):
-            image = np.full((9, 8, 3), 40 * number, np.uint8)
-            split = "train" if number < 4 else "val"
-            writer.add(image, split=split, slide=str(number % 2))
-    for name, last in (("one.csv", 1), ("same.csv", 1), ("other.csv", 0)):
-        (tmp_path / name).write_text(f"slide,er,pr\n0,1,\n1,{last},0\n")
-    chosen = [one for one in TINY if not one.startswith(("data.v", "data.s", "data.n"))]
-    chosen += ["data=shards", f"data.path={tmp_path / 'set'}", "task=multilabel"]
-
-    def run(targets: str, *overrides: str) -> list[float]:
-        with initialize_config_module("spatialdl.conf", version_base="1.3"):
-            more = [f"data.targets={tmp_path / targets}", "trainer.max_steps=2", *overrides]
-            fit(Trainer(compose("train", [*chosen, *more]), SingleProcess()), tmp_path / "run")
-        return losses(tmp_path / "run")
-
-    before = run("one.csv", "data.workers=1", "data.batch_size=2")
-    assert run("same.csv", "ckpt_path=latest", "data.batch_size=2") == before
-    with pytest.raises(CheckpointError, match=r"was trained with the file data\.targets="):
-        run("other.csv", "ckpt_path=latest", "data.batch_size=2")
-    shutil.rmtree(tmp_path / "run")
-    assert run("one.csv", "data.batch_size=2") == before  # read without processes

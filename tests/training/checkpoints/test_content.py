@@ -13,8 +13,6 @@ from spatialdl.training.checkpoints.content import copies, random_states, restor
 from spatialdl.training.checkpoints.folder import stage_file
 from tests.training.checkpoints.runs import losses, network, train
 
-CPU = torch.device("cpu")
-
 
 def draw() -> list[object]:
     return [torch.rand(3).tolist(), random.gauss(0, 1), np.random.normal(), random.random()]
@@ -22,13 +20,14 @@ def draw() -> list[object]:
 
 def test_generators_draw_the_same_again():
     draw()  # normal numbers come in pairs, of which one is kept
-    states = random_states(CPU)
+    states = random_states(torch.device("cpu"))
     expected = draw() + draw()
-    restore_random(states, CPU)
+    restore_random(states, torch.device("cpu"))
     assert draw() + draw() == expected
 
 
 def test_weights_have_their_plain_names_and_optimizers_those_of_their_parameters(tmp_path):
+    """And are copies: a checkpoint has the weights of its step, however late it is written."""
     trainer = train(tmp_path, "optimizer=adamw", "trainer.max_steps=2", "trainer.checkpoint.keep=0")
     (found,) = copies(trainer.parts.pipeline, trainer.parts.update, rank=0).values()
     plain = network()
@@ -38,6 +37,11 @@ def test_weights_have_their_plain_names_and_optimizers_those_of_their_parameters
     assert set(found) == names
     assert found["optimizer/0.weight/step"] == 2.0
     assert copies(trainer.parts.pipeline, trainer.parts.update, rank=1) == {}
+    before = {name: value.clone() for name, value in found.items()}
+    with torch.no_grad():
+        for value in trainer.parts.pipeline.state_dict().values():
+            value.add_(1)
+    assert all(torch.equal(value, before[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(
@@ -84,17 +88,6 @@ def test_an_average_that_was_not_kept_begins_with_the_weights(tmp_path):
     assert all(torch.equal(averages[name], weight) for name, weight in weights.items())
 
 
-def test_what_is_no_tensor_is_told(tmp_path):
-    trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    parameter = next(trainer.parts.pipeline.parameters())
-    trainer.parts.update.optimizer.state[parameter]["count"] = 3
-    found = copies(trainer.parts.pipeline, trainer.parts.update, 0)[stage_file(0)]
-    assert found["number/0.weight/count"] == 3
-    trainer.parts.update.optimizer.state[parameter]["history"] = [torch.zeros(2)]
-    with pytest.raises(CheckpointError, match=r"SGD has a list as 'history' of 0\.weight"):
-        copies(trainer.parts.pipeline, trainer.parts.update, 0)
-
-
 class Extra(torch.nn.Linear):
     def get_extra_state(self) -> object:
         return {"anything": 1}
@@ -103,8 +96,17 @@ class Extra(torch.nn.Linear):
         pass
 
 
-def test_state_of_a_module_that_is_no_tensor_is_told(tmp_path):
+def test_what_is_no_tensor_is_told(tmp_path):
     trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    trainer.parts.pipeline.stages[0].add_module("extra", Extra(1, 1))
+    assert not (tmp_path / "checkpoints").exists()
+    pipeline, update = trainer.parts.pipeline, trainer.parts.update
+    state = update.optimizer.state[next(pipeline.parameters())]
+    state["count"] = 3
+    assert copies(pipeline, update, 0)[stage_file(0)]["number/0.weight/count"] == 3
+    state["history"] = [torch.zeros(2)]
+    with pytest.raises(CheckpointError, match=r"SGD has a list as 'history' of 0\.weight"):
+        copies(pipeline, update, 0)
+    del state["history"]
+    pipeline.stages[0].add_module("extra", Extra(1, 1))
     with pytest.raises(CheckpointError, match=r"has 'extra\._extra_state', a dict, in its state"):
-        copies(trainer.parts.pipeline, trainer.parts.update, 0)
+        copies(pipeline, update, 0)

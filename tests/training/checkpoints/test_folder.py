@@ -1,6 +1,9 @@
+"""Folders of checkpoints, their files, and damaged and foreign ones; ranks: tests/mpi/training."""
+
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -8,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import fields
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import (
     BEST,
     CONTENT,
     LATEST,
+    RANDOM,
     SEAL,
     candidates,
     check_seal,
@@ -26,8 +32,17 @@ from spatialdl.training.checkpoints.folder import (
     prune,
     publish,
     sealed,
+    stage_file,
     temporary_of,
 )
+from spatialdl.training.checkpoints.reading import (
+    FORMAT,
+    Checkpoint,
+    content_of,
+    damages,
+    first_whole,
+)
+from tests.training.checkpoints.runs import TENSORS, made
 
 
 def make(folder: Path, step: int, mark: str = "") -> Path:
@@ -102,6 +117,7 @@ def test_a_bit_that_is_flipped_is_seen_wherever_it_is():
             continue
 
 
+SLOW = pytest.mark.slow
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -126,8 +142,10 @@ def dies(work: Callable[[], object], at: int) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("keep", [1, 2])
-@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize(
+    ("step", "keep"),
+    [(3, 1), *(pytest.param(*one, marks=SLOW) for one in ((4, 2), (4, 1), (3, 2)))],
+)
 def test_whenever_it_is_killed_there_is_a_whole_checkpoint(step, keep, tmp_path):
     """Of step 3 there is one already, which is replaced: it turned out to be the best."""
     before = tmp_path / "before"
@@ -190,3 +208,85 @@ def test_pointers_cannot_lead_elsewhere(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LATEST).write_text("../other/step-00000007")
     assert pointed(tmp_path / "run" / LATEST) is None
+
+
+def test_what_is_in_it(tmp_path):
+    with Checkpoint(made(tmp_path)) as found:
+        assert found.names("") == ["0.weight", "1.steps"]
+        assert found.names("1.") == ["1.steps"]
+        assert (found.shape("0.weight"), found.shape("1.steps")) == ((4, 3), ())
+        assert found.shape("2.weight") is None
+        assert found.elements() == 13
+        assert torch.equal(found.read("0.weight"), TENSORS["0.weight"])
+        assert torch.equal(found.read("0.weight", slice(1, 3)), TENSORS["0.weight"][1:3])
+
+
+def test_every_rank_has_its_own_random_states(tmp_path):
+    with Checkpoint(made(tmp_path)) as found:
+        for place in (0, 1, 10, 11):
+            (state,) = found.random_states(place).items()
+            assert state[0] == "torch"
+            assert state[1].tolist() == [place, place]
+        assert found.random_states(5) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"step": 4}, "its step is not that of the folder"),
+        ({"format": FORMAT + 1}, r"has version 3, .*reads 2: .*wrote it .*1\.2\.3"),
+        ({"files": []}, "files"),
+        ({"files": {"../stage-00.safetensors": {}}}, "is not a file name of a checkpoint"),
+        ({"files__stage-00.safetensors__bytes": -1}, "bytes"),
+        ({"update__scheduler_steps": 9}, "scheduler_steps is 9, more than step"),
+        ({"update__scaler": {"scale": 0, "steps": 1}}, "scale"),
+        ({"layout__placement": None}, "placement"),
+        ({"config": "none"}, "config"),
+    ],
+    ids=str,
+)
+def test_one_that_lacks_what_a_run_needs_is_refused(changes, sentence, tmp_path):
+    path = made(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=sentence):
+        content_of(path)
+    assert len(damages(path, SingleProcess())) == 1
+
+
+def test_a_changed_word_is_seen(tmp_path):
+    path = made(tmp_path)
+    content = json.loads((path / CONTENT).read_text())
+    content["layout"]["parallel"] = "sp"
+    (path / CONTENT).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="SHA-256 mismatch"):
+        content_of(path)
+
+
+def test_all_damages_are_told(tmp_path):
+    path = made(tmp_path)
+    (path / RANDOM).unlink()
+    file = path / stage_file(0)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # of a tensor: the header is whole
+    file.write_bytes(content)
+    missing, differs = damages(path, SingleProcess())
+    assert differs == "stage-00.safetensors was changed (SHA-256 mismatch)"
+    assert RANDOM in missing
+    assert "No such file" in missing
+    file.write_bytes(content[:-7])
+    said = f"{file.name} has {len(content) - 7} bytes instead of {len(content)}"
+    assert said in damages(path, SingleProcess())[1]
+    file.write_bytes(content[:50])
+    with pytest.raises(CheckpointError, match=r"stage-00\.safetensors: "):
+        Checkpoint(path)
+
+
+def test_the_first_that_is_whole_is_taken(tmp_path, caplog):
+    paths = [made(tmp_path, step) for step in (9, 6, 3)]
+    assert first_whole(paths, SingleProcess()) == paths[0]
+    for path in paths[:2]:
+        (path / RANDOM).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert first_whole(paths, SingleProcess()) == paths[2]
+    assert [record.args[2] for record in caplog.records] == [path.name for path in paths[1:]]
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        first_whole([], SingleProcess())

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.checkpoints import writing
+from spatialdl.training.checkpoints import folder, writing
 from spatialdl.training.checkpoints.checkpoints import Checkpoints
 from spatialdl.training.checkpoints.folder import LATEST, pointed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, damages
 from spatialdl.training.checkpoints.writing import Writer
 from tests.training.checkpoints.runs import checkpoints, losses, train
-from tests.vision import import_path
 
 
 def content(step: int) -> dict:
@@ -33,6 +33,11 @@ def content(step: int) -> dict:
 
 def tensors(value: float = 1.0, size: int = 1000) -> dict:
     return {stage_file(0): {"weight": torch.full((size,), value)}}
+
+
+def write(writer: Writer, step: int, value: float = 1.0) -> None:
+    writer.start(tensors(value), content(step))
+    writer.wait()
 
 
 @pytest.fixture
@@ -47,8 +52,7 @@ def weights(tmp_path: Path, step: int) -> torch.Tensor:
 
 
 def test_a_checkpoint_is_whole_when_all_have_been_told(writer, tmp_path):
-    writer.start(tensors(3.0), content(10))
-    writer.wait()
+    write(writer, 10, 3.0)
     path = pointed(tmp_path / "checkpoints" / LATEST)
     assert path is not None
     assert (path.name, writer.last) == ("step-00000010", 10)
@@ -84,37 +88,25 @@ def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
     assert checkpoints(tmp_path) == [1, 2]
 
 
-def test_what_is_handed_over_may_change_afterwards_in_the_run_only(tmp_path):
-    """A checkpoint has the weights of its step, however late it is written."""
-    from spatialdl.training.checkpoints.content import copies
-
-    trainer = train(tmp_path, "trainer.max_steps=1", "trainer.checkpoint.keep=0")
-    files = copies(trainer.parts.pipeline, trainer.parts.update, 0)
-    before = {name: value.clone() for name, value in files[stage_file(0)].items()}
-    with torch.no_grad():
-        for parameter in trainer.parts.pipeline.parameters():
-            parameter.add_(1)
-    assert all(torch.equal(value, before[name]) for name, value in files[stage_file(0)].items())
-
-
 def test_what_a_killed_run_left_is_removed(writer, tmp_path):
     left = tmp_path / "checkpoints" / ".step-00000007.tmp"
     left.mkdir(parents=True)
     (left / "stage-00.safetensors").write_bytes(b"half")
-    writer.start(tensors(), content(8))
-    writer.wait()
+    write(writer, 8)
     assert not left.exists()
 
 
-def test_local_files_are_moved_and_none_is_left_there(tmp_path):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_local_files_are_moved_where_there_is_a_local_disk(is_there, tmp_path, caplog):
     local = tmp_path / "local"
-    local.mkdir()
+    if is_there:
+        local.mkdir()
     writer = Writer(tmp_path, SingleProcess(), keep=2, local=local)
-    writer.start(tensors(4.0), content(5))
-    writer.wait()
+    write(writer, 5, 4.0)
     writer.close()
     assert weights(tmp_path, 5)[0] == 4.0
-    assert list(local.iterdir()) == []
+    assert not is_there or list(local.iterdir()) == []
+    assert ("cannot write to" in caplog.text) != is_there
 
 
 def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypatch):
@@ -125,22 +117,12 @@ def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypat
         with monkeypatch.context() as during:
             during.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before
             writer = Writer(tmp_path / run, SingleProcess(), keep=2, local=local)
-            writer.start(tensors(4.0), content(5))
-            writer.wait()
+            write(writer, 5)
             writer.close()
     assert len(list(local.iterdir())) == 2
     shutil.rmtree(tmp_path / "one")
     train(tmp_path / "one", f"trainer.checkpoint.local={local}", "trainer.max_steps=1")
     assert len(list(local.iterdir())) == 1
-
-
-def test_without_a_local_disk_files_are_written_straight(tmp_path, caplog):
-    writer = Writer(tmp_path, SingleProcess(), keep=2, local=tmp_path / "gone")
-    writer.start(tensors(4.0), content(5))
-    writer.wait()
-    writer.close()
-    assert weights(tmp_path, 5)[0] == 4.0
-    assert "cannot write to" in caplog.text
 
 
 def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkeypatch):
@@ -153,8 +135,7 @@ def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkey
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", note)
-    writer.start(tensors(), content(1))
-    writer.wait()
+    write(writer, 1)
     assert synced[:2] == [stage_file(0), "metrics.csv"]
     assert writer.last == 1
 
@@ -166,6 +147,14 @@ def test_an_error_of_ours_is_not_taken_for_one_of_the_disk(writer):
 
 
 # --- disks that are full or read-only
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[float]:
+    """The losses of a run that nobody disturbs."""
+    path = tmp_path_factory.mktemp("whole")
+    train(path)
+    return losses(path)
 
 
 @pytest.fixture
@@ -187,8 +176,7 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_untouched(small_disk, cap
     writer.start(tensors(1.0), content(1))
     for step in (2, 3):
         writer.start(tensors(2.0, size=2**20), content(step))
-    writer.start(tensors(4.0), content(4))
-    writer.wait()
+    write(writer, 4, 4.0)
     writer.close()
     told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert [text.split(":")[0] for text in told] == ["step 2", "step 3"], "at each try"
@@ -207,7 +195,7 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeypatch):
+def test_training_goes_on_with_a_full_disk(small_disk, whole, caplog, monkeypatch):
     save = Checkpoints.save
 
     def with_a_busy_neighbour(self: Checkpoints, progress: dict, is_best: bool = False) -> None:
@@ -226,71 +214,63 @@ def test_training_goes_on_with_a_full_disk(small_disk, tmp_path, caplog, monkeyp
     lost = [text.split(":")[0] for text in told if "cannot write checkpoint" in text]
     assert lost == ["step 4", "step 6"]
     assert checkpoints(run) == [2, 8]
-    train(tmp_path / "whole")
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == whole
 
 
 def test_a_read_only_file_system_is_told_and_nothing_changes(small_disk, caplog):
     writer = Writer(small_disk, SingleProcess(), keep=2)
-    writer.start(tensors(1.0), content(1))
-    writer.wait()
+    write(writer, 1, 1.0)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    writer.start(tensors(2.0), content(2))
-    writer.wait()
+    write(writer, 2, 2.0)
     assert "Read-only file system" in caplog.text
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    writer.start(tensors(3.0), content(3))
-    writer.wait()
+    write(writer, 3, 3.0)
     writer.close()
     assert checkpoints(small_disk) == [1, 3]
 
 
 # --- killed in the middle
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from spatialdl.training.checkpoints import folder, writing
-from tests.training.checkpoints.runs import train
-where, run_dir = sys.argv[1], Path(sys.argv[2])
-module, name = where.split(".")
-module = {"folder": folder, "writing": writing}[module]
-original, calls = getattr(module, name), []
 
-def deadly(*args, **kwargs):
-    calls.append(None)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
+def killed_in(function: Any, run_dir: Path) -> None:
+    """A run in a process of its own that is killed in the second call of a function."""
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        return
+    calls = []
 
-setattr(module, name, deadly)
-train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null")
-"""
+    def deadly(*args: Any, **keys: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **keys)
+
+    module, name = function
+    original = getattr(module, name)
+    setattr(module, name, deadly)
+    with suppress(BaseException):
+        train(run_dir, "trainer.checkpoint.every_steps=3", "trainer.checkpoint.best=null")
+    os._exit(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("where", "left"),
+    ("function", "left"),
     [
-        pytest.param("writing.sync", [], marks=pytest.mark.slow),  # of the second file
-        ("writing.publish", [3]),
-        pytest.param("folder.fsync_folder", [3, 6], marks=pytest.mark.slow),
-        pytest.param("writing.point", [3, 6], marks=pytest.mark.slow),
-        pytest.param("writing.prune", [3, 6], marks=pytest.mark.slow),
+        ((writing, "sync"), []),  # of the second file
+        ((writing, "publish"), [3]),
+        ((folder, "fsync_folder"), [3, 6]),
+        ((writing, "point"), [3, 6]),
+        ((writing, "prune"), [3, 6]),
     ],
+    ids=lambda one: one[1] if isinstance(one, tuple) else None,
 )
-def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(where, left, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, where, str(tmp_path / "run")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == -9, done.stderr
-    assert checkpoints(tmp_path / "run") == left
-    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+def test_a_run_killed_while_it_writes_leaves_whole_checkpoints(function, left, whole, tmp_path):
+    killed_in(function, tmp_path)
+    assert checkpoints(tmp_path) == left
+    for path in (tmp_path / "checkpoints").glob("step-*"):
         assert damages(path, SingleProcess()) == []
-    train(tmp_path / "run", "ckpt_path=latest")
-    train(tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert not list((tmp_path / "run" / "checkpoints").glob(".*.tmp"))
+    train(tmp_path, "ckpt_path=latest")
+    assert losses(tmp_path) == whole
+    assert not list((tmp_path / "checkpoints").glob(".*.tmp"))

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
-from hydra import compose, initialize_config_module
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.debug.overfit import Overfit
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, make_trainer, summary, train_config
 
 
 def after(*losses: float) -> Overfit:
@@ -35,13 +32,10 @@ def test_the_verdict(losses, can_learn, sentence):
     assert sentence in found.verdict(len(losses))
 
 
-def run(folder, *overrides: str) -> Trainer:
-    given = [
-        *("model.width=4", "data.image_size=[24,20]", "data.num_classes=3", "device=cpu"),
-        *("data.samples=10", "data.batch_size=4", "debug=overfit", "trainer.max_steps=30"),
-    ]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        trainer = Trainer(compose("train", [*given, *overrides]), SingleProcess())
+def run(folder, *words: str) -> Trainer:
+    given = ("model.width=4", "data.image_size=[24,20]", "data.num_classes=3", "device=cpu")
+    more = ("data.samples=10", "data.batch_size=4", "debug=overfit", "trainer.max_steps=30")
+    trainer = make_trainer(*given, *more, *words)
     fit(trainer, folder)
     return trainer
 
@@ -53,23 +47,21 @@ def test_one_batch_is_learned_by_heart_without_validation(tmp_path, caplog):
     assert "debug=overfit: in 30 steps on one batch the loss fell from" in caplog.text
     assert "the network can learn" in caplog.text
     assert not (tmp_path / "validation.csv").exists()
-    loss = json.loads((tmp_path / "summary.json").read_text())["loss"]
+    loss = summary(tmp_path)["loss"]
     assert len(loss) == 30
     assert loss[-1] < 0.1 * loss[0]
 
 
 def test_every_step_sees_the_same_batch(tmp_path):
-    small = ("optimizer.lr=0", "trainer.max_steps=5", "model.width=2")
+    small = ("optimizer.lr=0", "trainer.max_steps=3", "model.width=2")
     trainer = run(tmp_path, *small, "data/augment=light", "data.workers=1")
-    loss = json.loads((tmp_path / "summary.json").read_text())["loss"]
-    assert loss == [loss[0]] * 5
-    assert trainer.progress.step == 5
+    loss = summary(tmp_path)["loss"]
+    assert loss == [loss[0]] * 3
+    assert trainer.progress.step == 3
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_its_steps_are_its_own_unless_the_user_says_some():
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", ["experiment=quickstart", "debug=overfit"])
-        assert (config.trainer.max_steps, config.trainer.max_epochs) == (100, None)
-        config = compose("train", ["debug=overfit", "trainer.max_steps=7"])
-        assert config.trainer.max_steps == 7
+    found = train_config("experiment=quickstart", "debug=overfit").trainer
+    assert (found.max_steps, found.max_epochs) == (100, None)
+    assert train_config("debug=overfit", "trainer.max_steps=7").trainer.max_steps == 7

@@ -1,7 +1,10 @@
+"""Networks whose outputs are not the classes of the data, before and in the first step."""
+
 from __future__ import annotations
 
 import functools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,12 @@ from torch import Tensor, nn
 from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.training.checkpoints.same_run import settings_of
 from spatialdl.training.network.building import instantiate, seed_generators
+from spatialdl.training.network.head import check_head
+from spatialdl.training.settings import open_sources
+from spatialdl.training.tasks.task import task_of
+from spatialdl.training.trainer import Trainer
 from tests.composing import composed
+from tests.fitting import fit, make_trainer
 
 
 def test_the_seed_is_that_of_all_generators_a_network_may_draw_by():
@@ -140,13 +148,13 @@ def test_the_error_of_a_network_is_the_first():
         built(f"{__name__}.like_timm", "model.depth=3")
 
 
-@pytest.mark.parametrize("words", [(), ("model.num_classes=5",)])
-def test_a_network_of_monai(words):
+def test_a_network_of_monai():
     pytest.importorskip("monai")
     sizes = ("model.spatial_dims=2", "model.n_input_channels=2", "model.conv1_t_size=3")
-    model, recorded = built("monai.networks.nets.resnet18", *sizes, *words)
-    assert model.fc.out_features == (5 if words else 3)
-    assert "in_channels" not in recorded.model
+    for words, outputs in (((), 3), (("model.num_classes=5",), 5)):
+        model, recorded = built("monai.networks.nets.resnet18", *sizes, *words)
+        assert model.fc.out_features == outputs
+        assert "in_channels" not in recorded.model
 
 
 def test_a_network_of_transformers():
@@ -159,3 +167,104 @@ def test_a_network_of_transformers():
         *("model.config.num_labels=3", "model.config.patch_size=4"),
     )
     assert built(name, *words)[0].classifier.out_features == 3
+
+
+DATA = "data.image_size=[16,12] data.num_classes=3 data.samples=6 data.batch_size=2 device=cpu"
+
+
+class HeadNet(nn.Module):
+    """Any number of outputs; may read a value, which fails on the meta device."""
+
+    def __init__(self, outputs: int, maps: bool = False, looks: bool = False) -> None:
+        super().__init__()
+        self.conv, self.maps, self.looks = nn.Conv2d(3, outputs, 3, padding=1), maps, looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.looks and float(x.sum()) > 1e9:
+            return x
+        x = self.conv(x)
+        return x if self.maps else x.mean((2, 3))
+
+
+class Wrapped(HeadNet):
+    """As networks of transformers give it."""
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(x))
+
+
+WRONG = [
+    ("task=classification", Wrapped(3), r"SimpleNamespace \(wrap it .* returns only \.logits"),
+    ("task=classification", HeadNet(1000), "has 1000 outputs for the 3 classes of the data.*=1000"),
+    ("task=classification", HeadNet(3, maps=True), "but task=classification needs"),
+    ("task=segmentation", HeadNet(5, maps=True), "has 5 outputs for the 3 classes"),
+    ("task=segmentation", HeadNet(3), "but task=segmentation needs"),
+    ("task=multilabel data.targets=x", HeadNet(4), r"expected \(2, 3\)"),
+    ("task=regression data.targets=x", HeadNet(1), r"expected \(2, 3\)"),
+    (
+        "task=classification task.loss._target_=torch.nn.CrossEntropyLoss",
+        *(HeadNet(1000), "has 1000 outputs for the 3 classes"),
+    ),
+]
+
+
+def check(words: str, model: nn.Module) -> None:
+    words = words.replace(" data.targets=x", "")  # of synthetic data there are no files
+    config = composed("train", f"{DATA} {words}".replace("task.loss", "++task.loss"))
+    sources = open_sources(config.data, 0, config.task.name)
+    check_head(model, task_of(config.task, sources.num_classes, sources.train), sources)
+
+
+@pytest.mark.parametrize(("words", "model", "sentence"), WRONG)
+def test_another_number_of_outputs_is_refused(words, model, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check(words, model)
+    check(words, HeadNet(3, maps="segmentation" in words))
+
+
+def looking(num_classes: int, in_channels: int, width: int) -> HeadNet:
+    return HeadNet(1000, looks=True)
+
+
+def many(num_classes: int, in_channels: int, width: int) -> HeadNet:
+    return HeadNet(1000)
+
+
+def run_of(network: str, *words: str) -> Trainer:
+    given = f"{DATA} ++model._target_={__name__}.{network} trainer.max_steps=1"
+    return make_trainer(*given.split(), *words)
+
+
+def test_a_run_is_refused_before_its_first_step_or_by_its_first_loss(tmp_path):
+    check("", HeadNet(1000, looks=True))
+    with pytest.raises(ValueError, match="has 1000 outputs for the 3 classes of the data"):
+        run_of("many")
+    trainer = run_of("looking")
+    weights = [p.detach().clone() for p in trainer.parts.pipeline.parameters()]
+    with pytest.raises(ValueError, match="has 1000 outputs for the 3 classes of the data"):
+        fit(trainer, tmp_path)
+    pairs = zip(weights, trainer.parts.pipeline.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_more_outputs_than_classes_can_be_asked_for(tmp_path):
+    fit(run_of("looking", "data.num_classes=1000"), tmp_path)
+
+
+def test_the_network_and_the_generators_stay_as_they_are():
+    class Draws(HeadNet):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            self.conv.weight.data.add_(1)
+            noise = random.random() + np.random.random() + torch.rand((), device="cpu")
+            return super().forward(x) * (noise > 0)
+
+    model = Draws(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seed_generators(3)
+    expected = random.random(), np.random.random(), torch.rand(())
+    seed_generators(3)
+    check("", model)
+    assert (random.random(), np.random.random(), torch.rand(())) == expected
+    assert not hasattr(model, "calls")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

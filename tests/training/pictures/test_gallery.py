@@ -4,15 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from torch import nn
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import gallery, thumbnails
 from spatialdl.training.pictures.gallery import Example, labelled
 from spatialdl.training.pictures.thumbnails import drawn_signal, overlaid
+from tests.fitting import make_parts, validated
 from tests.training.pictures.whole_volumes import orthogonal_slices
 
 TINY = [
@@ -22,16 +21,16 @@ TINY = [
 
 
 def looked_at(*overrides: str, tiny: Sequence[str] = TINY) -> tuple[RunParts, list[Example]]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [*tiny, *overrides])
-    ours = RunParts(config, SingleProcess())
-    assert ours.validation is not None
-    loader = ours.validation_loader
-    ours.validation.scores(ours.validation.own(map(loader.microbatches, loader.batches())))
+    ours = make_parts(*tiny, *overrides)
+    validated(ours)
     return ours, ours.validation.examples()
 
 
 def test_the_worst_and_the_best_of_labels():
+    for task in ("multilabel", "regression"):
+        errors = [one.error for one in looked_at(f"task={task}")[1]]
+        assert len(errors) == 8
+        assert errors == sorted(errors, reverse=True)
     ours, examples = looked_at()
     values, labels = ours.validation._predictions.values, ours.validation._predictions.labels
     errors = {n: float(1 - values[n, labels[n]]) for n in range(11)}
@@ -45,15 +44,6 @@ def test_the_worst_and_the_best_of_labels():
         np.testing.assert_array_equal(
             one.pictures["image"], ours.sources.validation.read(one.sample)
         )
-
-
-@pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_other_tasks_have_examples(task):
-    _, examples = looked_at(f"task={task}")
-    assert len(examples) == 8
-    errors = [one.error for one in examples]
-    assert errors == sorted(errors, reverse=True)
-    assert all("predicted" in one.title for one in examples)
 
 
 def test_masks_lie_over_their_images():

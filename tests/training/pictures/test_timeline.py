@@ -74,21 +74,11 @@ def test_micro_batches_that_were_left_out_are_left_out_of_the_simulation():
     assert [len(row) for row in simulated(ranks, placement, train)] == [4, 4]
 
 
-@pytest.mark.parametrize("ranks", [recorded(), [[]] * 6, recorded()[:3] * 2])
+@pytest.mark.parametrize("ranks", [recorded(), [[]] * 6])
 def test_a_picture_is_drawn(ranks, tmp_path):
     draw_step(ranks, PLACEMENT, TRAIN, tmp_path / "timeline.png")
     height, width, _ = image.imread(tmp_path / "timeline.png").shape
     assert width > height > 300
-
-
-def test_the_timeline_of_volumes_is_that_of_images_on_as_many_ranks(tmp_path):
-    images, volumes = (Placement(1, (grid, (1,) * len(grid))) for grid in ((2, 2), (2, 1, 2)))
-    train = make_schedule("1f1b", volumes, 3).train
-    ranks = recorded(volumes, train)
-    assert ranks == recorded(images, train)
-    assert simulated(ranks, volumes, train) == simulated(ranks, images, train)
-    draw_step(ranks, volumes, train, tmp_path / "timeline.png")
-    assert image.imread(tmp_path / "timeline.png").size
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, caplog):

@@ -1,12 +1,19 @@
+"""Losses beside PyTorch's, the settings that choose them, and mixed samples."""
+
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
+from spatialdl.data.synthetic import SyntheticDataset
+from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.tasks.losses import (
     classification_loss,
     classification_weights,
@@ -14,38 +21,44 @@ from spatialdl.training.tasks.losses import (
     regression_loss,
     segmentation_loss,
 )
+from spatialdl.training.tasks.mixup import mixed
+from spatialdl.training.tasks.task import task_of
+from tests.composing import composed
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0])
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
-def masks(*size: int, classes: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and masks with some pixels that have no class."""
+def masks(*size: int) -> tuple[Tensor, Tensor]:
+    """Scores and masks of four classes with some pixels that have none."""
     draw = torch.Generator().manual_seed(3)
-    output = torch.randn(size[0], classes, *size[1:], dtype=torch.float64, generator=draw)
-    target = torch.randint(classes, size, generator=draw)
+    output = torch.randn(size[0], 4, *size[1:], dtype=torch.float64, generator=draw)
+    target = torch.randint(4, size, generator=draw)
     target[torch.rand(size, generator=draw) < 0.3] = UNLABELLED
     return output, target
 
 
-def labelled(samples: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+def labelled() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(5)
-    output = torch.randn(samples, 4, dtype=torch.float64, generator=draw)
-    return output, torch.randint(4, (samples,), generator=draw)
+    output = torch.randn(7, 4, dtype=torch.float64, generator=draw)
+    return output, torch.randint(4, (7,), generator=draw)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_classification_is_pytorch_s_cross_entropy(weight, smoothing):
-    output, target = labelled()
+def test_classes_have_pytorch_s_cross_entropy(weight, smoothing):
     given = None if weight is None else weight.double()
+    output, target = labelled()
     expected = F.cross_entropy(output, target, given, label_smoothing=smoothing)
     close(classification_loss(output, target, weight, smoothing), expected)
     shares = F.one_hot(target, 4).double()
     close(classification_loss(output, shares, weight, smoothing), expected)
+    output, target = masks(2, 9, 7)  # the mean over pixels with a class
+    expected = F.cross_entropy(output, target, given, ignore_index=255, label_smoothing=smoothing)
+    close(segmentation_loss(output, target, weight, smoothing), expected)
 
 
 def test_parts_of_a_slice_put_together_by_their_weights_are_the_whole():
@@ -75,11 +88,12 @@ def test_samples_of_no_weight_cost_nothing(smoothing):
     weight = torch.tensor([0.0, 1, 1, 1])
     output, target = labelled()
     assert classification_loss(output, torch.zeros_like(target), weight, smoothing) == 0
-    maps = torch.randn(2, 4, 3, 3, requires_grad=True)
-    loss = segmentation_loss(maps, torch.zeros(2, 3, 3, dtype=torch.int64), weight, smoothing)
-    loss.backward()
-    assert loss == 0
-    assert maps.grad.abs().max() == 0
+    for of_pixels in (0, UNLABELLED):
+        maps = torch.randn(2, 4, 3, 3, requires_grad=True)
+        loss = segmentation_loss(maps, torch.full((2, 3, 3), of_pixels), weight, smoothing)
+        loss.backward()
+        assert loss == 0
+        assert maps.grad.abs().max() == 0
 
 
 def test_unknown_labels_count_nowhere():
@@ -88,9 +102,8 @@ def test_unknown_labels_count_nowhere():
     target = torch.randint(2, (5, 3), generator=draw).double()
     target[1, 0] = target[4] = torch.nan
     known = ~target.isnan()
-    expected = F.binary_cross_entropy_with_logits(output[known], target[known])
     found = multilabel_loss(output, target)
-    close(found, expected)
+    close(found, F.binary_cross_entropy_with_logits(output[known], target[known]))
     found.backward()
     assert (output.grad == 0).equal(~known)
     assert multilabel_loss(output, torch.full((5, 3), math.nan)) == 0
@@ -103,46 +116,24 @@ def test_unknown_labels_count_nowhere():
     close(multilabel_loss(output, target, None, 0.2), smooth)
 
 
-@pytest.mark.parametrize("distance", ["mse", "l1", "huber"])
-def test_errors_are_those_of_the_known_targets(distance):
+@pytest.mark.parametrize(
+    ("distance", "plain"),
+    [
+        ("mse", F.mse_loss),
+        ("l1", F.l1_loss),
+        ("huber", lambda told, wanted: F.huber_loss(told, wanted, delta=0.7)),
+    ],
+)
+def test_errors_are_those_of_the_known_targets(distance, plain):
     draw = torch.Generator().manual_seed(0)
     output = torch.randn(6, 2, dtype=torch.float64, generator=draw)
     target = 3 * torch.randn(6, 2, dtype=torch.float64, generator=draw)
     target[2, 1] = torch.nan
     known = ~target.isnan()
-    plain = {"mse": F.mse_loss, "l1": F.l1_loss}.get(distance)
-    told, wanted = output[known], target[known]
-    expected = plain(told, wanted) if plain else F.huber_loss(told, wanted, delta=0.7)
-    close(regression_loss(output, target, distance, 0.7), expected)
+    close(regression_loss(output, target, distance, 0.7), plain(output[known], target[known]))
     assert regression_loss(output, target * torch.nan, distance) == 0
-
-
-def test_one_number_may_come_without_a_dim():
-    output, target = torch.tensor([1.0, 2.0]), torch.tensor([[1.0], [4.0]])
-    assert regression_loss(output, target) == 2
-
-
-def test_the_loss_is_the_mean_over_pixels_with_a_class():
-    output, target = masks(2, 9, 7)
-    expected = F.cross_entropy(output, target, ignore_index=255)
-    torch.testing.assert_close(segmentation_loss(output, target), expected, rtol=0, atol=1e-14)
-
-
-def test_a_mask_without_any_class_costs_nothing():
-    output = torch.randn(1, 3, 4, 4, requires_grad=True)
-    loss = segmentation_loss(output, torch.full((1, 4, 4), UNLABELLED))
-    loss.backward()
-    assert loss.item() == 0
-    assert output.grad.abs().max() == 0
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_weights_of_classes_over_pixels_are_pytorch_s(smoothing):
-    output, target = masks(2, 9, 7)
-    expected = F.cross_entropy(
-        output, target, WEIGHT.double(), ignore_index=255, label_smoothing=smoothing
-    )
-    close(segmentation_loss(output, target, WEIGHT, smoothing), expected)
+    without_a_dim = torch.tensor([1.0, 2.0]), torch.tensor([[1.0], [2.0]])
+    assert regression_loss(*without_a_dim, distance) == 0
 
 
 def test_soft_dice_is_that_of_all_pixels_with_a_class():
@@ -157,45 +148,35 @@ def test_soft_dice_is_that_of_all_pixels_with_a_class():
     assert segmentation_loss(output, torch.full_like(target, UNLABELLED), dice=1.0) == 0
 
 
-@pytest.mark.parametrize(
-    ("output", "sentence"),
-    [
-        (torch.zeros(1, 3), r"returns \(1, 3\) for 1 masks of 4x5.*needs \(1, classes, 4, 5\)"),
-        (torch.zeros(1, 3, 2, 2), r"returns \(1, 3, 2, 2\)"),
-        (torch.zeros(2, 3, 4, 5), r"returns \(2, 3, 4, 5\)"),
-        ([1], "returns list for 1 masks"),
-        (torch.zeros(1, 2, 4, 5), r"has 2 classes.*a pixel of class 2.*with 255"),
-    ],
-)
-def test_outputs_that_fit_no_masks_are_refused(output, sentence):
-    target = torch.full((1, 4, 5), 2)
-    with pytest.raises(ValueError, match=sentence):
-        segmentation_loss(output, target)
+PIXELS, LABELS, NUMBERS = torch.full((1, 4, 5), 2), torch.tensor([0, 4]), torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("output", "sentence"),
+    ("loss", "output", "target", "sentence"),
     [
         (
-            torch.zeros(2, 5, 1, 1),
-            r"returns \(2, 5, 1, 1\) for 2 .* needs \(2, classes\)",
+            *(segmentation_loss, torch.zeros(1, 3), PIXELS),
+            r"returns \(1, 3\) for 1 masks of 4x5.*needs \(1, classes, 4, 5\)",
         ),
-        (torch.zeros(()), r"returns \(\) for 2 images"),
-        (torch.zeros(3, 5), r"returns \(3, 5\) for 2 images"),
-        ((torch.zeros(2, 5),), "returns tuple for 2 images"),
-        (torch.zeros(2, 3), r"has 3 classes, but there is a label 4"),
+        (segmentation_loss, torch.zeros(1, 3, 2, 2), PIXELS, r"returns \(1, 3, 2, 2\)"),
+        (segmentation_loss, torch.zeros(2, 3, 4, 5), PIXELS, r"returns \(2, 3, 4, 5\)"),
+        (segmentation_loss, [1], PIXELS, "returns list for 1 masks"),
+        (segmentation_loss, torch.zeros(1, 2, 4, 5), PIXELS, r"a pixel of class 2.*with 255"),
+        (classification_loss, torch.zeros(2, 5, 1, 1), LABELS, r"\(2, 5, 1, 1\) .*\(2, classes\)"),
+        (classification_loss, torch.zeros(()), LABELS, r"returns \(\) for 2 images"),
+        (classification_loss, torch.zeros(3, 5), LABELS, r"returns \(3, 5\) for 2 images"),
+        (classification_loss, (torch.zeros(2, 5),), LABELS, "returns tuple for 2 images"),
+        (classification_loss, torch.zeros(2, 3), LABELS, "has 3 classes, but there is a label 4"),
+        (multilabel_loss, torch.zeros(2, 4), NUMBERS, r"\(2, 4\) for 2 .* with 3 classes each"),
+        (regression_loss, torch.zeros(2, 4), NUMBERS, r"\(2, 4\) for 2 .* with 3 targets each"),
     ],
 )
-def test_outputs_that_fit_no_labels_are_refused(output, sentence):
+def test_outputs_that_do_not_fit_are_refused(loss, output, target, sentence):
     with pytest.raises(ValueError, match=sentence):
-        classification_loss(output, torch.tensor([0, 4]))
+        loss(output, target)
 
 
-def test_other_outputs_that_do_not_fit_are_refused():
-    target = torch.zeros(2, 3)
-    for loss, what in ((multilabel_loss, "classes"), (regression_loss, "targets")):
-        with pytest.raises(ValueError, match=rf"returns \(2, 4\) for 2 images with 3 {what} each"):
-            loss(torch.zeros(2, 4), target)
+def test_weights_of_other_classes_are_refused():
     with pytest.raises(ValueError, match=r"class_weights has 4 weights, .* has 5 classes"):
         classification_loss(torch.zeros(2, 5), torch.tensor([0, 1]), WEIGHT)
 
@@ -214,3 +195,109 @@ def test_outputs_in_16_bits_are_counted_and_weighed_in_32(dtype):
     found = classification_loss(output.to(dtype), target, weight)
     expected = classification_loss(output.to(dtype).double(), target, weight)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+# --- settings
+
+LABELLED = SyntheticDataset(7, (8, 8), 3)
+TARGETS = SyntheticTargets(7, (8, 8), 3, present=True)
+
+
+def made(words: str = "", data=LABELLED):
+    return task_of(composed("train", words).task, 3, data)
+
+
+def test_a_task_s_loss_is_that_of_its_settings():
+    draw = torch.Generator().manual_seed(0)
+    output, target = torch.randn(2, 5, 3, generator=draw)
+    labels, weight = torch.tensor([0, 1, 2, 2, 1]), torch.tensor([1, 2, 0.5])
+    task = made("task.class_weights=[1,2,0.5] task.label_smoothing=0.1 task.mixup=0.2")
+    assert task.loss(output, labels) == classification_loss(output, labels, weight, 0.1)
+    assert task.weights(labels).tolist() == [1, 2, 0.5, 0.5, 2]
+    assert (task.mixup, made().weights(labels)) == (0.2, None)
+    task = made("task=regression task.loss=huber task.huber_delta=0.5")
+    target[1, 1] = torch.nan
+    assert task.loss(output, target) == regression_loss(output, target, "huber", 0.5)
+    assert task.weights(target).tolist() == [3, 2, 3, 3, 3]
+
+
+def test_balanced_weights_follow_the_training_labels():
+    weight = made("task.class_weights=balanced").weight
+    assert weight.tolist() == pytest.approx([7 / 9, 7 / 6, 7 / 6])
+    labels = torch.from_numpy(TARGETS.labels)
+    task = made("task=multilabel task.pos_weight=balanced", TARGETS)
+    assert task.pos_weight.equal((labels == 0).sum(0) / (labels == 1).sum(0).double())
+    with pytest.raises(ValueError, match="no training sample of the class 2: set a list"):
+        made("task.class_weights=balanced", SyntheticDataset(2, (8, 8), 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("task.class_weights=[1,2]", r"task.class_weights has 2 weights for 3 classes"),
+        ("task.class_weights=[1,2,-1]", "must be numbers of at least 0"),
+        ("task.class_weights=[1,2,inf]", "must be numbers"),
+        ("task.class_weights=[0,0,0]", "not all of them 0"),
+        ("task.class_weights=even", "class_weights=even is unknown: use null, a list, or bal"),
+        ("task.label_smoothing=1.5", "task.label_smoothing=1.5 must lie between 0 and 1"),
+        ("task.mixup=-1", "task.mixup=-1 must be a number of at least 0"),
+        ("task=regression task.loss=l2", "task.loss=l2 is unknown: use mse, l1 or huber"),
+        ("task=regression task.huber_delta=0", "must be above 0"),
+        ("task=segmentation task.class_weights=balanced", "balanced is unknown: use null or"),
+        ("task=segmentation task.dice=much", "task.dice=much must be a number"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        made(words)
+
+
+# --- mixed samples
+
+
+def slices(*samples: int) -> list[Microbatch]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Microbatch(n, 0.5, torch.randn(n, 3, 4, 4, generator=draw), torch.arange(n) % 3)
+        for n in samples
+    ]
+
+
+def test_images_and_labels_are_mixed_by_one_share_with_one_partner():
+    given = slices(5)
+    assert mixed(given, 0.0, 3, 0, 0, 0, 1)[0] is given[0]
+    (plain,), (one,) = given, mixed(slices(5), 0.4, 3, seed=1, step=7, replica=0, replicas=1)
+    labels = F.one_hot(plain.target, 3).double()
+    draw = np.random.default_rng([0x6D697875, 1, 7, 0])
+    share, partners = draw.beta(0.4, 0.4), draw.permutation(5)
+    assert 0 < share < 1
+    torch.testing.assert_close(one.tile, share * plain.tile + (1 - share) * plain.tile[partners])
+    torch.testing.assert_close(one.target, share * labels + (1 - share) * labels[partners])
+    assert (one.samples, one.share) == (5, 0.5)
+
+
+def test_replicas_draw_as_one_process_does_for_the_same_slices():
+    plain = mixed(slices(2, 2, 2, 2), 1.0, 3, 0, 5, replica=0, replicas=1)
+    given = slices(2, 2, 2, 2)
+    for replica in range(2):
+        own = mixed(given[replica::2], 1.0, 3, 0, 5, replica, replicas=2)
+        for ours, theirs in zip(own, plain[replica::2], strict=True):
+            assert ours.tile.equal(theirs.tile)
+            assert ours.target.equal(theirs.target)
+
+
+def test_other_steps_and_slices_mix_otherwise():
+    first, second = (mixed(slices(4), 1.0, 3, 0, step, 0, 1)[0].tile for step in range(2))
+    two = mixed([*slices(4), *slices(4)], 1.0, 3, 0, 0, 0, 1)
+    assert not first.equal(second)
+    assert not two[0].tile.equal(two[1].tile)
+
+
+def test_ranks_without_images_or_labels_mix_what_they_have():
+    whole, bare, numbers = mixed(slices(4), 1.0, 3, 0, 0, 0, 1)[0], *slices(4, 4)
+    bare.tile = None
+    found = mixed([bare, Microbatch(0, 0.0)], 1.0, 3, 0, 0, 0, 1)
+    assert found[0].target.equal(whole.target)
+    assert found[0].tile is found[1].tile is found[1].target is None
+    numbers.target = torch.randn(4, 2)
+    assert mixed([numbers], 1.0, 3, 0, 0, 0, 1)[0].target.shape == (4, 2)

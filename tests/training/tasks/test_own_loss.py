@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_module
 from torch import nn
 
 from spatialdl.configuring.overrides import check_overrides
@@ -14,21 +13,15 @@ from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.training.tasks.own_loss import OwnLoss
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import task_of
+from tests.fitting import train_config
 
-HERE = "tests.training.tasks.test_own_loss"
+HERE = "task.loss._target_=tests.training.tasks.test_own_loss"
+GIVEN = "task.loss.weights=[1,2,0.5]"
+WEIGHTS = torch.tensor([1, 2, 0.5])
 
 
 def squared(output, target, power=2.0):
     return (output.softmax(1) - F.one_hot(target, output.shape[1])).abs().pow(power).mean()
-
-
-class Weighted(nn.Module):
-    def __init__(self, weights):
-        super().__init__()
-        self.register_buffer("weights", torch.tensor(weights))
-
-    def forward(self, output, target):
-        return F.cross_entropy(output, target, self.weights, ignore_index=255)
 
 
 def listed(output, target, weights):
@@ -36,10 +29,14 @@ def listed(output, target, weights):
     return F.cross_entropy(output, target, torch.tensor(weights))
 
 
-class Listed(Weighted):
+class Weighted(nn.Module):
     def __init__(self, weights):
         assert type(weights) is list
-        super().__init__(weights)
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output, target, self.weights, ignore_index=255)
 
 
 class Learned(nn.Module):
@@ -48,52 +45,34 @@ class Learned(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def per_sample(output, target):
-    return output.sum(1)
-
-
 def made(*words):
     overrides = [rewritten(word) for word in words]
     check_overrides(overrides)
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return task_of(compose("train", overrides).task, 3, SyntheticDataset(7, (8, 8), 3))
+    return task_of(train_config(*overrides).task, 3, SyntheticDataset(7, (8, 8), 3))
 
 
-def test_a_function_and_a_class_are_the_loss_and_metrics_stay():
+def test_functions_and_classes_are_the_loss_and_metrics_stay():
     output, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 1])
-    task = made(f"task.loss._target_={HERE}.squared", "task.loss.power=3", "task.mixup=0.2")
-    assert task.name == "classification"
-    assert task.mixup == 0.2
+    task = made(f"{HERE}.squared", "task.loss.power=3", "task.mixup=0.2")
+    assert (task.name, task.mixup) == ("classification", 0.2)
     assert task.loss(output, labels) == squared(output, labels, 3)
     assert task.weights(labels) is None
     assert task.predictions(output).equal(output.softmax(1))
     assert task.scores(output.softmax(1), labels)["accuracy"] >= 0
-    task = made(f"task.loss._target_={HERE}.Weighted", "task.loss.weights=[1,2,0.5]")
-    weights = torch.tensor([1, 2, 0.5])
+    task = made(f"{HERE}.Weighted", GIVEN)
     for dtype in (torch.float64, torch.float32):  # validation and training have types of their own
-        expected = F.cross_entropy(output.to(dtype), labels, weights.to(dtype))
+        expected = F.cross_entropy(output.to(dtype), labels, WEIGHTS.to(dtype))
         assert task.loss(output.to(dtype), labels) == expected
-    half = task.loss(output.bfloat16(), labels)
-    assert half == F.cross_entropy(output.bfloat16().float(), labels, weights)
-    regression = made(
-        "task=regression", "task.loss._target_=torch.nn.SmoothL1Loss", "task.loss.beta=2"
-    )
-    assert regression.loss(output, output + 1) == pytest.approx(0.25)
-
-
-def test_lists_reach_a_function_and_a_class_as_plain_ones():
-    output, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 1])
-    for name in ("listed", "Listed"):
-        task = made(f"task.loss._target_={HERE}.{name}", "task.loss.weights=[1,2,0.5]")
-        assert task.loss(output, labels) == F.cross_entropy(
-            output, labels, torch.tensor([1, 2, 0.5])
-        )
+    half = F.cross_entropy(output.bfloat16().float(), labels, WEIGHTS)
+    assert task.loss(output.bfloat16(), labels) == half
+    task = made(f"{HERE}.listed", GIVEN)
+    assert task.loss(output, labels) == F.cross_entropy(output, labels, WEIGHTS)
+    smooth = ("task=regression", "task.loss._target_=torch.nn.SmoothL1Loss", "task.loss.beta=2")
+    assert made(*smooth).loss(output, output + 1) == pytest.approx(0.25)
 
 
 def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
-    task = made(
-        "task=segmentation", f"task.loss._target_={HERE}.Weighted", "task.loss.weights=[1,2,0.5]"
-    )
+    task = made("task=segmentation", f"{HERE}.Weighted", GIVEN)
     assert isinstance(task, Segmentation)
     slices = [(torch.randn(n, 3, 4, 5), torch.randint(0, 3, (n, 4, 5))) for n in (1, 3)]
     sums = sum(task.tally(*one, part=0) for one in slices)
@@ -102,8 +81,7 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
     assert found["loss"] == pytest.approx(float(losses[0] + 3 * losses[1]) / 4)
     assert found["samples"] == 4
     assert sum(map(sum, found["confusion_matrix"])) == 4 * 20
-    copies = task.tally(*slices[0], part=1)  # of equal outputs one counts
-    assert not copies.any()
+    assert not task.tally(*slices[0], part=1).any(), "of equal outputs one counts"
 
 
 @pytest.mark.parametrize(
@@ -112,16 +90,16 @@ def test_that_of_maps_is_the_mean_over_the_slices_by_their_samples():
         ("task.loss=focal", "task.loss=focal is unknown for task=classification"),
         ("task=regression task.loss=l2", "or your own loss, task.loss._target_=package.Loss"),
         ("task.loss._target_=no.such.Loss", "task.loss._target_=no.such.Loss cannot be created"),
-        (f"task.loss._target_={HERE}.Weighted", "cannot be created: .*weights"),
-        (f"task.loss._target_={HERE}.Learned", "has parameters, but only those of the network"),
-        (f"task.loss._target_={HERE}.squared task.loss.powr=2", "nearest: task.loss.power"),
+        (f"{HERE}.Weighted", "cannot be created: .*weights"),
+        (f"{HERE}.Learned", "has parameters, but only those of the network"),
+        (f"{HERE}.squared task.loss.powr=2", "nearest: task.loss.power"),
         ("task.loss.power=2", "not set: add task.loss._target_=package.Class"),
-        (f"task.loss._target_={HERE}.HERE", "cannot be created"),
+        (f"{HERE}.HERE", "cannot be created"),
         (
-            f"task.loss._target_={HERE}.squared task.class_weights=[1,2,3]",
+            f"{HERE}.squared task.class_weights=[1,2,3]",
             "task.class_weights=.* is a setting of the loss of task=classification",
         ),
-        (f"task=segmentation task.loss._target_={HERE}.squared task.dice=1", "dice=1 is a setting"),
+        (f"task=segmentation {HERE}.squared task.dice=1", "dice=1 is a setting"),
     ],
 )
 def test_what_cannot_be_is_told(words, sentence):
@@ -129,7 +107,7 @@ def test_what_cannot_be_is_told(words, sentence):
         made(*words.split())
 
 
-@pytest.mark.parametrize("wrong", [per_sample, lambda output, target: 1.0])
+@pytest.mark.parametrize("wrong", [lambda output, _: output.sum(1), lambda *_: 1.0])
 def test_a_loss_is_one_number(wrong):
     with pytest.raises(ValueError, match=r"task.loss=mine returns .*, expected a scalar"):
         OwnLoss("mine", wrong)(torch.randn(2, 3), torch.tensor([0, 1]))

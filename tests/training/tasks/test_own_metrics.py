@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-import json
-
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
+from torchmetrics import ClasswiseWrapper
+from torchmetrics.classification import MulticlassAUROC, MulticlassRecall
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.best import Best
 from spatialdl.training.checks import check_config
 from spatialdl.training.parts import RunParts
+from spatialdl.training.tasks.making_metrics import is_random, made_metrics
+from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.own_metrics import OwnMetrics
+from spatialdl.training.tasks.states import irreducible, merge, state_of
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, summary, train_config
+from tests.training.checkpoints.runs import table
+from tests.training.tasks.own_metric_classes import MeanBrightness, NoReduction, RunningMean
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
 F1 = f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: macro}}"
@@ -27,8 +30,7 @@ SMALL = (
 
 
 def config(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", [*SMALL, *overrides])
+    return train_config(*SMALL, *overrides)
 
 
 def own(task: str, *metrics: dict) -> OwnMetrics:
@@ -46,12 +48,11 @@ def test_they_are_in_tables_and_decide_on_the_end(tmp_path):
     early = ("trainer.early_stopping.metric=MulticlassF1Score", "trainer.validate_every=1")
     best = ("trainer.checkpoint.best=MulticlassF1Score",)
     fit(Trainer(config(words, *early, *best), SingleProcess()), tmp_path)
-    with (tmp_path / "validation.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = table(tmp_path / "validation.csv")
     assert len(rows) == 2
     for row in rows:  # the built-in one is the same
         assert float(row["MulticlassF1Score"]) == pytest.approx(float(row["f1"]), abs=1e-12)
-    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
+    found = summary(tmp_path)["validation"]
     assert found[0]["MulticlassRecall"] == pytest.approx(found[0]["recall_per_class"])
     assert "MulticlassF1Score" in (tmp_path / "report.html").read_text()
 
@@ -83,9 +84,9 @@ def test_torch_distributed_of_the_program_is_not_asked(monkeypatch):
 
 def test_of_nothing_and_of_nan_they_have_no_value():
     metrics = own("classification", {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3})
-    none = {"MulticlassF1Score": None}
-    assert metrics.of_samples(torch.zeros(0, 3), torch.zeros(0).long()) == none
-    assert metrics.of_samples(torch.full((2, 3), torch.nan), torch.zeros(2).long()) == none
+    for values in (torch.zeros(0, 3), torch.full((2, 3), torch.nan)):
+        labels = torch.zeros(len(values)).long()
+        assert metrics.of_samples(values, labels) == {"MulticlassF1Score": None}
 
 
 def test_a_metric_that_refuses_its_input_is_named_with_the_shapes_before_training():
@@ -193,7 +194,6 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
     [
         ("task.metrics=3", "task.metrics=3 must be a list"),
         ("task.metrics=[f1]", "task.metrics: f1 has no class: write it as"),
-        ("task.metrics=[{num_classes: 3}]", "has no class"),
         (f"task.metrics=[{F1},{F1}]", "duplicate name MulticlassF1Score: rename one"),
         ("task.metrics=[{_target_: a.B, name: accuracy}]", "duplicate name accuracy"),
         ("task.metrics=[{_target_: a.B, name: slide_x}]", "name=slide_x is reserved for"),
@@ -204,8 +204,116 @@ def test_whether_small_or_large_values_are_best_is_said_by_the_metric():
 def test_lists_that_name_no_metrics_are_refused_before_ranks_start(words, said):
     with pytest.raises(ValueError, match=said):
         check_config(config(words))
-
-
-def test_names_of_own_metrics_are_known_before_ranks_start():
     for name in ("MulticlassF1Score", "MulticlassF1Score_0"):
         check_config(config(f"task.metrics=[{F1}]", f"trainer.checkpoint.best={name}"))
+
+
+TM = "torchmetrics.classification"
+ACCURACY = {"_target_": f"{TM}.MulticlassAccuracy", "num_classes": 3}
+F1_EACH = {"_target_": f"{TM}.MulticlassF1Score", "num_classes": 3, "average": "none"}
+COLLECTION = "torchmetrics.MetricCollection"
+
+
+def made(*metrics: dict) -> dict:
+    config = OmegaConf.create({"name": "classification", "metrics": list(metrics)})
+    return made_metrics(own_metric_plugins(config))
+
+
+def test_each_metric_of_a_collection_is_one_by_its_key():
+    listed = {"_target_": COLLECTION, "metrics": [ACCURACY, F1_EACH], "prefix": "val/"}
+    named = {"_target_": COLLECTION, "name": "x", "metrics": {"a": ACCURACY, "b": listed}}
+    names = [
+        *("MetricCollection_val_MulticlassAccuracy", "MetricCollection_val_MulticlassF1Score"),
+        *("x_a", "x_b_val_MulticlassAccuracy", "x_b_val_MulticlassF1Score"),
+    ]
+    assert sorted(made(listed, named)) == sorted(names)
+
+
+def test_values_are_those_of_the_collection():
+    collection = {"_target_": COLLECTION, "name": "x", "metrics": [ACCURACY, F1_EACH]}
+    found = own("classification", collection)
+    shares = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double().softmax(1)
+    labels = torch.arange(9) % 3
+    values = found.of_samples(shares, labels)
+    for name, metric in made(ACCURACY, F1_EACH).items():
+        metric.update(shares, labels)
+        assert values[f"x_{name}"] == pytest.approx(metric.compute().tolist())
+    assert found.is_smaller_better("x_MulticlassAccuracy", "key") is False
+
+
+def test_metrics_of_a_collection_share_no_states():
+    """torchmetrics updates only one of those that count the same."""
+    one, other = made(
+        {"_target_": COLLECTION, "name": "x", "metrics": [ACCURACY, F1_EACH]}
+    ).values()
+    one.update(torch.eye(3), torch.arange(3))
+    assert int(other.tp.sum()) == 0
+    assert float(one.compute()) == 1
+
+
+def collected(metrics: object, **keys: object) -> dict:
+    return {"_target_": COLLECTION, "metrics": metrics, **keys}
+
+
+RUNNING = {"_target_": "torchmetrics.wrappers.Running", "base_metric": ACCURACY}
+TRACKER = {"_target_": "torchmetrics.MetricTracker", "metric": ACCURACY}
+EXTREMES = {"_target_": "torchmetrics.MinMaxMetric", "base_metric": ACCURACY}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ([collected([])], "MetricCollection has no metrics"),
+        ([collected([{**ACCURACY, "classes": 3}])], "cannot be instantiated"),
+        ([collected([ACCURACY, ACCURACY])], "cannot be instantiated: .*two"),
+        (
+            [{**ACCURACY, "name": "x_a"}, collected({"a": F1_EACH}, name="x")],
+            "two metrics have the name x_a: rename one",
+        ),
+        ([TRACKER], "MetricTracker, expected a torchmetrics.Metric or MetricCollection"),
+        ([EXTREMES], "is a MinMaxMetric, which combines several validations"),
+        ([collected({"a": RUNNING})], "MetricCollection_a is a Running"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(metrics, said):
+    with pytest.raises(ValueError, match=said):
+        made(*metrics)
+
+
+def test_random_metrics_are_found_inside_of_wrappers():
+    boot = {"_target_": "torchmetrics.BootStrapper", "base_metric": ACCURACY}
+    found = made(boot, F1_EACH, {"_target_": COLLECTION, "name": "x", "metrics": {"a": boot}})
+    assert [name for name, one in found.items() if is_random(one)] == ["BootStrapper", "x_a"]
+
+
+DRAW = torch.Generator().manual_seed(0)
+GIVEN = torch.randn(9, 3, generator=DRAW, dtype=torch.float64).softmax(1)
+WANTED = torch.arange(9) % 3
+MAKES = [
+    MeanBrightness,
+    RunningMean,
+    lambda: MulticlassAUROC(3),  # keeps all it has seen
+    lambda: ClasswiseWrapper(MulticlassRecall(3, average=None)),
+]
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("cuts", [(0, 2, 9), (0, 5, 5, 9), (0, 9)])
+def test_parts_are_the_whole(make, cuts):
+    def seen(numbers):
+        metric = make()
+        for number in numbers:
+            metric.update(GIVEN[number : number + 1], WANTED[number : number + 1])
+        return metric
+
+    parts = [range(cuts[n], cuts[n + 1]) for n in range(len(cuts) - 1)]
+    together = make()
+    merge(together, [state_of(seen(part)) for part in parts])
+    found, expected = together.compute(), seen(range(9)).compute()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0, check_dtype=False)
+
+
+def test_a_state_without_a_reduction_is_found_inside_of_wrappers_too():
+    assert irreducible(MeanBrightness()) is None
+    assert irreducible(NoReduction()) == "last"
+    assert irreducible(ClasswiseWrapper(NoReduction())) == "last"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
 
 import numpy as np
@@ -10,8 +11,11 @@ import torch
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.training.parts import RunParts
+from spatialdl.training.tasks.aggregation import to_slides
 from spatialdl.training.tasks.predictions import Predictions, errors_of, extremes
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
+from tests.fitting import make_parts, validated
 
 
 @pytest.fixture
@@ -57,10 +61,7 @@ def test_classes_of_tiles_and_slides(tiles, tmp_path):
     assert [row["tiles"] for row in slides] == ["2"] * 3
     assert float(slides[0]["probability_benign"]) == shares[[0, 2], 0].mean()
     assert not list(tmp_path.glob(".*"))
-
-
-def test_no_slide_with_one_label_has_no_metrics(tiles):
-    tiles.labels[:] = [0, 0, 1, 0, 1, 1]
+    tiles.labels[:] = [0, 0, 1, 0, 1, 1]  # of no slide alike
     scores = Predictions(Classification(), OUTPUTS, tiles, tiles.classes).scores()
     assert scores["slides"] == 0
     assert scores["slide_accuracy"] is scores["slide_auroc"] is None
@@ -115,14 +116,76 @@ def test_errors_of_classes_and_of_labels():
 def test_the_first_and_the_last_of_an_order_that_rounding_does_not_change():
     errors = dict.fromkeys(range(12), 0.5) | {3: 0.9, 5: math.nan, 7: 0.5 + 1e-15, 8: 0.1}
     assert [sample for sample, _ in extremes(errors.items())] == [3, 0, 1, 2, 9, 10, 11, 8]
-    few = [(4, 0.25), (2, 0.5)]
-    assert extremes(few) == [(2, 0.5), (4, 0.25)]
+    assert extremes([(4, 0.25), (2, 0.5)]) == [(2, 0.5), (4, 0.25)]
+    # those of all are among those of each part
+    draw = torch.rand(20, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    drawn = list(enumerate(draw.tolist()))
+    assert extremes([*extremes(drawn[:4]), *extremes(drawn[4:])]) == extremes(drawn)
 
 
-@pytest.mark.parametrize("cut", [4, 9])
-def test_those_of_all_are_among_those_of_each_part(cut):
-    errors = list(
-        enumerate(torch.rand(20, generator=torch.manual_seed(0)).round(decimals=1).tolist())
-    )
-    found = extremes([*extremes(errors[:cut]), *extremes(errors[cut:])])
-    assert found == extremes(errors)
+def test_tiles_become_slides():
+    told = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.45, 0.55]], dtype=torch.float64)
+    found = to_slides(told, torch.tensor([1, 0, 1, 0]), ["b", "a", "b", "a"])
+    assert found.slides == ["b", "a"]
+    assert found.tiles.tolist() == [2, 2]
+    torch.testing.assert_close(found.means, torch.stack([told[::2].mean(0), told[1::2].mean(0)]))
+    assert found.labels.tolist() == [1, 0]
+    assert found.agree.tolist() == [True, True]
+
+
+def test_most_tiles_win_and_of_equally_many_the_larger_mean():
+    told = torch.tensor([[0.4, 0.6]] * 2 + [[1.0, 0.0]] + [[0.9, 0.1], [0.3, 0.7]]).double()
+    found = to_slides(told, torch.zeros(5).long(), ["a", "a", "a", "tie", "tie"])
+    assert found.votes.tolist() == [1, 0]
+    assert found.means.argmax(1).tolist() == [0, 0]  # not what the vote of the first says
+
+
+def test_slides_whose_tiles_have_several_labels_are_marked():
+    told = torch.rand(5, 2, dtype=torch.float64)
+    found = to_slides(told, torch.tensor([0, 1, 1, 1, 0]), ["a", "a", "b", "b", "c"])
+    assert found.agree.tolist() == [False, True, True]
+    labels = torch.tensor([[1, torch.nan]] * 3 + [[1, 0.0]])
+    assert to_slides(told[:4], labels, ["a", "a", "b", "b"]).agree.tolist() == [True, False]
+
+
+def parts(*words: str) -> RunParts:
+    given = ("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=3")
+    return make_parts(*given, "data.batch_size=3", "device=cpu", "trainer.max_steps=1", *words)
+
+
+def test_a_class_without_auroc_is_named_once(tmp_path, caplog):
+    ours = parts("data.validation_samples=2")
+    with caplog.at_level(logging.WARNING):
+        validated(ours)
+        validated(ours)
+    assert [one.message[:15] for one in caplog.records] == ["no AUROC for 2:"]
+
+
+def test_samples_that_are_met_twice_are_noticed():
+    ours = parts("data.validation_samples=4")
+    assert validated(ours)["samples"] == 4
+    loader = ours.validation_loader
+    first = ours.validation.own([loader.microbatches(next(loader.batches()))])
+    with pytest.raises(RuntimeError, match="got 3 outputs for 4 samples"):
+        ours.validation.scores(first)
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel", "regression", "segmentation"])
+def test_outputs_that_are_no_numbers_have_no_metrics(task):
+    unet = ["model=unet", "++model.depth=1"] if task == "segmentation" else []
+    ours = parts(*unet, f"task={task}", "data.validation_samples=4")
+    with torch.no_grad():
+        next(ours.pipeline.parameters()).fill_(torch.nan)
+    found = validated(ours)
+    assert math.isnan(found.pop("loss"))
+    assert found.pop("samples") == 4
+    assert all(value in (None, []) for value in found.values())
+
+
+@pytest.mark.parametrize("unet", [[], ["model=unet", "++model.depth=1", "task=segmentation"]])
+def test_without_a_report_nobody_keeps_pictures(unet):
+    given = [*unet, "data.validation_samples=4"]
+    with_pictures, without = parts(*given), parts(*given, "trainer.report=false")
+    assert validated(with_pictures) == validated(without)
+    assert with_pictures.validation.examples()
+    assert without.validation.examples() is None

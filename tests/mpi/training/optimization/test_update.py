@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import csv
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from spatialdl.comm.mpi import MpiCommunicator
@@ -23,9 +19,10 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.optimization.update import Update
-from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
-from tests.mpi.device import DEVICE, device_key
+from tests.fitting import train_config
+from tests.mpi.device import DEVICE
+from tests.mpi.training.small import trained
+from tests.training.checkpoints.runs import table
 
 WORLD = MPI.COMM_WORLD
 CHAIN = {
@@ -63,11 +60,6 @@ def network() -> nn.Sequential:
     )
 
 
-def settings(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", ["scheduler=polynomial", "optimizer.momentum=0.9", *overrides])
-
-
 def batch(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     images = torch.randn(4, 3, 12, 10, generator=draw)
@@ -95,7 +87,8 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
         *(network(), placement, schedule, world, F.cross_entropy, (3, 12, 10)),
         PipelineOptions(cut=cut, mixed=torch.float16, device=DEVICE),
     )
-    config = settings("trainer.clip_norm=0.01", "trainer.ema=0.5")
+    words = ("scheduler=polynomial", "optimizer.momentum=0.9", "trainer.clip_norm=0.01")
+    config = train_config(*words, "trainer.ema=0.5")
     update = Update(config, pipeline, batch=4, steps=6, steps_per_epoch=6)
 
     plain = network().to(DEVICE)
@@ -169,23 +162,11 @@ LAYOUTS = {
 }
 
 
-def train(run_dir: Path, comm, *overrides: str) -> tuple[dict, list[dict[str, str]]]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3"),
-                *("data.samples=12", "data.validation_samples=3", "data.batch_size=4"),
-                *("trainer.max_steps=3", "trainer.precision=float64"),
-                *(device_key(comm), "comm.check=true", *overrides),
-            ],
-        )
-    fit(Trainer(config, comm), run_dir)
-    if comm.rank != 0:
-        return {}, []
-    with (run_dir / "metrics.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    return json.loads((run_dir / "summary.json").read_text()), rows
+SMALL = (
+    *("model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "data.samples=12"),
+    *("data.validation_samples=3", "data.batch_size=4", "trainer.max_steps=3"),
+    "trainer.precision=float64",
+)
 
 
 @pytest.mark.parametrize(("layout", "recipe"), cases(LAYOUTS))
@@ -194,15 +175,14 @@ def test_a_recipe_gives_the_numbers_of_one_process(
 ) -> None:
     world = MpiCommunicator(WORLD)
     options = [*ALL_AT_ONCE.split(), *recipe.split()]
-    ours, rows = train(tmp_path / "ours", world, *layout.split(), *options)
+    _, ours = trained(tmp_path / "ours", world, *SMALL, *layout.split(), *options)
     if world.rank != 0:
         return
     microbatches = {"pp": 1, "dp": 2, "sp+pp": 4}.get(layout.split(maxsplit=1)[0].split("=")[1], 1)
     alone = f"parallel.microbatches={microbatches}"
-    plain, plain_rows = train(tmp_path / "plain", SingleProcess(), alone, *options)
+    _, plain = trained(tmp_path / "plain", SingleProcess(), *SMALL, alone, *options)
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
-    assert len(rows) == 3
-    for row, expected in zip(rows, plain_rows, strict=True):
-        assert row["learning_rate"] == expected["learning_rate"]
-    for found, expected in zip(ours["validation"], plain["validation"], strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
+    rows, expected = (table(tmp_path / name / "metrics.csv") for name in ("ours", "plain"))
+    assert [row["learning_rate"] for row in rows] == [row["learning_rate"] for row in expected]
+    losses = [[one["loss"] for one in run["validation"]] for run in (ours, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from torch import nn
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.parts import RunParts
 from spatialdl.training.pictures import thumbnails
+from tests.fitting import train_config, validated
 
 TINY = [
     *("data.image_size=[43,38]", "data.num_classes=3", "device=cpu"),
@@ -42,11 +42,8 @@ LAYOUTS = {
 
 
 def examples(world, *overrides: str):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [*TINY, *overrides])
-    parts = RunParts(config, world)
-    loader = parts.validation_loader
-    parts.validation.scores(parts.validation.own(map(loader.microbatches, loader.batches())))
+    parts = RunParts(train_config(*TINY, *overrides), world)
+    validated(parts)
     found = parts.validation.examples()
     parts.close_loaders()
     return found

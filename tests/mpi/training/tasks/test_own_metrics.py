@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.parts import RunParts
+from tests.fitting import train_config, validated
 from tests.mpi.device import device_key
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
@@ -78,30 +78,16 @@ CASES = [
 ]
 
 
-def validated(task: str, layout: str, comm: Any) -> dict[str, Any]:
+def validated_twice(task: str, layout: str, comm: Any) -> dict[str, Any]:
+    """The second must not go on from the first."""
     words, metrics = TASKS[task]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("data.image_size=[37,45]", "data.num_classes=3", "data.samples=6"),
-                *(
-                    "data.validation_samples=5",
-                    "data.batch_size=4",
-                    "trainer.max_steps=1",
-                    "trainer.precision=float64",
-                ),
-                *(f"task.metrics=[{','.join(metrics)}]", "comm.check=true", device_key(comm)),
-                *(*words.split(), *layout.split()),
-            ],
-        )
+    given = ("data.image_size=[37,45]", "data.num_classes=3", "data.samples=6", "comm.check=true")
+    given += ("data.validation_samples=5", "data.batch_size=4", "trainer.max_steps=1")
+    given += ("trainer.precision=float64", f"task.metrics=[{','.join(metrics)}]")
+    config = train_config(*given, device_key(comm), *words.split(), *layout.split())
     parts = RunParts(config, comm)
-    loader, validation = parts.validation_loader, parts.validation
-    assert loader is not None
-    assert validation is not None
-    found = {}
-    for _ in range(2):  # of which the second must not go on from the first
-        found = validation.scores(validation.own(map(loader.microbatches, loader.batches())))
+    validated(parts)
+    found = validated(parts)
     parts.close_loaders()
     return found
 
@@ -109,11 +95,11 @@ def validated(task: str, layout: str, comm: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("layout", "task"), CASES)
 def test_own_metrics_equal_one_process(layout: str, task: str) -> None:
     world = MpiCommunicator(MPI.COMM_WORLD)
-    ours = validated(task, layout, world)
+    ours = validated_twice(task, layout, world)
     assert all(world.bcast(ours) == one for one in world.allgather(ours)), "all ranks get them"
     if world.rank:
         return
-    plain = validated(task, "parallel=none", SingleProcess())
+    plain = validated_twice(task, "parallel=none", SingleProcess())
     assert ours.keys() == plain.keys()
     assert ours["samples"] == 5
     assert len(ours) > len(TASKS[task][1])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 from spatialdl.comm.mpi import MpiCommunicator
@@ -16,9 +13,8 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.shards import ShardDataset
-from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
-from tests.mpi.device import device_key
+from tests.mpi.training.small import trained
+from tests.training.checkpoints.runs import table
 
 SIZE = 37, 45
 LAYOUTS = {
@@ -32,7 +28,7 @@ LAYOUTS = {
     3: ["parallel=sp parallel.grid=[3,1]"],
     4: [
         *("parallel=sp parallel.grid=[2,2]", "parallel=sp parallel.data=2"),
-        "parallel=sp parallel.tensor=2",
+        pytest.param("parallel=sp parallel.tensor=2", marks=pytest.mark.slow),
     ],
 }
 
@@ -61,22 +57,11 @@ def data(tmp_path_factory) -> Path:
 
 
 def train(run_dir: Path, data: Path, comm, layout: str) -> tuple[dict, list[dict[str, str]]]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("model=unet", "++model.width=2", "++model.depth=2", "data=shards"),
-                *(f"data.path={data}", "data.batch_size=3", "parallel.microbatches=1"),
-                *("trainer.max_steps=4", "trainer.precision=float64", device_key(comm)),
-                *("comm.check=true", *layout.split()),
-            ],
-        )
-    fit(Trainer(config, comm), run_dir)
-    if comm.rank != 0:
-        return {}, []
-    with (run_dir / "validation.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    return json.loads((run_dir / "summary.json").read_text()), rows
+    words = ("model=unet", "++model.width=2", "++model.depth=2", "data=shards")
+    words += (f"data.path={data}", "data.batch_size=3", "parallel.microbatches=1")
+    words += ("trainer.max_steps=3", "trainer.validate_every=2", "trainer.precision=float64")
+    _, summary = trained(run_dir, comm, *words, *layout.split())
+    return summary, table(run_dir / "validation.csv") if comm.rank == 0 else []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.get(MPI.COMM_WORLD.size, []))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hydra import compose, initialize_config_module
+import torch
 from mpi4py import MPI
+from torch import nn
 
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
-from tests.mpi.device import device_key
+from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.training.tasks.task import MultiLabel
+from tests.mpi.training.small import small, trained
 
 SMALL = "++model._target_=tests.mpi.training.small.small ~model.width "
 TASKS = {
@@ -56,7 +61,7 @@ ROWS = {
     # batches of 4, and a last one of 2; 5 samples to validate on
     3: [Row("parallel=dp parallel.data=3", 3, 4, "classes maps", ALL)],
     4: [
-        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "classes maps own", ALL),
+        Row("parallel=sp parallel.grid=[2,2]", 1, 4, "classes maps", ALL),
         Row(LOCAL, 1, 4, "balanced multilabel", "classes regression"),
         Row("parallel=sp parallel.tensor=2", 1, 4, "own_maps", ALL),
         Row(PIPED, 2, 4, "own_maps", ALL),
@@ -72,20 +77,12 @@ CHOSEN = [
 
 
 def train(run_dir: Path, comm: Any, layout: str, task: str, batch: int) -> dict[str, Any]:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("data.image_size=[40,36]", "data.num_classes=3", f"data.batch_size={batch}"),
-                *("data.samples=10", "data.validation_samples=5", "trainer.max_steps=3"),
-                *("trainer.precision=float64", device_key(comm), "comm.check=true"),
-                *(*TASKS[task].split(), *layout.split()),
-            ],
-        )
-    fit(Trainer(config, comm), run_dir)
+    words = ("data.image_size=[40,36]", "data.num_classes=3", f"data.batch_size={batch}")
+    words += ("data.samples=10", "data.validation_samples=5", "trainer.precision=float64")
+    words += (f"trainer.max_steps={-(-10 // batch)}", *TASKS[task].split(), *layout.split())
+    _, summary = trained(run_dir, comm, *words)
     if comm.rank != 0:
         return {}
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     tables = [run_dir / "predictions.csv"] if "maps" not in task else []
     cells = [cell for file in tables for line in file.open() for cell in line.strip().split(",")]
     return {"loss": summary["loss"], "validation": summary["validation"], "predictions": cells}
@@ -122,3 +119,37 @@ def test_tasks_equal_one_process(row, task, tmp_path, plain) -> None:
     ours = train(tmp_path, MpiCommunicator(MPI.COMM_WORLD), row.layout, task, row.batch)
     if MPI.COMM_WORLD.rank == 0:
         close(ours, plain(row.slices, task, row.batch))
+
+
+SIZE, SAMPLES = (21, 17), 5
+
+
+def drawn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    model, images = small(3, 3).double(), torch.randn(SAMPLES, 3, *SIZE, dtype=torch.float64)
+    target = torch.tensor([[1, 0, 1], [0, torch.nan, 1], [1, 1, torch.nan], [0, 0, 0], [1, 0, 0]])
+    target[0, :2] = torch.nan
+    return model, images, target.double()
+
+
+@pytest.mark.world(3)
+def test_parts_of_a_micro_batch_count_by_their_known_labels_in_float64(world: Communicator) -> None:
+    model, images, target = drawn()
+    known = ~target.isnan()
+    loss = nn.functional.binary_cross_entropy_with_logits(model(images)[known], target[known])
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    task, placement = MultiLabel(), Placement(1, ((1, 1),) * 2, batch=(1, 2))
+    pipeline = PipelineRuntime(
+        *(drawn()[0], placement, make_schedule("gpipe", placement, 1), world, task.loss),
+        (3, *SIZE),
+        PipelineOptions(sample_weights=task.weights),
+    )
+    batch = Microbatch(
+        SAMPLES, 1.0, images if pipeline.first(0) else None, target if pipeline.last(0) else None
+    )
+    total = world.allreduce(pipeline.train_step([batch], 0))
+    assert total == pytest.approx(loss.item(), abs=1e-12)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12)

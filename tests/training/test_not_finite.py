@@ -1,4 +1,4 @@
-"""``stop_on_nan`` in a single process; several ranks are in tests/mpi/training."""
+"""Values that are not finite in a single process; several ranks are in tests/mpi/training."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ import socket
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import NotFinite
+from spatialdl.training.debug.detect_nan import ComputationOrder, Finding
 from spatialdl.training.finite import are_finite
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit
+from tests.fitting import fit, make_trainer
 from tests.training.checkpoints.runs import checkpoints, table
+from tests.training.debug.networks import CHAIN
 
-NETWORK = "tests.training.debug.networks.chain"
 OFTEN = "trainer.checkpoint.every_steps=1"
 LAST = f"stage 0, rank 0 on {socket.gethostname()}"
 
 
-def trainer(*overrides: str) -> Trainer:
-    given = [
-        *("model=resnet18", f"model._target_={NETWORK}", "~model.width", "device=cpu"),
-        *("data.image_size=[12,10]", "data.samples=8", "data.batch_size=4", "data.num_classes=3"),
-        *("data.validation_samples=2", "trainer.max_steps=4", "trainer.checkpoint.best=null"),
-    ]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Trainer(compose("train", [*given, *overrides]), SingleProcess())
+def trainer(*words: str) -> Trainer:
+    small = ("data.image_size=[12,10]", "data.samples=8", "data.batch_size=4", "device=cpu")
+    more = ("data.validation_samples=2", "trainer.max_steps=4", "trainer.checkpoint.best=null")
+    return make_trainer(*CHAIN, *small, "data.num_classes=3", *more, *words)
+
+
+# --- stop_on_nan: before the update
 
 
 @pytest.mark.parametrize(
@@ -89,13 +87,15 @@ def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
     assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
 
 
-def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
-    runs = {choice: trainer(f"trainer.stop_on_nan={choice}") for choice in ("true", "false")}
-    for choice, run in runs.items():
-        fit(run, tmp_path / choice)
-    rows = [table(tmp_path / choice / "metrics.csv") for choice in runs]
+@pytest.mark.parametrize("looks", ["trainer.stop_on_nan=true", "debug=detect_nan"])
+def test_numbers_are_those_of_a_run_that_does_not_look(looks, tmp_path):
+    short = "trainer.max_steps=2"
+    runs = trainer(looks, short), trainer("trainer.stop_on_nan=false", "debug=none", short)
+    for number, run in enumerate(runs):
+        fit(run, tmp_path / str(number))
+    rows = [table(tmp_path / str(number) / "metrics.csv") for number in range(2)]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    for one, other in zip(*(run.parts.pipeline.parameters() for run in runs.values()), strict=True):
+    for one, other in zip(*(run.parts.pipeline.parameters() for run in runs), strict=True):
         assert torch.equal(one, other)
 
 
@@ -107,14 +107,16 @@ def test_whoever_wants_it_trains_on(tmp_path, caplog):
     assert "step 3: the loss is nan" in caplog.text
 
 
-def test_overflows_of_scaled_gradients_do_not_stop_a_run(tmp_path):
-    run = trainer("trainer.precision=fp16-mixed", "trainer.max_steps=1")
+@pytest.mark.parametrize("looks", ["debug=none", "debug=detect_nan"])
+def test_overflows_of_scaled_gradients_do_not_stop_a_run(looks, tmp_path):
+    """The update leaves such a step out; activations and losses are looked at all the same."""
+    half = ("trainer.precision=fp16-mixed", "trainer.max_steps=1", looks)
+    run = trainer(*half)
     run.parts.update.scaler.scale = 2.0**100
     fit(run, tmp_path / "scaled")
     assert run.parts.update.skipped
-    run = trainer("trainer.precision=fp16-mixed", "+model.kind=from")
     with pytest.raises(NotFinite, match=r"step 1: NaN in poison \(Poison\), forward"):
-        run.fit(tmp_path / "wrong")
+        trainer(*half, "+model.kind=from").fit(tmp_path / "wrong")
 
 
 def test_no_checkpoint_has_a_weight_that_the_update_has_spoilt(tmp_path, monkeypatch):
@@ -139,3 +141,61 @@ def test_one_number_is_found_among_many(value):
     assert are_finite([])
     some[1][2, 3] = value
     assert not are_finite(some)
+
+
+# --- debug=detect_nan: where it comes from
+
+DETECT = "debug=detect_nan"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (["+model.kind=forward"], "step 1: NaN in poison (Poison), forward, micro-batch 0"),
+        (
+            ["+model.kind=forward", "+model.call=2"],
+            "step 3: NaN in poison (Poison), forward, micro-batch 0",
+        ),
+        (
+            ["+model.kind=forward", "+model.call=3", "parallel.microbatches=2"],
+            "step 2: NaN in poison (Poison), forward, micro-batch 1",
+        ),
+        (["+model.kind=backward"], "step 1: Inf in poison (BadGradient), backward, micro-batch 0"),
+        (["+model.kind=loss"], "step 1: Inf in the loss, forward, micro-batch 0"),
+        (
+            ["+model.kind=backward", "parallel.recompute=stage"],
+            "step 1: Inf in poison (BadGradient), backward, micro-batch 0",
+        ),
+    ],
+)
+def test_the_first_of_them_is_named(overrides, where, tmp_path):
+    run = trainer(DETECT, *overrides)
+    with pytest.raises(NotFinite) as found:
+        run.fit(tmp_path)
+    assert str(found.value) == f"{where}, stage 0, rank 0 on {socket.gethostname()}"
+
+
+def test_a_weight_that_is_not_finite_is_found_where_it_is_used(tmp_path):
+    run = trainer(DETECT)
+    run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("-inf")
+    with pytest.raises(NotFinite, match=r"step 1: .* in conv2 \(Conv2d\), forward, micro-batch 0"):
+        run.fit(tmp_path)
+
+
+def test_what_overflows_between_modules_is_the_input_of_the_next(tmp_path):
+    run = trainer(DETECT)
+    stage = run.parts.pipeline.stages[0]
+    stage.conv2.register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
+    with pytest.raises(NotFinite, match=r"in the input of conv2 \(Conv2d\), forward"):
+        run.fit(tmp_path)
+
+
+def test_what_comes_first_does_not_depend_on_the_rank():
+    def finding(microbatch, phase, stage, number, rank):
+        return Finding(ComputationOrder(microbatch, phase, stage, number), rank, "here", "NaN", "x")
+
+    forward, later = finding(0, 0, 1, 3, 5), finding(0, 0, 2, 0, 0)
+    backward_late, backward_early = finding(0, 2, -1, 0, 1), finding(0, 2, -2, 9, 2)
+    next_one = finding(1, 0, 0, 0, 0)
+    order = [forward, later, backward_early, backward_late, next_one]
+    assert sorted([*order[2:], *order[:2]]) == order
