@@ -265,7 +265,7 @@ def make_cluster(name: str, folder: Path) -> None:
 
 
 def make_run(name: str, folder: Path) -> None:
-    """A step of a preset, small and on one rank; tests/test_experiments.py has its ranks."""
+    """A step of a preset, small and on one rank; tests/test_end_to_end.py has its ranks."""
     small = ["parallel=none", "model.width=2", *TINY]
     if name in ("camelyon_like", "whole_vs_tiles"):
         own = [one for one in small if not one.startswith(("data.image", "data.sam", "data.val"))]

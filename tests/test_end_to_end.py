@@ -8,11 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.configuring.keys import groups
+from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
+from tests.bags import write_bags
 from tests.fitting import fit
 
 SMALL = [
@@ -31,23 +35,27 @@ SMALL = [
 ]
 
 
-def train(run_dir: Path, *overrides: str) -> dict:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "spatialdl.train"),
-            *SMALL,
-            *overrides,
-            f"hydra.run.dir={run_dir}",
-        ],
+def start(run_dir: Path, *overrides: str, limit: int = 250) -> subprocess.CompletedProcess[str]:
+    words = ["-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
+    return subprocess.run(
+        [sys.executable, *words],
         cwd=run_dir.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=limit,
         check=False,
     )
+
+
+def summary(run_dir: Path, *overrides: str, limit: int = 250) -> dict:
+    done = start(run_dir, *overrides, limit=limit)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((run_dir / "summary.json").read_text())
+
+
+def train(run_dir: Path, *overrides: str) -> dict:
+    return summary(run_dir, *SMALL, *overrides)
 
 
 def alone(run_dir: Path, *overrides: str) -> dict:
@@ -63,14 +71,8 @@ def one_process(tmp_path_factory):
     return alone(tmp_path_factory.mktemp("none"))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "ranks"),
-    [
-        ("sp+pp", 3),
-        pytest.param("sp", 2, marks=pytest.mark.slow),
-        pytest.param("sp+gems", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "ranks"), [("sp", 2), ("sp+pp", 3), ("sp+gems", 3)])
 def test_equals_one_process(parallel, ranks, one_process, tmp_path):
     ours, plain = train(tmp_path / "run", f"parallel={parallel}"), one_process
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
@@ -128,18 +130,8 @@ def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
         "    def forward(self, x):\n"
         "        return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))\n"
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "spatialdl.train", *SMALL, "model._target_=networks.Asks"),
-            *("parallel=lp", f"hydra.run.dir={tmp_path / 'run'}"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    words = (*SMALL, "model._target_=networks.Asks", "parallel=lp")
+    done = start(tmp_path / "run", *words)
     assert done.returncode != 0
     assert "Asks cannot be cut into 2 stages" in done.stderr
     assert "take parallel=sp or dp, which do not cut the network" in done.stderr
@@ -154,3 +146,69 @@ def test_a_volume_on_three_ranks_equals_one_process(tmp_path):
     assert ours["world_size"] == 3
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert ours["validation"][0]["loss"] == pytest.approx(plain["validation"][0]["loss"], abs=1e-10)
+
+
+# --- presets on the ranks of their own layouts; tests/test_conf.py trains each on one rank
+
+PRESETS = {
+    "bag": (1, ["model.width=2"]),
+    "bag_end_to_end": (1, ["data.slides=6", "data.validation_slides=2"]),
+    "quickstart": (2, ["model.width=2", "data.image_size=[32,24]"]),
+    "segmentation": (2, ["model.width=2", "data.image_size=[32,24]"]),
+    "gems_resnet110": (4, ["model.width=2", "data.image_size=[32,24]"]),
+    "hyfi_amoebanet": (6, ["model.layers=3", "model.filters=16", "data.image_size=[64,72]"]),
+    "camelyon_like": (4, ["model.width=2", "scheduler.warmup_steps=1", "data.batch_size=4"]),
+    "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
+    "vit_slide": (2, ["model.width=12", "model.patch=8", "data.image_size=[64,96]"]),
+    "whole_slide_one_device": (1, ["data.image_size=[640,480]", "parallel.stream=[4,3]"]),
+    "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
+}
+
+
+def slides(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    with ShardWriter(folder, classes=["normal", "tumour"]) as writer:
+        for number in range(12):
+            image = rng.integers(0, 256, (64, 72, 3), np.uint8)
+            writer.add(image, label=int(number % 5 == 0), split="train" if number < 8 else "val")
+    return folder
+
+
+def test_every_preset_is_here():
+    assert sorted(PRESETS) == groups()["experiment"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_on_its_ranks(name, tmp_path):
+    ranks, small = PRESETS[name]
+    if name in ("camelyon_like", "whole_vs_tiles"):
+        small = [*small, f"data.path={slides(tmp_path / 'tiles')}"]
+    if name == "bag":
+        bags = write_bags(tmp_path / "bags")
+        small = [*small, f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
+    words = (*small, "trainer.max_steps=2", "device=cpu")
+    found = summary(tmp_path / "run", f"experiment={name}", *words)
+    assert found["world_size"] == ranks
+    assert len(found["loss"]) == 2
+    assert np.isfinite(found["loss"]).all()
+
+
+@pytest.mark.slow
+def test_quickstart_learns(tmp_path):
+    assert summary(tmp_path / "run", "experiment=quickstart")["validation"][-1]["accuracy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fractals_are_learned(tmp_path):
+    # 6 minutes on two idle cores
+    found = summary(tmp_path / "run", "experiment=volume_fractals", limit=1700)
+    assert found["validation"][-1]["mean_dice"] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_slides_are_learned_by_a_vit(tmp_path):
+    found = summary(tmp_path / "run", "experiment=vit_slide", limit=1700)  # 6 minutes on two cores
+    assert found["validation"][-1]["accuracy"] > 0.9
