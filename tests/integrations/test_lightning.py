@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import runpy
@@ -154,12 +153,6 @@ def test_what_fails_is_noted():
 
 
 def test_without_lightning_the_message_says_what_to_install(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.delitem(sys.modules, "spatialdl.integrations.lightning", raising=False)
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *more: None if "lightning" in name else found(name, *more),
-    )
-    with pytest.raises(ImportError, match=r"spatialdl\.integrations\.lightning") as refusal:
-        importlib.import_module("spatialdl.integrations.lightning")
-    assert 'pip install "spatialdl[lightning]"' in str(refusal.value)
+    monkeypatch.setattr(lightning_ranks, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'needs .*: pip install "spatialdl\[lightning\]"'):
+        lightning_ranks.lightning_module("pytorch.strategies")
