@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # of ranks that tests start
 
 import pytest
 from hypothesis import HealthCheck, settings

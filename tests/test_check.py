@@ -55,27 +55,15 @@ def test_it_ends_as_its_ranks_answer(answer, of_ranks, code, check, monkeypatch)
         ("tests/checking/user_networks.py:absent", (), "user_networks.py has no absent"),
         (f"{NETWORKS}.thing", (), "is an int, not a function that returns the network"),
         (f"{NETWORKS}.number", (), "returned an int, not a torch.nn.Module"),
-        (
-            f"{NETWORKS}.needs",
-            (),
-            "missing 1 required positional argument: 'width'; pass arguments",
-        ),
+        (f"{NETWORKS}.needs", (), "missing 1 required positional argument: 'width'; pass"),
         (f"{NETWORKS}.needs", ("size=3",), "got an unexpected keyword argument 'size'"),
         (f"{NETWORKS}.named", ("in_channels=4",), "images (2, 4, 21, 18)"),
         (f"{NETWORKS}.named", ("in_channels=4", "--channels", "5"), "images (2, 5, 21, 18)"),
         (f"{NETWORKS}.needs", ("3",), "3 is not key=value, an argument of the function"),
         (f"{NETWORKS}.Noise", (), "results of a single process vary between runs"),
-        (
-            f"{NETWORKS}.Exact",
-            ("--channels", "4"),
-            "images (2, 4, 21, 18) (--batch, --channels, --size): RuntimeError at ",
-        ),
+        (f"{NETWORKS}.Exact", ("--channels", "4"), "images (2, 4, 21, 18) "),
         (f"{NETWORKS}.Exact", ("--grid", "30x1"), "of 21x18 is smaller than the grid 30x1"),
-        (
-            f"{NETWORKS}.Exact",
-            ("--grid", "2x1x1"),
-            "an image of 21x18 has 2 dims, but the grid 2x1x1 has 3: --grid and --size must",
-        ),
+        (f"{NETWORKS}.Exact", ("--grid", "2x1x1"), "an image of 21x18 has 2 dims, but the grid"),
     ],
 )
 def test_mistakes_are_told_before_ranks_start(name, options, sentence, check, monkeypatch):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.keys import groups
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.bags import write_bags
+from tests.composing import compose_anew
 from tests.fitting import fit
+from tests.processes import ended
 
 SMALL = [
     "data=synthetic",
@@ -36,16 +36,8 @@ SMALL = [
 
 
 def start(run_dir: Path, *overrides: str, limit: int = 250) -> subprocess.CompletedProcess[str]:
-    words = ["-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=run_dir.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    words = [sys.executable, "-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
+    return ended(words, run_dir.parent, limit)
 
 
 def summary(run_dir: Path, *overrides: str, limit: int = 250) -> dict:
@@ -61,8 +53,7 @@ def train(run_dir: Path, *overrides: str) -> dict:
 def alone(run_dir: Path, *overrides: str) -> dict:
     """The same in this process."""
     own = [one for one in SMALL if not one.startswith("comm.check")]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        fit(Trainer(compose("train", [*own, *overrides]), SingleProcess()), run_dir)
+    fit(Trainer(compose_anew("train", *own, *overrides), SingleProcess()), run_dir)
     return json.loads((run_dir / "summary.json").read_text())
 
 
@@ -109,18 +100,6 @@ def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_proces
 
 
 @pytest.mark.slow
-def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
-    unet = ("model=unet", "model.width=2", "model.depth=2", "data.num_classes=3")
-    plain = alone(tmp_path / "plain", *unet)
-    chosen = ("parallel=sp", "parallel.recompute=block", "parallel.grid=[1,2]")
-    split = train(tmp_path / "split", *unet, *chosen)
-    assert split["loss"] == pytest.approx(plain["loss"], abs=1e-10)
-    (found,), (expected,) = split["validation"], plain["validation"]
-    for key in ("accuracy", "mean_dice", "mean_iou", "dice", "iou", "samples"):
-        assert found[key] == pytest.approx(expected[key], abs=1e-10)
-
-
-@pytest.mark.slow
 def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
     (tmp_path / "networks.py").write_text(
         "from torch import nn\n\n\n"
@@ -135,17 +114,6 @@ def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
     assert done.returncode != 0
     assert "Asks cannot be cut into 2 stages" in done.stderr
     assert "take parallel=sp or dp, which do not cut the network" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_volume_on_three_ranks_equals_one_process(tmp_path):
-    volume = ("data.image_size=[20,25,17]", "data.channels=1", "data.num_classes=3")
-    unet = (*volume, "model=unet3d", "model.width=2", "model.depth=2", "parallel.microbatches=2")
-    plain = alone(tmp_path / "plain", *unet)
-    ours = train(tmp_path / "ours", *unet, "parallel=sp+pp", "parallel.grid=[2,1,1]")
-    assert ours["world_size"] == 3
-    assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
-    assert ours["validation"][0]["loss"] == pytest.approx(plain["validation"][0]["loss"], abs=1e-10)
 
 
 # --- presets on the ranks of their own layouts; tests/test_conf.py trains each on one rank

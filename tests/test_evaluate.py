@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 from sklearn import metrics as known
 
@@ -50,23 +51,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def here(folder, monkeypatch, capfd):
+def here(folder, monkeypatch, run_main):
     """Runs the command in this process, and gives its exit code and what it prints."""
     monkeypatch.chdir(folder)
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def start(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate", *HERE, *words])
-        code = 0
-        try:
-            evaluate.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        said = capfd.readouterr()
-        return code, said.out + said.err
-
-    return start
+    return partial(run_main, evaluate.main, *HERE)
 
 
 def rows(path):
@@ -140,14 +128,11 @@ def test_masks_are_compared_pixel_by_pixel(folder, here):
     assert found["estimate"] == pytest.approx(dice, abs=1e-12)
     assert found["low"] <= dice <= found["high"]
     assert told["unit"] == "image"
-    validated = _confusion_of_maps(folder)
-    assert np.abs(counts - validated).sum() <= 0.01 * counts.sum()
+    assert np.abs(counts - _confusion_of_maps(folder)).sum() <= 0.01 * counts.sum()
 
 
 def _confusion_of_maps(folder):
     """From the pictures that predict writes, which have 8 bits."""
-    import tifffile
-
     dataset = ShardDataset(folder / "regions")
     found = np.zeros((3, 3))
     for number in range(4):

@@ -18,9 +18,10 @@ import torch
 from omegaconf import OmegaConf
 
 from spatialdl import train
-from spatialdl.comm.launch import LaunchInfo
+from spatialdl.comm.launch import LaunchInfo, mpiexec_command
 from spatialdl.data import ShardWriter
 from spatialdl.training.run_lock import held
+from tests.processes import ended
 
 # found by every Python below; takes the place of the real trainer before anything imports it
 STAND_IN = """
@@ -65,20 +66,11 @@ def command(tmp_path):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(STAND_IN)
     path = os.pathsep.join([str(tmp_path / "path"), *os.environ.get("PYTHONPATH", "").split()])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-        mpiexec = str(Path(sys.executable).parent / "mpiexec")
-        launcher = [mpiexec, "--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
-        return subprocess.run(
-            [*(launcher if ranks else []), sys.executable, "-m", "spatialdl.train", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
+        launcher = mpiexec_command(ranks) if ranks else []
+        start = [*launcher, sys.executable, "-m", "spatialdl.train", *arguments]
+        return ended(start, tmp_path, PYTHONPATH=path)
 
     return run
 
@@ -120,10 +112,7 @@ def inside(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            "model._target_=networks.broken",
-            "^error: model=networks.broken cannot be built: .*no such thing",
-        ),
+        ("model._target_=networks.broken", "^error: model=networks.broken cannot be built: .*no"),
         ("model._target_=networks.linear weights=other.pt", r"(?s)^error: .*other\.pt.*7x7"),
     ],
 )
@@ -191,56 +180,30 @@ def test_regions_of_several_sizes_start_no_rank(inside, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            ["parallel=tp"],
-            "error: parallel=tp is unknown; choices: auto, dp, dp+gems",
-        ),
+        (["parallel=tp"], "error: parallel=tp is unknown; choices: auto, dp, dp+gems"),
         (["-m", "parallel=dp,non"], "error: parallel=non is unknown; nearest: parallel=none;"),
         (["data.bach_size=3"], "error: data.bach_size is unknown; nearest: data.batch_size; `pyth"),
         (["+foo=1"], "error: +foo is unknown; `python -m spatialdl.train --help` lists all"),
         (["data=shards"], "error: data.path has no value: add data.path=..."),
         (["device=tpu"], "error: device=tpu is not supported: use one of auto, cpu, cuda"),
-        (
-            ["data=shards", "data.path=nowhere"],
-            "error: data.path=nowhere is not a folder: write a data set with spatialdl-tile "
-            "(slides) or spatialdl-import (images, volumes, patches)",
-        ),
-        (
-            ["trainer.checkpoint.best=acuracy"],
-            "error: trainer.checkpoint.best=acuracy is not a metric of this task: use one of",
-        ),
+        (["data=shards", "data.path=nowhere"], "error: data.path=nowhere is not a folder: write a"),
+        (["trainer.checkpoint.best=acuracy"], "error: trainer.checkpoint.best=acuracy is not a"),
         (["seed=abc"], "error: seed=abc must be a whole number of at least 0"),
         (["ckpt_path=nowhere"], "error: ckpt_path=nowhere does not exist"),
         (["weights=./gone.pth"], "error: weights=./gone.pth: there is no such file"),
         (["trainer.accumulate=0"], "error: trainer.accumulate=0 must be at least 1 batch"),
-        (
-            ["trainer.accumulate=2", "data.batch_size=ten"],
-            "data.batch_size=ten cannot be split into",
-        ),
+        (["trainer.accumulate=2", "data.batch_size=ten"], "data.batch_size=ten cannot be split"),
         (["trainer.ema=1"], "error: trainer.ema=1 must be at least 0 and below 1, or null"),
         (["comm.map=ture"], "error: comm.map=ture must be true or false"),
-        (
-            ["optimizer=lars", "parallel=dp", "parallel.shard_state=true"],
-            "LARS needs the norms of whole weights, but parallel.shard_state=true",
-        ),
+        (["optimizer=lars", "parallel=dp", "parallel.shard_state=true"], "LARS needs the norms of"),
         (
             ["parallel=auto", "parallel.world=2", "trainer.precision=bf16-mixed"],
             "plan with float32",
         ),
-        (
-            ["parallel=dp", "parallel.data=4000", "data.batch_size=4000"],
-            "error: 4000 ranks are too many for this machine with",
-        ),
-        (
-            [*ROWS, "parallel.grid=[3,1]"],
-            "error: an image of 2x8 is smaller than the grid 3x1: use a smaller parallel.grid",
-        ),
+        (["parallel=dp", "parallel.data=4000", "data.batch_size=4000"], "error: 4000 ranks are"),
+        ([*ROWS, "parallel.grid=[3,1]"], "error: an image of 2x8 is smaller than the grid 3x1"),
         (ROWS, "error: sample 7 of data.dataset (networks.Rows): the class is 1, expected 0 to 0"),
-        (
-            ["model._target_=networks.Nothing"],
-            "error: model._target_=networks.Nothing cannot be imported: module 'networks' has "
-            "no attribute 'Nothing'",
-        ),
+        (["model._target_=networks.Nothing"], "error: model._target_=networks.Nothing cannot be"),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(inside, arguments, text):
@@ -364,11 +327,7 @@ def test_help_is_ours_and_runs_nothing(inside, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            "parallel=sp+pp",
-            "parallel=sp+pp needs 1 replica x (2x1 + 1x1) = 3 ranks, but this world has 2 ranks: "
-            "start it with `mpiexec -n 3`",
-        ),
+        ("parallel=sp+pp", "(2x1 + 1x1) = 3 ranks, but this world has 2 ranks: start it"),
         ("launcher=slurm", "launcher=slurm was started by mpiexec on 2 ranks, but submits jobs"),
         ("debug=fakecomm", "debug=fakecomm was started on 2 ranks, but simulates them in one"),
         ("-m parallel=dp", "--multirun was started on 2 ranks, but launches the ranks of its jobs"),

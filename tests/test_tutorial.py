@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -50,16 +50,7 @@ def carry_out(page: str, folder: Path) -> None:
         (folder / name).write_text(code)
     commands = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)[0]
     for line in commands.splitlines():
-        done = subprocess.run(
-            words_of(line),
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        printed(words_of(line), folder, PYTHONPATH=str(ROOT))
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:

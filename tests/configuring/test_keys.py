@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spatialdl.configuring.folders import new_folder
 from spatialdl.configuring.help import WIDTH, help_lines, wants_help
 from spatialdl.configuring.keys import CONF, about, chosen_by_default, file_of, groups, keys_of
+from tests.composing import compose_anew
 
 FILE = """\
 # what it is
@@ -49,9 +49,7 @@ def test_keys_have_their_place_their_default_and_their_comment(tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_the_defaults_are_those_that_hydra_takes(command):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        composed = compose(command, return_hydra_config=True)
-    choices = composed.hydra.runtime.choices
+    choices = compose_anew(command, with_hydra=True).hydra.runtime.choices
     ours = {group: str(choice) for group, choice in choices.items() if "hydra" not in group}
     found = chosen_by_default(command).items()
     assert {group: "None" if one == "null" else one for group, one in found} == ours
@@ -155,8 +153,7 @@ def test_processes_never_get_the_same(tmp_path):
 
 def test_a_configuration_has_one_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        hydra = compose("train", return_hydra_config=True).hydra
+    hydra = compose_anew("train", with_hydra=True).hydra
     assert hydra.run.dir == hydra.run.dir
     (folder,) = (tmp_path / "outputs").iterdir()
     assert hydra.run.dir == f"outputs/{folder.name}"

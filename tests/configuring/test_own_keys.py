@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from spatialdl.configuring.own_keys import fit_model_keys, offered_keys, refused_key, rewritten
+from tests.composing import compose_anew
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,8 @@ def experiment(folder: Path, *lines: str) -> Iterator[DictConfig]:
     (folder / "experiment").mkdir()
     settings = "".join(f"  {line}\n" for line in lines)
     (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\nmodel:\n{settings}")
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        words = [f"hydra.searchpath=[file://{folder}]", "experiment=mine"]
-        found = compose("train", words, return_hydra_config=True)
+    words = (f"hydra.searchpath=[file://{folder}]", "experiment=mine")
+    found = compose_anew("train", *words, with_hydra=True)
     held = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(found)
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 
 import spatialdl
 from spatialdl.comm.launch import mpiexec_command
@@ -29,13 +27,12 @@ from spatialdl.consistency.rank_state import (
     versions,
 )
 from spatialdl.data import ShardWriter
+from tests.composing import compose_anew
 from tests.predicting.runs import NETWORK, train, write_slide
+from tests.processes import ended
 from tests.vision import import_path
 
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", job_name="train", version_base="1.3"):
-        return compose("train", list(overrides), return_hydra_config=True)
+composed = partial(compose_anew, "train", with_hydra=True)
 
 
 def differing(*sets: dict[str, str]) -> set[str]:
@@ -117,8 +114,7 @@ def test_a_prediction_has_the_checkpoint_and_the_manifest(tmp_path):
     (whole / "checkpoint.json").write_text("{}")
     (tmp_path / "manifest.json").write_text("{}")
     words = [f"ckpt_path={tmp_path}/run", f"shards={tmp_path}"]
-    with initialize_config_module("spatialdl.conf", job_name="predict", version_base="1.3"):
-        found = prediction_files(compose("predict", words))
+    found = prediction_files(compose_anew("predict", *words))
     assert {*found.items} == {"checkpoint.json of ckpt_path", "manifest.json of shards"}
     assert len(set(found.items.values())) == 1
 
@@ -169,15 +165,7 @@ def start(folders, tmp_path):
             program = [sys.executable, "-m", f"spatialdl.{command}"]
             launcher = [":", "-n", "1"] if words else mpiexec_command(1)
             words += [*launcher, "env", *found, *program, *own]
-        return subprocess.run(
-            words,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
+        return ended(words, tmp_path)
 
     return run
 

@@ -190,10 +190,7 @@ def test_numbers_and_labels_of_several_targets(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (
-            [("s0", "cancer")],
-            "the label 'cancer', but the network has the classes benign, in situ",
-        ),
+        ([("s0", "cancer")], "the label 'cancer', but the network has the classes benign, in situ"),
         ([("x/s0", "tumour"), ("y/s0", "tumour")], "both match slide 's0'"),
         ([("t", "tumour")], "has no label for any of 12 slides that were predicted"),
         ([("s0", "")], "has no label for any of 12 slides"),

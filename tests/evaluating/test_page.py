@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from spatialdl.evaluating.cases import Case, CasePictures, config_of, save_cases
 from spatialdl.evaluating.levels import Level, Levels
 from spatialdl.evaluating.measured import measure
 from spatialdl.evaluating.page import save_evaluation
-from spatialdl.evaluating.pictures import draw_pairs, image_errors, save_pictures
+from spatialdl.evaluating.pictures import draw_pairs, save_pictures
 from spatialdl.evaluating.predicted import Predicted
 from spatialdl.evaluating.resampling import Resampling
 from tests.evaluating.cases import read_rows
@@ -145,32 +144,6 @@ def test_long_names_can_be_told_apart() -> None:
     shown = [label.get_text() for label in panel.get_xticklabels()]
     assert len(set(shown)) == 2
     assert max(map(len, shown)) <= 24
-
-
-def test_classes_that_have_no_curve_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    titles: list[str] = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.set_title", lambda self, text, **_: titles.append(text)
-    )
-    saved(tmp_path, level("classification", 12), [str(k) for k in range(12)])
-    assert titles[:3] == ["by slide, n = 40, 8 of 12 classes"] * 2 + ["by slide, n = 40"]
-
-
-def test_a_curve_of_few_slides_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    texts: list[str] = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.text", lambda self, x, y, text, **_: texts.append(text)
-    )
-    each = level("classification", 2, count=6)
-    each = replace(each, truth=np.arange(6) % 3 // 2)
-    assert "ROC curves" in saved(tmp_path, each, ["a", "b"])
-    curve = "2 slides of the class, 4 of others:\nnot drawn with fewer than 5 of each"
-    assert texts[:3] == [curve, curve, "6 slides:\nnot drawn with fewer than 10"]
-
-
-def test_the_error_of_a_mask_is_what_its_dice_lacks() -> None:
-    pixels = np.array([[[8, 2], [2, 8]], [[4, 0], [0, 0]]])
-    assert image_errors(pixels) == pytest.approx([1 - 16 / 20, 0])
 
 
 PLACES = np.array([[0, 0, 16, 16], [16, 0, 16, 16], [0, 16, 16, 16], [16, 16, 16, 16]], float)

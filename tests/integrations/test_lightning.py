@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from spatialdl.integrations.lightning_ranks import (
     check_devices,
     device_for,
 )
+from tests.processes import ended
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lightning.md").read_text()
 PLAIN, SPLIT, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -55,14 +54,7 @@ def test_the_split_script_of_the_page_has_the_loss_of_the_plain_one_and_an_error
     monkeypatch.chdir(tmp_path)
     expected = plain_loss(PLAIN, tmp_path, capsys)
     (tmp_path / "script.py").write_text(SPLIT + FAILS)
-    done = subprocess.run(
-        [*mpiexec_command(2), sys.executable, "script.py"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = ended([*mpiexec_command(2), sys.executable, "script.py"], tmp_path)
     text = done.stdout + done.stderr
     assert loss_of(done.stdout) == pytest.approx(expected, rel=1e-4), text
     assert text.count("`Trainer.fit` stopped") == 1  # only rank 0 reports

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 import tifffile
 import torch
-from hydra import compose, initialize_config_module
 from PIL import Image
 
 from spatialdl.comm.single_process import SingleProcess
@@ -21,6 +21,7 @@ from spatialdl.predicting.bag_run import BagPredictor, run
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
+from tests.composing import compose_anew
 from tests.fitting import fit
 from tests.predicting.runs import command, known_network
 
@@ -50,9 +51,7 @@ def predicted(monkeypatch):
     return names
 
 
-def config(*words):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("predict", list(words))
+config = partial(compose_anew, "predict")
 
 
 def rows(folder):

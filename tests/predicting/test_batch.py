@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.predicting.batch import _in_keys, run
+from spatialdl.predicting.batch import run
 from spatialdl.predicting.records import PredictionRecord, key_of
 from spatialdl.predicting.tables import SlideReport, save_tables, slide_columns, tile_columns
 from tests.predicting.runs import NETWORK, command, train, write_slide
@@ -98,26 +98,6 @@ def test_a_slide_that_was_changed_is_predicted_again(folder, tmp_path):
     after = predicted(tmp_path, tmp_path / "out")
     assert after[0] == before[0]
     assert after[1] != before[1]
-
-
-def test_the_table_says_what_the_files_say(folder, tmp_path, capsys):
-    found = predicted(folder, tmp_path)
-    lines = capsys.readouterr().out.splitlines()[-2:]
-    for row, line in zip(found, lines, strict=True):
-        shares = [float(row[f"probability_{k}"]) for k in range(3)]
-        best = int(np.argmax(shares))
-        assert line.split() == [row["slide"], row["tiles"], str(best), f"{shares[best]:.3f}"]
-
-
-def test_classes_that_the_network_does_not_know_are_refused(folder, tmp_path):
-    words = (f"ckpt_path={folder / 'run'}", f"slides={folder / 'a.tiff'}", "classes=[1,3]")
-    with pytest.raises(ValueError, match=r"the network has no class 3, only 0, 1, 2"):
-        run(command(*words), tmp_path, SingleProcess())
-
-
-def test_errors_of_the_tiling_command_name_keys():
-    said = _in_keys("smaller than a tile; ask for a smaller mpp, or --edge pad; lower --min-tissue")
-    assert said.endswith("a smaller mpp, or edge=pad; lower min_tissue=...")
 
 
 def record(

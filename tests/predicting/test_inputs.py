@@ -298,6 +298,18 @@ def test_series_are_given_by_folders_uids_files_and_patterns(cases: Path) -> Non
         slide_paths(str(two / uid("d")))
 
 
+def test_slides_in_folders_of_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("top/a.tif", "top/x/b.tif", "top/x/y/c.tif"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    assert [one.name for one in slide_paths("top/**/*.tif")] == ["a.tif", "b.tif", "c.tif"]
+    assert [one.name for one in slide_paths(["top/x"])] == ["b.tif"]
+    Path("bare/x").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"bare has no slides in it .* such as 'FOLDER/\*\*/"):
+        slide_paths("bare")
+
+
 def test_a_series_is_predicted_anew_when_one_of_its_files_changes(cases: Path) -> None:
     before = key_of([], cases / "one")
     assert key_of([], cases / "one") == before == key_of([], cases / "one" / A)

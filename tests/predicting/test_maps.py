@@ -53,15 +53,6 @@ def test_bands_do_not_depend_on_their_rows(rows):
         assert np.array_equal(whole(found, column, rows), expected, equal_nan=True)
 
 
-def test_values_inside_of_a_tile_lie_where_they_belong():
-    values = np.arange(200.0).reshape(1, 2, 10, 10)
-    found = TileMap(np.array([[20, 10]]), (20.0, 20.0), (40, 50), values)
-    assert found.scale == 2
-    image = whole(found, 1)
-    assert np.array_equal(image[5:15, 10:20], values[0, 1])
-    assert np.isfinite(image).sum() == 100
-
-
 def test_an_overview_has_the_means_of_what_is_known(monkeypatch):
     monkeypatch.setattr("spatialdl.predicting.results.LONGEST", 4)
     image = np.random.default_rng(0).random((11, 7))
@@ -136,18 +127,6 @@ def test_a_map_lies_over_the_slide_where_it_belongs(tmp_path):
 
 def colour(share: float) -> npt.NDArray[np.float64]:
     return np.array(colormaps[COLOURS](share)[:3]) * 255
-
-
-def test_a_map_without_a_slide_has_the_colours_of_its_values(tmp_path):
-    values = np.array([[0.0, 0.6, 1.2], [np.nan, np.nan, 2.0]]).repeat(4, 0).repeat(4, 1)
-    picture = drawn(tmp_path / "a.png", {"yes": values}, None)
-    map_ = picture[:, : round(picture.shape[1] * 0.83)]  # not the bar of colours
-    side = (np.ptp(box(near(map_, colour(0.0)) | near(map_, colour(1.0)))[2:]) + 1) / 3
-    corner = box(near(map_, colour(0.0)))[[0, 2]]
-    for row, col, share in ((0, 0, 0.0), (0, 1, 0.3), (0, 2, 0.6), (1, 2, 1.0)):
-        first = corner + np.array([row, col]) * side
-        expected = [first[0], first[0] + side, first[1], first[1] + side]
-        assert np.abs(box(near(map_, colour(share))) - expected).max() <= 2
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 100])

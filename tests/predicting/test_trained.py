@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from spatialdl import predict
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.data.normalisation import Normalisation
@@ -207,7 +206,7 @@ def test_targets_are_found_wherever_they_are():
         check_targets({"_target_": "spatialdl.models.unet", "width": "${oc.env:HOME}"}, ["os"])
 
 
-def test_a_checkpoint_cannot_run_a_program(tmp_path):
+def test_a_checkpoint_cannot_run_a_program(tmp_path, run_main):
     """Regression: any callable named in its configuration was called."""
     run, done = train(tmp_path / "run", "model.width=4"), tmp_path / "done"
     (file,) = run.glob("checkpoints/step-*/checkpoint.json")
@@ -217,9 +216,7 @@ def test_a_checkpoint_cannot_run_a_program(tmp_path):
     file.write_text(sealed(content))  # anybody can
     slide = write_slide(tmp_path / "a.tif", 64, 64)
     words = [f"ckpt_path={run}", f"slides={slide}", "mpp=0.5", "slide_mpp=0.5", "device=cpu"]
-    command = [sys.executable, "-m", "spatialdl.predict", *words]
-    command.append(f"hydra.run.dir={tmp_path / 'out'}")
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 1
-    assert "if you trust it and the checkpoint's source, add trust=[os.mkdir]" in told.stderr
+    code, said = run_main(predict.main, *words, f"hydra.run.dir={tmp_path / 'out'}")
+    assert code == 1
+    assert "if you trust it and the checkpoint's source, add trust=[os.mkdir]" in said
     assert not done.exists()

@@ -48,15 +48,13 @@ def predict(folder, *words: str) -> bool:
 
 def test_maps_lie_voxel_on_voxel_on_their_volumes(case):
     assert predict(case, f"volumes={case / 'new'}", "overwrite=true")
-    for name, source in (("a", "a.nii.gz"), ("b", "b.nii")):
-        before = nibabel.load(case / "new" / source)
-        suffix = source[1:]
+    for name, suffix in (("a", ".nii.gz"), ("b", ".nii")):
+        before = nibabel.load(case / "new" / f"{name}{suffix}")
         maps = [nibabel.load(case / "out" / f"{name}-{k}{suffix}") for k in range(3)]
         classes = nibabel.load(case / "out" / f"{name}-classes{suffix}")
         for found in (*maps, classes):
             assert found.shape == before.shape
             assert (found.affine == before.affine).all()
-            assert found.header.get_zooms() == before.header.get_zooms()
         values = np.stack([np.asarray(one.dataobj) for one in maps])
         assert values.dtype == np.float64  # as trained
         np.testing.assert_allclose(values.sum(0), 1, rtol=1e-12)
@@ -173,6 +171,8 @@ def test_a_file_is_read_box_by_box_as_it_was_imported(tmp_path):
     pixels = voxels((6, 7, 5))
     given = volume_input(save(tmp_path / "a.nii.gz", pixels), "a", known())
     assert (given.size, given.whole, given.remark) == ((5, 7, 6), True, "")
+    classified = volume_input(tmp_path / "a.nii.gz", "a", known("classification"))
+    assert classified.size == (4, 5, 6)  # of training
     source = pickle.loads(pickle.dumps(given.source))
     assert (source.dtype, source.channels, len(source)) == (np.int16, 1, 1)
     assert (source.read(0)[..., 0] == pixels.T).all()
@@ -180,8 +180,8 @@ def test_a_file_is_read_box_by_box_as_it_was_imported(tmp_path):
     assert source.unreadable == {}
 
 
-@pytest.mark.parametrize("flips", [(-1, 1, 1), (1, -1, -1), (-1, -1, -1)])
-@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
+@pytest.mark.parametrize("flips", [(-1, 1, 1), (1, -1, -1)])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1)])
 def test_a_file_of_another_orientation_is_turned_to_that_of_training(flips, axes, tmp_path):
     pixels = voxels((6, 7, 5))
     # the same volume in the patient: dims exchanged and reversed, and the affine with them
@@ -198,12 +198,7 @@ def test_a_file_of_another_orientation_is_turned_to_that_of_training(flips, axes
     assert (given.source.read(0, (1, 3, 0, 7, 2, 5))[..., 0] == pixels.T[1:3, :, 2:5]).all()
 
 
-def test_other_tasks_than_segmentation_see_the_size_of_training(tmp_path):
-    path = save(tmp_path / "a.nii", voxels((6, 7, 5)))
-    assert volume_input(path, "a", known("classification")).size == (4, 5, 6)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.float64, np.float32, np.int64])
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_values_that_training_knew_are_read_in_its_type(dtype, tmp_path):
     pixels = voxels((6, 7, 5))
     image = nibabel.Nifti1Image(pixels.astype(dtype), AFFINE, dtype=dtype)
@@ -211,6 +206,9 @@ def test_values_that_training_knew_are_read_in_its_type(dtype, tmp_path):
     found = volume_input(tmp_path / "a.nii", "a", known()).source.read(0)
     assert found.dtype == np.int16
     assert (found[..., 0] == pixels.T).all()
+    floats = volume_input(save(tmp_path / "f.nii", pixels / 3), "f", known(dtype="float32")).source
+    assert (floats.read(0)[..., 0] == (pixels / 3).T.astype(np.float32)).all()  # are rounded
+    assert floats.unreadable == {}
 
 
 @pytest.mark.parametrize(
@@ -232,14 +230,12 @@ def test_other_values_are_noted_and_not_predicted(value, dtype, said, tmp_path):
     assert re.search(said, source.unreadable[0])
 
 
-def test_floats_are_rounded_to_those_of_training(tmp_path):
-    pixels = np.random.default_rng(0).normal(size=(6, 7, 5))
-    given = volume_input(save(tmp_path / "a.nii", pixels), "a", known(dtype="float32"))
-    assert (given.source.read(0)[..., 0] == pixels.T.astype(np.float32)).all()
-    assert given.source.unreadable == {}
-
-
-def test_a_file_that_does_not_fit_is_refused(tmp_path):
+def test_a_file_that_does_not_fit_is_refused_and_one_that_is_cut_short_noted(tmp_path):
+    path = save(tmp_path / "short.nii.gz", voxels((40, 40, 30)))
+    path.write_bytes(path.read_bytes()[:-4000])
+    source = volume_input(path, "short", known()).source
+    assert not source.read(0).any()
+    assert source.unreadable[0].startswith("short: ")
     path = save(tmp_path / "a.nii", voxels((6, 7, 5, 2)))
     with pytest.raises(SlideError, match="a has 2 channels, the network was trained on 1"):
         volume_input(path, "a", known())
@@ -254,14 +250,6 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     save(tmp_path / "int32.nii", voxels((6, 7, 5)).astype(np.int32))
     with pytest.raises(SlideError, match="voxels of int32, expected one of uint8"):
         volume_input(tmp_path / "int32.nii", "int32", old)
-
-
-def test_a_file_that_ends_too_early_is_noted_when_it_is_read(tmp_path):
-    path = save(tmp_path / "a.nii.gz", voxels((40, 40, 30)))
-    path.write_bytes(path.read_bytes()[:-4000])
-    source = volume_input(path, "a", known()).source
-    assert not source.read(0).any()
-    assert source.unreadable[0].startswith("a: ")
 
 
 def test_another_spacing_is_remarked(tmp_path):
@@ -291,8 +279,6 @@ SIZE = (5, 7, 6)
 VALUES = np.random.default_rng(0).random(SIZE)
 CUTS = {
     "whole": [(0, 5, 0, 7, 0, 6)],
-    "slices": [(0, 2, 0, 7, 0, 6), (2, 5, 0, 7, 0, 6)],
-    "rows": [(0, 5, 0, 3, 0, 6), (0, 5, 3, 7, 0, 6)],
     "columns": [(0, 5, 0, 7, 0, 1), (0, 5, 0, 7, 1, 6)],
     "all": [(0, 2, 0, 7, 0, 6), (2, 5, 0, 3, 0, 2), (2, 5, 0, 3, 2, 6), (2, 5, 3, 7, 0, 6)],
 }
@@ -369,7 +355,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(ending, tmp_path, m
     monkeypatch.setattr("spatialdl.predicting.nifti.gzip.GzipFile.write", full)
     with pytest.raises(OSError, match="No space left"):
         save_nifti(
-            *(tmp_path / f"a.{ending}", SingleProcess(), b"head", SIZE, pieces("rows")),
+            *(tmp_path / f"a.{ending}", SingleProcess(), b"head", SIZE, pieces("all")),
             np.dtype(np.uint8),
         )
     assert list(tmp_path.iterdir()) == []

@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl import train
 from spatialdl.submitting.job import _parser, end_markers, job_id, requeue_obstacle
 from spatialdl.submitting.resources import on_nodes, resources
 from spatialdl.submitting.runs import SubmittedRun, script
+from tests.composing import compose_anew
 
 SBATCH = """#!/bin/sh
 test ! -e refuse || {
@@ -38,7 +38,7 @@ SITE = Path(__file__).resolve().parents[2] / "examples" / "slurm"
 
 
 @pytest.fixture
-def submitted(tmp_path, monkeypatch, capsys):
+def submitted(tmp_path, monkeypatch, run_main):
     """Runs the command in an empty folder where sbatch is on the path."""
     monkeypatch.chdir(tmp_path)
     for name in ("given", "bin"):
@@ -51,19 +51,10 @@ def submitted(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(train, "launched", lambda: None)  # whoever started the tests
 
-    def run(*words: str) -> tuple[int, str, str]:
+    def run(*words: str) -> tuple[int, str]:
         flags = [word for word in words if word.startswith("-")]
         overrides = ["launcher=slurm", *(word for word in words if word not in flags)]
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags, *overrides])
-        code: object = 0
-        try:
-            train.main()
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        if isinstance(code, str):
-            return 1, captured.out, f"{code}\n"
-        return int(code or 0), captured.out, captured.err
+        return run_main(train.main, *flags, *overrides)
 
     return run
 
@@ -95,8 +86,8 @@ def test_a_script_outlives_the_signal_of_its_ranks(submitted):
 
 def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
     words = ["parallel=sp+pp", "seed=0,1,2", "launcher.tasks_per_node=2", "launcher.at_once=2"]
-    code, out, err = submitted("-m", *words, "data.image_size=[33,47]", "hydra.sweep.dir=sweep")
-    assert (code, err) == (0, "")
+    code, out = submitted("-m", *words, "data.image_size=[33,47]", "hydra.sweep.dir=sweep")
+    assert code == 0, out
     options, commands = given()
     assert options >= {"nodes=2", "ntasks=3", "ntasks-per-node=2", "array=0-2%2", "requeue"}
     assert options >= {"signal=USR1@120", "open-mode=append", "job-name=spatialdl"}
@@ -137,7 +128,7 @@ def test_a_run_in_the_directory_of_another_is_submitted_and_changes_nothing_yet(
 
 
 def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):
-    code, out, _ = submitted("-m", "parallel=sp,sp+pp", "seed=0,1", "hydra.sweep.dir=sweep")
+    code, out = submitted("-m", "parallel=sp,sp+pp", "seed=0,1", "hydra.sweep.dir=sweep")
     assert code == 0
     assert {"ntasks=2", "array=0-1%2"} <= given(12)[0]
     assert {"ntasks=3", "array=0-1%2"} <= given(13)[0]
@@ -149,10 +140,8 @@ def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):
 
 
 def test_one_run_is_one_job(submitted, tmp_path):
-    code, out, err = submitted(
-        "parallel=dp", "hydra.run.dir='it\\'s here'", "launcher.setup=[a, b c]"
-    )
-    assert (code, err) == (0, "")
+    code, out = submitted("parallel=dp", "hydra.run.dir='it\\'s here'", "launcher.setup=[a, b c]")
+    assert code == 0, out
     options, commands = given()
     assert "ntasks=2" in options
     assert not any(option.startswith("array") for option in options)
@@ -165,7 +154,7 @@ def test_one_run_is_one_job(submitted, tmp_path):
 def test_where_a_layout_is_found_in_the_job_the_user_says_how_many_ranks(submitted):
     assert submitted("parallel=auto", "parallel.world=5", "hydra.run.dir=run")[0] == 0
     assert "ntasks=5" in given()[0]
-    code, _, err = submitted("parallel=auto", "hydra.run.dir=run")
+    code, err = submitted("parallel=auto", "hydra.run.dir=run")
     assert code == 1
     assert err.startswith("error: parallel=auto needs a number of ranks: add parallel.wor")
 
@@ -194,7 +183,7 @@ def test_what_a_site_needs_is_a_file(submitted):
     ],
 )
 def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, tmp_path):
-    code, _, err = submitted("hydra.run.dir=run", *words)
+    code, err = submitted("hydra.run.dir=run", *words)
     assert code == 1
     assert told in err
     assert err.count("\n") == 1
@@ -202,7 +191,7 @@ def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, 
 
 
 def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
-    code, _, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
+    code, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
     assert code == 1
     assert err.endswith("(run launcher=slurm data.batch_size=0 of the sweep; none was submitted)\n")
     assert list((tmp_path / "given").iterdir()) == []
@@ -211,26 +200,28 @@ def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
 @pytest.mark.parametrize("words", [["hydra.run.dir=run"], ["-m", "hydra.sweep.dir=run"]])
 def test_what_sbatch_says_is_passed_on(submitted, words, tmp_path):
     (tmp_path / "refuse").write_text("gup")
-    code, _, err = submitted("launcher.partition=gup", *words)
+    code, err = submitted("launcher.partition=gup", *words)
     assert code == 1
     assert (
         err == "error: sbatch rejected the job: sbatch: error: invalid partition specified: gup\n"
     )
 
 
-def test_inside_of_a_job_none_is_submitted(submitted, monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    code, _, err = submitted("hydra.run.dir=run")
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("SLURM_JOB_ID", "7", "but this is inside job 7: omit it to start the ranks in"),
+        ("PATH", "/nowhere", "error: launcher=slurm needs sbatch, which is not on PATH"),
+    ],
+)
+def test_where_no_job_can_be_submitted_it_is_told(
+    submitted, name, value, told, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(name, value)
+    code, err = submitted("hydra.run.dir=run")
     assert code == 1
-    assert "but this is inside job 7: omit it to start the ranks in this allocation" in err
+    assert told in err
     assert list((tmp_path / "given").iterdir()) == []
-
-
-def test_without_slurm_it_is_told(submitted, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, _, err = submitted("hydra.run.dir=run")
-    assert code == 1
-    assert err.startswith("error: launcher=slurm needs sbatch, which is not on PATH")
 
 
 def test_words_come_through_the_shell_as_they_are():
@@ -240,8 +231,7 @@ def test_words_come_through_the_shell_as_they_are():
 
 
 def launcher(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", ["launcher=slurm", *overrides]).launcher
+    return compose_anew("train", "launcher=slurm", *overrides).launcher
 
 
 @pytest.mark.parametrize(
@@ -270,10 +260,7 @@ def test_ranks_share_nodes(ranks, nodes, each, expected):
     [
         (2, 3, None, r"launcher\.nodes=3, but the layout has 2 ranks: use at most 2"),
         (1, 2, 1, r"launcher\.nodes=2, but the layout has 1 rank: use at most 1"),
-        (
-            *(9, 2, 4),
-            r"the layout has 9 ranks, but launcher\.nodes=2 x launcher\.tasks_per_node=4 = 8",
-        ),
+        (*(9, 2, 4), r"the layout has 9 ranks, but launcher\.nodes=2 x launcher\.tasks_per_node=4"),
     ],
 )
 def test_ranks_that_do_not_fit_are_told_the_arithmetic(ranks, nodes, each, told):
@@ -316,18 +303,9 @@ def test_every_setting_is_an_option():
         ("options=[{qos: a}]", "launcher.options=[{'qos': 'a'}] must be a list of options"),
         ("options=[-p x]", "launcher.options has '-p x': write options as --qos=long"),
         ("options=['--qos=a\nb']", r"launcher.options has '--qos=a\nb': write options as"),
-        (
-            "options=['--ntasks=3']",
-            "launcher.options has --ntasks=3: omit it, the layout determines",
-        ),
-        (
-            "options=['--array=0-3']",
-            "launcher.options has --array=0-3: omit it, a sweep is an array",
-        ),
-        (
-            "options=['--time=3']",
-            "launcher.options has --time=3: omit it, launcher.time sets it",
-        ),
+        ("options=['--ntasks=3']", "launcher.options has --ntasks=3: omit it, the layout"),
+        ("options=['--array=0-3']", "launcher.options has --array=0-3: omit it, a sweep is an"),
+        ("options=['--time=3']", "launcher.options has --time=3: omit it, launcher.time sets it"),
     ],
 )
 def test_what_is_no_such_thing_is_told(word, told):
