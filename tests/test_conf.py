@@ -38,6 +38,7 @@ from tests.bags import TILE, WIDTH, write_bags, write_tile_bags
 from tests.composing import compose_anew
 from tests.data import own_datasets
 from tests.fitting import fit
+from tests.test_end_to_end import small_preset
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
@@ -79,10 +80,6 @@ SMALL = {
     "vit": ["model.width=12", "model.depth=2", "model.heads=3", "model.patch=4"],
 }
 BAGS = ("abmil", "bag_pooling", "bag_transformer", "clam", "transmil")
-TINY = [
-    *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
-    *("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu"),
-]
 
 
 @pytest.fixture
@@ -242,36 +239,19 @@ def make_cluster(name: str, folder: Path) -> None:
 
 
 def make_run(name: str, folder: Path) -> None:
-    """A step of a preset, small and on one rank; tests/test_end_to_end.py has its ranks."""
-    small = ["parallel=none", "model.width=2", *TINY]
-    if name in ("camelyon_like", "whole_vs_tiles"):
-        own = [one for one in small if not one.startswith(("data.image", "data.sam", "data.val"))]
-        small = [*own, f"data.path={folder}"]
-    if name == "camelyon_like":
-        small.append("scheduler.warmup_steps=1")
-    if name == "hyfi_amoebanet":
-        small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
-    if name == "vit_slide":
-        small = [*(one for one in small if "width" not in one), *SMALL["vit"]]
-    if name == "volume_fractals":
-        small.append("data.image_size=[16,18,20]")
-    if name == "whole_slide_one_device":
-        small.append("parallel.stream=[2,2]")
-    if name == "bag":
-        bags = write_bags(folder.parent / "bags")
-        small = [*small[:2], *small[-3:], f"data.features={bags}", "data.batch_size=2"]
-        small.append(f"data.labels={bags / 'labels.csv'}")
-    if name == "bag_end_to_end":
-        small = [small[0], *small[-3:], "data.slides=4", "data.validation_slides=2"]
-    cfg = config(f"experiment={name}", *small)
-    trainer = Trainer(cfg, SingleProcess())
+    """Two steps of a preset, small and on one rank; tests/test_end_to_end.py has its ranks."""
+    (folder / "preset").mkdir()
+    words = ("parallel=none", *small_preset(name, folder / "preset"))
+    trainer = Trainer(config(f"experiment={name}", *words), SingleProcess())
     fit(trainer, folder / "run")
     assert trainer.progress.step == 2
     assert (folder / "run" / "summary.json").is_file()
 
 
 def make_trainer(name: str, folder: Path) -> None:
-    cfg = config(f"trainer={name}", "model.width=2", *TINY)
+    tiny = ("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2")
+    more = ("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu")
+    cfg = config(f"trainer={name}", "model.width=2", *tiny, *more)
     trainer = Trainer(cfg, SingleProcess())
     fit(trainer, folder / "run")
     assert trainer.progress.step == 2

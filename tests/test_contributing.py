@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md, the decision log and the forms name is there, and versions agree."""
+"""What CONTRIBUTING.md and the decision log name is there, and versions agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command in several layouts, as a user starts it, against one process."""
+"""The command in layouts and presets, as a user starts it, against one process."""
 
 from __future__ import annotations
 
@@ -128,18 +128,30 @@ PRESETS = {
     "camelyon_like": (4, ["model.width=2", "scheduler.warmup_steps=1", "data.batch_size=4"]),
     "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
     "vit_slide": (2, ["model.width=12", "model.patch=8", "data.image_size=[64,96]"]),
-    "whole_slide_one_device": (1, ["data.image_size=[640,480]", "parallel.stream=[4,3]"]),
+    "whole_slide_one_device": (
+        *(1, ["model.width=2", "data.image_size=[160,120]", "parallel.stream=[4,3]"]),
+    ),
     "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
 }
 
 
-def slides(folder: Path) -> Path:
-    rng = np.random.default_rng(0)
-    with ShardWriter(folder, classes=["normal", "tumour"]) as writer:
-        for number in range(12):
-            image = rng.integers(0, 256, (64, 72, 3), np.uint8)
-            writer.add(image, label=int(number % 5 == 0), split="train" if number < 8 else "val")
-    return folder
+def small_preset(name: str, folder: Path) -> list[str]:
+    """Words that make a preset small, with data of its own in a folder."""
+    words = [*PRESETS[name][1], "trainer.max_steps=2", "device=cpu"]
+    if name == "bag":
+        bags = write_bags(folder / "bags")
+        words += [f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
+    elif name in ("camelyon_like", "whole_vs_tiles"):
+        words.append(f"data.path={folder / 'tiles'}")
+        rng = np.random.default_rng(0)
+        with ShardWriter(folder / "tiles", classes=["normal", "tumour"]) as writer:
+            for number in range(12):
+                image = rng.integers(0, 256, (64, 72, 3), np.uint8)
+                split = "train" if number < 8 else "val"
+                writer.add(image, label=int(number % 5 == 0), split=split)
+    elif name != "bag_end_to_end":
+        words.append("data.validation_samples=2")
+    return words
 
 
 def test_every_preset_is_here():
@@ -149,13 +161,7 @@ def test_every_preset_is_here():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_on_its_ranks(name, tmp_path):
-    ranks, small = PRESETS[name]
-    if name in ("camelyon_like", "whole_vs_tiles"):
-        small = [*small, f"data.path={slides(tmp_path / 'tiles')}"]
-    if name == "bag":
-        bags = write_bags(tmp_path / "bags")
-        small = [*small, f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
-    words = (*small, "trainer.max_steps=2", "device=cpu")
+    ranks, words = PRESETS[name][0], small_preset(name, tmp_path)
     found = summary(tmp_path / "run", f"experiment={name}", *words)
     assert found["world_size"] == ranks
     assert len(found["loss"]) == 2

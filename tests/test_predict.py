@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import openslide
@@ -24,6 +22,7 @@ from spatialdl import predict
 from spatialdl.commands import prediction
 from spatialdl.data import ShardWriter
 from spatialdl.training.run_lock import held
+from tests.evaluating.cases import read_rows
 from tests.mpi.training import small
 from tests.predicting.runs import NETWORK, picture, train, write_slide
 from tests.predicting.volumes import of_own, save, train_on_volumes, voxels
@@ -36,18 +35,9 @@ NAMES = ["benign", "tumour in situ", "tumour"]
 HERE = ("device=cpu", "trust=[tests]")
 
 
-class Case(NamedTuple):
-    """A folder with a network that was trained on shards, and slides."""
-
-    folder: Path
-
-    def table(self, name: str) -> list[dict[str, str]]:
-        with (self.folder / name).open(newline="") as lines:
-            return list(csv.DictReader(lines))
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
+    """A folder with a network that was trained on shards, and slides."""
     folder = tmp_path_factory.mktemp("predict")
     made_with = {"tile_size": 32, "level": 0, "overlap": 6, "min_tissue": 0.4, "filter": {}}
     rng = np.random.default_rng(0)
@@ -62,21 +52,21 @@ def case(tmp_path_factory):
     write_slide(folder / "a.tiff", 203, 187)
     write_slide(folder / "b.tif", 90, 101, seed=1)
     (folder / "bad.svs").write_text("no slide")
-    return Case(folder)
+    return folder
 
 
 @pytest.fixture
 def here(case, monkeypatch, run_main):
     """Runs the command in this process, and gives its exit code and what it says."""
-    monkeypatch.chdir(case.folder)
+    monkeypatch.chdir(case)
     return partial(run_main, predict.main, *HERE)
 
 
 def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
     words = ("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", "parallel=sp")
     start = [sys.executable, "-m", "spatialdl.predict", *words, *HERE]
-    text = printed(start, case.folder, PYTHONPATH=import_path(ROOT))  # of the network
-    tiles, slides = case.table("p/predictions.csv"), case.table("p/slides.csv")
+    text = printed(start, case, PYTHONPATH=import_path(ROOT))  # of the network
+    tiles, slides = read_rows(case / "p/predictions.csv"), read_rows(case / "p/slides.csv")
     assert [row["slide"] for row in slides] == ["a", "b"]
     assert sum(int(row["tiles"]) for row in slides) == len(tiles)
     xs = sorted({int(row["x"]) for row in tiles})
@@ -89,17 +79,17 @@ def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
     own = [float(row["probability_tumour"]) for row in tiles if row["slide"] == "a"]
     assert float(slides[0]["probability_tumour"]) == pytest.approx(np.mean(own), abs=1e-12)
     assert f"a      {len(own):>5}  {slides[0]['predicted']}" in text
-    with openslide.OpenSlide(case.folder / "p" / "a-tumour_in_situ.tif") as found:
+    with openslide.OpenSlide(case / "p" / "a-tumour_in_situ.tif") as found:
         told = json.loads(found.properties["tiff.ImageDescription"])
         assert told["class"] == "tumour in situ"
         # a pixel is an eighth of a tile
         assert found.dimensions == (-(-187 // 4), -(-203 // 4))
-    features = json.loads((case.folder / "p" / "a.geojson").read_text())["features"]
+    features = json.loads((case / "p" / "a.geojson").read_text())["features"]
     properties = features[0]["properties"]
     assert (len(features), properties["objectType"]) == (len(own), "tile")
     assert properties["classification"]["name"] == tiles[0]["predicted"]
     assert properties["measurements"]["probability tumour"] == pytest.approx(own[0], abs=1e-12)
-    with Image.open(case.folder / "p" / "a-heatmap.png") as picture:
+    with Image.open(case / "p" / "a-heatmap.png") as picture:
         assert min(picture.size) > 300
     _check_resuming(case, here)
     _check_refusal(case, here)
@@ -144,27 +134,27 @@ def test_an_own_network_without_trust_is_refused_before_ranks_start(here, monkey
     assert "add trust=[tests.mpi.training.small.small]" in errors
 
 
-def _check_refusal(case: Case, here: Callable[..., tuple[int, str]]) -> None:
-    with held(case.folder / "p"):
-        before = {p: p.read_bytes() for p in (case.folder / "p").rglob("*") if p.is_file()}
+def _check_refusal(case: Path, here: Callable[..., tuple[int, str]]) -> None:
+    with held(case / "p"):
+        before = {p: p.read_bytes() for p in (case / "p").rglob("*") if p.is_file()}
         code, said = here("ckpt_path=run", "slides=b.tif", "hydra.run.dir=p")
         assert code == 1
         assert "another run is writing to" in said
-        after = {p: p.read_bytes() for p in (case.folder / "p").rglob("*") if p.is_file()}
+        after = {p: p.read_bytes() for p in (case / "p").rglob("*") if p.is_file()}
         assert after == before
-        assert case.folder / "p" / "predict.log" in after
+        assert case / "p" / "predict.log" in after
 
 
-def _check_resuming(case: Case, here: Callable[..., tuple[int, str]]) -> None:
+def _check_resuming(case: Path, here: Callable[..., tuple[int, str]]) -> None:
     """A slide that is done is left as it is, unless a file of it is gone."""
-    before = (case.folder / "p" / "predictions.csv").read_bytes()
-    (case.folder / "p" / "b-tumour.tif").unlink()
+    before = (case / "p" / "predictions.csv").read_bytes()
+    (case / "p" / "b-tumour.tif").unlink()
     code, out = here("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
     assert code == 0
     assert "a is already predicted" in out
     assert "b is already predicted" not in out
-    assert (case.folder / "p" / "b-tumour.tif").is_file()
-    after = (case.folder / "p" / "predictions.csv").read_bytes()
+    assert (case / "p" / "b-tumour.tif").is_file()
+    after = (case / "p" / "predictions.csv").read_bytes()
     assert len(after.splitlines()) == len(before.splitlines())
 
 
@@ -175,12 +165,12 @@ def test_a_bad_slide_does_not_end_the_others(case, here):
     assert "cannot open slide bad.svs: it is a text file" in said
     assert "failed: cannot open slide bad.svs" in said
     assert said.splitlines()[-1].startswith("error: some predictions failed, see status and reason")
-    bad, good = case.table("bad/slides.csv")
+    bad, good = read_rows(case / "bad/slides.csv")
     assert (bad["slide"], bad["status"], bad["tiles"]) == ("bad", "failed", "0")
     assert bad["reason"] == "cannot open slide bad.svs: it is a text file; give the slide itself"
     assert bad["probability_tumour"] == ""
     assert (good["slide"], good["status"], good["reason"]) == ("b", "processed", "")
-    assert not list((case.folder / "bad").glob("*.tif"))
+    assert not list((case / "bad").glob("*.tif"))
     code, said = here("ckpt_path=run", "slides=b.tif", "mpp=1", "hydra.run.dir=worse")
     assert code == 1
     assert "has no micrometres per pixel in its metadata; set them with slide_mpp=..." in said
@@ -191,8 +181,8 @@ def test_shards_are_predicted_as_in_validation(case, here):
 
     words = ("ckpt_path=run", "shards=tiles", "split=val", "hydra.run.dir=s", "table=parquet")
     assert here(*words)[0] == 0
-    found = pyarrow.parquet.read_table(case.folder / "s" / "predictions.parquet").to_pydict()
-    validated = case.table("run/predictions.csv")
+    found = pyarrow.parquet.read_table(case / "s" / "predictions.parquet").to_pydict()
+    validated = read_rows(case / "run/predictions.csv")
     assert found["x"] == [int(row["x"]) for row in validated]
     assert found["predicted"] == [row["predicted"] for row in validated]
     for name in NAMES:
@@ -201,7 +191,7 @@ def test_shards_are_predicted_as_in_validation(case, here):
 
 
 def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here):
-    path = write_tiff(case.folder / "torn.tif", [picture(203, 187)], side=64)
+    path = write_tiff(case / "torn.tif", [picture(203, 187)], side=64)
     with tifffile.TiffFile(path) as file:
         offset, count = file.pages[0].dataoffsets[5], file.pages[0].databytecounts[5]
     content = bytearray(path.read_bytes())
@@ -213,16 +203,16 @@ def test_a_slide_of_which_some_tiles_cannot_be_read_is_told_each_time(case, here
         assert code == 1
         assert re.search(r"torn +\d+ .* \d+ tiles could not be read", said)
         assert ("torn is already predicted" in said) == again
-    found = [(row["slide"], row["status"]) for row in case.table("torn/slides.csv")]
+    found = [(row["slide"], row["status"]) for row in read_rows(case / "torn/slides.csv")]
     assert found == [("torn", "damaged"), ("b", "processed")]
 
 
 def test_a_damaged_shard_does_not_end_the_others(case, here):
-    with ShardWriter(case.folder / "set", classes=NAMES, shard_size=9000) as writer:
+    with ShardWriter(case / "set", classes=NAMES, shard_size=9000) as writer:
         for number in range(6):  # two to a shard
             image = np.full((32, 32, 3), 40 * number, np.uint8)
             writer.add(image, 0, slide="aabbbc"[number], xy=(0, 0))
-    shards = sorted((case.folder / "set").glob("shard-*.h5"))
+    shards = sorted((case / "set").glob("shard-*.h5"))
     assert len(shards) == 3
     words = ("ckpt_path=run", "shards=set", "hydra.run.dir=damaged")
     assert here(*words[:2], "hydra.run.dir=sound")[0] == 0
@@ -233,14 +223,19 @@ def test_a_damaged_shard_does_not_end_the_others(case, here):
     assert code == 1
     assert "failed: cannot read images from" in said
     assert "shard-00001.h5" in said
-    sound, damaged = (case.table(f"{one}/predictions.csv") for one in ("sound", "damaged"))
+    sound, damaged = (read_rows(case / f"{one}/predictions.csv") for one in ("sound", "damaged"))
     assert damaged == [row for row in sound if row["slide"] == "a"]
     shards[1].write_bytes(kept)  # what was not there is predicted now
     code, said = here(*words)
     assert code == 1
     assert "a is already predicted" in said
     assert "b: 1 tile could not be read: cannot read images from" in said
-    assert [row["slide"] for row in case.table("damaged/predictions.csv")] == ["a", "a", "b", "b"]
+    assert [row["slide"] for row in read_rows(case / "damaged/predictions.csv")] == [
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +258,7 @@ def test_a_mistake_is_one_sentence(words, sentence, here):
 
 
 def test_numbers_have_no_activation_maps(case, here):
-    train(case.folder / "regression", *NETWORK, "task=regression")
+    train(case / "regression", *NETWORK, "task=regression")
     code, said = here("ckpt_path=regression", "slides=b.tif", "level=0", "activation=true")
     assert code == 1
     assert "was trained with task=regression: leave it out" in said
@@ -293,7 +288,7 @@ def test_volumes_are_predicted_and_bad_files_are_reported(tmp_path, here, monkey
         "training set has 2.5 x 0.805 x 0.704 mm",
     ):
         assert sentence in said
-    status = {row["volume"]: row["status"] for row in Case(tmp_path).table("q/volumes.csv")}
+    status = {row["volume"]: row["status"] for row in read_rows(tmp_path / "q/volumes.csv")}
     good = {"whole", "thick"}
     assert status == {
         name: "processed" if name in good else "failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import shlex
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluating.cases import read_rows
 from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,11 +53,6 @@ def carry_out(page: str, folder: Path) -> None:
         printed(words_of(line), folder, PYTHONPATH=str(ROOT))
 
 
-def rows_of(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", AT_LEAST)
 def test_every_command_of_a_tutorial_works(name, tmp_path):
@@ -67,17 +62,16 @@ def test_every_command_of_a_tutorial_works(name, tmp_path):
     expected = {*named, *AT_LEAST[name]}
     assert sorted(one for one in expected if not (tmp_path / one).is_file()) == []
     if name == "tutorial":
-        rows = rows_of(tmp_path / "predicted" / "slides.csv")
+        rows = read_rows(tmp_path / "predicted" / "slides.csv")
         assert [row["slide"] for row in rows] == [f"s{number}" for number in range(8)]
         assert {row["predicted"] for row in rows} <= {"ring", "strand"}
-        metrics = rows_of(tmp_path / "evaluated" / "metrics.csv")
+        metrics = read_rows(tmp_path / "evaluated" / "metrics.csv")
         found = {(row["level"], row["metric"]) for row in metrics}
         assert {("slide", "accuracy"), ("patient", "accuracy")} <= found
-    if name == "own-slides":
-        rows = rows_of(tmp_path / "tiles_predicted" / "slides.csv")
-        assert {row["status"] for row in rows} == {"processed"}
-        assert len(rows) == 4
-    if name == "volumes":
-        rows = rows_of(tmp_path / "volume_predicted" / "volumes.csv")
-        assert {row["status"] for row in rows} == {"processed"}
-        assert len(rows) == 4
+    for of, table in (
+        ("own-slides", "tiles_predicted/slides"),
+        ("volumes", "volume_predicted/vol"),
+    ):
+        if name == of:
+            rows = read_rows(next(tmp_path.glob(f"{table}*.csv")))
+            assert [row["status"] for row in rows] == ["processed"] * 4

@@ -1,4 +1,4 @@
-"""What counts as a difference, and that a step asks every output, weight and buffer."""
+"""What counts as a difference, of which numbers, and how a network of the user is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration files read as text, against what Hydra makes of them."""
+"""The configuration files and the help read as text, against what Hydra makes of them."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Words and values that no configuration has are refused with the nearest."""
+
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""What a rank says of itself; whole starts of ranks that differ are in test_compare.py."""
+"""What a rank says of itself, and real ranks that were started with different things."""
 
 from __future__ import annotations
 

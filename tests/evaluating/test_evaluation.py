@@ -1,4 +1,4 @@
-"""Metrics from tables of predictions, without a network; see also tests/test_evaluate.py."""
+"""Metrics of tables of predictions and labels, without a network; see also test_evaluate.py."""
 
 from __future__ import annotations
 

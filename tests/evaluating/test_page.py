@@ -1,3 +1,5 @@
+"""The page of an evaluation, its pictures and its worst cases."""
+
 from __future__ import annotations
 
 import base64

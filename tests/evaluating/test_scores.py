@@ -1,8 +1,7 @@
-"""Metrics equal those of scikit-learn, torchmetrics and training."""
+"""Metrics and intervals equal those of scikit-learn, torchmetrics, scipy and training."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -21,11 +20,9 @@ from spatialdl.evaluating.measured import (
     Measured,
     measure,
     save_metrics,
-    shown_name,
-    shown_value,
 )
 from spatialdl.evaluating.ranking import Ranking
-from spatialdl.evaluating.resampling import Interval, Resampling, intervals, point
+from spatialdl.evaluating.resampling import Resampling, intervals, point
 from spatialdl.evaluating.scores import ClassScores, LabelScores, NumberScores, PixelScores
 from spatialdl.evaluating.survival_curves import draw_survival, kaplan_meier
 from spatialdl.evaluating.survival_scores import SurvivalScores
@@ -36,7 +33,7 @@ from spatialdl.training.tasks.metrics import (
     multilabel_scores,
     regression_scores,
 )
-from tests.evaluating.cases import command, drawn
+from tests.evaluating.cases import command, drawn, read_rows
 
 
 def test_classes_as_scikit_learn():
@@ -293,8 +290,7 @@ def test_a_column_of_measurements_is_no_column_of_groups() -> None:
 def test_tables_have_every_metric(tmp_path: Path) -> None:
     rows = measured(columns=("site",))
     save_metrics(tmp_path, rows, measured_levels(), {"task": "classification"})
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
+    table = read_rows(tmp_path / "metrics.csv")
     assert len(table) == len(rows)
     assert [float(row["estimate"]) for row in table] == [one.estimate for one in rows]
     tree = json.loads((tmp_path / "metrics.json").read_text())
@@ -309,21 +305,6 @@ def test_tables_have_every_metric(tmp_path: Path) -> None:
         "high": recall.interval.high,
     }
     assert set(tree["subgroups"]["site"]) == {"A", "B", "C"}
-
-
-@pytest.mark.parametrize(
-    ("metric", "estimate", "limits", "text"),
-    [
-        ("accuracy", 0.912, (0.88, 0.939), "91.2 % [88.0, 93.9]"),
-        ("auroc", np.nan, (np.nan, np.nan), "- [-]"),
-        ("mae", 3.14159, (2.5, 4.0), "3.142 [2.5, 4]"),
-        ("mae", 3.14159, (np.nan, np.nan), "3.142 [-]"),
-    ],
-)
-def test_values_are_shown_with_their_intervals(metric, estimate, limits, text) -> None:
-    one = Measured("slide", ALL, "", metric, "", estimate, Interval(*limits), 9, 9)
-    assert shown_value(one) == text
-    assert shown_name("mean_dice") == "mean Dice"
 
 
 def test_the_treated_of_the_remission_data_survive_as_published() -> None:
@@ -402,8 +383,7 @@ def test_risks_of_runs_are_evaluated(tmp_path, is_trained) -> None:
         (tmp_path / "labels.csv").write_text("\n".join(["slide,time,event", *lines, "x,,"]) + "\n")
         words = [f"labels={tmp_path / 'labels.csv'}"]
     evaluate(command(f"predictions={tmp_path}", "bootstrap=50", *words), tmp_path)
-    with (tmp_path / "metrics.csv").open() as file:
-        [row] = csv.DictReader(file)
+    [row] = read_rows(tmp_path / "metrics.csv")
     assert (row["level"], row["metric"], row["samples"]) == ("slide", "c_index", "40")
     expected = concordance(*map(torch.from_numpy, (risks[:, 0], truth[:, 0], truth[:, 1])))
     assert float(row["estimate"]) == pytest.approx(expected, abs=1e-12)
@@ -421,8 +401,7 @@ def test_patients_whose_slides_have_several_times_are_left_out(tmp_path) -> None
     (tmp_path / "labels.csv").write_text("\n".join(["slide,time,event,patient", *lines]) + "\n")
     labels = f"labels={tmp_path / 'labels.csv'}"
     evaluate(command(f"predictions={tmp_path}", "bootstrap=5", labels), tmp_path)
-    with (tmp_path / "metrics.csv").open() as file:
-        samples = {row["level"]: row["samples"] for row in csv.DictReader(file)}
+    samples = {row["level"]: row["samples"] for row in read_rows(tmp_path / "metrics.csv")}
     assert samples == {"slide": "20", "patient": "8"}
     said = (tmp_path / "report.html").read_text()
     assert "2 patients with slides of different labels, left out by patient" in said

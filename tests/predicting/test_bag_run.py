@@ -1,6 +1,7 @@
+"""Bags of features in one process: predictions, attention, records."""
+
 from __future__ import annotations
 
-import csv
 import json
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from spatialdl.predicting.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
 from tests.composing import compose_anew
+from tests.evaluating.cases import read_rows
 from tests.fitting import fit
 from tests.predicting.runs import command, known_network
 
@@ -54,18 +56,13 @@ def predicted(monkeypatch):
 config = partial(compose_anew, "predict")
 
 
-def rows(folder):
-    with (folder / "slides.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
 def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> None:
     folder, network = trained
     for number in (0, 2):
         (tmp_path / f"s{number}.h5").write_bytes((folder / "bags" / f"s{number}.h5").read_bytes())
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
     assert run(given, tmp_path, SingleProcess())
-    found = rows(tmp_path)
+    found = read_rows(tmp_path / "slides.csv")
     assert [row["slide"] for row in found] == ["s0", "s2"]
     network.eval()
     for row in found:
@@ -88,7 +85,9 @@ def test_what_fails_is_told_and_tried_again_and_the_others_are_predicted(
     write_features(tmp_path / "nan.h5", np.full((2, WIDTH), np.nan), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
     assert not run(given, tmp_path, SingleProcess())
-    told = {row["slide"]: (row["status"], row["reason"]) for row in rows(tmp_path)}
+    told = {
+        row["slide"]: (row["status"], row["reason"]) for row in read_rows(tmp_path / "slides.csv")
+    }
     assert told["empty"] == ("failed", "it has no tiles")
     assert told["nan"][0] == "failed"
     assert "NaN or Inf" in told["nan"][1]
@@ -136,7 +135,9 @@ def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
     given = config(f"ckpt_path={folder / 'run'}", f"features={folder / 'tiles'}")
     assert run(given, tmp_path / "out", SingleProcess())
     network = trainer.parts.pipeline.stages[0].eval()
-    for row, bag in zip(rows(tmp_path / "out"), open_tile_bags(folder / "tiles")[0], strict=True):
+    for row, bag in zip(
+        read_rows(tmp_path / "out" / "slides.csv"), open_tile_bags(folder / "tiles")[0], strict=True
+    ):
         expected = network(torch.from_numpy(bag.read()).T[None]).softmax(1)[0].tolist()
         told = [float(row[f"probability_{name}"]) for name in "abc"]
         assert told == pytest.approx(expected, abs=1e-12)
@@ -194,7 +195,7 @@ def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, pr
     assert again() == ["s1"]
     write_features(bags / "s2.h5", np.ones((4, WIDTH)), np.zeros((4, 2), int))
     assert again() == ["s2"]
-    assert [row["tiles"] for row in rows(out)] == ["5", "2", "4"]
+    assert [row["tiles"] for row in read_rows(out / "slides.csv")] == ["5", "2", "4"]
     record = out / "records" / "s0.json"
     record.write_text(record.read_text()[:-20])
     assert again() == ["s0"]

@@ -1,4 +1,4 @@
-"""Slides of one command in this process; see also tests/test_predict.py."""
+"""Slides of one command in this process, their records and tables; see also test_predict.py."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.batch import run
 from spatialdl.predicting.records import PredictionRecord, key_of
 from spatialdl.predicting.tables import SlideReport, save_tables, slide_columns, tile_columns
+from tests.evaluating.cases import read_rows
 from tests.predicting.runs import NETWORK, command, train, write_slide
 
 ASKED = ("level=0", "min_tissue=0.8", "maps=false")
@@ -44,24 +45,16 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
     named = f"slides=[{folder / 'a.tiff'},{folder / 'b.tiff'}]"
     config = command(f"ckpt_path={folder / 'run'}", named, *ASKED, *words)
     assert run(config, out, SingleProcess())
-    return rows(out)
-
-
-def rows(out: Path) -> list[dict[str, str]]:
-    with (out / "slides.csv").open(newline="") as lines:
-        return list(csv.DictReader(lines))
+    return read_rows(out / "slides.csv")
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        *("average=false", "precision=float32", "min_tissue=0.2", "overlap=7", "tile_size=40"),
-        *("slide_mpp=0.5 mpp=0.8 level=null", "whole=true"),
-    ],
+    ["average=false", "precision=float32", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
     """Otherwise a command with other settings would reuse the last predictions."""
-    before = rows(shutil.copytree(done, tmp_path / "out"))
+    before = read_rows(shutil.copytree(done, tmp_path / "out") / "slides.csv")
     after = predicted(folder, tmp_path / "out", *other.split())
     assert after == predicted(folder, tmp_path / "anew", *other.split())
     assert after != before
@@ -77,27 +70,20 @@ def test_another_network_of_the_same_name_and_step_is_another_one(folder, tmp_pa
         found.append(predicted(tmp_path, tmp_path / "out"))
     assert found[1] != found[0]
     assert found[1] == predicted(tmp_path, tmp_path / "anew")
+    write_slide(tmp_path / "b.tiff", 190, 201, seed=2)  # so is another slide
+    after = predicted(tmp_path, tmp_path / "out")
+    assert after[0] == found[1][0]
+    assert after[1] != found[1][1]
 
 
 def test_slides_that_are_done_are_not_predicted_again(folder, done, tmp_path, caplog):
-    before = rows(shutil.copytree(done, tmp_path / "out"))
+    before = read_rows(shutil.copytree(done, tmp_path / "out") / "slides.csv")
     with caplog.at_level("INFO"):
         assert predicted(folder, tmp_path / "out") == before
         assert caplog.text.count("is already predicted") == 2
         caplog.clear()
         assert predicted(folder, tmp_path / "out", "overwrite=true") == before
         assert "is already predicted" not in caplog.text
-
-
-def test_a_slide_that_was_changed_is_predicted_again(folder, tmp_path):
-    for name in ("a.tiff", "b.tiff"):
-        shutil.copy2(folder / name, tmp_path / name)
-    shutil.copytree(folder / "run", tmp_path / "run")
-    before = predicted(tmp_path, tmp_path / "out")
-    write_slide(tmp_path / "b.tiff", 190, 201, seed=2)
-    after = predicted(tmp_path, tmp_path / "out")
-    assert after[0] == before[0]
-    assert after[1] != before[1]
 
 
 def record(
@@ -164,18 +150,6 @@ def test_columns_of_a_task(task, columns):
     assert np.allclose(slides[columns[-1]], [0.55, 0.9])
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-@pytest.mark.parametrize("task", ["classification", "regression"])
-def test_tables_without_a_slide_have_the_columns_of_those_with_slides(kind, task, tmp_path):
-    heads = []
-    for name, records in (("none", []), ("some", RECORDS)):
-        (tmp_path / name).mkdir()
-        paths = save_tables(tmp_path / name, records, [], ["no", "yes"], task, kind)
-        assert [path.name for path in paths] == [f"predictions.{kind}", f"slides.{kind}"]
-        heads.append([list(read_table(path)) for path in paths])
-    assert heads[0] == heads[1]
-
-
 def read_table(path: Path) -> dict[str, list[object]]:
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path).to_pydict()
@@ -186,6 +160,12 @@ def read_table(path: Path) -> dict[str, list[object]]:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_numbers_and_names_come_back_as_they_were(kind, tmp_path):
+    heads = []
+    for found in ([], RECORDS):  # also without a slide
+        paths = save_tables(tmp_path, found, [], ["no", "yes"], "classification", kind)
+        assert [path.name for path in paths] == [f"predictions.{kind}", f"slides.{kind}"]
+        heads.append([list(read_table(path)) for path in paths])
+    assert heads[0] == heads[1]
     names = ['a, "b"\nc', "näme", "half \ud800"]  # the last is no Unicode
     values = np.random.default_rng(0).random((3, 2))
     records = [record(name, tuple(row)) for name, row in zip(names, values, strict=True)]

@@ -1,4 +1,4 @@
-"""Cutting settings: recorded in the checkpoint, overridden by the command."""
+"""Which slides are predicted, how they are cut, and what is read of them."""
 
 from __future__ import annotations
 

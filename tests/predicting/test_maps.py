@@ -1,4 +1,4 @@
-"""Map pieces in a single process; for several ranks see tests/mpi/predicting."""
+"""Maps of tiles and pieces, and predictions of turned images that are turned back."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.views import Views
 from spatialdl.predicting.overlay import save_overlay
-from spatialdl.predicting.pieces import MapPiece, PiecedMap, joined, to_file
+from spatialdl.predicting.pieces import MapPiece, PiecedMap, to_file
 from spatialdl.predicting.results import Overview
 from spatialdl.predicting.tile_map import TileMap
-from spatialdl.predicting.turning import TurnMean, turned_views, turns
+from spatialdl.predicting.turning import turned_views, turns
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.training.pictures.heat_maps import COLOURS, OPACITY
 
@@ -146,18 +146,6 @@ def test_a_region_lies_at_its_place_in_the_map(offset, rows):
         assert np.array_equal(np.concatenate(bands), expected, equal_nan=True)
 
 
-def test_pieces_of_a_box_are_joined():
-    whole = torch.arange(2.0 * 7 * 5).view(2, 7, 5)
-    parts = [((3, 1), whole[:, :4, :2]), ((3, 3), whole[:, :4, 2:]), ((7, 1), whole[:, 4:, :2])]
-    parts.append(((7, 3), whole[:, 4:, 2:]))
-    [one] = joined([MapPiece(start, values) for start, values in parts])
-    assert one.start == (3, 1)
-    assert torch.equal(one.values, whole)
-    assert joined([]) == []
-    alone = MapPiece((0, 0), whole)
-    assert joined([alone]) == [alone]
-
-
 def test_a_piece_may_lie_in_a_file_that_nobody_sees(tmp_path):
     values = torch.rand(3, 4, 5).transpose(1, 2)
     kept = to_file(tmp_path, MapPiece((7, 9), values))
@@ -192,14 +180,7 @@ def views_of(*size: int, view: tuple[int, ...] | None = None) -> Views:
 
 @pytest.mark.parametrize(
     ("name", "dims", "count"),
-    [
-        (None, 2, 1),
-        ("flips", 2, 4),
-        ("d4", 2, 8),
-        ("flips", 3, 8),
-        ("d4", 3, 8),
-        ("flips", 1, 2),
-    ],
+    [(None, 2, 1), ("flips", 2, 4), ("d4", 2, 8), ("flips", 3, 8), ("d4", 3, 8), ("flips", 1, 2)],
 )
 def test_turns_are_all_different(name, dims, count):
     found = turns(name, dims)
@@ -208,21 +189,6 @@ def test_turns_are_all_different(name, dims, count):
     assert len(found) == len(seen) == count
     assert found[0].is_identity
     assert not any(turn.is_identity for turn in found[1:])
-
-
-@pytest.mark.parametrize("size", [(7, 4), (3, 5, 6)])
-def test_a_box_of_a_turned_image_is_that_box_of_it(size):
-    views = views_of(*size)
-    whole = views.read(0, 0, whole_box(size))
-    for turn in (*turns("d4", len(size)), *turns("flips", len(size))):
-        turned = turned_views(views, turn)
-        expected = turn.pixels(whole)
-        assert turned.size == expected.shape[:-1]
-        found = turned.read(0, 0, whole_box(turned.size))
-        np.testing.assert_array_equal(found, expected)
-        box = tuple(number for n in turned.size for number in (1, n - 1))
-        inner = tuple(slice(1, n - 1) for n in turned.size)
-        np.testing.assert_array_equal(turned.read(0, 0, box), expected[inner])
 
 
 def test_the_view_is_turned_and_not_what_is_stored():
@@ -247,17 +213,3 @@ def test_pieces_come_back_to_their_place(size):
             for first, extent in zip(back.start, back.values.shape[1:], strict=True)
         )
         np.testing.assert_array_equal(back.values.movedim(0, -1).numpy(), values[place])
-
-
-def test_means_are_of_all_turns():
-    mean = TurnMean(SingleProcess())
-    for number in (1.0, 2.0, 6.0):
-        piece = MapPiece((0, 0), torch.full((2, 3, 4), number, dtype=torch.float64))
-        mean.add(torch.tensor([[number, 0.0]]), [piece], 2)
-    assert mean.values().tolist() == [[3.0, 0.0]]
-    [found] = mean.pieces(torch.float64)
-    assert found.start == (0, 0)
-    assert torch.equal(found.values, torch.full((2, 3, 4), 3.0, dtype=torch.float64))
-    nothing = TurnMean(SingleProcess())
-    nothing.add(torch.ones(1, 2), [], 2)
-    assert nothing.pieces(torch.float32) == []

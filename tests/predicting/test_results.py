@@ -21,7 +21,7 @@ from spatialdl.predicting.checks import check_config
 from spatialdl.predicting.geojson import region_features, save_geojson, tile_features
 from spatialdl.predicting.inputs import Input, SlideImages
 from spatialdl.predicting.pieces import MapPiece
-from spatialdl.predicting.results import Maps, _thumbnail
+from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import SlideOutput
 from spatialdl.slides.finding.annotations import read_annotations
 from tests.composing import composed
@@ -130,17 +130,6 @@ def test_activation_that_is_nowhere_above_0_is_black(slide, tmp_path):
     assert len(features(tmp_path / "a.geojson")) == 4
 
 
-def test_a_probability_of_0_is_not_a_place_that_was_not_examined(tmp_path):
-    outcome = SlideOutput(torch.tensor([[0.0, 1.0]] * 4, dtype=torch.float64), range(4))
-    saved(tmp_path, tiles_of(None), outcome)
-    no, yes = (grey(tmp_path / f"a-{name}.tif")[0] for name in ("no", "yes"))
-    examined = np.zeros(no.shape, bool)
-    for x, y in PLACES:
-        examined[y // 8 : y // 8 + 8, x // 8 : x // 8 + 8] = True
-    assert (no == examined).all()
-    assert (yes == np.where(examined, 255, 0)).all()
-
-
 def region(slide: Path, mpp: float | None = 0.25) -> tuple[Input, torch.Tensor]:
     """(2, rows, columns) of a region at (30, 14): "yes" on its right, "no" on its left."""
     size, scale = (40, 50), 2.0
@@ -183,15 +172,6 @@ def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
     found = {told["class"]: image.max() for image, told in map(grey, map(tmp_path.joinpath, files))}
     expected = {name: 1 + round(254 * number / 17) for number, name in enumerate(classes)}
     assert found == expected
-
-
-def test_the_picture_of_a_dark_slide_is_stretched(tmp_path):
-    image = np.zeros((*EXTENT, 3), np.uint8)
-    image[50:150, 50:150, 2] = 60
-    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
-    found = _thumbnail(tiles_of(tmp_path / "a.tiff"))
-    assert found.image[100, 100].tolist() == [0, 0, 255]
-    assert found.image[20, 20].max() == 0
 
 
 # --- SpatialData stores, read back by the library: elements and coordinate systems

@@ -1,3 +1,5 @@
+"""What a checkpoint says of its network, and what it may have built."""
+
 from __future__ import annotations
 
 import json

@@ -1,6 +1,7 @@
+"""Volumes in, maps and tables that lie on them out."""
+
 from __future__ import annotations
 
-import csv
 import pickle
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from spatialdl.predicting.nifti import nifti_header, save_nifti
 from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.volume_inputs import shard_volume, shard_volume_input, volume_input
+from tests.evaluating.cases import read_rows
 from tests.predicting.runs import command
 from tests.predicting.volumes import AFFINE, of_own, save, train_on_labels, train_on_volumes, voxels
 
@@ -106,8 +108,7 @@ def test_one_class_or_number_for_a_volume_is_told_in_tables(task, tmp_path):
     for number, shape in enumerate([(9, 8, 7), (12, 5, 7)]):
         save(tmp_path / "new" / f"n{number}.nii", voxels(shape, number))
     assert predict(tmp_path, f"volumes={tmp_path / 'new'}")
-    with (tmp_path / "out" / "volumes.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(tmp_path / "out" / "volumes.csv")
     assert [(row["volume"], row["status"]) for row in rows] == [
         ("n0", "processed"),
         ("n1", "processed"),
@@ -133,8 +134,7 @@ def test_what_places_give_to_a_class_lies_on_the_volume(tmp_path):
     assert predict(tmp_path, f"volumes={tmp_path / 'new'}", "activation=true")
     out = tmp_path / "out"
     assert len(list(out.glob("*-*"))) == 3 * (3 + 1)
-    with (out / "volumes.csv").open(newline="") as lines:
-        row = next(csv.DictReader(lines))
+    row = read_rows(out / "volumes.csv")[0]
     logits = []
     for name in ("ill", "well", "new"):
         found = nibabel.load(out / f"a-{name}-activation.nii.gz")

@@ -5,7 +5,6 @@ The real one is in tests/cluster/test_submitting.py.
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import stat
@@ -22,6 +21,7 @@ from spatialdl.submitting.job import _parser, end_markers, job_id, requeue_obsta
 from spatialdl.submitting.resources import on_nodes, resources
 from spatialdl.submitting.runs import SubmittedRun, script
 from tests.composing import compose_anew
+from tests.evaluating.cases import read_rows
 
 SBATCH = """#!/bin/sh
 test ! -e refuse || {
@@ -103,8 +103,7 @@ def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
             "hydra.output_subdir=null",
         ]
         assert list(run_dir.iterdir()) == []  # the run writes there when it has the directory
-    with (tmp_path / "sweep" / "slurm" / "jobs.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(tmp_path / "sweep" / "slurm" / "jobs.csv")
     assert [row["job"] for row in rows] == ["12_0", "12_1", "12_2"]
     assert rows[1]["overrides"] == "parallel=sp+pp seed=1 data.image_size=[33,47]"
     assert rows[1]["run directory"] == str(tmp_path / "sweep" / "1")
