@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,8 +245,8 @@ def test_regions_of_a_map(slide: Path, tmp_path: Path) -> None:
     assert np.allclose(table.X, [[np.nan, 0.9]], atol=1e-6, equal_nan=True)
     assert [*table.obs["class"]] == ["yes"]
     assert store.coordinate_systems == ["global"]  # of a slide without a resolution
-    again = replace(outcome)  # a store that is there is replaced, and may have no region
-    none = replace(again, pieces=[MapPiece((0, 0), torch.full((2, 40, 50), 0.5).double())])
+    # a store that is there is replaced, and may have no region
+    none = SlideOutput(pieces=[MapPiece((0, 0), torch.full((2, 40, 50), 0.5).double())])
     store = stored(tmp_path, given, none, [1], task="segmentation")
     assert not store.shapes
     assert set(store.images) == {"slide", "probability"}
