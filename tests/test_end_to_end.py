@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from spatialdl.training.trainer import Trainer
 from tests.bags import write_bags
 from tests.composing import compose_anew
 from tests.fitting import fit
-from tests.processes import ended
+from tests.processes import printed
 
 SMALL = [
     "data=synthetic",
@@ -35,37 +34,28 @@ SMALL = [
 ]
 
 
-def start(run_dir: Path, *overrides: str, limit: int = 250) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
-    return ended(words, run_dir.parent, limit)
-
-
 def summary(run_dir: Path, *overrides: str, limit: int = 250) -> dict:
-    done = start(run_dir, *overrides, limit=limit)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((run_dir / "summary.json").read_text())
-
-
-def train(run_dir: Path, *overrides: str) -> dict:
-    return summary(run_dir, *SMALL, *overrides)
-
-
-def alone(run_dir: Path, *overrides: str) -> dict:
-    """The same in this process."""
-    own = [one for one in SMALL if not one.startswith("comm.check")]
-    fit(Trainer(compose_anew("train", *own, *overrides), SingleProcess()), run_dir)
+    words = [sys.executable, "-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
+    printed(words, run_dir.parent, limit)
     return json.loads((run_dir / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    return alone(tmp_path_factory.mktemp("none"))
+    run_dir = tmp_path_factory.mktemp("none")
+    words = [one for one in SMALL if not one.startswith("comm.check")]
+    fit(Trainer(compose_anew("train", *words), SingleProcess()), run_dir)
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "ranks"), [("sp", 2), ("sp+pp", 3), ("sp+gems", 3)])
+@pytest.mark.parametrize(
+    ("parallel", "ranks"), [("sp", 2), ("gems", 2), ("sp+pp", 3), ("sp+gems", 3)]
+)
 def test_equals_one_process(parallel, ranks, one_process, tmp_path):
-    ours, plain = train(tmp_path / "run", f"parallel={parallel}"), one_process
+    run, plain = tmp_path / "run", one_process
+    ours = summary(run, *SMALL, f"parallel={parallel}", "trainer.trace=true")
+    assert (run / "timeline.png").stat().st_size > 10_000
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert (ours["world_size"], len(ours["peak_memory_mb"])) == (ranks, ranks)
     assert ours["parallel"] == parallel
@@ -73,47 +63,6 @@ def test_equals_one_process(parallel, ranks, one_process, tmp_path):
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-10)
     assert found | {"loss": None} == expected | {"loss": None}
     assert found["samples"] == 3
-
-
-def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_process, tmp_path):
-    run = tmp_path / "run"
-    ours = train(run, "parallel=gems", "trainer.trace=true", "trainer.validate_every=1")
-    assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
-    events = json.loads((run / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {span["cat"] for span in spans} == {"compute", "hand-over", "reduce", "data"}
-    steps, of_a_copy = 2, 2
-    received = [
-        span for span in spans if span["name"].startswith("hand-over forward of micro-batch")
-    ]
-    assert len(received) == 4 * steps  # outputs that a stage got in training, none in validation
-    done = sorted((span["tid"], *span["args"].values()) for span in spans if "args" in span)
-    assert done == sorted(
-        (stage if copy == 0 else 1 - stage, kind, stage, copy * of_a_copy + number, copy)
-        for kind in ("forward", "backward")
-        for stage in (0, 1)
-        for copy in (0, 1)
-        for number in range(of_a_copy)
-        for _ in range(steps)
-    )
-    assert (run / "timeline.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
-    (tmp_path / "networks.py").write_text(
-        "from torch import nn\n\n\n"
-        "class Asks(nn.Module):\n"
-        "    def __init__(self, **settings):\n"
-        "        super().__init__()\n\n"
-        "    def forward(self, x):\n"
-        "        return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))\n"
-    )
-    words = (*SMALL, "model._target_=networks.Asks", "parallel=lp")
-    done = start(tmp_path / "run", *words)
-    assert done.returncode != 0
-    assert "Asks cannot be cut into 2 stages" in done.stderr
-    assert "take parallel=sp or dp, which do not cut the network" in done.stderr
 
 
 # --- presets on the ranks of their own layouts; tests/test_conf.py trains each on one rank

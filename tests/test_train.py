@@ -219,9 +219,7 @@ def test_a_mistake_is_told_without_a_traceback(inside, arguments, text):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["model._target_=networks.Network"], {"num_classes": 10}),
         (["model._target_=networks.Network", "model.depth=4"], {"num_classes": 10, "depth": 4}),
-        (["model._target_=networks.keyword_only"], {}),
         (
             ["model._target_=networks.keyword_only", "model.num_classes=3", "model.sub.key=1"],
             {"num_classes": 3, "sub": {"key": 1}},

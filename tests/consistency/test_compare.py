@@ -220,16 +220,6 @@ def test_the_same_data_in_different_places_are_the_same(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_of_torch_distributed_are_compared_too(start):
-    torch = [*SMALL, "comm.transport=torch"]
-    text = refused(start([*torch, "hydra.run.dir=a"], [*torch, "hydra.run.dir=b"]))
-    assert text == (
-        f"ranks differ: configuration: hydra.run.dir is {each('a', 'b')}: give all "
-        "ranks the same overrides"
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("address", [False, True])
 def test_ranks_with_different_transports_do_not_wait_for_each_other(start, address, monkeypatch):
     if address:

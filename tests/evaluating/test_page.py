@@ -36,47 +36,36 @@ TOLD = {
 }
 
 
-def save_page(tmp_path: Path) -> str:
+def test_the_page_has_what_was_found_escaped_and_nothing_from_elsewhere(tmp_path: Path) -> None:
     truth = np.arange(12) % 2
     values = np.stack([0.7 - 0.4 * truth, 0.3 + 0.4 * truth], 1)
     keys = [[name] for name in NAMES]
-    slides = Level("slide", "classification", NAMES, values, truth, NAMES, keys)
-    levels = Levels([slides], "slide", [])
+    levels = Levels([Level("slide", TOLD["task"], NAMES, values, truth, NAMES, keys)], "slide", [])
     facts = {name: {"site": "XY"[n // 6]} for n, name in enumerate(NAMES)}
     found = measure(levels, TOLD["classes"], Resampling(9), facts, ["site"])
     Image.new("RGB", (3, 3)).save(tmp_path / "roc.png")
-    place = (float("nan"),) * 4
-    cases = [Case("slide", "s<1>", place, "a<b", "c 0.7", 0.25, "QUJD")]
-    save_evaluation(
-        tmp_path / "report.html", found, levels, cases, {"ROC curves": tmp_path / "roc.png"}, TOLD
-    )
-    return (tmp_path / "report.html").read_text()
-
-
-def test_the_page_has_metrics_classes_groups_pictures_and_cases(tmp_path: Path) -> None:
-    text = save_page(tmp_path)
+    cases = [Case("slide", "s<1>", (float("nan"),) * 4, "a<b", "c 0.7", 0.25, "QUJD")]
+    pictures = {"ROC curves": tmp_path / "roc.png"}
+    save_evaluation(tmp_path / "report.html", found, levels, cases, pictures, TOLD)
+    text = (tmp_path / "report.html").read_text()
     flat = re.sub(r">\s+<", "><", text)
-    assert "<dt>accuracy by slide</dt><dd>100.0 % [100.0, 100.0]</dd>" in flat
-    assert "<dt>slides</dt><dd>12</dd>" in flat
-    assert "<tr><th>metric</th><th>by slide</th></tr>" in flat
-    heads = re.findall(r"<h[23]>(.*?)</h[23]>", text)
-    assert heads == [
+    assert re.findall(r"<h[23]>(.*?)</h[23]>", text) == [
         *("Metrics", "Classes", "By slide", "ROC curves", "Subgroups", "site, by slide"),
         *("Worst slides", "Evaluated data"),
     ]
-    assert "<tr><td>X</td><td>6</td><td>100.0 % [100.0, 100.0]</td>" in flat
-    assert "90 % intervals, percentiles of 9 resamples by slide, seed 3" in text
-    assert 'src="data:image/png;base64,' in text
-    assert 'src="data:image/jpeg;base64,QUJD"' in text
-    assert "error 0.250" in text
-
-
-def test_what_is_given_is_escaped_and_nothing_comes_from_elsewhere(tmp_path: Path) -> None:
-    text = save_page(tmp_path)
-    for given in ("a&lt;b", "s&lt;1&gt;", "&lt;one&gt; slide is missing", "here &amp; there"):
-        assert given in text
+    for part in (
+        "<dt>accuracy by slide</dt><dd>100.0 % [100.0, 100.0]</dd>",
+        "<dt>slides</dt><dd>12</dd>",
+        "<tr><th>metric</th><th>by slide</th></tr>",
+        "<tr><td>X</td><td>6</td><td>100.0 % [100.0, 100.0]</td>",
+        "90 % intervals, percentiles of 9 resamples by slide, seed 3",
+        'src="data:image/png;base64,',
+        'src="data:image/jpeg;base64,QUJD"',
+        "error 0.250",
+        *("a&lt;b", "s&lt;1&gt;", "&lt;one&gt; slide is missing", "here &amp; there"),
+    ):
+        assert part in flat
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
-    assert [path.name for path in tmp_path.iterdir()].count("report.html") == 1
 
 
 RNG = np.random.default_rng(0)
@@ -172,23 +161,14 @@ def test_the_least_probable_true_class_comes_first(tmp_path: Path) -> None:
     assert (found[0].label, found[0].predicted, found[0].picture) == ("a", "b 0.800", "")
     save_cases(tmp_path / "cases.csv", found)
     [first, *_] = read_rows(tmp_path / "cases.csv")
-    assert (first["name"], first["x"], first["width"], first["label"]) == (
-        "s0",
-        "16.0",
-        "16.0",
-        "a",
-    )
+    assert [first[key] for key in ("name", "x", "width", "label")] == ["s0", "16.0", "16.0", "a"]
 
 
 def test_errors_of_numbers_are_their_distances() -> None:
     values = np.array([[1.0, 5], [2, 5], [3, 5], [4, 5]])
     truth = np.array([[1.5, np.nan], [2, 8], [np.nan, np.nan], [4, 5.25]])
-    found = worst_cases(
-        [case_level("regression", values, truth)],
-        predicted("regression", ["x", "y"], values),
-        9,
-        NOTHING,
-    )
+    given = predicted("regression", ["x", "y"], values)
+    found = worst_cases([case_level("regression", values, truth)], given, 9, NOTHING)
     assert [one.error for one in found] == [1.5, 0.5, 0.125, 0]
     assert (found[1].label, found[1].predicted) == ("x 1.5", "x 1")
 

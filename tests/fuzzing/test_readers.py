@@ -31,7 +31,7 @@ _JSON = ("manifest", "geojson", "checkpoint", "resume", "records")
 _HEADS = {"shard": 8192}
 """Bytes from which on there is nothing but pixels and numbers."""
 
-FEW = {"manifest": 20, "shard": 12, "csv": 30, "geojson": 30, "xml": 15, "records": 10, "slide": 4}
+FEW = {"manifest": 12, "shard": 10, "csv": 30, "geojson": 30, "xml": 15, "records": 10, "slide": 4}
 MANY = {
     **dict.fromkeys((*FEW, "checkpoint", "resume"), 1000),
     **dict.fromkeys(("manifest", "shard", "csv", "geojson"), 10_000),

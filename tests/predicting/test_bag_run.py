@@ -211,20 +211,6 @@ def bag_records(folder: Path, *words: str) -> BagRecords:
     return BagRecords(folder, known_network(("a", "b")), given)
 
 
-def test_a_record_comes_back_as_it_was(tmp_path):
-    bag_records(tmp_path).save(OUTCOME, "key")
-    assert bag_records(tmp_path).load("a", "key") is None  # its file is not there
-    (tmp_path / "a.tif").touch()
-    found = bag_records(tmp_path).load("a", "key")
-    assert found is not None
-    assert np.array_equal(found.values, OUTCOME.values)
-    assert (found.name, found.tiles, found.remark) == ("a", 3, "no heat map")
-    assert found.done_before
-    assert bag_records(tmp_path).load("a", "another") is None
-    assert bag_records(tmp_path).load("a", None) is None
-    assert bag_records(tmp_path, "overwrite=true").load("a", "key") is None
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("values", [1, 2]), ("values", [float("nan")]), ("values", "x"), ("tiles", -1), ("files", 1)],
@@ -238,11 +224,6 @@ def test_a_damaged_record_is_none(name, value, tmp_path):
     assert bag_records(tmp_path).load("a", "key") is None
     path.write_text("[]")
     assert bag_records(tmp_path).load("a", "key") is None
-
-
-def test_what_failed_is_not_recorded(tmp_path):
-    bag_records(tmp_path).save(BagOutcome("a", 3, problem="damaged"), "key")
-    assert not (tmp_path / "records").exists()
 
 
 def test_a_key_follows_features_slide_and_settings(tmp_path):

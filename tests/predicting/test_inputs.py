@@ -155,22 +155,13 @@ def cutting(*words: str, task: str = "classification", **more: Any) -> BatchCutt
 
 def test_slides_are_cut_as_the_training_set():
     found = cutting(made_with=SAID)
-    assert found == BatchCutting(
-        44,
-        (32, 32),
-        Wanted(0.7),
-        False,
-        overlap=6,
-        min_tissue=0.2,
-        background="bright",
-        filters={"pen": 0.1},
-        stain_normalise="reinhard",
-        slide_mpp=0.3,
-    )
+    kept = {key: SAID[key] for key in SAID if key not in ("mpp", "filter")}
+    assert {key: getattr(found, key) for key in kept} == kept
+    assert (found.view, found.wanted, found.whole) == ((32, 32), Wanted(0.7), False)
     options = vars(found.options())
-    assert {key: options[key] for key in ("tile_size", "overlap", "background", "filter")} == {
-        **{"tile_size": 44, "overlap": 6, "background": "bright", "filter": {"pen": 0.1}}
-    }
+    for key in ("tile_size", "overlap", "background"):
+        assert options[key] == SAID[key]
+    assert found.filters == options["filter"] == {"pen": 0.1}
     assert (options["stain_normalise"], options["whole"]) == ("reinhard", False)
 
 

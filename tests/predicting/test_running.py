@@ -107,12 +107,16 @@ def test_tiles_of_another_size_and_regions(folder):
     given, outcome = predicted(folder, "tile_size=50", "overlap=10", "min_tissue=0.9")
     assert given.size == (50, 50)
     assert len(outcome.values) == len(given.places) > 4
-    given, outcome = predicted(folder, "whole=true", "activation=true")
-    assert given.size[0] > 150
-    assert len(given.places) == 1
-    assert outcome.activation.shape[:2] == (1, 3)
-    logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
-    assert torch.allclose(logits.softmax(1), outcome.values, atol=1e-6)
+    for words in ("whole=true", "batch_size=5"):  # a region; tiles of several batches
+        given, outcome = predicted(folder, words, "activation=true")
+        assert len(given.places) == len(outcome.activation)
+        assert outcome.activation.shape[1] == 3
+        # the mean of what places give to a class is its logit
+        logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
+        assert torch.allclose(logits.softmax(1), outcome.values, rtol=0, atol=1e-6)
+        assert (given.size[0] > 150) == (words == "whole=true") == (len(given.places) == 1)
+    assert len(given.places) > 11
+    assert float(outcome.values.std(0).min()) > 1e-4
 
 
 def test_a_network_that_does_not_end_with_a_mean_has_no_activation_maps(folder, tmp_path):
@@ -147,20 +151,6 @@ def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:
         torch.nn.Sigmoid(),
         torch.nn.Linear(4, num_classes),
     )
-
-
-def test_the_mean_of_what_places_give_to_a_class_is_its_logit(tmp_path):
-    """Activation of all images, which exceed one batch."""
-    run = train(tmp_path / "run", *NETWORK)
-    slide = write_slide(tmp_path / "a.tiff", 203, 187)
-    config = command(f"ckpt_path={run}", "level=0", "activation=true", "batch_size=5")
-    trained = find_trained(str(run), SingleProcess())
-    given = slide_input(slide, "a", cutting_of(config, trained))
-    outcome = Runner(trained, config, SingleProcess()).run(given)
-    assert len(given.places) == len(outcome.activation) > 11
-    logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
-    assert torch.allclose(logits.softmax(1), outcome.values, rtol=0, atol=1e-6)
-    assert float(outcome.values.std(0).min()) > 1e-4
 
 
 def test_a_network_that_is_far_larger_than_its_checkpoint_is_not_built(tmp_path):
