@@ -8,8 +8,6 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from email.parser import Parser
-from email.policy import default
 from fnmatch import fnmatch
 from importlib.metadata import EntryPoint
 from pathlib import Path, PurePosixPath
@@ -94,21 +92,6 @@ def test_the_configuration_lies_at_the_top_and_is_installed_in_the_package() -> 
     # find the configuration of that one
     assert (ROOT / LINK).is_symlink() or not (ROOT / ".git").exists()
     assert (ROOT / LINK).resolve() in (ROOT / LINKED, ROOT / LINK)
-
-
-def test_the_wheel_has_the_version_the_licence_and_the_requirements(
-    wheel: zipfile.ZipFile,
-) -> None:
-    said = Parser(policy=default).parsestr(wheel.read(f"{INFO}/METADATA").decode())
-    assert said["Version"] == __version__
-    assert said["License-Expression"] == PROJECT["project"]["license"]
-    assert said["Requires-Python"] == PROJECT["project"]["requires-python"]
-    assert f"{INFO}/licenses/LICENSE" in wheel.namelist()
-    needed = [one for one in said.get_all("Requires-Dist", []) if "extra ==" not in one]
-    assert len(needed) == len(PROJECT["project"]["dependencies"])
-    assert set(said.get_all("Provides-Extra", [])) == set(
-        PROJECT["project"]["optional-dependencies"]
-    )
 
 
 def test_every_command_of_the_wheel_can_be_called(wheel: zipfile.ZipFile) -> None:

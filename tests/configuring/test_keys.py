@@ -97,12 +97,6 @@ def test_it_says_every_key_and_every_choice_within_its_width(command):
     assert "Powered by Hydra" not in text
 
 
-def test_a_key_stands_beside_its_default_and_its_comment():
-    lines = list(help_lines("train"))
-    assert f"  {'data.io':28} {'auto':18} how raw chunks are read:" in "\n".join(lines)
-    assert f"  {'parallel.world':28} {'null':18} ranks; null: those" in "\n".join(lines)
-
-
 def test_a_network_of_another_choice_tells_what_it_has_beside():
     text = "\n".join(help_lines("train"))
     part = text.partition("\nmodel=amoebanet_d\n")[2].partition("\n\n")[0]

@@ -161,12 +161,12 @@ def test_one_unit_has_no_intervals(patients, tmp_path, capsys):
 )
 def test_tiles_are_put_together(aggregation, expected, tmp_path):
     values = np.array([[0.9, 0.1, 0.0], [0.6, 0.2, 0.2], [0.0, 0.7, 0.3], [0.1, 0.8, 0.1]])
-    write_predictions(tmp_path / "p", ["a", "a", "a", "b"], values)
+    names = ["a", "a", "a", "b"]
+    given = Predicted("classification", list(CLASSES), names, names, NONE, values)
     rows = [("a", "benign"), ("b", "in situ")]
-    evaluated(tmp_path, labels(tmp_path, rows), f"aggregation={aggregation}")
-    cases = read_rows(tmp_path / "out" / "cases.csv")
-    (a,) = [row for row in cases if (row["level"], row["name"]) == ("slide", "a")]
-    assert float(a["error"]) == pytest.approx(1 - expected[0])
+    truth = find_truth(given, write_rows(tmp_path / "l.csv", ("slide", "label"), rows))
+    _, slides = levels_of(given, truth, aggregation).levels
+    assert slides.values[0][:2] == pytest.approx(expected)
 
 
 def test_numbers_and_labels_of_several_targets(tmp_path):

@@ -128,15 +128,6 @@ def test_a_matrix_shows_counts_and_shares_of_its_rows() -> None:
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("predicted", "true (%: of its row)")
 
 
-def test_long_names_can_be_told_apart() -> None:
-    names = [f"carcinoma of the {side} colon, moderately differentiated" for side in ("l", "r")]
-    panel = Figure().subplots()
-    draw_pairs(panel, np.eye(2, dtype=int), names)
-    shown = [label.get_text() for label in panel.get_xticklabels()]
-    assert len(set(shown)) == 2
-    assert max(map(len, shown)) <= 24
-
-
 PLACES = np.array([[0, 0, 16, 16], [16, 0, 16, 16], [0, 16, 16, 16], [16, 16, 16, 16]], float)
 NOTHING = CasePictures(None)
 

@@ -338,29 +338,6 @@ class CheckpointTarget(Target):
             raise CheckpointError(f"{self.names}: {error}") from error
 
 
-class ResumeTarget(CheckpointTarget):
-    """The same files, and metrics.csv, as a run that goes on reads them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._metrics = self._path.parents[1] / "metrics.csv"
-        self._rows = self._metrics.read_bytes()
-
-    def valid(self) -> list[bytes]:
-        return [*self._valid, self._rows]
-
-    def attempt(self, number: int, data: bytes) -> None:
-        from tests.predicting.runs import train
-
-        changed = number if number < len(self._files) else 0
-        self._put(changed, data if changed == number else self._valid[0])
-        self._metrics.write_bytes(self._rows if changed == number else data)
-        run = self._folder / "resumed"
-        shutil.rmtree(run, ignore_errors=True)
-        more = (f"ckpt_path={self._path}", "trainer.checkpoint.keep=0", "logger=[]")
-        train(run, *SMALL, *more, "trainer.max_steps=3")
-
-
 class RecordTarget(Target):
     """What a batch of slides, or predicting for them, has left of slides that are done."""
 
@@ -495,7 +472,6 @@ TARGETS: dict[str, type[Target]] = {
     "geojson": GeojsonTarget,
     "xml": XmlTarget,
     "checkpoint": CheckpointTarget,
-    "resume": ResumeTarget,
     "records": RecordTarget,
     "slide": SlideTarget,
     "misbehaving": Misbehaving,

@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from tests.fuzzing.child import Child
 from tests.fuzzing.mutations import changed_bytes, changed_json, changed_safetensors
 
-_JSON = ("manifest", "geojson", "checkpoint", "resume", "records")
+_JSON = ("manifest", "geojson", "checkpoint", "records")
 _HEADS = {"shard": 8192}
 """Bytes from which on there is nothing but pixels and numbers."""
 
 FEW = {"manifest": 12, "shard": 10, "csv": 30, "geojson": 30, "xml": 15, "records": 10, "slide": 4}
 MANY = {
-    **dict.fromkeys((*FEW, "checkpoint", "resume"), 1000),
+    **dict.fromkeys((*FEW, "checkpoint"), 1000),
     **dict.fromkeys(("manifest", "shard", "csv", "geojson"), 10_000),
 }
 

@@ -198,10 +198,3 @@ def test_layers_are_followed_and_left_as_they_were(terminal, capsys):
     assert "a, network" in said
     assert "/3 " in said
     assert not any(one._forward_hooks for one in network.modules())
-
-
-def test_nothing_is_drawn_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.delenv(TERMINAL, raising=False)
-    with layer_progress("a", [nn.ReLU()]):
-        pass
-    assert capsys.readouterr().err == ""
