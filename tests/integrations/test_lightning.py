@@ -19,7 +19,7 @@ from spatialdl.integrations.lightning_ranks import (
     check_devices,
     device_for,
 )
-from tests.processes import ended
+from tests.processes import ended, printed
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lightning.md").read_text()
 PLAIN, SPLIT, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -42,17 +42,13 @@ def loss_of(text: str) -> float:
     return float(found)
 
 
-def plain_loss(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> float:
-    (folder / "plain.py").write_text(script)
-    runpy.run_path(str(folder / "plain.py"), run_name="__main__")
-    return loss_of(capsys.readouterr().out)
-
-
 def test_the_split_script_of_the_page_has_the_loss_of_the_plain_one_and_an_error_ends_all_ranks(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    expected = plain_loss(PLAIN, tmp_path, capsys)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    runpy.run_path("plain.py", run_name="__main__")
+    expected = loss_of(capsys.readouterr().out)
     (tmp_path / "script.py").write_text(SPLIT + FAILS)
     done = ended([*mpiexec_command(2), sys.executable, "script.py"], tmp_path)
     text = done.stdout + done.stderr
@@ -68,11 +64,10 @@ def test_the_split_script_of_the_page_has_the_loss_of_the_plain_one_and_an_error
 
 
 @pytest.mark.slow
-def test_scripts_of_pytorch_lightning(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_scripts_of_pytorch_lightning(tmp_path):
     script = SPLIT.replace("import lightning as L", "import pytorch_lightning as L")
-    script = script.replace("grid=(2, 1)", "grid=(1, 1)")
-    assert 0 < plain_loss(script, tmp_path, capsys) < 5
+    (tmp_path / "script.py").write_text(script.replace("grid=(2, 1)", "grid=(1, 1)"))
+    assert 0 < loss_of(printed([sys.executable, "script.py"], tmp_path)) < 5
 
 
 def cuda(*places: int) -> list[torch.device]:
