@@ -2,7 +2,7 @@
 
 They may change with any version of PyTorch. All are looked up when this module is imported, so a
 version that lacks one is refused by its name, before anything is computed. Other modules import
-them from here (`tests/test_torch_internals.py`). Names of the compiler are looked up on first use,
+them from here (`tests/test_house.py`). Names of the compiler are looked up on first use,
 because its import takes seconds.
 """
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from torch import nn
 
 from spatialdl.data import ShardWriter
 from spatialdl.data.feature_file import write_features
+from tests.composing import compose_anew
 
 LENGTHS = (5, 1, 17, 2, 8, 3, 31, 4, 11)
 WIDTH = 6
@@ -37,20 +37,11 @@ def write_bags(folder: Path, lengths: Sequence[int] = LENGTHS, val: int = 3) -> 
 
 def bag_config(folder: Path, *words: str) -> DictConfig:
     """A training run on such bags."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose(
-            "train",
-            [
-                *(
-                    "data=bags",
-                    "model=abmil",
-                    "optimizer=adamw",
-                    f"data.features={folder}",
-                    f"data.labels={folder / 'labels.csv'}",
-                ),
-                *("trainer.precision=float64", "trainer.max_epochs=3", *words),
-            ],
-        )
+    return compose_anew(
+        *("train", "data=bags", "model=abmil", "optimizer=adamw", f"data.features={folder}"),
+        *(f"data.labels={folder / 'labels.csv'}", "trainer.precision=float64"),
+        *("trainer.max_epochs=3", *words),
+    )
 
 
 SMALL = {
@@ -106,13 +97,9 @@ def random_encoder(in_channels: int = 3, num_classes: int = 5) -> nn.Module:
 
 def tile_config(folder: Path, *words: str) -> DictConfig:
     """A training run on such bags of pixels."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose(
-            "train",
-            [
-                *("data=tile_bags", "model=end_to_end", "optimizer=adamw"),
-                *(f"data.tiles={folder / 'tiles'}", "model.encoder.num_classes=5"),
-                "model.encoder._target_=tests.bags.random_encoder",
-                *("trainer.precision=float64", "trainer.max_epochs=3", *words),
-            ],
-        )
+    return compose_anew(
+        *("train", "data=tile_bags", "model=end_to_end", "optimizer=adamw"),
+        *(f"data.tiles={folder / 'tiles'}", "model.encoder.num_classes=5"),
+        "model.encoder._target_=tests.bags.random_encoder",
+        *("trainer.precision=float64", "trainer.max_epochs=3", *words),
+    )

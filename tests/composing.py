@@ -1,4 +1,4 @@
-"""Configurations for tables of words, where composing each anew would take most of the time."""
+"""Configurations of commands; for tables of words parts that were composed before are copied."""
 
 from __future__ import annotations
 
@@ -24,5 +24,10 @@ def composed(command: str, words: str) -> DictConfig:
 
 @cache
 def _of_groups(command: str, groups: tuple[str, ...]) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose(command, list(groups))
+    return compose_anew(command, *groups)
+
+
+def compose_anew(command: str, *words: str, with_hydra: bool = False) -> DictConfig:
+    """The configuration of a command with any overrides, as Hydra composes it."""
+    with initialize_config_module("spatialdl.conf", job_name=command, version_base="1.3"):
+        return compose(command, list(words), return_hydra_config=with_hydra)

@@ -6,11 +6,13 @@ import logging
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # of ranks that tests start
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -82,6 +84,28 @@ def sessions_of_open_mpi() -> Iterator[None]:
     ):
         patch.setenv("PRTE_MCA_prte_local_tmpdir_base", folder)
         yield
+
+
+@pytest.fixture
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the `main` of a command in this process: its exit code, and all that it prints."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # whoever started the tests
+        monkeypatch.delenv(name, raising=False)
+
+    def run(main: Callable[[], None], *words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["command", *words])
+        code: object = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capfd.readouterr()
+        said = captured.out + captured.err
+        return (1, f"{said}{code}\n") if isinstance(code, str) else (int(str(code)), said)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

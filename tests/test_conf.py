@@ -5,7 +5,7 @@ how to make fails.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from math import prod
 from pathlib import Path
@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.types import HydraContext
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +24,6 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.keys import keys_of
 from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.models import ResNet, ResNetV2, UNet, VisionTransformer
 from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.submitting.resources import resources
@@ -38,8 +35,10 @@ from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
 from tests.bags import TILE, WIDTH, write_bags, write_tile_bags
+from tests.composing import compose_anew
 from tests.data import own_datasets
 from tests.fitting import fit
+from tests.test_end_to_end import small_preset
 
 CONF = Path(str(files("spatialdl.conf")))
 RANKS = {"none": 1, "dp": 2, "sp": 2, "lp": 2, "pp": 2, "sp+lp": 3, "sp+pp": 3} | {
@@ -52,10 +51,7 @@ def config(*overrides: str) -> DictConfig:
     return composed(*overrides).copy()
 
 
-@cache
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", list(overrides))
+composed = cache(partial(compose_anew, "train"))
 
 
 def options(group: str) -> list[str]:
@@ -63,21 +59,19 @@ def options(group: str) -> list[str]:
 
 
 def test_the_groups_have_the_promised_options():
-    assert options("parallel") == sorted([*RANKS, "auto"])
-    assert options("cluster") == ["h100", "infiniband", "mi300x", "nvlink_node", "this_machine"]
-    models = ["abmil", "amoebanet_d", "bag_pooling", "bag_transformer", "clam", "end_to_end"]
-    models += ["resnet110_v2", "resnet18", "resnet50", "transmil", "unet", "unet3d", "vit"]
-    models += ["wide_view"]
-    assert options("model") == models
-    tasks = ["classification", "multilabel", "regression", "segmentation", "survival"]
-    assert options("task") == tasks
-    own = ["bags", "dataset", "fractals", "rare_tiles", "shards", "synthetic", "tile_bags"]
-    assert options("data") == own
-    assert options("logger") == ["csv", "mlflow", "tensorboard", "wandb"]
-    assert options("optimizer") == ["adamw", "lamb", "lars", "sgd"]
-    rules = ["constant", "cosine", "one_cycle", "polynomial", "step"]
-    assert options("scheduler") == rules
-    assert options("launcher") == ["local", "slurm"]
+    promised = {
+        "parallel": " ".join(sorted([*RANKS, "auto"])),
+        "cluster": "h100 infiniband mi300x nvlink_node this_machine",
+        "model": "abmil amoebanet_d bag_pooling bag_transformer clam end_to_end resnet110_v2 "
+        "resnet18 resnet50 transmil unet unet3d vit wide_view",
+        "task": "classification multilabel regression segmentation survival",
+        "data": "bags dataset fractals rare_tiles shards synthetic tile_bags",
+        "logger": "csv mlflow tensorboard wandb",
+        "optimizer": "adamw lamb lars sgd",
+        "scheduler": "constant cosine one_cycle polynomial step",
+        "launcher": "local slurm",
+    }
+    assert {group: " ".join(options(group)) for group in promised} == promised
 
 
 SMALL = {
@@ -86,10 +80,6 @@ SMALL = {
     "vit": ["model.width=12", "model.depth=2", "model.heads=3", "model.patch=4"],
 }
 BAGS = ("abmil", "bag_pooling", "bag_transformer", "clam", "transmil")
-TINY = [
-    *("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2"),
-    *("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu"),
-]
 
 
 @pytest.fixture
@@ -106,37 +96,22 @@ def folder(tmp_path: Path) -> Path:
 # --- every file, group by group
 
 
-def make_bag_model(name: str) -> None:
-    network = instantiate(
-        config("data=bags", f"model={name}", "data.num_classes=4", "data.channels=5").model
-    ).eval()
-    assert network(torch.zeros(1, 5, 7)).shape == (1, 4)
-
-
-def make_end_to_end() -> None:
-    given = ["data.num_classes=4", "data.tile=[3,8,8]", "data.tile_channels=3", "data.scale=255"]
-    network = instantiate(config("data=rare_tiles", "model=end_to_end", *given).model).eval()
-    assert network(torch.zeros(1, 192, 7, dtype=torch.uint8)).shape == (1, 4)
-
-
 def make_model(name: str, folder: Path) -> None:
+    words, pixels, shape = [], torch.zeros(2, 1, 16, 16), (2, 4)
     if name == "end_to_end":
-        make_end_to_end()
-        return
-    if name in BAGS:
-        make_bag_model(name)
-        return
-    cfg = config(
-        f"model={name}",
-        "data.num_classes=4",
-        "data.channels=1",
-        *SMALL.get(name, ["model.width=2"]),
-    )
+        words = ["data=rare_tiles", "data.tile=[3,8,8]", "data.tile_channels=3", "data.scale=255"]
+        pixels, shape = torch.zeros(1, 192, 7, dtype=torch.uint8), (1, 4)
+    elif name in BAGS:
+        words, pixels, shape = ["data=bags", "data.channels=5"], torch.zeros(1, 5, 7), (1, 4)
+    else:
+        words = ["data.channels=1", *SMALL.get(name, ["model.width=2"])]
+    if name.endswith("3d"):
+        pixels = torch.zeros(2, 1, 16, 16, 16)
+    cfg = config(*words, f"model={name}", "data.num_classes=4")
+    if cfg.task.name == "segmentation":
+        shape = (*shape, *pixels.shape[2:])
     network = instantiate(cfg.model).eval()
-    assert isinstance(network, nn.Sequential | ResNet | ResNetV2 | UNet | VisionTransformer)
-    image = (16,) * (3 if name.endswith("3d") else 2)
-    pixels = image if cfg.task.name == "segmentation" else ()
-    assert network(torch.zeros(2, 1, *image)).shape == (2, 4, *pixels)
+    assert network(pixels).shape == shape
 
 
 def make_data(name: str, folder: Path) -> None:
@@ -247,8 +222,7 @@ def make_launcher(name: str, folder: Path) -> None:
     assert settings.name == name
     if name == "slurm":
         assert dict(resources(settings, 3))["ntasks"] == 3
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        hydra = compose("train", [f"launcher={name}"], return_hydra_config=True)
+    hydra = compose_anew("train", f"launcher={name}", with_hydra=True)
     context = HydraContext(config_loader=None, callbacks=Callbacks())
     made = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=print, config=hydra
@@ -265,36 +239,19 @@ def make_cluster(name: str, folder: Path) -> None:
 
 
 def make_run(name: str, folder: Path) -> None:
-    """A step of a preset, small and on one rank; tests/test_experiments.py has its ranks."""
-    small = ["parallel=none", "model.width=2", *TINY]
-    if name in ("camelyon_like", "whole_vs_tiles"):
-        own = [one for one in small if not one.startswith(("data.image", "data.sam", "data.val"))]
-        small = [*own, f"data.path={folder}"]
-    if name == "camelyon_like":
-        small.append("scheduler.warmup_steps=1")
-    if name == "hyfi_amoebanet":
-        small = [*(one for one in small if "width" not in one), *SMALL["amoebanet_d"]]
-    if name == "vit_slide":
-        small = [*(one for one in small if "width" not in one), *SMALL["vit"]]
-    if name == "volume_fractals":
-        small.append("data.image_size=[16,18,20]")
-    if name == "whole_slide_one_device":
-        small.append("parallel.stream=[2,2]")
-    if name == "bag":
-        bags = write_bags(folder.parent / "bags")
-        small = [*small[:2], *small[-3:], f"data.features={bags}", "data.batch_size=2"]
-        small.append(f"data.labels={bags / 'labels.csv'}")
-    if name == "bag_end_to_end":
-        small = [small[0], *small[-3:], "data.slides=4", "data.validation_slides=2"]
-    cfg = config(f"experiment={name}", *small)
-    trainer = Trainer(cfg, SingleProcess())
+    """Two steps of a preset, small and on one rank; tests/test_end_to_end.py has its ranks."""
+    (folder / "preset").mkdir()
+    words = ("parallel=none", *small_preset(name, folder / "preset"))
+    trainer = Trainer(config(f"experiment={name}", *words), SingleProcess())
     fit(trainer, folder / "run")
     assert trainer.progress.step == 2
     assert (folder / "run" / "summary.json").is_file()
 
 
 def make_trainer(name: str, folder: Path) -> None:
-    cfg = config(f"trainer={name}", "model.width=2", *TINY)
+    tiny = ("data.image_size=[40,36]", "data.samples=4", "data.validation_samples=2")
+    more = ("data.batch_size=2", "trainer.max_epochs=null", "trainer.max_steps=2", "device=cpu")
+    cfg = config(f"trainer={name}", "model.width=2", *tiny, *more)
     trainer = Trainer(cfg, SingleProcess())
     fit(trainer, folder / "run")
     assert trainer.progress.step == 2
@@ -343,27 +300,6 @@ def test_every_file_can_be_made_into_what_it_stands_for(file, folder):
     MAKERS[group](file.stem, folder)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train", ["+world=2"]),
-        ("plan", ["world=2"]),
-        ("predict", ["ckpt_path=run"]),
-        ("evaluate", ["ckpt_path=run"]),
-    ],
-)
-def test_every_command_has_a_configuration(command, words):
-    assert sorted(file.stem for file in CONF.glob("*.yaml")) == [
-        "evaluate",
-        "plan",
-        "predict",
-        "train",
-    ]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        cfg = compose(command, words)
-    assert not OmegaConf.missing_keys(cfg)
-
-
 # --- what they promise
 
 
@@ -396,18 +332,6 @@ def test_the_users_words_win_over_a_preset():
     assert cfg.model.width == 64
     assert cfg.data.batch_size == 3
     assert cfg.data.image_size == [2048, 2048]
-
-
-def test_a_key_that_does_not_exist_is_refused():
-    with pytest.raises(HydraException, match=r"data\.bach_size"):
-        config("data.bach_size=3")
-
-
-def test_the_default_run_directory_is_new_every_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        cfg = compose("train", return_hydra_config=True)
-    assert cfg.hydra.run.dir.startswith("outputs/20")
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,22 @@
-"""The command in several layouts, as a user starts it, against one process."""
+"""The command in layouts and presets, as a user starts it, against one process."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.configuring.keys import groups
+from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
+from tests.bags import write_bags
+from tests.composing import compose_anew
 from tests.fitting import fit
+from tests.processes import printed
 
 SMALL = [
     "data=synthetic",
@@ -31,48 +34,28 @@ SMALL = [
 ]
 
 
-def train(run_dir: Path, *overrides: str) -> dict:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "spatialdl.train"),
-            *SMALL,
-            *overrides,
-            f"hydra.run.dir={run_dir}",
-        ],
-        cwd=run_dir.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((run_dir / "summary.json").read_text())
-
-
-def alone(run_dir: Path, *overrides: str) -> dict:
-    """The same in this process."""
-    own = [one for one in SMALL if not one.startswith("comm.check")]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        fit(Trainer(compose("train", [*own, *overrides]), SingleProcess()), run_dir)
+def summary(run_dir: Path, *overrides: str, limit: int = 250) -> dict:
+    words = [sys.executable, "-m", "spatialdl.train", *overrides, f"hydra.run.dir={run_dir}"]
+    printed(words, run_dir.parent, limit)
     return json.loads((run_dir / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    return alone(tmp_path_factory.mktemp("none"))
+    run_dir = tmp_path_factory.mktemp("none")
+    words = [one for one in SMALL if not one.startswith("comm.check")]
+    fit(Trainer(compose_anew("train", *words), SingleProcess()), run_dir)
+    return json.loads((run_dir / "summary.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parallel", "ranks"),
-    [
-        ("sp+pp", 3),
-        pytest.param("sp", 2, marks=pytest.mark.slow),
-        pytest.param("sp+gems", 3, marks=pytest.mark.slow),
-    ],
+    ("parallel", "ranks"), [("sp", 2), ("gems", 2), ("sp+pp", 3), ("sp+gems", 3)]
 )
 def test_equals_one_process(parallel, ranks, one_process, tmp_path):
-    ours, plain = train(tmp_path / "run", f"parallel={parallel}"), one_process
+    run, plain = tmp_path / "run", one_process
+    ours = summary(run, *SMALL, f"parallel={parallel}", "trainer.trace=true")
+    assert (run / "timeline.png").stat().st_size > 10_000
     assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
     assert (ours["world_size"], len(ours["peak_memory_mb"])) == (ranks, ranks)
     assert ours["parallel"] == parallel
@@ -82,75 +65,73 @@ def test_equals_one_process(parallel, ranks, one_process, tmp_path):
     assert found["samples"] == 3
 
 
-def test_a_traced_run_equals_one_process_and_shows_what_each_rank_did(one_process, tmp_path):
-    run = tmp_path / "run"
-    ours = train(run, "parallel=gems", "trainer.trace=true", "trainer.validate_every=1")
-    assert ours["loss"] == pytest.approx(one_process["loss"], abs=1e-10)
-    events = json.loads((run / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {span["cat"] for span in spans} == {"compute", "hand-over", "reduce", "data"}
-    steps, of_a_copy = 2, 2
-    received = [
-        span for span in spans if span["name"].startswith("hand-over forward of micro-batch")
-    ]
-    assert len(received) == 4 * steps  # outputs that a stage got in training, none in validation
-    done = sorted((span["tid"], *span["args"].values()) for span in spans if "args" in span)
-    assert done == sorted(
-        (stage if copy == 0 else 1 - stage, kind, stage, copy * of_a_copy + number, copy)
-        for kind in ("forward", "backward")
-        for stage in (0, 1)
-        for copy in (0, 1)
-        for number in range(of_a_copy)
-        for _ in range(steps)
-    )
-    assert (run / "timeline.png").stat().st_size > 10_000
+# --- presets on the ranks of their own layouts; tests/test_conf.py trains each on one rank
+
+PRESETS = {
+    "bag": (1, ["model.width=2"]),
+    "bag_end_to_end": (1, ["data.slides=6", "data.validation_slides=2"]),
+    "quickstart": (2, ["model.width=2", "data.image_size=[32,24]"]),
+    "segmentation": (2, ["model.width=2", "data.image_size=[32,24]"]),
+    "gems_resnet110": (4, ["model.width=2", "data.image_size=[32,24]"]),
+    "hyfi_amoebanet": (6, ["model.layers=3", "model.filters=16", "data.image_size=[64,72]"]),
+    "camelyon_like": (4, ["model.width=2", "scheduler.warmup_steps=1", "data.batch_size=4"]),
+    "whole_vs_tiles": (2, ["model.width=2", "data.batch_size=4"]),
+    "vit_slide": (2, ["model.width=12", "model.patch=8", "data.image_size=[64,96]"]),
+    "whole_slide_one_device": (
+        *(1, ["model.width=2", "data.image_size=[160,120]", "parallel.stream=[4,3]"]),
+    ),
+    "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
+}
+
+
+def small_preset(name: str, folder: Path) -> list[str]:
+    """Words that make a preset small, with data of its own in a folder."""
+    words = [*PRESETS[name][1], "trainer.max_steps=2", "device=cpu"]
+    if name == "bag":
+        bags = write_bags(folder / "bags")
+        words += [f"data.features={bags}", f"data.labels={bags / 'labels.csv'}"]
+    elif name in ("camelyon_like", "whole_vs_tiles"):
+        words.append(f"data.path={folder / 'tiles'}")
+        rng = np.random.default_rng(0)
+        with ShardWriter(folder / "tiles", classes=["normal", "tumour"]) as writer:
+            for number in range(12):
+                image = rng.integers(0, 256, (64, 72, 3), np.uint8)
+                split = "train" if number < 8 else "val"
+                writer.add(image, label=int(number % 5 == 0), split=split)
+    elif name != "bag_end_to_end":
+        words.append("data.validation_samples=2")
+    return words
+
+
+def test_every_preset_is_here():
+    assert sorted(PRESETS) == groups()["experiment"]
 
 
 @pytest.mark.slow
-def test_a_u_net_on_two_ranks_equals_one_process(tmp_path):
-    unet = ("model=unet", "model.width=2", "model.depth=2", "data.num_classes=3")
-    plain = alone(tmp_path / "plain", *unet)
-    chosen = ("parallel=sp", "parallel.recompute=block", "parallel.grid=[1,2]")
-    split = train(tmp_path / "split", *unet, *chosen)
-    assert split["loss"] == pytest.approx(plain["loss"], abs=1e-10)
-    (found,), (expected,) = split["validation"], plain["validation"]
-    for key in ("accuracy", "mean_dice", "mean_iou", "dice", "iou", "samples"):
-        assert found[key] == pytest.approx(expected[key], abs=1e-10)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_on_its_ranks(name, tmp_path):
+    ranks, words = PRESETS[name][0], small_preset(name, tmp_path)
+    found = summary(tmp_path / "run", f"experiment={name}", *words)
+    assert found["world_size"] == ranks
+    assert len(found["loss"]) == 2
+    assert np.isfinite(found["loss"]).all()
 
 
 @pytest.mark.slow
-def test_a_network_that_cannot_be_cut_into_stages_says_why(tmp_path):
-    (tmp_path / "networks.py").write_text(
-        "from torch import nn\n\n\n"
-        "class Asks(nn.Module):\n"
-        "    def __init__(self, **settings):\n"
-        "        super().__init__()\n\n"
-        "    def forward(self, x):\n"
-        "        return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))\n"
-    )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "spatialdl.train", *SMALL, "model._target_=networks.Asks"),
-            *("parallel=lp", f"hydra.run.dir={tmp_path / 'run'}"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "Asks cannot be cut into 2 stages" in done.stderr
-    assert "take parallel=sp or dp, which do not cut the network" in done.stderr
+def test_quickstart_learns(tmp_path):
+    assert summary(tmp_path / "run", "experiment=quickstart")["validation"][-1]["accuracy"] > 0.9
 
 
 @pytest.mark.slow
-def test_a_volume_on_three_ranks_equals_one_process(tmp_path):
-    volume = ("data.image_size=[20,25,17]", "data.channels=1", "data.num_classes=3")
-    unet = (*volume, "model=unet3d", "model.width=2", "model.depth=2", "parallel.microbatches=2")
-    plain = alone(tmp_path / "plain", *unet)
-    ours = train(tmp_path / "ours", *unet, "parallel=sp+pp", "parallel.grid=[2,1,1]")
-    assert ours["world_size"] == 3
-    assert ours["loss"] == pytest.approx(plain["loss"], abs=1e-10)
-    assert ours["validation"][0]["loss"] == pytest.approx(plain["validation"][0]["loss"], abs=1e-10)
+@pytest.mark.timeout(1800)
+def test_fractals_are_learned(tmp_path):
+    # 6 minutes on two idle cores
+    found = summary(tmp_path / "run", "experiment=volume_fractals", limit=1700)
+    assert found["validation"][-1]["mean_dice"] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_slides_are_learned_by_a_vit(tmp_path):
+    found = summary(tmp_path / "run", "experiment=vit_slide", limit=1700)  # 6 minutes on two cores
+    assert found["validation"][-1]["accuracy"] > 0.9

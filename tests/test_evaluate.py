@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
+from functools import partial
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 from sklearn import metrics as known
 
@@ -18,6 +18,7 @@ from spatialdl.data.importing.command import main as import_command
 from spatialdl.slides.cohort.command import main as split_table
 from spatialdl.training.trainer import Trainer
 from tests.bags import LENGTHS, SMALL, bag_config, write_bags
+from tests.evaluating.cases import read_rows
 from tests.fitting import fit
 from tests.predicting.runs import MAPS, NETWORK, train, write_slide
 from tests.predicting.volumes import save, train_on_labels, voxels
@@ -50,34 +51,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def here(folder, monkeypatch, capfd):
+def here(folder, monkeypatch, run_main):
     """Runs the command in this process, and gives its exit code and what it prints."""
     monkeypatch.chdir(folder)
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def start(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate", *HERE, *words])
-        code = 0
-        try:
-            evaluate.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        said = capfd.readouterr()
-        return code, said.out + said.err
-
-    return start
-
-
-def rows(path):
-    with path.open(newline="") as lines:
-        return list(csv.DictReader(lines))
+    return partial(run_main, evaluate.main, *HERE)
 
 
 def test_a_data_set_is_evaluated_and_its_predictions_again(folder, here):
     code, said = here("ckpt_path=run", "shards=tiles", "split=test", "hydra.run.dir=e")
     assert code == 0, said
-    tiles = rows(folder / "e" / "predictions.csv")
+    tiles = read_rows(folder / "e" / "predictions.csv")
     assert [row["label"] for row in tiles][4:7] == ["1", "", "1"]
     known_tiles = [row for row in tiles if row["label"]]
     expected = known.accuracy_score(
@@ -117,7 +100,7 @@ def test_a_flat_folder_with_a_table_is_split_imported_trained_on_and_evaluated(f
     assert code == 0, said
     told = json.loads((folder / "i" / "metrics.json").read_text())
     assert (told["unit"], told["levels"]["patient"]["samples"]) == ("patient", 2)
-    assert sorted(row["label"] for row in rows(folder / "i" / "predictions.csv")) == (
+    assert sorted(row["label"] for row in read_rows(folder / "i" / "predictions.csv")) == (
         ["bright"] * 2 + ["dark"] * 2
     )
 
@@ -125,7 +108,7 @@ def test_a_flat_folder_with_a_table_is_split_imported_trained_on_and_evaluated(f
 def test_masks_are_compared_pixel_by_pixel(folder, here):
     code, said = here("ckpt_path=unet", "shards=regions", "hydra.run.dir=m", "maps=true")
     assert code == 0, said
-    pairs = {(r["slide"], r["label"]): r for r in rows(folder / "m" / "confusion.csv")}
+    pairs = {(r["slide"], r["label"]): r for r in read_rows(folder / "m" / "confusion.csv")}
     dataset = ShardDataset(folder / "regions")
     for number in range(4):
         mask = dataset.read_mask(number)
@@ -140,14 +123,11 @@ def test_masks_are_compared_pixel_by_pixel(folder, here):
     assert found["estimate"] == pytest.approx(dice, abs=1e-12)
     assert found["low"] <= dice <= found["high"]
     assert told["unit"] == "image"
-    validated = _confusion_of_maps(folder)
-    assert np.abs(counts - validated).sum() <= 0.01 * counts.sum()
+    assert np.abs(counts - _confusion_of_maps(folder)).sum() <= 0.01 * counts.sum()
 
 
 def _confusion_of_maps(folder):
     """From the pictures that predict writes, which have 8 bits."""
-    import tifffile
-
     dataset = ShardDataset(folder / "regions")
     found = np.zeros((3, 3))
     for number in range(4):
@@ -179,7 +159,7 @@ def test_slides_are_evaluated_with_a_table(folder, here):
     }
     assert told["levels"]["slide"]["samples"] == 4
     assert "1 patient with slides of different labels, left out by patient" in said
-    predicted = {row["slide"]: row["predicted"] for row in rows(folder / "s" / "slides.csv")}
+    predicted = {row["slide"]: row["predicted"] for row in read_rows(folder / "s" / "slides.csv")}
     right = [predicted[f"a{number}"] == str(number % 2) for number in range(4)]
     assert told["levels"]["slide"]["accuracy"]["estimate"] == pytest.approx(np.mean(right))
     found = told["subgroups"]["scanner"]["B"]["slide"]["accuracy"]["estimate"]
@@ -199,7 +179,7 @@ def test_volumes_are_evaluated_with_a_table(tmp_path, here):
     code, said = here(*given, f"labels={tmp_path / 'labels.csv'}", f"hydra.run.dir={out}")
     assert code == 0, said
     told = json.loads((out / "metrics.json").read_text())
-    predicted = [row["predicted"] for row in rows(out / "volumes.csv")]
+    predicted = [row["predicted"] for row in read_rows(out / "volumes.csv")]
     expected = known.accuracy_score(["ill", "well", "ill"], predicted)
     assert list(told["levels"]) == ["volume", "patient"]
     assert told["levels"]["volume"]["accuracy"]["estimate"] == pytest.approx(expected)
@@ -215,7 +195,7 @@ def test_labels_may_be_by_sample(folder, here):
     words = ("ckpt_path=run", "shards=tiles", "split=test", "labels=samples.csv")
     code, said = here(*words, "hydra.run.dir=samples")
     assert code == 0, said
-    tiles = rows(folder / "samples" / "predictions.csv")
+    tiles = read_rows(folder / "samples" / "predictions.csv")
     assert [int(row["sample"]) for row in tiles] == list(range(24))
     told = json.loads((folder / "samples" / "metrics.json").read_text())
     assert told["levels"]["tile"]["samples"] == 24  # one of them has no label in the data set
@@ -234,7 +214,7 @@ def test_bags_of_features_are_evaluated(tmp_path, here):
     code, said = here(*given, table, f"hydra.run.dir={out}")
     assert code == 0, said
     told = json.loads((out / "metrics.json").read_text())["levels"]["slide"]
-    found = rows(out / "slides.csv")
+    found = read_rows(out / "slides.csv")
     right = [row["predicted"] == "abc"[int(row["slide"][1:]) % 3] for row in found]
     assert told["accuracy"]["estimate"] == pytest.approx(np.mean(right))
     assert told["samples"] == len(found) == len(LENGTHS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,22 +14,13 @@ from safetensors.torch import load_file
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.slides.reading.reader import Slide
+from tests.processes import printed
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def run(folder: Path, *command: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return printed(command, folder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

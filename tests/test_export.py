@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.predicting.inputs import shard_inputs
 from spatialdl.predicting.running import Runner
 from spatialdl.predicting.trained import find_trained
-from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 from tests.fitting import fit
@@ -142,22 +140,6 @@ def test_others_normalise_as_the_metadata_says(numbers, tmp_path):
     (given,) = shard_inputs(ShardDataset(tmp_path / "set"), (32, 32), maps=False)
     found = Runner(find_trained(str(run), SingleProcess()), config, SingleProcess()).run(given)
     assert torch.allclose(found.values, expected, rtol=0, atol=1e-12)
-
-
-def test_checkpoints_without_the_keys_are_exported_with_the_default(run, tmp_path):
-    path, _ = run
-    (step,) = sorted((path / "checkpoints").glob("step-*"))[-1:]
-    older = tmp_path / step.name
-    shutil.copytree(step, older)
-    content = json.loads((older / CONTENT).read_text())
-    del content[SEAL], content["data"]
-    for key in ("mean", "std", "scale"):
-        del content["config"]["data"][key]
-    (older / CONTENT).write_text(sealed(content))
-    export.main([f"ckpt_path={older}", f"out={tmp_path / 'm.safetensors'}"])
-    with safe_open(tmp_path / "m.safetensors", "np") as file:
-        found = {key: json.loads(file.metadata()[key]) for key in ("mean", "std", "scale")}
-    assert found == {"mean": [0.5] * 3, "std": [0.25] * 3, "scale": None}
 
 
 class Wide(nn.Module):

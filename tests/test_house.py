@@ -1,14 +1,22 @@
-"""docs/house.md lists every folder, and imports go only downwards in it."""
+"""docs/house.md lists every folder, imports go downwards in it, or to what is declared."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+
+from spatialdl import torch_internals
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "spatialdl"
@@ -20,9 +28,15 @@ FILES = {
 }
 
 
-def imported(file: Path) -> Iterator[str]:
-    """Modules of the package that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(file.read_text())):
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Of each module."""
+    return {name: list(ast.walk(ast.parse(file.read_text()))) for name, file in FILES.items()}
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules of the package that one of them imports, also inside functions."""
+    for node in nodes()[module]:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -32,7 +46,9 @@ def imported(file: Path) -> Iterator[str]:
         yield from (name for name in names if name in FILES and name != "spatialdl")
 
 
-ARROWS = {name: set(imported(file)) - {name} for name, file in FILES.items() if name != "spatialdl"}
+@cache
+def arrows() -> dict[str, set[str]]:
+    return {name: set(imported(name)) - {name} for name in FILES if name != "spatialdl"}
 
 
 def room_of(module: str) -> str:
@@ -62,7 +78,7 @@ def test_imports_go_downwards():
     floors = {room: floor for floor, room in enumerate(ROOMS)}
     upwards = [
         f"{name} imports {other}"
-        for name, others in ARROWS.items()
+        for name, others in arrows().items()
         for other in others
         if floors[room_of(name)] > floors[room_of(other)]
     ]
@@ -71,10 +87,10 @@ def test_imports_go_downwards():
 
 @pytest.mark.parametrize("seen_as", [str, folder_of])
 def test_nothing_imports_itself_in_a_circle(seen_as: Callable[[str], str]):
-    arrows: dict[str, set[str]] = {}
-    for name, others in ARROWS.items():
-        arrows.setdefault(seen_as(name), set()).update(map(seen_as, others))
-    graph = {name: others - {name} for name, others in arrows.items()}
+    graph: dict[str, set[str]] = {}
+    for name, others in arrows().items():
+        graph.setdefault(seen_as(name), set()).update(map(seen_as, others))
+    graph = {name: others - {name} for name, others in graph.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -103,3 +119,140 @@ def test_every_short_file_has_its_reason_on_the_page():
         f"{sorted(listed - short)} are no short files (any more): remove them from 'Short files' "
         "in docs/house.md"
     )
+
+
+# --- packages of others: what the source imports is declared, and what is declared is used
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NEEDED = PROJECT["dependencies"] + [
+    one
+    for extra in (
+        *("mpi", "parquet", "slurm", "wandb", "mlflow", "volumes", "features", "lightning"),
+        *("dicom", "spatialdata", "tensorboard"),
+    )
+    for one in EXTRAS[extra]
+]
+PLUGINS = ROOT / "hydra_plugins"
+# through their own programs, libraries, or other packages
+NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
+IF_THERE = {"huggingface_hub", "kornia", "sklearn"}  # users bring them, or a benchmark compares
+NAMED_OTHERWISE = {
+    "hydra": "hydra-core",
+    "mlflow": "mlflow-skinny",
+    "nrrd": "pynrrd",
+    "openslide": "openslide-python",
+    "PIL": "pillow",
+    "skimage": "scikit-image",
+    "yaml": "pyyaml",
+}
+
+
+def packages() -> set[str]:
+    """Packages of others that the source imports, wherever in it."""
+    names: set[str] = set()
+    plugins = [ast.walk(ast.parse(one.read_text())) for one in PLUGINS.rglob("*.py")]
+    for node in chain.from_iterable([*nodes().values(), *plugins]):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "needed":
+            names.add(node.args[0].value.split(".")[0])  # of one format of volumes
+    return names - set(sys.stdlib_module_names) - {"spatialdl"}
+
+
+def declared() -> set[str]:
+    return {re.match(r"[\w-]+", one)[0].lower() for one in NEEDED}
+
+
+def test_what_is_imported_is_declared_and_used():
+    used = {NAMED_OTHERWISE.get(name, name) for name in packages() - IF_THERE}
+    assert used == declared() - NOT_IMPORTED
+
+
+def test_every_extra_for_users_is_in_the_documentation():
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    text = "".join(page.read_text() for page in pages)
+    users = set(EXTRAS) - {"dev", "proof", "docs"}
+    assert {extra for extra in users if f"[{extra}]" not in text} == set()
+
+
+def test_all_is_every_extra_for_users_but_that_of_mpi():
+    (one,) = EXTRAS["all"]
+    named = set(re.fullmatch(r"spatialdl\[([\w,]+)\]", one)[1].split(","))
+    assert named == set(EXTRAS) - {"dev", "proof", "docs", "all", "mpi"}
+
+
+# --- private names of PyTorch: in one file
+
+IN_PLACE = {name for _, names in torch_internals.ATTRIBUTES for name in names.split()}
+# of Python, OmegaConf and others; `_u` is made with weights of two dims or more only
+OF_OTHERS = {
+    *("_Hash", "_asdict", "_current_frames", "_exit", "_fields", "_get_full_key", "_get_node"),
+    *("_getframe", "_iter_ex", "_layer_sync", "_mmap", "_replace", "_submit_command", "_target_"),
+    "_u",
+}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def private_names(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Private names of PyTorch that are imported, named in a string or looked up, and where."""
+    names: list[str] = []
+    if isinstance(node, ast.ImportFrom) and node.module:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        names = [node.value]
+    yield from ((name, name) for name in names if name.startswith("torch.") and is_private(name))
+    name = node.attr if isinstance(node, ast.Attribute) else ""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+        name = str(getattr(node.args[1], "value", ""))
+    if is_private(name):
+        yield name, ast.unparse(node)
+    elif getattr(getattr(node, "value", None), "id", "") == "nn_functions" and name not in IN_PLACE:
+        yield name, f"torch.{name}"
+
+
+def defined(node: ast.AST) -> str:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.attr if isinstance(node, ast.Attribute) else node.id
+    return ""
+
+
+def test_only_one_file_has_private_names_of_pytorch():
+    """Others would fail one by one with a version of PyTorch that lacks them."""
+    others = {name: found for name, found in nodes().items() if name != torch_internals.__name__}
+    ours = {defined(node) for found in others.values() for node in found}
+    found = [
+        f"{file}: {text}"
+        for file, each in others.items()
+        for node in each
+        for name, text in private_names(node)
+        if text.startswith(("torch.", "dist.", "nn.", "F.", "Tensor."))
+        or name not in ours | IN_PLACE | OF_OTHERS
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch._C, "_is_tracing"), (torch, "_foreach_norm"), (torch._C._nn, "nll_loss_nd")],
+)
+def test_a_version_that_lacks_a_name_is_refused_by_it(owner, name, monkeypatch):
+    monkeypatch.delattr(owner, name)
+    spec = importlib.util.spec_from_file_location("again", torch_internals.__file__)
+    version = re.escape(torch.__version__)
+    with pytest.raises(ImportError, match=f"PyTorch {version} .*'{name}'.* 2.8 to 2.15, "):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_names_of_the_compiler_are_there():
+    for name in torch_internals.ON_FIRST_USE:
+        assert getattr(torch_internals, name).__name__ == name

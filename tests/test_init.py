@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import spatialdl
+from tests.processes import printed
+from tests.vision import need_timm
 
 
 @pytest.mark.parametrize("module", ["spatialdl", "spatialdl.train"])
@@ -20,18 +25,14 @@ def test_importing_brings_neither_pytorch_nor_mpi(module):
     assert not {"torch", "mpi4py.MPI", "h5py", "numpy"} & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("name", spatialdl.__all__)
-def test_every_name_is_there(name):
-    value = getattr(spatialdl, name)
-    assert getattr(value, "__name__", name) == name
-    assert getattr(spatialdl, name) is value
-    assert name in dir(spatialdl)
-
-
-def test_a_star_import_gives_every_name():
+def test_every_name_is_there():
     names: dict[str, object] = {}
     exec("from spatialdl import *", names)
-    assert set(spatialdl.__all__) <= set(names)
+    for name in spatialdl.__all__:
+        value = getattr(spatialdl, name)
+        assert getattr(value, "__name__", name) == name
+        assert names[name] is value
+        assert name in dir(spatialdl)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -59,18 +60,41 @@ def test_a_clone_beside_a_script_is_not_taken_for_the_package(tmp_path: Path) ->
         (["train", "data.bach_size=3"], 1, "error: data.bach_size is unknown; nearest: data.batch"),
     ],
 )
-def test_commands_are_listed_and_started_by_name(words, code, said, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["spatialdl", *words])
-    for variable in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"):
-        monkeypatch.delenv(variable, raising=False)
-    ended = 0
-    try:
-        runpy.run_module("spatialdl", run_name="__main__")
-    except SystemExit as stop:
-        ended = stop.code
-    if isinstance(ended, str):
-        print(ended)
-        ended = 1
+def test_commands_are_listed_and_started_by_name(words, code, said, run_main):
+    ended, shown = run_main(partial(runpy.run_module, "spatialdl", run_name="__main__"), *words)
     assert ended == code
-    shown = capsys.readouterr()
-    assert said in shown.out + shown.err
+    assert said in shown
+
+
+def test_no_gpu_is_visible_here_or_in_subprocesses():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == "-1"
+    assert torch.cuda.device_count() == torch.xpu.device_count() == 0
+
+
+# --- PyPI's torchvision beside a CPU build of PyTorch: timm and torchmetrics can be imported
+
+
+def test_networks_and_transforms_work_without_the_operators():
+    need_timm()
+    import timm
+    import torchmetrics  # noqa: F401  (which imports torchvision)
+    from torchvision.transforms import v2
+
+    network = timm.create_model("resnet18", num_classes=0).eval()
+    assert network(torch.rand(1, 3, 32, 32)).shape == (1, 512)
+    flipped = v2.RandomHorizontalFlip(1.0)(torch.arange(2.0).view(1, 1, 2))
+    assert flipped.flatten().tolist() == [1, 0]
+    try:  # where the library fits, there is the operator
+        torch.ops.torchvision.nms(torch.rand(2, 4), torch.rand(2), 0.5)
+    except NotImplementedError as error:
+        assert "Could not run 'torchvision::nms'" in str(error)  # noqa: PT017
+
+
+def test_where_the_library_can_be_loaded_nothing_is_declared(tmp_path):
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", package / "_C.so")
+    code = "import spatialdl, torch, torchvision; print(hasattr(torch.ops.torchvision, 'nms'))"
+    path = os.pathsep.join(map(str, (tmp_path, *sys.path[1:])))
+    assert printed([sys.executable, "-c", code], tmp_path, PYTHONPATH=path) == "False\n"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from email.parser import Parser
-from email.policy import default
 from fnmatch import fnmatch
 from importlib.metadata import EntryPoint
 from pathlib import Path, PurePosixPath
@@ -20,6 +17,7 @@ import pytest
 from PIL import Image
 
 from spatialdl.version import __version__
+from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,16 +61,7 @@ def copied(folder: Path) -> Path:
 
 def python(*words: str, folder: Path, **environment: str) -> str:
     """What this Python prints, run in a folder."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return printed([sys.executable, *words], folder, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -103,41 +92,6 @@ def test_the_configuration_lies_at_the_top_and_is_installed_in_the_package() -> 
     # find the configuration of that one
     assert (ROOT / LINK).is_symlink() or not (ROOT / ".git").exists()
     assert (ROOT / LINK).resolve() in (ROOT / LINKED, ROOT / LINK)
-
-
-def test_what_is_no_python_in_the_package_is_named_as_package_data() -> None:
-    # an editable install finds a file that is named nowhere, and the wheel lacks it
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["spatialdl"]
-    data = [
-        name.removeprefix("spatialdl/")
-        for name in in_package()
-        if name.startswith("spatialdl/") and not name.endswith(".py")
-    ]
-    assert len(data) > 50
-    unnamed = [
-        name for name in data if not any(fnmatch(name, p.replace("**/", "*")) for p in patterns)
-    ]
-    assert unnamed == []
-
-
-def test_every_pattern_of_package_data_finds_a_file() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["spatialdl"]
-    assert [one for one in patterns if not list((ROOT / "spatialdl").glob(one))] == []
-
-
-def test_the_wheel_has_the_version_the_licence_and_the_requirements(
-    wheel: zipfile.ZipFile,
-) -> None:
-    said = Parser(policy=default).parsestr(wheel.read(f"{INFO}/METADATA").decode())
-    assert said["Version"] == __version__
-    assert said["License-Expression"] == PROJECT["project"]["license"]
-    assert said["Requires-Python"] == PROJECT["project"]["requires-python"]
-    assert f"{INFO}/licenses/LICENSE" in wheel.namelist()
-    needed = [one for one in said.get_all("Requires-Dist", []) if "extra ==" not in one]
-    assert len(needed) == len(PROJECT["project"]["dependencies"])
-    assert set(said.get_all("Provides-Extra", [])) == set(
-        PROJECT["project"]["optional-dependencies"]
-    )
 
 
 def test_every_command_of_the_wheel_can_be_called(wheel: zipfile.ZipFile) -> None:

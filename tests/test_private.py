@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from spatialdl.data import ShardWriter
 from tests.private import openable
+from tests.processes import printed
 from tests.training.checkpoints.runs import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def test_what_is_open_to_others_is_seen(shared):
     (shared / "folder").mkdir()
     (shared / "folder" / "inside").touch()
     program = [sys.executable, str(ROOT / "tests" / "private.py"), str(shared)]
-    said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    said = printed(program, shared)
     assert said.replace(f"{shared}/", "").splitlines() == [
         *("reads folder", "reads folder/inside", "reads read", "writes write")
     ]
@@ -64,15 +64,8 @@ def test_another_user_can_open_nothing_of_a_run(shared, tmp_path):
         *("data.validation_split=null", "data.workers=1", f"data.stage={shared}"),
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
-    done = subprocess.run(
-        ["sh", "-c", 'umask 0 && exec "$@"', "sh", *words],
-        env={**os.environ, "TMPDIR": str(shared), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    shell = ["sh", "-c", 'umask 0 && exec "$@"', "sh", *words]
+    printed(shell, tmp_path, TMPDIR=str(shared), PYTHONPATH=str(ROOT))
     assert len(list(seen.iterdir())) == 2
     for path in seen.iterdir():
         found, _, there = path.read_text().partition("\n\n")

@@ -5,16 +5,13 @@ Tutorials, whose commands run too, are in test_tutorial.py.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -29,6 +26,8 @@ from spatialdl.data.staging import command as staging
 from spatialdl.features import options as features
 from spatialdl.slides.batch import options as tiling
 from spatialdl.training.checks import check_config
+from tests.composing import compose_anew
+from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -94,37 +93,21 @@ def test_python_runs(ranks, tmp_path):
                 programs.append(f"{page.stem}/{name}")
                 said += "refusal" in block
     launcher = [*mpiexec_command(2), sys.executable, "-m", "mpi4py"]
-    done = subprocess.run(
-        [*(launcher if ranks == 2 else [sys.executable]), "runner.py", *programs],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    start = launcher if ranks == 2 else [sys.executable]
+    text = printed([*start, "runner.py", *programs], tmp_path, 280)
     refusal = " ".join(next(text for text in blocks("text") if "not supported on" in text).split())
-    assert done.stdout.count(refusal) == 2 * said
+    assert text.count(refusal) == 2 * said
     if "README/four_lines.py" in programs:
         (shown,) = (text for text in blocks("text") if text.startswith("rank 0: loss"))
-        assert set(shown.splitlines()) <= set(done.stdout.splitlines())
+        assert set(shown.splitlines()) <= set(text.splitlines())
 
 
 def test_the_network_that_is_checked_is_exact(tmp_path):
     (network,) = (block for block in blocks("python") if name_of(block) == "networks.py")
     (tmp_path / "networks.py").write_text(network)
     (words,) = commands("spatialdl.check")
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal to a single process" in done.stdout
+    text = printed([sys.executable, "-m", *words], tmp_path)
+    assert "equal to a single process" in text
 
 
 @pytest.mark.parametrize("words", commands("spatialdl.train"), ids=" ".join)
@@ -139,9 +122,8 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     parsed = OverridesParser.create().parse_overrides(given)
     (runs,) = BasicSweeper.split_arguments(parsed, None)
     assert len(runs) == 1 or "-m" in words
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        for overrides in runs:
-            check_config(compose("train", overrides))
+    for overrides in runs:
+        check_config(compose_anew("train", *overrides))
 
 
 def bench(words: list[str]) -> None:
@@ -206,8 +188,7 @@ def test_every_key_that_is_named_is_one():
 
 @pytest.mark.parametrize("words", commands("spatialdl.predict"), ids=" ".join)
 def test_a_predicting_command_is_understood(words):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        compose("predict", words[1:])
+    compose_anew("predict", *words[1:])
 
 
 def test_there_are_commands():

@@ -83,14 +83,6 @@ def test_the_reference_has_the_options_of_every_command(words):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_files_that_pages_link_become_pages():
-    text = repository.page_of("examples/slurm/launcher/site.yaml")
-    assert text.startswith("# examples/slurm/launcher/site.yaml\n\n````yaml\n")
-    assert "## examples/slurm/train.sbatch" in repository.page_of("examples/slurm")
-    assert repository.address("examples/slurm") == "source/examples/slurm.md"
-    assert repository.address("SECURITY.md") == "source/SECURITY.md"
-
-
 def test_links_out_of_the_documentation_lead_to_these_pages():
     text = "[a](../SECURITY.md#data) [b](gpus.md) [c](https://x.org) [d](#e) [f](../no_such.py)"
     assert list(repository.outside(text, "docs/page.md")) == ["SECURITY.md"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.evaluating.cases import read_rows
+from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -50,21 +50,7 @@ def carry_out(page: str, folder: Path) -> None:
         (folder / name).write_text(code)
     commands = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)[0]
     for line in commands.splitlines():
-        done = subprocess.run(
-            words_of(line),
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-
-
-def rows_of(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
+        printed(words_of(line), folder, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.timeout(600)
@@ -76,17 +62,16 @@ def test_every_command_of_a_tutorial_works(name, tmp_path):
     expected = {*named, *AT_LEAST[name]}
     assert sorted(one for one in expected if not (tmp_path / one).is_file()) == []
     if name == "tutorial":
-        rows = rows_of(tmp_path / "predicted" / "slides.csv")
+        rows = read_rows(tmp_path / "predicted" / "slides.csv")
         assert [row["slide"] for row in rows] == [f"s{number}" for number in range(8)]
         assert {row["predicted"] for row in rows} <= {"ring", "strand"}
-        metrics = rows_of(tmp_path / "evaluated" / "metrics.csv")
+        metrics = read_rows(tmp_path / "evaluated" / "metrics.csv")
         found = {(row["level"], row["metric"]) for row in metrics}
         assert {("slide", "accuracy"), ("patient", "accuracy")} <= found
-    if name == "own-slides":
-        rows = rows_of(tmp_path / "tiles_predicted" / "slides.csv")
-        assert {row["status"] for row in rows} == {"processed"}
-        assert len(rows) == 4
-    if name == "volumes":
-        rows = rows_of(tmp_path / "volume_predicted" / "volumes.csv")
-        assert {row["status"] for row in rows} == {"processed"}
-        assert len(rows) == 4
+    for of, table in (
+        ("own-slides", "tiles_predicted/slides"),
+        ("volumes", "volume_predicted/vol"),
+    ):
+        if name == of:
+            rows = read_rows(next(tmp_path.glob(f"{table}*.csv")))
+            assert [row["status"] for row in rows] == ["processed"] * 4

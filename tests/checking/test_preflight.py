@@ -107,13 +107,19 @@ def test_images_of_any_size_and_hundreds_of_ranks_take_no_memory():
     assert all(p.device.type == "meta" for one in found.stages for p in one.parameters())
 
 
-def test_a_network_that_cannot_be_cut_is_an_error_and_its_operations_are_told():
-    class Branching(Refused):
-        def forward(self, x):
-            if x.mean() > 0:
-                x = x + 1
-            return super().forward(x)
+class Branching(Refused):
+    def forward(self, x):
+        if x.mean() > 0:
+            x = x + 1
+        return super().forward(x)
 
+
+class Wrong(Refused):
+    def forward(self, x):
+        return self.head(self.first(x).mean((2, 3)).view(7, 4))  # wrong
+
+
+def test_a_network_that_cannot_be_cut_is_an_error_and_its_operations_are_told():
     found = preflight(Branching(), THREE, SHAPE)
     assert [name for name, _, _ in places(found)] == ["sort", "cumsum", "sort", "cumsum_"]
     assert found.errors[0].startswith("Branching cannot be cut into 2 stages")
@@ -124,10 +130,6 @@ def test_a_network_that_cannot_be_cut_is_an_error_and_its_operations_are_told():
 
 
 def test_other_errors_name_the_line():
-    class Wrong(Refused):
-        def forward(self, x):
-            return self.head(self.first(x).mean((2, 3)).view(7, 4))  # wrong
-
     found = preflight(Wrong(), TWO, SHAPE)
     assert found.refusals == []
     assert len(found.errors) == 1
@@ -189,34 +191,19 @@ def test_a_gathered_head_is_not_refused():
         (resnet18, "segmentation", "the network returns (2, 3) for 2 masks of 32x16, but task="),
         (resnet18, "multilabel", "the network returns (2, 3) for 2 images with 4 classes each, "),
         (resnet18, "regression", "the network returns (2, 3) for 2 images with 4 targets each, "),
+        (None, "classification", "the network returns (2, 3, 8, 9, 7) for 2 images, but task="),
+        (None, "segmentation", None),
     ],
 )
 def test_an_output_that_does_not_fit_the_task_is_an_error(network, task, sentence):
+    given = (nn.Conv3d(1, 3, 3, padding=1), Placement(1, ((2, 1, 1),)), (2, 1, 8, 9, 7))
+    if network is not None:
+        given = (network(num_classes=3, width=4), TWO, (2, 3, 32, 16))
     found = preflight(
-        network(num_classes=3, width=4),
-        TWO,
-        (2, 3, 32, 16),
+        *given,
         criterion=TASKS[task].loss,
         segments=task == "segmentation",
         columns=4 if task in ("multilabel", "regression") else None,
-    )
-    assert [error[: len(sentence)] for error in found.errors] == [sentence]
-
-
-@pytest.mark.parametrize(
-    ("task", "sentence"),
-    [
-        ("classification", "the network returns (2, 3, 8, 9, 7) for 2 images, but task="),
-        ("segmentation", None),
-    ],
-)
-def test_an_output_of_volumes_is_compared_with_the_task(task, sentence):
-    found = preflight(
-        nn.Conv3d(1, 3, 3, padding=1),
-        Placement(1, ((2, 1, 1),)),
-        (2, 1, 8, 9, 7),
-        criterion=TASKS[task].loss,
-        segments=task == "segmentation",
     )
     errors = [error[: len(sentence or "")] for error in found.errors]
     assert errors == ([] if sentence is None else [sentence])
@@ -276,19 +263,17 @@ def test_what_is_kept_is_what_the_real_loss_keeps(segments, shape, real, alone):
     assert found == expected
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 7), (3, 5), (2, 5, 8, 6)])
-def test_other_outputs_have_a_gradient_too(shape, alone):
-    output = torch.rand(shape, device="meta", requires_grad=True)
-    assert kept(lambda x: dry_loss(x, False, (2, 3, 16, 12), alone), output) == {}
-
-
-def test_without_anything_to_learn_there_is_no_loss(alone):
+def test_other_outputs_have_a_gradient_too_or_no_loss(alone):
+    for shape in ((2, 5, 7), (3, 5), (2, 5, 8, 6)):
+        output = torch.rand(shape, device="meta", requires_grad=True)
+        assert kept(lambda x: dry_loss(x, False, (2, 3, 16, 12), alone), output) == {}
     given = (torch.rand(2, 5, device="meta"), None, {"logits": 3})
     assert [dry_loss(one, False, (2, 3, 16, 12), alone) for one in given] == [None] * 3
 
 
 def test_on_a_grid_the_numerators_are_added_up():
-    program = Program(nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU()), (3, 16, 12))
+    network = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU())
+    program = Program(network, (3, 16, 12))
     whole, tiles = (
         count(program, (2, 3, 16, 12), grid, segments=True) for grid in ((1, 1), (2, 1))
     )
@@ -296,11 +281,7 @@ def test_on_a_grid_the_numerators_are_added_up():
     assert {talk.kind for talk in tiles.loss.forward_messages} == {"sum"}
     kept = [one.lives.held(2, 3, ()) for one in (tiles, whole)]
     assert 0 < kept[0] <= kept[1] / 2 + 2 * SMALL
-
-
-def test_of_a_full_output_on_a_grid_each_rank_counts_its_own_box():
-    network = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU())
-    gather_before(network, "1")
+    gather_before(network, "1")  # each rank counts its own box of the full output
     full = count(Program(network, (3, 16, 12)), (2, 3, 16, 12), (2, 1), segments=True)
     assert {talk.kind for talk in full.loss.forward_messages} == {"sum"}
 

@@ -1,12 +1,17 @@
-"""The configuration files read as text, against what Hydra makes of them."""
+"""The configuration files and the help read as text, against what Hydra makes of them."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from spatialdl.configuring.folders import new_folder
+from spatialdl.configuring.help import WIDTH, help_lines, wants_help
 from spatialdl.configuring.keys import CONF, about, chosen_by_default, file_of, groups, keys_of
+from tests.composing import compose_anew
 
 FILE = """\
 # what it is
@@ -44,9 +49,7 @@ def test_keys_have_their_place_their_default_and_their_comment(tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_the_defaults_are_those_that_hydra_takes(command):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        composed = compose(command, return_hydra_config=True)
-    choices = composed.hydra.runtime.choices
+    choices = compose_anew(command, with_hydra=True).hydra.runtime.choices
     ours = {group: str(choice) for group, choice in choices.items() if "hydra" not in group}
     found = chosen_by_default(command).items()
     assert {group: "None" if one == "null" else one for group, one in found} == ours
@@ -77,3 +80,74 @@ def test_a_group_has_choices_that_are_files():
     assert groups()["optimizer"] == ["adamw", "lamb", "lars", "sgd"]
     for group, choices in groups().items():
         assert all(file_of(group, choice).is_file() for choice in choices)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "predict", "evaluate"])
+def test_it_says_every_key_and_every_choice_within_its_width(command):
+    lines = list(help_lines(command))
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH
+    for group, choice in chosen_by_default(command).items():
+        for other in groups()[group]:
+            assert other in text
+        if choice != "null":
+            for key in keys_of(file_of(group, choice)):
+                if key.default and not key.name.endswith("._partial_"):
+                    assert f"\n  {key.name} " in text or f"\n  {key.name}\n" in text, key
+    assert "Powered by Hydra" not in text
+
+
+def test_a_network_of_another_choice_tells_what_it_has_beside():
+    text = "\n".join(help_lines("train"))
+    part = text.partition("\nmodel=amoebanet_d\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in part.splitlines()] == ["model.layers", "model.filters"]
+
+
+def test_who_asks_for_help():
+    assert wants_help(["seed=1", "--help"])
+    assert wants_help(["-h"])
+    assert not wants_help(["seed=1"])
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "predict", "evaluate"])
+def test_help_comes_without_pytorch(command):
+    code = (
+        f"import runpy, sys; sys.argv = ['x', '--help']; "
+        f"runpy.run_module('spatialdl.{command}', run_name='__main__'); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"python -m spatialdl.{command} [key=value ...]\n")
+    assert done.stderr == ""
+
+
+TEN = """
+from spatialdl.configuring.folders import new_folder
+for _ in range(10):
+    print(new_folder("x/y"))
+"""
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [new_folder("a/b") for _ in range(3)] == ["a/b", "a/b-2", "a/b-3"]
+    (tmp_path / "a" / "c").touch()
+    assert new_folder("a/c") == "a/c-2"
+
+
+def test_processes_never_get_the_same(tmp_path):
+    words = [sys.executable, "-c", TEN]
+    together = [
+        subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    found = [name for one in together for name in one.communicate()[0].split()]
+    assert sorted(found) == sorted(["x/y", *(f"x/y-{n}" for n in range(2, 31))])
+
+
+def test_a_configuration_has_one_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hydra = compose_anew("train", with_hydra=True).hydra
+    assert hydra.run.dir == hydra.run.dir
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert hydra.run.dir == f"outputs/{folder.name}"

@@ -1,3 +1,5 @@
+"""Words and values that no configuration has are refused with the nearest."""
+
 from __future__ import annotations
 
 import re
@@ -6,6 +8,8 @@ import pytest
 
 from spatialdl.configuring.keys import file_of, groups, keys_of
 from spatialdl.configuring.overrides import ELSEWHERE, check_overrides, flags_of
+from spatialdl.configuring.values import _kinds, check_values
+from tests.composing import compose_anew
 
 MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_to_end"
 
@@ -14,26 +18,18 @@ MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_t
     ("words", "sentence"),
     [
         ("optimzer.lr=1", "optimzer.lr is unknown; nearest: optimizer.lr; `python -m spatialdl"),
-        ("optimzer=sgd", "optimzer is unknown; nearest: optimizer;"),
         ("model=resnet19", f"model=resnet19 is unknown; nearest: model=resnet18; {MODELS}"),
         ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; choices: auto"),
-        ("experiment=quikstart", "nearest: experiment=quickstart; choices: bag, bag_end_to_end"),
-        ("debug=overfitt", "nearest: debug=overfit;"),
-        ("parallel.stage=2", "parallel.stage is unknown; nearest: parallel.stages;"),
         ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
         ("logger=[csv,tensorbord]", "logger=tensorbord is unknown; nearest: logger=tensorboard;"),
         ("batch_size=3", "batch_size is unknown; nearest: data.batch_size;"),
         ("+foo=1", "+foo is unknown; `python"),
-        ("++foo=1", "foo is unknown; `python"),
         ("+seed=1", "+seed: seed already exists, omit the +"),
         ("+model=unet", "+model: model is already chosen, omit the +"),
         ("data.path=x", "a key of data=shards, but data=synthetic is chosen: add data=shards"),
         ("parallel.world=2", "parallel=auto, but parallel=none is chosen"),
         ("data.image_size.2=3", "data.image_size.2 is unknown"),
-        (
-            "++model.widht=3",
-            "model.widht is unknown to spatialdl.models.resnet18; nearest: model.w",
-        ),
+        ("++model.widht=3", "model.widht is unknown to spatialdl.models.resnet18; nearest: model."),
         (  # its module has the same name
             "model=unet ++model.widht=3",
             "model.widht is unknown to spatialdl.models.unet; nearest: model.w",
@@ -42,29 +38,18 @@ MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_t
         ("optimizer.maximize=true", "to pass torch.optim.SGD another argument write +optimizer.m"),
         ("+optimizer.nesterv=true", "unknown to torch.optim.SGD; nearest: optimizer.nesterov"),
         ("optimizer._target_=torch.optim.RMSprop +optimizer.alpah=1", "nearest: optimizer.alpha"),
-        (
-            "cluster=infiniband",
-            "cluster is not a group of spatialdl.train (a group of spatialdl.plan)",
-        ),
+        ("cluster=infiniband", "cluster is not a group of spatialdl.train "),
         ("model=networks.Net", "; for your own use model._target_=networks.Net"),
         ("hydra.run.dri=x", "hydra.run.dri is unknown; nearest: hydra.run.dir"),
         ("seed", "seed has no value: write seed=value"),
         ("optimizer.learning_rate=1", "unknown to torch.optim.SGD; nearest: optimizer.lr;"),
-        ("learning_rate=1", "learning_rate is unknown; nearest: optimizer.lr;"),
         ("gradient_clip_val=1", "gradient_clip_val is unknown; nearest: trainer.clip_norm;"),
-        ("strategy=ddp", "strategy is unknown; nearest: parallel;"),
         ("=3", "=3 has no key: write key=value"),
         ("parallel.grid=[2", "parallel.grid=[2 cannot be parsed as key=value"),
         ("seed=1,2", "seed=1,2 has several values: add --multirun"),
         ("parallel.gems={varint:x}", "the configuration cannot be composed: "),
-        (
-            "hydra.output_subdir=x",
-            "hydra.output_subdir=x is not supported: overrides and configuration",
-        ),
-        (
-            "hydra/job_logging=default",
-            "hydra.job_logging.handlers.file writes to a file, but the run",
-        ),
+        ("hydra.output_subdir=x", "hydra.output_subdir=x is not supported: overrides and"),
+        ("hydra/job_logging=default", "hydra.job_logging.handlers.file writes to a file, but the"),
     ],
 )
 def test_what_is_unknown_is_refused_with_the_nearest(words, sentence):
@@ -158,3 +143,58 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text):
     (tmp_path / "model" / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"cannot be composed: .+|must be a list"):
         check_overrides(["model=mine"], config_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("comm.map=ture", "comm.map=ture must be true or false"),
+        ("comm.check=null", "comm.check=null must be true or false"),
+        ("parallel.sync_batchnorm=1", "parallel.sync_batchnorm=1 must be true or false"),
+        ("data.samples=2.5", "data.samples=2.5 must be a whole number"),
+        ("data.samples=true", "data.samples=true must be a whole number"),
+        ("trainer.max_steps=1e3", "trainer.max_steps=1000.0 must be a whole number, or null"),
+        ("trainer.clip_norm=on", "trainer.clip_norm=on must be a number, or null"),
+        ("optimizer.lr=fast", "optimizer.lr=fast must be a number"),
+        ("optimizer.lr=nan", "optimizer.lr=nan must be a number"),
+        ("scheduler=cosine scheduler.T_max=[3]", "T_max=[3] must be a whole number, or null"),
+        ("logger=tensorboard logger.tensorboard.images=no_", "images=no_ must be true or false"),
+        ("model.width=wide", "model.width=wide must be a whole number"),
+        ("task.mixup={a:1}", "task.mixup={'a': 1} must be a number"),
+    ],
+)
+def test_what_is_no_switch_or_number_is_refused(override, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check_values(compose_anew("train", *override.split()))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.lr=1 comm.timeout=2.5 trainer.clip_norm=null trainer.max_epochs=3",
+        "trainer.max_steps=${data.samples}",
+        "seed=${hydra:job.num}",  # which cannot be told yet
+        "++model._target_=mine.Network model.width=wide",
+        "scheduler=one_cycle scheduler.div_factor=2.5 scheduler.max_lr=1",
+        "data=shards data.num_classes=null",
+        "model=unet model.depth=3",
+        "parallel=lp parallel.tensor=[1,2]",  # was refused, as the default is a number
+    ],
+)
+def test_what_is_one_passes(override):
+    check_values(compose_anew("train", *override.split()))
+
+
+def test_each_command_has_its_own_keys():
+    check_values(compose_anew("predict", "ckpt_path=run"))
+    with pytest.raises(ValueError, match="maps=ture must be true or false"):
+        check_values(compose_anew("predict", "ckpt_path=run", "maps=ture"))
+
+
+def test_all_switches_are_known():
+    kinds = _kinds()
+    for key in ("comm.map", "comm.check", "trainer.tf32", "data.stage.keep", "overwrite"):
+        assert kinds[key] == ("true or false",)
+    assert kinds["comm.timeout"] == ("a number", "null")
+    assert "parallel.grid" not in kinds
+    assert "whole" not in kinds

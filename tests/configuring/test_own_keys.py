@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from spatialdl.configuring.own_keys import fit_model_keys, offered_keys, refused_key, rewritten
+from tests.composing import compose_anew
 
 
 @pytest.mark.parametrize(
@@ -116,27 +116,21 @@ def test_what_the_user_has_written_stays_for_the_network_to_take_or_refuse():
     assert offered == ["in_channels", "in_chans"]
 
 
-def test_a_function_may_have_the_name_of_its_module():
-    target = "spatialdl.models.unet"
-    config = OmegaConf.create({"model": {"_target_": target, "depth": 3}})
-    fit_model_keys(config, [f"model._target_={target}"])
-    assert set(config.model) == {"_target_", "num_classes", "in_channels"}
-
-
 def test_what_the_user_takes_away_stays_away():
     config = OmegaConf.create({"model": {"_target_": f"{__name__}.plain"}})
     fit_model_keys(config, ["~model.num_classes", f"model._target_={__name__}.plain"])
     assert set(config.model) == {"_target_", "in_channels"}
 
 
-def test_a_network_that_comes_along_is_given_all():
+def test_a_network_of_a_file_is_given_all_and_one_that_is_not_there_is_refused():
+    target = "spatialdl.models.unet"  # a function with the name of its module
+    config = OmegaConf.create({"model": {"_target_": target, "depth": 3}})
+    fit_model_keys(config, [f"model._target_={target}"])
+    assert set(config.model) == {"_target_", "num_classes", "in_channels"}
     model = {"_target_": "nobody.asks", "width": 8, "out_features": 2}
     config = OmegaConf.create({"model": model})
     fit_model_keys(config, ["model=resnet18", "model.width=8"])
     assert config.model == model
-
-
-def test_a_network_that_is_not_there_is_refused():
     config = OmegaConf.create({"model": {"_target_": "nobody.Knows"}})
     with pytest.raises(ValueError, match=r"model\._target_=nobody\.Knows cannot be imported"):
         fit_model_keys(config, ["model._target_=nobody.Knows"])
@@ -155,9 +149,8 @@ def experiment(folder: Path, *lines: str) -> Iterator[DictConfig]:
     (folder / "experiment").mkdir()
     settings = "".join(f"  {line}\n" for line in lines)
     (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\nmodel:\n{settings}")
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        words = [f"hydra.searchpath=[file://{folder}]", "experiment=mine"]
-        found = compose("train", words, return_hydra_config=True)
+    words = (f"hydra.searchpath=[file://{folder}]", "experiment=mine")
+    found = compose_anew("train", *words, with_hydra=True)
     held = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(found)
     try:

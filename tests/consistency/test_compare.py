@@ -1,23 +1,129 @@
-"""Real ranks that were started with different things."""
+"""What a rank says of itself, and real ranks that were started with different things."""
 
 from __future__ import annotations
 
-import os
+import platform
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import spatialdl
 from spatialdl.comm.launch import mpiexec_command
+from spatialdl.commands.start import without_hydra
 from spatialdl.consistency.compare import ranks_and_hosts
+from spatialdl.consistency.rank_state import (
+    code,
+    configuration,
+    prediction_files,
+    sum_of_items,
+    training_files,
+    versions,
+)
 from spatialdl.data import ShardWriter
+from tests.composing import compose_anew
 from tests.predicting.runs import NETWORK, train, write_slide
+from tests.processes import ended
 from tests.vision import import_path
+
+composed = partial(compose_anew, "train", with_hydra=True)
+
+
+def differing(*sets: dict[str, str]) -> set[str]:
+    one, other = sets
+    return {key for key in {*one, *other} if one.get(key) != other.get(key)}
+
+
+def test_a_configuration_differs_where_its_keys_do():
+    plain = configuration(composed()).items
+    assert plain["seed"] == "0"
+    assert plain["hydra.run.dir"] == "${new_folder:outputs/${now:%Y-%m-%d_%H-%M-%S}}"
+    assert not any(key.startswith("hydra.") for key in {*plain} - {"hydra.run.dir"})
+    changed = configuration(composed("seed=1", "data.image_size=[9,8]", "+data.extra={}")).items
+    assert differing(plain, changed) == {"seed", "data.image_size", "data.extra"}
+
+
+def test_what_the_environment_puts_in_differs_unless_it_is_a_place(monkeypatch):
+    words = [
+        *("seed=${oc.env:HERE}", "optimizer.lr=${seed}", "data.image_size=['${oc.env:HERE}',9]"),
+        *("data=shards", "data.path=${oc.env:HERE}", "+data.name_of_run=${hydra:job.num}"),
+        *("logger=wandb", "logger.wandb.name=${now:%f}", "logger.wandb.project=${oc.env:HERE}"),
+    ]
+    found = []
+    for value in "12":
+        monkeypatch.setenv("HERE", value)
+        found.append(configuration(composed(*words)).items)
+    assert differing(*found) == {"seed", "optimizer.lr", "data.image_size"}
+    assert found[0]["seed"] == "${oc.env:HERE} = 1"
+    assert found[0]["data.path"] == "${oc.env:HERE}"
+
+
+def test_code_is_that_of_the_package_and_of_what_the_configuration_names(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = "sameness_networks.Network"
+    config = without_hydra(composed("model=resnet18", f"model._target_={target}"))
+    file = tmp_path / "sameness_networks.py"
+    assert code(config).items[target].startswith("not importable (No module named")
+    file.write_text("__version__ = '3.1'\nclass Network: ...\n")
+    before = code(config).items
+    assert before["sameness_networks"] == "3.1"
+    assert len(before["spatialdl/spatial/conv.py"]) == 12
+    file.write_text("class Network:\n    depth = 2\n__version__ = '3.1'\n")
+    assert differing(before, code(config).items) == {f"{target} in {file.name}"}
+    del sys.modules["sameness_networks"]
+
+
+def test_code_that_lists_name_is_compared_and_that_behind_a_link_in_a_clone():
+    listed = "tests.training.own_callbacks.Recorder"
+    found = code(without_hydra(composed(f"trainer.callbacks=[{{_target_: {listed}}}]"))).items
+    assert f"{listed} in own_callbacks.py" in found
+    assert "spatialdl/conf/__init__.py" in found
+
+
+def test_versions_are_those_in_use():
+    found = versions().items
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == torch.__version__, "with the build, which metadata may leave out"
+    assert found["h5py"] != "missing"
+
+
+def test_files_are_known_by_what_is_in_them(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+
+    def files(name: str) -> dict[str, str]:
+        return dict(training_files(composed("data=shards", f"data.path={tmp_path / name}")).items)
+
+    assert files("a") == files("b")
+    (tmp_path / "b" / "manifest.json").write_text("{ }")
+    assert files("a") != files("b")
+    assert files("c") == {"manifest.json of data.path": "not readable (No such file or directory)"}
+    assert training_files(composed()).items == {}
+
+
+def test_a_prediction_has_the_checkpoint_and_the_manifest(tmp_path):
+    whole = tmp_path / "run" / "checkpoints" / "step-00000003"
+    whole.mkdir(parents=True)
+    (whole / "checkpoint.json").write_text("{}")
+    (tmp_path / "manifest.json").write_text("{}")
+    words = [f"ckpt_path={tmp_path}/run", f"shards={tmp_path}"]
+    found = prediction_files(compose_anew("predict", *words))
+    assert {*found.items} == {"checkpoint.json of ckpt_path", "manifest.json of shards"}
+    assert len(set(found.items.values())) == 1
+
+
+@pytest.mark.parametrize("other", [{}, {"a": "2"}, {"b": "1"}, {"a": "1", "b": ""}])
+def test_a_sum_tells_items_apart(other):
+    assert sum_of_items({"a": "1"}) != sum_of_items(other)
+    assert sum_of_items({"a": "1", "b": "2"}) == sum_of_items({"b": "2", "a": "1"})
+
 
 HOST = socket.gethostname()
 NETWORKS = """
@@ -59,15 +165,7 @@ def start(folders, tmp_path):
             program = [sys.executable, "-m", f"spatialdl.{command}"]
             launcher = [":", "-n", "1"] if words else mpiexec_command(1)
             words += [*launcher, "env", *found, *program, *own]
-        return subprocess.run(
-            words,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"},
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
+        return ended(words, tmp_path)
 
     return run
 
@@ -114,19 +212,11 @@ def test_all_that_differs_is_told_before_there_is_a_run_directory(start, folders
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_same_data_in_different_places_are_the_same(start, tmp_path):
     done = start(SMALL, SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "summary.json").exists()
-
-
-def test_ranks_of_torch_distributed_are_compared_too(start):
-    torch = [*SMALL, "comm.transport=torch"]
-    text = refused(start([*torch, "hydra.run.dir=a"], [*torch, "hydra.run.dir=b"]))
-    assert text == (
-        f"ranks differ: configuration: hydra.run.dir is {each('a', 'b')}: give all "
-        "ranks the same overrides"
-    )
 
 
 @pytest.mark.slow
@@ -139,6 +229,7 @@ def test_ranks_with_different_transports_do_not_wait_for_each_other(start, addre
     assert "comm.transport is torch on rank 0, mpi on rank 1: give all ranks the same" in text
 
 
+@pytest.mark.slow
 def test_predicting_needs_the_same_network_everywhere(start, folders, tmp_path):
     write_slide(tmp_path / "slide.tif", 200, 260, seed=0)
     for folder, seed in zip(folders, "01", strict=True):

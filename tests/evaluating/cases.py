@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+
+from tests.composing import compose_anew
 
 CLASSES = ("benign", "in situ", "tumour")
 
 
-def command(*overrides: str) -> DictConfig:
-    """The configuration of the command."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("evaluate", list(overrides))
+command = partial(compose_anew, "evaluate")
 
 
 def write_rows(path: Path, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:

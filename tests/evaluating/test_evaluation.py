@@ -1,4 +1,4 @@
-"""Metrics from tables of predictions, without a network; see also tests/test_evaluate.py."""
+"""Metrics of tables of predictions and labels, without a network; see also test_evaluate.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from PIL import Image
 from sklearn import metrics as known
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.data.slide_table import read_table
+from spatialdl.evaluating.checks import check_evaluation
 from spatialdl.evaluating.evaluation import run
-from spatialdl.evaluating.predicted import read_predictions
+from spatialdl.evaluating.levels import group_of, levels_of
+from spatialdl.evaluating.predicted import Predicted, read_predictions
+from spatialdl.evaluating.truth import find_truth, match_slides
+from spatialdl.training.checkpoints.folder import CONTENT
 from tests.evaluating.cases import (
     CLASSES,
     command,
@@ -152,16 +157,16 @@ def test_one_unit_has_no_intervals(patients, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
-    [("mean", [0.5, 0.3]), ("median", [0.6, 0.2]), ("max", [0.9, 0.7]), ("vote", [2 / 3, 1 / 3])],
+    [("mean", [0.5, 1 / 3]), ("median", [0.6, 0.2]), ("max", [0.9, 0.7]), ("vote", [2 / 3, 1 / 3])],
 )
 def test_tiles_are_put_together(aggregation, expected, tmp_path):
     values = np.array([[0.9, 0.1, 0.0], [0.6, 0.2, 0.2], [0.0, 0.7, 0.3], [0.1, 0.8, 0.1]])
-    write_predictions(tmp_path / "p", ["a", "a", "a", "b"], values)
+    names = ["a", "a", "a", "b"]
+    given = Predicted("classification", list(CLASSES), names, names, NONE, values)
     rows = [("a", "benign"), ("b", "in situ")]
-    evaluated(tmp_path, labels(tmp_path, rows), f"aggregation={aggregation}")
-    cases = read_rows(tmp_path / "out" / "cases.csv")
-    (a,) = [row for row in cases if (row["level"], row["name"]) == ("slide", "a")]
-    assert float(a["error"]) == pytest.approx(1 - expected[0])
+    truth = find_truth(given, write_rows(tmp_path / "l.csv", ("slide", "label"), rows))
+    _, slides = levels_of(given, truth, aggregation).levels
+    assert slides.values[0][:2] == pytest.approx(expected)
 
 
 def test_numbers_and_labels_of_several_targets(tmp_path):
@@ -185,10 +190,7 @@ def test_numbers_and_labels_of_several_targets(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (
-            [("s0", "cancer")],
-            "the label 'cancer', but the network has the classes benign, in situ",
-        ),
+        ([("s0", "cancer")], "the label 'cancer', but the network has the classes benign, in situ"),
         ([("x/s0", "tumour"), ("y/s0", "tumour")], "both match slide 's0'"),
         ([("t", "tumour")], "has no label for any of 12 slides that were predicted"),
         ([("s0", "")], "has no label for any of 12 slides"),
@@ -215,3 +217,131 @@ def test_the_limit_of_cells_of_other_tables_stays(tmp_path: Path) -> None:
     (tmp_path / "slides.csv").write_text(f"slide,predicted,probability_a\n{'s' * 200_000},a,1.0\n")
     assert len(read_predictions(tmp_path).slides[0]) == 200_000
     assert csv.field_size_limit() == before
+
+
+@pytest.fixture
+def folder(tmp_path):
+    slides, values, truth = drawn()
+    write_predictions(tmp_path / "p", slides, values, truth)
+    (tmp_path / CONTENT).touch()  # a checkpoint, of which only the place matters here
+    write_rows(tmp_path / "labels.csv", ("slide", "label", "site"), [("a", "b", "c")])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("slides=a.svs", "features do not contain labels: give labels=FILE.csv"),
+        ("features=f", "features do not contain labels: give labels=FILE.csv"),
+        ("predictions=P slides=a.svs", "predictions=.* and slides=a.svs are exclusive"),
+        ("predictions=P ckpt_path=run", "are exclusive"),
+        ("predictions=P/..", "slides.csv: give the directory of a run"),
+        ("predictions=P parallel=sp", "parallel=sp needs 2 ranks, but evaluating"),
+        ("predictions=P bootstrap=-1", "bootstrap=-1 must be a whole number of at least 0"),
+        ("predictions=P confidence=95", "confidence=95 must lie between 0 and 1"),
+        ("predictions=P aggregation=sum", "aggregation=sum"),
+        ("predictions=P subgroups=[site]", "are columns of a table of labels: give labels="),
+        ("predictions=P subgroups=site", "must be a list"),
+        ("predictions=P labels=L subgroups=[scanner]", "has no column scanner, only slide, label"),
+        ("predictions=P labels=nowhere.csv", "cannot read nowhere.csv"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(words, said, folder):
+    given = words.replace("=P", f"={folder / 'p'}").replace("=L", f"={folder / 'labels.csv'}")
+    asked = given.split() if "predictions" in words else [f"ckpt_path={folder}", *given.split()]
+    with pytest.raises(ValueError, match=said):
+        check_evaluation(command(*asked))
+
+
+def test_what_can_be_evaluated_is_not(folder):
+    given = [f"predictions={folder / 'p'}", f"labels={folder / 'labels.csv'}", "subgroups=[site]"]
+    assert check_evaluation(command(*given)).world_size == 1
+    asked = [f"ckpt_path={folder}", f"shards={folder}", "parallel=sp"]
+    assert check_evaluation(command(*asked)).world_size == 2
+
+
+HEAD = ("slide", "predicted", "probability_a", "probability_b")
+
+
+def test_regions_name_their_slides(tmp_path):
+    rows = [("s_1", "a", 1, 0, "s", 4), ("s_2", "b", 0, 1, "s", 6), ("t", "b", 0, 1, "", 7)]
+    write_rows(tmp_path / "predictions.csv", (*HEAD, "region_of", "sample"), rows)
+    found = read_predictions(tmp_path)
+    assert (found.slides, found.names) == (["s", "s", "t"], ["s_1", "s_2", "t"])
+    assert (found.samples, found.part, found.whole) == (["4", "6", "7"], "image", "slide")
+
+
+def test_samples_without_slides_are_images(tmp_path):
+    rows = [("", "a", 1, 0, 4), ("", "b", 0, 1, 6)]
+    write_rows(tmp_path / "predictions.csv", (*HEAD, "sample"), rows)
+    found = read_predictions(tmp_path)
+    assert (found.slides, found.whole) == (["sample 4", "sample 6"], "image")
+
+
+def test_risks_of_slides(tmp_path):
+    rows = [("a", 1, 0.5), ("b", -2, 0.9)]
+    write_rows(tmp_path / "slides.csv", ("slide", "risk", "survival_1"), rows)
+    found = read_predictions(tmp_path)
+    assert (found.task, found.slides, found.whole) == ("survival", ["a", "b"], "slide")
+    assert found.values.tolist() == [[1], [-2]]
+    assert found.targets is None
+
+
+NONE = np.full((4, 4), np.nan)
+
+
+def test_regions_are_of_their_slides_and_these_of_patients(tmp_path):
+    pixels = np.arange(1, 17).reshape(4, 2, 2)
+    names, slides = ["a_1", "a_2", "b", "c"], ["a", "a", "b", "c"]
+    given = Predicted(
+        *("segmentation", ["no", "yes"], slides, names, NONE, np.empty((4, 2))), pixels=pixels
+    )
+    rows = [("a.svs", "p", "A"), ("b", "p", "B"), ("c", "", "B")]
+    file = write_rows(tmp_path / "l.csv", ("slide", "patient", "scanner"), rows)
+    truth = find_truth(given, file)
+    assert truth.patients == ["p", "p", "p", "slide c"]
+    found = levels_of(given, truth, "mean")
+    images, wholes, patients = found.levels
+    assert [one.name for one in found.levels] == ["image", "slide", "patient"]
+    assert images.names == names
+    assert (wholes.values == np.stack([pixels[:2].sum(0), pixels[2], pixels[3]])).all()
+    assert (patients.values == np.stack([pixels[:3].sum(0), pixels[3]])).all()
+    assert found.unit == "patient"
+    assert images.units == ["p", "p", "p", "slide c"]
+    assert group_of(images, truth.facts, "scanner") == ["A", "A", "B", "B"]
+    assert group_of(patients, truth.facts, "scanner") == ["(mixed)", "B"]
+
+
+def test_a_slide_of_several_patients_is_no_level(tmp_path):
+    values = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.1, 0.9]])
+    given = Predicted(
+        *("classification", ["no", "yes"], ["set"] * 4, ["set"] * 4, NONE, values),
+        samples=["7", "8", "2", "3"],
+    )
+    rows = [("2", "yes", "p"), ("3", "yes", "p"), ("7", "no", "q"), ("8", "no", "q"), ("9", "", "")]
+    file = write_rows(tmp_path / "l.csv", ("sample", "label", "patient"), rows)
+    truth = find_truth(given, file)
+    assert truth.labels.tolist() == [0, 0, 1, 1]
+    assert list(truth.remarks) == ["1 sample of the labels without predictions: 9"]
+    tiles, patients = levels_of(given, truth, "mean").levels
+    assert (tiles.name, patients.name) == ("tile", "patient")
+    assert patients.names == ["q", "p"]
+    assert np.allclose(patients.values, [[0.85, 0.15], [0.2, 0.8]])
+
+
+def test_names_may_have_suffixes_and_folders(tmp_path):
+    rows = [("/x/a.svs",), ("b.nii.gz",), ("d/c.tif",), ("other",)]
+    file = write_rows(tmp_path / "l.csv", ("slide",), rows)
+    found, unknown = match_slides(read_table(file), ["a", "b", "d_c.tif"], file)
+    assert {name: row["slide"] for name, row in found.items()} == {
+        **{"a": "/x/a.svs", "b": "b.nii.gz", "d_c.tif": "d/c.tif"},
+    }
+    assert unknown == ["other"]
+
+
+def test_labels_by_sample_need_predictions_of_a_data_set(tmp_path):
+    file = write_rows(tmp_path / "l.csv", ("sample", "label"), [("0", "no")])
+    place, values = np.full((1, 4), np.nan), np.array([[0.6, 0.4]])
+    given = Predicted("classification", ["no", "yes"], ["a"], ["a"], place, values)
+    with pytest.raises(ValueError, match="by sample, but the predictions have no column sample"):
+        find_truth(given, file)

@@ -156,20 +156,6 @@ class ShardTarget(Target):
             raise wrong
 
 
-class InspectTarget(ShardTarget):
-    """A shard, of which all is to be told."""
-
-    def valid(self) -> list[bytes]:
-        return self._valid[:2]
-
-    def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.slides.inspecting import inspect
-
-        path = self._sets[number] / self.names
-        path.write_bytes(data)
-        inspect(path)
-
-
 class CsvTarget(Target):
     """The tables that users write: labels of slides, targets, labels of CLAM."""
 
@@ -352,29 +338,6 @@ class CheckpointTarget(Target):
             raise CheckpointError(f"{self.names}: {error}") from error
 
 
-class ResumeTarget(CheckpointTarget):
-    """The same files, and metrics.csv, as a run that goes on reads them."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._metrics = self._path.parents[1] / "metrics.csv"
-        self._rows = self._metrics.read_bytes()
-
-    def valid(self) -> list[bytes]:
-        return [*self._valid, self._rows]
-
-    def attempt(self, number: int, data: bytes) -> None:
-        from tests.predicting.runs import train
-
-        changed = number if number < len(self._files) else 0
-        self._put(changed, data if changed == number else self._valid[0])
-        self._metrics.write_bytes(self._rows if changed == number else data)
-        run = self._folder / "resumed"
-        shutil.rmtree(run, ignore_errors=True)
-        more = (f"ckpt_path={self._path}", "trainer.checkpoint.keep=0", "logger=[]")
-        train(run, *SMALL, *more, "trainer.max_steps=3")
-
-
 class RecordTarget(Target):
     """What a batch of slides, or predicting for them, has left of slides that are done."""
 
@@ -418,29 +381,6 @@ class RecordTarget(Target):
         load_part(self._batch, "key")
         Prediction.load(self._batch, "a", "key")
         load_json(self._paths[3])
-
-
-class WeightsTarget(Target):
-    """Files of weights: of PyTorch and safetensors."""
-
-    names = "weights"
-
-    def valid(self) -> list[bytes]:
-        import torch
-        from safetensors.torch import save
-
-        state = {"a.weight": torch.ones(3, 4), "a.bias": torch.zeros(4, dtype=torch.float64)}
-        torch.save({"state_dict": state}, self._folder / "weights.pt")
-        torch.save(state, self._folder / "weights.pt2", _use_new_zipfile_serialization=False)
-        files = [(self._folder / name).read_bytes() for name in ("weights.pt", "weights.pt2")]
-        return [*files, save(state)]
-
-    def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.training.network.weights import read_weights
-
-        path = self._folder / ("weights.pt", "weights.pth", "weights.safetensors")[number]
-        path.write_bytes(data)
-        read_weights(path)
 
 
 class SlideTarget(Target):
@@ -488,36 +428,6 @@ class SlideTarget(Target):
             slide.thumbnail(max(rows, cols) / 50)
 
 
-class ConfigTarget(Target):
-    """A network of the user's own in a folder of configurations."""
-
-    def __init__(self, folder: Path) -> None:
-        from hydra.errors import HydraException
-        from omegaconf.errors import OmegaConfBaseException
-
-        self.clean = (HydraException, OmegaConfBaseException)
-        self._folder = folder / "conf"
-        (self._folder / "model").mkdir(parents=True, exist_ok=True)
-
-    def valid(self) -> list[bytes]:
-        return [
-            b"_target_: spatialdl.models.resnet18\nnum_classes: ${data.num_classes}\nwidth: 4\n",
-            b"# @package _global_\ndefaults:\n  - override /task: segmentation\n\nmodel:\n"
-            b"  _target_: spatialdl.models.unet\n  width: 3\n",
-        ]
-
-    def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.commands.start import check_command_line, composed_for, without_hydra
-        from spatialdl.configuring.overrides import flags_of
-        from spatialdl.training.checks import check_config
-
-        (self._folder / "model" / "mine.yaml").write_bytes(data)
-        words = ["--config-dir", str(self._folder), "model=mine", "trainer.max_steps=1"]
-        flags = flags_of(words)
-        check_command_line(flags, "train")
-        check_config(without_hydra(composed_for(flags, "train")))
-
-
 class Misbehaving(Target):
     """A reader that does what its input says: to see that it is noticed."""
 
@@ -558,15 +468,11 @@ class Misbehaving(Target):
 TARGETS: dict[str, type[Target]] = {
     "manifest": ManifestTarget,
     "shard": ShardTarget,
-    "inspect": InspectTarget,
     "csv": CsvTarget,
     "geojson": GeojsonTarget,
     "xml": XmlTarget,
     "checkpoint": CheckpointTarget,
-    "resume": ResumeTarget,
     "records": RecordTarget,
-    "weights": WeightsTarget,
     "slide": SlideTarget,
-    "config": ConfigTarget,
     "misbehaving": Misbehaving,
 }

@@ -48,11 +48,6 @@ def test_images_and_their_masks_are_split(batch, expected):
     assert is_split(split_batch(batch, MESH)) == expected
 
 
-def test_what_is_split_already_stays():
-    split = shard(IMAGE, MESH)
-    assert split_batch((split, LABELS), MESH)[0] is split
-
-
 def test_volumes_and_signals():
     volumes, signals = (
         init_mesh((1, 1, 1), comm=SingleProcess()),
@@ -78,7 +73,10 @@ def test_keys_and_places():
     )
 
 
-def test_a_function_decides():
+def test_a_function_decides_and_what_is_split_already_stays():
+    split = shard(IMAGE, MESH)
+    assert split_batch((split, LABELS), MESH)[0] is split
+
     def crops(batch: Any, mesh: Mesh) -> Any:
         return shard(batch[0][..., :5], mesh), batch[1]
 

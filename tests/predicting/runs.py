@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import tifffile
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.trained import Trained
 from spatialdl.training.trainer import Trainer
+from tests.composing import compose_anew
 from tests.fitting import fit
 
 NETWORK = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
@@ -28,22 +28,15 @@ SYNTHETIC = (
 
 def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Path:
     """Trains two steps in float64 in this process; returns the run directory."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose(
-            "train",
-            [
-                *("trainer.precision=float64", "device=cpu", "optimizer.lr=0.1"),
-                *("trainer.max_steps=2", *data, *overrides),
-            ],
-        )
+    fixed = ("trainer.precision=float64", "device=cpu", "optimizer.lr=0.1", "trainer.max_steps=2")
+    config = compose_anew("train", *fixed, *data, *overrides)
     fit(Trainer(config, SingleProcess()), run_dir)
     return run_dir
 
 
 def command(*overrides: str) -> DictConfig:
     """The configuration of the command."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("predict", ["device=cpu", "trust=[tests]", *overrides])
+    return compose_anew("predict", "device=cpu", "trust=[tests]", *overrides)
 
 
 def picture(rows: int, cols: int, seed: int = 0) -> Any:

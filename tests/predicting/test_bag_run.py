@@ -1,28 +1,32 @@
+"""Bags of features in one process: predictions, attention, records."""
+
 from __future__ import annotations
 
-import csv
-import os
-import signal
-import subprocess
-import sys
+import json
+from functools import partial
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+import tifffile
 import torch
-from hydra import compose, initialize_config_module
+from PIL import Image
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.feature_file import write_features
 from spatialdl.data.tile_bags import open_tile_bags
+from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps, shares_below, tile_span
+from spatialdl.predicting.bag_records import BagOutcome, BagRecords
 from spatialdl.predicting.bag_run import BagPredictor, run
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
+from tests.composing import compose_anew
+from tests.evaluating.cases import read_rows
 from tests.fitting import fit
-from tests.vision import import_path
+from tests.predicting.runs import command, known_network
 
-ROOT = Path(__file__).resolve().parents[2]
 ENCODER = ("_target_=spatialdl.models.tile_encoder", "num_classes=8")
 
 
@@ -36,14 +40,20 @@ def trained(tmp_path_factory):
     return folder, trainer.parts.pipeline.stages[0]
 
 
-def config(*words):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("predict", list(words))
+@pytest.fixture
+def predicted(monkeypatch):
+    """Names of slides that are predicted rather than loaded from records."""
+    names, predict = [], BagPredictor.predict
+
+    def noted(self, file):
+        names.append(file.slide)
+        return predict(self, file)
+
+    monkeypatch.setattr(BagPredictor, "predict", noted)
+    return names
 
 
-def rows(folder):
-    with (folder / "slides.csv").open() as file:
-        return list(csv.DictReader(file))
+config = partial(compose_anew, "predict")
 
 
 def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> None:
@@ -52,11 +62,12 @@ def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> N
         (tmp_path / f"s{number}.h5").write_bytes((folder / "bags" / f"s{number}.h5").read_bytes())
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
     assert run(given, tmp_path, SingleProcess())
-    found = rows(tmp_path)
+    found = read_rows(tmp_path / "slides.csv")
     assert [row["slide"] for row in found] == ["s0", "s2"]
     network.eval()
     for row in found:
-        features = open_features(tmp_path / f"{row['slide']}.h5")
+        with h5py.File(tmp_path / f"{row['slide']}.h5") as file:
+            features = torch.from_numpy(file["features"][:])
         expected = network((features - 0.2).T[None]).softmax(1)[0].tolist()
         told = [float(row[f"probability_{name}"]) for name in "abc"]
         assert told == pytest.approx(expected, abs=1e-12)
@@ -64,14 +75,9 @@ def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> N
         assert (tmp_path / f"{row['slide']}-attention.png").is_file()
 
 
-def open_features(path):
-    import h5py
-
-    with h5py.File(path) as file:
-        return torch.from_numpy(file["features"][:])
-
-
-def test_what_fails_is_told_and_the_others_are_predicted(tmp_path, trained) -> None:
+def test_what_fails_is_told_and_tried_again_and_the_others_are_predicted(
+    tmp_path, trained, predicted
+) -> None:
     folder, _ = trained
     draw = np.random.default_rng(0)
     write_features(tmp_path / "empty.h5", np.zeros((0, WIDTH)), None)
@@ -79,12 +85,19 @@ def test_what_fails_is_told_and_the_others_are_predicted(tmp_path, trained) -> N
     write_features(tmp_path / "nan.h5", np.full((2, WIDTH), np.nan), None)
     given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}")
     assert not run(given, tmp_path, SingleProcess())
-    told = {row["slide"]: (row["status"], row["reason"]) for row in rows(tmp_path)}
+    told = {
+        row["slide"]: (row["status"], row["reason"]) for row in read_rows(tmp_path / "slides.csv")
+    }
     assert told["empty"] == ("failed", "it has no tiles")
     assert told["nan"][0] == "failed"
     assert "NaN or Inf" in told["nan"][1]
     assert told["good"][0] == "processed"
     assert "no heat map" in told["good"][1]
+    assert "good" in predicted
+    predicted.clear()
+    assert not run(given, tmp_path, SingleProcess())
+    assert "nan" in predicted
+    assert "good" not in predicted
 
 
 def test_features_of_another_encoder_are_refused(tmp_path, trained) -> None:
@@ -122,7 +135,9 @@ def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
     given = config(f"ckpt_path={folder / 'run'}", f"features={folder / 'tiles'}")
     assert run(given, tmp_path / "out", SingleProcess())
     network = trainer.parts.pipeline.stages[0].eval()
-    for row, bag in zip(rows(tmp_path / "out"), open_tile_bags(folder / "tiles")[0], strict=True):
+    for row, bag in zip(
+        read_rows(tmp_path / "out" / "slides.csv"), open_tile_bags(folder / "tiles")[0], strict=True
+    ):
         expected = network(torch.from_numpy(bag.read()).T[None]).softmax(1)[0].tolist()
         told = [float(row[f"probability_{name}"]) for name in "abc"]
         assert told == pytest.approx(expected, abs=1e-12)
@@ -132,58 +147,28 @@ def test_a_network_trained_with_its_encoder_predicts_tiles(tmp_path) -> None:
         run(given, tmp_path / "out", SingleProcess())
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-
-from spatialdl.comm.single_process import SingleProcess
-from spatialdl.predicting.bag_run import BagPredictor, run
-from tests.predicting.test_bag_run import config
-
-draw, drawn = BagPredictor._draw, []
+class Killed(BaseException):
+    """Nothing in a run handles it."""
 
 
-def draw_or_die(self, file, *rest):
-    files = draw(self, file, *rest)
-    drawn.append(file.slide)
-    if len(drawn) == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return files
-
-
-BagPredictor._draw = draw_or_die
-run(config(*sys.argv[2:]), Path(sys.argv[1]), SingleProcess())
-"""
-
-
-@pytest.fixture
-def predicted(monkeypatch):
-    """Names of slides that are predicted rather than loaded from records."""
-    names, predict = [], BagPredictor.predict
-
-    def noted(self, file):
-        names.append(file.slide)
-        return predict(self, file)
-
-    monkeypatch.setattr(BagPredictor, "predict", noted)
-    return names
-
-
-def test_a_killed_run_resumes(tmp_path, trained, predicted) -> None:
+def test_a_killed_run_resumes(tmp_path, trained, predicted, monkeypatch) -> None:
     folder, _ = trained
     out, words = tmp_path / "out", (f"ckpt_path={folder / 'run'}", f"features={folder / 'bags'}")
     out.mkdir()
-    environment = {**os.environ, "PYTHONPATH": import_path(ROOT)}
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, str(out), *words],
-        check=False,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    draw = BagPredictor._draw
+
+    def draw_or_die(self, file, *rest):
+        files = draw(self, file, *rest)
+        if file.slide == "s3":
+            raise Killed
+        return files
+
+    monkeypatch.setattr(BagPredictor, "_draw", draw_or_die)
+    with pytest.raises(Killed):
+        run(config(*words), out, SingleProcess())
+    monkeypatch.setattr(BagPredictor, "_draw", draw)
     assert not (out / "slides.csv").exists()
+    predicted.clear()
     assert run(config(*words), out, SingleProcess())
     assert predicted == ["s3", "s4", "s5", "s6", "s7", "s8"]
     assert run(config(*words), tmp_path / "at_once", SingleProcess())
@@ -210,7 +195,7 @@ def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, pr
     assert again() == ["s1"]
     write_features(bags / "s2.h5", np.ones((4, WIDTH)), np.zeros((4, 2), int))
     assert again() == ["s2"]
-    assert [row["tiles"] for row in rows(out)] == ["5", "2", "4"]
+    assert [row["tiles"] for row in read_rows(out / "slides.csv")] == ["5", "2", "4"]
     record = out / "records" / "s0.json"
     record.write_text(record.read_text()[:-20])
     assert again() == ["s0"]
@@ -218,12 +203,93 @@ def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, pr
     assert again("maps=false", "overwrite=true") == ["s0", "s1", "s2"]
 
 
-def test_a_failed_slide_is_tried_again(tmp_path, trained, predicted) -> None:
-    folder, _ = trained
-    write_features(tmp_path / "bad.h5", np.full((2, WIDTH), np.nan), None)
-    write_features(tmp_path / "good.h5", np.ones((2, WIDTH)), None)
-    given = config(f"ckpt_path={folder / 'run'}", f"features={tmp_path}", "maps=false")
-    for tried in (["bad", "good"], ["bad"]):
-        predicted.clear()
-        assert not run(given, tmp_path, SingleProcess())
-        assert predicted == tried
+OUTCOME = BagOutcome("a", 3, np.array([0.1, 1 / 3]), "no heat map", files=["a.tif"])
+
+
+def bag_records(folder: Path, *words: str) -> BagRecords:
+    given = command("ckpt_path=x", "features=y", *words)
+    return BagRecords(folder, known_network(("a", "b")), given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("values", [1, 2]), ("values", [float("nan")]), ("values", "x"), ("tiles", -1), ("files", 1)],
+)
+def test_a_damaged_record_is_none(name, value, tmp_path):
+    (tmp_path / "a.tif").touch()
+    bag_records(tmp_path).save(OUTCOME, "key")
+    [path] = (tmp_path / "records").iterdir()
+    assert bag_records(tmp_path).load("a", "key") is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    assert bag_records(tmp_path).load("a", "key") is None
+    path.write_text("[]")
+    assert bag_records(tmp_path).load("a", "key") is None
+
+
+def test_a_key_follows_features_slide_and_settings(tmp_path):
+    slide = tmp_path / "a.tif"
+    slide.touch()
+    bag = write_features(tmp_path / "a.h5", np.ones((2, 3)), None)
+    found = {
+        bag_records(tmp_path).key(bag, None),
+        bag_records(tmp_path).key(bag, slide),
+        bag_records(tmp_path, "maps=false").key(bag, None),
+        bag_records(tmp_path, "precision=float64").key(bag, None),
+    }
+    assert bag_records(tmp_path, "table=parquet").key(bag, None) in found
+    bag = write_features(tmp_path / "a.h5", np.ones((3, 3)), None)
+    found.add(bag_records(tmp_path).key(bag, None))
+    assert len(found) == 5
+    bag.path.unlink()
+    assert bag_records(tmp_path).key(bag, None) is None
+
+
+PLACES = np.array([[0, 0], [256, 0], [0, 256]], np.int64)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "span"),
+    [
+        ({"patch_size_level0": 512, "patch_size": 256}, 512),  # TRIDENT
+        ({"patch_size": 256, "patch_level": 1, "downsample": (4.0, 4.0)}, 1024),  # CLAM
+        ({"patch_size": 300, "patch_level": 0}, 300),
+        ({}, 256),  # side by side
+        ({"patch_size": "wide", "patch_size_level0": float("nan")}, 256),
+    ],
+)
+def test_how_large_tiles_are(attributes, span) -> None:
+    assert tile_span(attributes, PLACES) == span
+
+
+def test_nothing_tells_how_large_a_single_tile_is(tmp_path) -> None:
+    file = write_features(tmp_path / "a.h5", np.zeros((1, 2)), PLACES[:1])
+    with pytest.raises(ValueError, match="does not record the size of its tiles"):
+        BagPlaces.of(file, None)
+
+
+def test_shares_of_tiles_with_less_attention() -> None:
+    assert shares_below(np.array([0.1, 0.7, 0.2])).tolist() == [0, 1, 0.5]
+    assert shares_below(np.array([0.5, 0.5, 0.9])).tolist() == [0.25, 0.25, 1]
+    assert shares_below(np.array([0.5])).tolist() == [1]
+
+
+def test_a_heat_map_is_where_the_tiles_are(tmp_path) -> None:
+    file = write_features(tmp_path / "a.h5", np.zeros((3, 2)), PLACES)
+    places = BagPlaces.of(file, None)
+    assert places.extent == (512, 512)
+    attention = np.array([0.1, 0.7, 0.2])
+    files = save_bag_maps(tmp_path, "a", attention, places, None, "attention")
+    assert sorted(files) == ["a-attention.png", "a-attention.tif", "a.geojson"]
+    pixels = tifffile.imread(tmp_path / "a-attention.tif")
+    half = len(pixels) // 2
+    assert (pixels[:half, :half] == 1).all()
+    assert (pixels[:half, half:] == 255).all()
+    assert (pixels[half:, :half] == 128).all()
+    assert (pixels[half:, half:] == 0).all()  # no tile
+    found = json.loads((tmp_path / "a.geojson").read_text())["features"]
+    assert found[1]["geometry"]["coordinates"][0][0] == [256, 0]
+    assert found[1]["properties"]["measurements"] == {"attention": 0.7, "attention share": 1.0}
+    marked = ["classification" in one["properties"] for one in found]
+    assert marked == [False, True, False]
+    with Image.open(tmp_path / "a-attention.png") as picture:
+        assert min(picture.size) > 200

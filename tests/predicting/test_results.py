@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,16 @@ import tifffile
 import torch
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.errors import SlideError
+from spatialdl.predicting import spatial_data
+from spatialdl.predicting.checks import check_config
+from spatialdl.predicting.geojson import region_features, save_geojson, tile_features
 from spatialdl.predicting.inputs import Input, SlideImages
 from spatialdl.predicting.pieces import MapPiece
-from spatialdl.predicting.results import Maps, _thumbnail
+from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import SlideOutput
+from spatialdl.slides.finding.annotations import read_annotations
+from tests.composing import composed
 from tests.predicting.runs import known_network, write_slide
 
 EXTENT, SPAN = (203, 187), (64.0, 64.0)
@@ -106,6 +113,13 @@ def test_geojson_tells_where_activation_is_strong(slide, tmp_path):
     assert np.allclose(corners.max(0), [96 + 64, 64 + 32], atol=4.1)
 
 
+def test_there_are_no_maps_where_nobody_knows_how_large_tiles_are(tmp_path):
+    images = SlideImages(Path("a.tiff"), None, PLACES, (32, 32), 2.0)
+    given = Input("a", images, (32, 32), PLACES, None, None, None)
+    assert saved(tmp_path, given, SlideOutput(torch.from_numpy(VALUES), range(4))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_activation_that_is_nowhere_above_0_is_black(slide, tmp_path):
     outcome = SlideOutput(
         torch.from_numpy(VALUES), range(4), activation=np.full((4, 2, 2, 2), -1.0)
@@ -115,23 +129,12 @@ def test_activation_that_is_nowhere_above_0_is_black(slide, tmp_path):
     assert len(features(tmp_path / "a.geojson")) == 4
 
 
-def test_a_probability_of_0_is_not_a_place_that_was_not_examined(tmp_path):
-    outcome = SlideOutput(torch.tensor([[0.0, 1.0]] * 4, dtype=torch.float64), range(4))
-    saved(tmp_path, tiles_of(None), outcome)
-    no, yes = (grey(tmp_path / f"a-{name}.tif")[0] for name in ("no", "yes"))
-    examined = np.zeros(no.shape, bool)
-    for x, y in PLACES:
-        examined[y // 8 : y // 8 + 8, x // 8 : x // 8 + 8] = True
-    assert (no == examined).all()
-    assert (yes == np.where(examined, 255, 0)).all()
-
-
-def region(slide: Path) -> tuple[Input, torch.Tensor]:
+def region(slide: Path, mpp: float | None = 0.25) -> tuple[Input, torch.Tensor]:
     """(2, rows, columns) of a region at (30, 14): "yes" on its right, "no" on its left."""
     size, scale = (40, 50), 2.0
-    images = SlideImages(slide, 0.25, [(30, 14)], size, scale)
+    images = SlideImages(slide, mpp, [(30, 14)], size, scale)
     span = size[0] * scale, size[1] * scale
-    given = Input("a", images, size, [(30, 14)], span, EXTENT, 0.25, slide, True)
+    given = Input("a", images, size, [(30, 14)], span, EXTENT, mpp, slide, True)
     yes = torch.full(size, 0.1)
     yes[:, 20:] = 0.9
     return given, torch.stack([1 - yes, yes]).double()
@@ -170,17 +173,147 @@ def test_classes_have_files_of_their_own_whatever_they_are_called(tmp_path):
     assert found == expected
 
 
-def test_there_are_no_maps_where_nobody_knows_how_large_tiles_are(tmp_path):
-    images = SlideImages(Path("a.tiff"), None, PLACES, (32, 32), 2.0)
-    given = Input("a", images, (32, 32), PLACES, None, None, None)
-    assert saved(tmp_path, given, SlideOutput(torch.from_numpy(VALUES), range(4))) == []
-    assert list(tmp_path.iterdir()) == []
+# --- SpatialData stores, read back by the library: elements and coordinate systems
 
 
-def test_the_picture_of_a_dark_slide_is_stretched(tmp_path):
-    image = np.zeros((*EXTENT, 3), np.uint8)
-    image[50:150, 50:150, 2] = 60
-    tifffile.imwrite(tmp_path / "a.tiff", image, tile=(64, 64), photometric="rgb")
-    found = _thumbnail(tiles_of(tmp_path / "a.tiff"))
-    assert found.image[100, 100].tolist() == [0, 0, 255]
-    assert found.image[20, 20].max() == 0
+def stored(
+    folder: Path, given: Input, outcome: SlideOutput, shown: Any = (0, 1), **more: Any
+) -> Any:
+    """The written store, opened."""
+    spatialdata = pytest.importorskip("spatialdata", reason="pip install 'spatialdl[spatialdata]'")
+    trained = known_network(("no", "yes"), **more)
+    names = Maps(folder, given, trained, shown, SingleProcess(), store=True).save(outcome)
+    assert all((folder / name).is_file() for name in names)
+    assert not [*folder.glob(".*.tmp")]
+    return spatialdata.read_zarr(folder / "a.zarr")
+
+
+def in_system(element: Any, system: str) -> Any:
+    from spatialdata import transform
+
+    return transform(element, to_coordinate_system=system)
+
+
+def test_tiles_lie_at_their_places_in_pixels_and_micrometres(slide: Path, tmp_path: Path) -> None:
+    store = stored(tmp_path, tiles_of(slide), SlideOutput(torch.from_numpy(VALUES), range(4)))
+    features = json.loads((tmp_path / "a.geojson").read_text())["features"]
+    for system, factor in (("global", 1.0), ("microns", 0.25)):
+        boxes = in_system(store.shapes["tiles"], system).geometry.bounds.to_numpy()
+        x, y = np.array(PLACES).T
+        right, bottom = np.minimum(x + 64, EXTENT[1]), np.minimum(y + 64, EXTENT[0])
+        assert np.allclose(boxes, factor * np.stack([x, y, right, bottom], 1), atol=1e-9)
+    assert len(features) == 4
+    table = store.tables["predictions"]
+    assert np.array_equal(table.X, VALUES)
+    assert [*table.var_names] == ["no", "yes"]
+    assert [*table.obs["class"]] == ["no", "no", "yes", "yes"] == [*store.shapes["tiles"]["class"]]
+    assert store.attrs["slide"] == "a"
+
+
+def test_maps_and_picture_lie_on_the_slide(slide: Path, tmp_path: Path) -> None:
+    store = stored(tmp_path, tiles_of(slide), SlideOutput(torch.from_numpy(VALUES), range(4)))
+    found = store.images["probability"]
+    assert [*found.coords["c"].values] == ["no", "yes"]
+    # the probability of each place, looked up by its coordinates on the slide
+    placed = in_system(found, "global")
+    classes = in_system(store.labels["classes"], "global")
+    for (x, y), row in zip(PLACES, VALUES, strict=True):
+        at = {"x": x + 30.5, "y": y + 30.5, "method": "nearest"}
+        assert np.allclose(placed.sel(**at).values, row, atol=1e-6)
+        assert int(classes.sel(**at)) == 1 + row.argmax()
+    at = {"x": 32.5, "y": 100.5, "method": "nearest"}  # no tile
+    assert np.isnan(placed.sel(**at).values).all()
+    assert int(classes.sel(**at)) == 0
+    assert store.images["slide"].shape == (3, *EXTENT)
+    from spatialdata import get_extent
+
+    for name in ("slide", "probability"):
+        for system, factor in (("global", 1.0), ("microns", 0.25)):
+            limits = get_extent(store.images[name], coordinate_system=system)
+            for axis, length in zip("yx", EXTENT, strict=True):
+                assert limits[axis][0] == 0
+                assert limits[axis][1] == pytest.approx(factor * length, abs=factor * 8)
+
+
+def test_regions_of_a_map(slide: Path, tmp_path: Path) -> None:
+    given, values = region(slide, None)
+    outcome = SlideOutput(pieces=[MapPiece((0, 0), values)])
+    store = stored(tmp_path, given, outcome, [1], task="segmentation")
+    (one,) = store.shapes["regions"].geometry
+    assert np.allclose(one.bounds, [30 + 40, 14, 30 + 100, 14 + 80], atol=2)
+    table = store.tables["predictions"]
+    assert np.allclose(table.X, [[np.nan, 0.9]], atol=1e-6, equal_nan=True)
+    assert [*table.obs["class"]] == ["yes"]
+    assert store.coordinate_systems == ["global"]  # of a slide without a resolution
+    # a store that is there is replaced, and may have no region
+    none = SlideOutput(pieces=[MapPiece((0, 0), torch.full((2, 40, 50), 0.5).double())])
+    store = stored(tmp_path, given, none, [1], task="segmentation")
+    assert not store.shapes
+    assert set(store.images) == {"slide", "probability"}
+
+
+def test_the_library_is_asked_for_before_work_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spatial_data, "find_spec", lambda name: None)
+    (tmp_path / "checkpoint.json").touch()
+    words = f"ckpt_path={tmp_path} slides={tmp_path}"
+    check_config(composed("predict", words))
+    with pytest.raises(
+        ValueError, match=r"needs spatialdata: pip install 'spatialdl\[spatialdata\]'"
+    ):
+        check_config(composed("predict", f"{words} spatialdata=true"))
+
+
+def test_regions_of_geojson_are_read_back(tmp_path):
+    means = np.zeros((2, 20, 30))
+    means[0] = 0.4
+    means[1] = 0.1
+    means[1, 4:14, 6:20] = 0.9
+    means[1, 7:10, 9:13] = 0.1  # a hole
+    means[:, :, 25:] = np.nan
+    save_geojson(tmp_path / "a.geojson", region_features(means, 8.0, ["no", "yes"], [1]))
+    (region,) = read_annotations(tmp_path / "a.geojson")
+    assert region.label == "yes"
+    assert len(region.holes) == 1
+    low, high = np.asarray(region.outline).min(0), np.asarray(region.outline).max(0)
+    assert np.allclose(low, [6 * 8, 4 * 8], atol=4.1)
+    assert np.allclose(high, [20 * 8, 14 * 8], atol=4.1)
+
+
+def test_a_tile_of_several_classes_has_all_of_them(tmp_path):
+    places, values = (
+        np.array([[4, 8], [12, 8], [20, 8]]),
+        np.array([[0.9, 0.7], [0.1, 0.6], [0, 0]]),
+    )
+    found = tile_features(places, (8.0, 8.0), (15, 99), values, ["a", "b"], one_class=False)
+    save_geojson(tmp_path / "a.geojson", found)
+    features = json.loads((tmp_path / "a.geojson").read_text())["features"]
+    told = [one["properties"].get("classification", {}).get("name") for one in features]
+    assert told == ["a: b", "b", None]
+    assert features[1]["geometry"]["coordinates"][0][2] == [20, 15]  # not beyond the slide
+    with pytest.raises(
+        SlideError, match="only 3 points, lines or detections"
+    ):  # tiles limit nothing
+        read_annotations(tmp_path / "a.geojson")
+
+
+def test_a_compressed_file_has_the_same_features(tmp_path):
+    places = np.arange(2000).reshape(1000, 2)
+    values = np.random.default_rng(0).random((1000, 2))
+    for name in ("a.geojson", "a.geojson.gz", "b.geojson.gz"):
+        found = tile_features(places, (5, 5), (9000, 9000), values, ["no", "yes"], one_class=True)
+        save_geojson(tmp_path / name, found)
+    packed = (tmp_path / "a.geojson.gz").read_bytes()
+    assert gzip.decompress(packed) == (tmp_path / "a.geojson").read_bytes()
+    assert len(packed) < (tmp_path / "a.geojson").stat().st_size / 4
+
+
+def test_what_fails_leaves_no_file(tmp_path):
+    def broken():
+        yield {"type": "Feature"}
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError):
+        save_geojson(tmp_path / "a.geojson.gz", broken())
+    assert not list(tmp_path.iterdir())

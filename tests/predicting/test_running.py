@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from spatialdl.comm.launch import TERMINAL
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import to_input
 from spatialdl.errors import SlideError
+from spatialdl.predicting import progress
 from spatialdl.predicting.cutting import cutting_of
-from spatialdl.predicting.inputs import Input, slide_input
+from spatialdl.predicting.inputs import Input, SlideImages, slide_input
+from spatialdl.predicting.network import Network, no_more_weights
+from spatialdl.predicting.progress import ReadInBands, layer_progress
 from spatialdl.predicting.running import Runner, SlideOutput
 from spatialdl.predicting.trained import find_trained
 from spatialdl.slides.reading.reader import Slide
@@ -49,13 +54,19 @@ def turned(images: torch.Tensor, number: int) -> torch.Tensor:
     return images.flip([dim for dim, bit in ((-1, 1), (-2, 2)) if number & bit])
 
 
-@pytest.mark.parametrize(("tta", "count"), [("flips", 4), ("d4", 8)])
-def test_turned_tiles_are_averaged(folder, tta, count):
-    given, outcome = predicted(folder, "average=false", f"tta={tta}")
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [("average=true", 1), ("average=false", 1), ("tta=flips", 4), ("average=false tta=d4", 8)],
+)
+def test_it_is_the_plain_network_on_the_plain_tiles_or_their_turns(folder, words, count):
+    given, outcome = predicted(folder, *words.split())
     (file,) = (folder / "run" / "checkpoints").glob("step-00000002/stage-00.safetensors")
     kept = load_file(file)
     plain = small(3, 3).double().eval()
-    plain.load_state_dict({k: kept[k] for k in plain.state_dict()})
+    prefix = "" if "average=false" in words else "average/"
+    averaged = [k for k in plain.state_dict() if f"average/{k}" in kept]
+    assert not all(torch.equal(kept[f"average/{k}"], kept[k]) for k in averaged)
+    plain.load_state_dict({k: kept.get(prefix + k, kept[k]) for k in plain.state_dict()})
     with Slide(folder / "a.tiff") as slide:
         tiles = [slide.read_scaled(x, y, (32, 32), 1.0) for x, y in given.places]
     images = to_input(torch.from_numpy(np.stack(tiles)), torch.float64, torch.device("cpu"))
@@ -63,28 +74,7 @@ def test_turned_tiles_are_averaged(folder, tta, count):
         each = [plain(turned(images, number)).softmax(1) for number in range(count)]
     expected = torch.stack(each).mean(0)
     assert torch.allclose(outcome.values, expected, rtol=0, atol=1e-12)
-    assert not torch.allclose(each[0], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("average", ["true", "false"])
-def test_it_is_the_plain_network_on_the_plain_tiles(folder, average):
-    given, outcome = predicted(folder, f"average={average}")
-    (file,) = (folder / "run" / "checkpoints").glob("step-00000002/stage-00.safetensors")
-    kept = load_file(file)
-    plain = small(3, 3).double().eval()
-    prefix = "average/" if average == "true" else ""
-    plain.load_state_dict({k: kept.get(prefix + k, kept[k]) for k in plain.state_dict()})
-    with Slide(folder / "a.tiff") as slide:
-        tiles = [slide.read_scaled(x, y, (32, 32), 1.0) for x, y in given.places]
-    images = to_input(torch.from_numpy(np.stack(tiles)), torch.float64, torch.device("cpu"))
-    with torch.no_grad():
-        expected = plain(images).softmax(1)
-    assert torch.allclose(outcome.values, expected, rtol=0, atol=1e-12)
-
-
-def test_averages_are_other_weights(folder):
-    values = [predicted(folder, f"average={one}")[1].values for one in ("true", "false")]
-    assert float((values[0] - values[1]).abs().max()) > 1e-6
+    assert torch.allclose(each[0], expected, rtol=0, atol=1e-6) == (count == 1)
 
 
 def test_tiles_that_cannot_be_read_are_left_out(folder):
@@ -117,12 +107,16 @@ def test_tiles_of_another_size_and_regions(folder):
     given, outcome = predicted(folder, "tile_size=50", "overlap=10", "min_tissue=0.9")
     assert given.size == (50, 50)
     assert len(outcome.values) == len(given.places) > 4
-    given, outcome = predicted(folder, "whole=true", "activation=true")
-    assert given.size[0] > 150
-    assert len(given.places) == 1
-    assert outcome.activation.shape[:2] == (1, 3)
-    logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
-    assert torch.allclose(logits.softmax(1), outcome.values, atol=1e-6)
+    for words in ("whole=true", "batch_size=5"):  # a region; tiles of several batches
+        given, outcome = predicted(folder, words, "activation=true")
+        assert len(given.places) == len(outcome.activation)
+        assert outcome.activation.shape[1] == 3
+        # the mean of what places give to a class is its logit
+        logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
+        assert torch.allclose(logits.softmax(1), outcome.values, rtol=0, atol=1e-6)
+        assert (given.size[0] > 150) == (words == "whole=true") == (len(given.places) == 1)
+    assert len(given.places) > 11
+    assert float(outcome.values.std(0).min()) > 1e-4
 
 
 def test_a_network_that_does_not_end_with_a_mean_has_no_activation_maps(folder, tmp_path):
@@ -159,30 +153,48 @@ def flat(num_classes: int, in_channels: int) -> torch.nn.Sequential:
     )
 
 
-def test_settings_come_from_the_training_set_unless_said(folder):
-    trained = find_trained(str(folder / "run"), SingleProcess())
-    with pytest.raises(ValueError, match="does not record the resolution"):
-        cutting_of(command("ckpt_path=x", "slides=x"), trained)
-    trained.__dict__["made_with"] = {"tile_size": 64, "mag": 20.0, "overlap": 8, "whole": None}
-    found = cutting_of(command("ckpt_path=x", "slides=x"), trained)
-    assert (found.tile_size, found.overlap, found.wanted.mag) == (64, 8, 20.0)
-    found = cutting_of(command("ckpt_path=x", "slides=x", "mpp=1", "overlap=0"), trained)
-    assert (found.overlap, found.wanted.mpp, found.wanted.mag) == (0, 1.0, None)
-    trained.__dict__["made_with"] = {"level": 0, "stain_normalise": "macenko"}
-    trained.__dict__["made_with"]["stain_reference"] = True
-    with pytest.raises(ValueError, match="give that image by stain_reference"):
-        cutting_of(command("ckpt_path=x", "slides=x"), trained)
-
-
-def test_the_mean_of_what_places_give_to_a_class_is_its_logit(tmp_path):
-    """Activation of all images, which exceed one batch."""
-    run = train(tmp_path / "run", *NETWORK)
-    slide = write_slide(tmp_path / "a.tiff", 203, 187)
-    config = command(f"ckpt_path={run}", "level=0", "activation=true", "batch_size=5")
+def test_a_network_that_is_far_larger_than_its_checkpoint_is_not_built(tmp_path):
+    run = train(tmp_path / "run", "model=resnet18", "model.width=4")
     trained = find_trained(str(run), SingleProcess())
-    given = slide_input(slide, "a", cutting_of(config, trained))
-    outcome = Runner(trained, config, SingleProcess()).run(given)
-    assert len(given.places) == len(outcome.activation) > 11
-    logits = torch.from_numpy(outcome.activation).double().mean((2, 3))
-    assert torch.allclose(logits.softmax(1), outcome.values, rtol=0, atol=1e-6)
-    assert float(outcome.values.std(0).min()) > 1e-4
+    Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
+    trained.config.model.width = 30_000  # a terabyte
+    with pytest.raises(ValueError, match=r"has over [0-9,]+ weights"):
+        Network(trained, command("ckpt_path=x"), SingleProcess()).pipeline((32, 32))
+
+
+def test_weights_are_counted_while_a_network_is_built():
+    with no_more_weights(9):
+        nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="over 7 weights"), no_more_weights(7):
+        nn.Linear(3, 2)
+    nn.Linear(300, 300)  # nobody counts any more
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv(TERMINAL, "1")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.7])
+def test_an_image_that_is_read_in_bands_is_the_same(scale, tmp_path, monkeypatch, terminal, capsys):
+    monkeypatch.setattr(progress, "BAND", 32)
+    path = write_slide(tmp_path / "a.tiff", 300, 260)
+    plain = SlideImages(path, None, [(3, 5)], (151, 137), scale)
+    told = ReadInBands(plain, "a")
+    assert (told.channels, len(told), told.image_size(0)) == (3, 1, (151, 137))
+    for box in (None, (17, 120, 3, 90), (0, 151, 40, 41), (64, 64, 0, 9)):
+        assert np.array_equal(told.read(0, box), plain.read(0, box))
+    said = capsys.readouterr().err
+    assert "a, reading" in said
+    assert "/151 " in said
+
+
+def test_layers_are_followed_and_left_as_they_were(terminal, capsys):
+    act = nn.ReLU()  # used twice
+    network = nn.Sequential(nn.Linear(2, 2), act, nn.Sequential(nn.Linear(2, 2), act))
+    with layer_progress("a", [network]):
+        network(torch.ones(1, 2))
+    said = capsys.readouterr().err
+    assert "a, network" in said
+    assert "/3 " in said
+    assert not any(one._forward_hooks for one in network.modules())

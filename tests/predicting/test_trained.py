@@ -1,3 +1,5 @@
+"""What a checkpoint says of its network, and what it may have built."""
+
 from __future__ import annotations
 
 import json
@@ -7,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spatialdl import predict
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import CheckpointError
+from spatialdl.predicting.target_allowlist import builds, check_targets
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
-from tests.predicting.runs import NETWORK, train
+from tests.predicting.runs import NETWORK, train, write_slide
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +165,60 @@ def test_a_checkpoint_that_does_not_say_it_goes_by_the_manifest(changed, tmp_pat
 def test_what_cannot_be_is_refused(key, value, changed):
     with pytest.raises(CheckpointError, match="does not record how its network is built"):
         changed(**{key: value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("spatialdl.models.resnet18", "spatialdl.models.unet", "spatialdl.models.wide_view"),
+        *("spatialdl.models.amoebanet_d", "spatialdl.models.resnet110_v2"),
+        *("spatialdl.models.resnet.BasicBlock", "torch.nn.ReLU", "torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_networks_need_no_word(name):
+    assert builds(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("os.system", "builtins.eval", "torch.load", "torch.hub.load", "subprocess.run", "", "."),
+        *("spatialdl.export.main", "spatialdl.models.resnet.torch.hub.load", "spatialdl.modelsx.a"),
+        *("spatialdl.models.resnet.nn", "spatialdl.models.resnet.Sequence", "spatialdl.models.no"),
+        *("torch.nn.functional.torch", "torch.nn.init.normal_", "torch.nn.modules.module.Tensor"),
+        *("hydra.utils.get_method", "tests.predicting.runs.train", "spatialdl.models..unet"),
+    ],
+)
+def test_other_names_do(name):
+    assert not builds(name)
+
+
+def test_targets_are_found_wherever_they_are():
+    for model in (
+        {"_target_": "os.system", "command": "true"},
+        {"_target_": "spatialdl.models.unet", "width": {"_target_": "os.getpid"}},
+        {"_target_": "spatialdl.models.unet", "width": [[{"_target_": "os.getpid"}]]},
+    ):
+        with pytest.raises(CheckpointError, match=r"trust=\[os\."):
+            check_targets(model, ())
+        check_targets(model, ["os"])
+    with pytest.raises(CheckpointError, match="osx"):
+        check_targets({"_target_": "osx.system"}, ["os"])
+    with pytest.raises(CheckpointError, match="only plain values"):
+        check_targets({"_target_": "spatialdl.models.unet", "width": "${oc.env:HOME}"}, ["os"])
+
+
+def test_a_checkpoint_cannot_run_a_program(tmp_path, run_main):
+    """Regression: any callable named in its configuration was called."""
+    run, done = train(tmp_path / "run", "model.width=4"), tmp_path / "done"
+    (file,) = run.glob("checkpoints/step-*/checkpoint.json")
+    content = json.loads(file.read_text())
+    content["config"]["model"] = {"_target_": "os.mkdir", "path": str(done)}
+    del content[SEAL]
+    file.write_text(sealed(content))  # anybody can
+    slide = write_slide(tmp_path / "a.tif", 64, 64)
+    words = [f"ckpt_path={run}", f"slides={slide}", "mpp=0.5", "slide_mpp=0.5", "device=cpu"]
+    code, said = run_main(predict.main, *words, f"hydra.run.dir={tmp_path / 'out'}")
+    assert code == 1
+    assert "if you trust it and the checkpoint's source, add trust=[os.mkdir]" in said
+    assert not done.exists()

@@ -5,18 +5,23 @@ The real one is in tests/cluster/test_submitting.py.
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from spatialdl import train
+from spatialdl.submitting.job import _parser, end_markers, job_id, requeue_obstacle
+from spatialdl.submitting.resources import on_nodes, resources
 from spatialdl.submitting.runs import SubmittedRun, script
+from tests.composing import compose_anew
+from tests.evaluating.cases import read_rows
 
 SBATCH = """#!/bin/sh
 test ! -e refuse || {
@@ -33,7 +38,7 @@ SITE = Path(__file__).resolve().parents[2] / "examples" / "slurm"
 
 
 @pytest.fixture
-def submitted(tmp_path, monkeypatch, capsys):
+def submitted(tmp_path, monkeypatch, run_main):
     """Runs the command in an empty folder where sbatch is on the path."""
     monkeypatch.chdir(tmp_path)
     for name in ("given", "bin"):
@@ -46,19 +51,10 @@ def submitted(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(train, "launched", lambda: None)  # whoever started the tests
 
-    def run(*words: str) -> tuple[int, str, str]:
+    def run(*words: str) -> tuple[int, str]:
         flags = [word for word in words if word.startswith("-")]
         overrides = ["launcher=slurm", *(word for word in words if word not in flags)]
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags, *overrides])
-        code: object = 0
-        try:
-            train.main()
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        if isinstance(code, str):
-            return 1, captured.out, f"{code}\n"
-        return int(code or 0), captured.out, captured.err
+        return run_main(train.main, *flags, *overrides)
 
     return run
 
@@ -90,8 +86,8 @@ def test_a_script_outlives_the_signal_of_its_ranks(submitted):
 
 def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
     words = ["parallel=sp+pp", "seed=0,1,2", "launcher.tasks_per_node=2", "launcher.at_once=2"]
-    code, out, err = submitted("-m", *words, "data.image_size=[33,47]", "hydra.sweep.dir=sweep")
-    assert (code, err) == (0, "")
+    code, out = submitted("-m", *words, "data.image_size=[33,47]", "hydra.sweep.dir=sweep")
+    assert code == 0, out
     options, commands = given()
     assert options >= {"nodes=2", "ntasks=3", "ntasks-per-node=2", "array=0-2%2", "requeue"}
     assert options >= {"signal=USR1@120", "open-mode=append", "job-name=spatialdl"}
@@ -107,8 +103,7 @@ def test_a_sweep_is_an_array_of_what_asks_for_the_same(submitted, tmp_path):
             "hydra.output_subdir=null",
         ]
         assert list(run_dir.iterdir()) == []  # the run writes there when it has the directory
-    with (tmp_path / "sweep" / "slurm" / "jobs.csv").open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(tmp_path / "sweep" / "slurm" / "jobs.csv")
     assert [row["job"] for row in rows] == ["12_0", "12_1", "12_2"]
     assert rows[1]["overrides"] == "parallel=sp+pp seed=1 data.image_size=[33,47]"
     assert rows[1]["run directory"] == str(tmp_path / "sweep" / "1")
@@ -132,7 +127,7 @@ def test_a_run_in_the_directory_of_another_is_submitted_and_changes_nothing_yet(
 
 
 def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):
-    code, out, _ = submitted("-m", "parallel=sp,sp+pp", "seed=0,1", "hydra.sweep.dir=sweep")
+    code, out = submitted("-m", "parallel=sp,sp+pp", "seed=0,1", "hydra.sweep.dir=sweep")
     assert code == 0
     assert {"ntasks=2", "array=0-1%2"} <= given(12)[0]
     assert {"ntasks=3", "array=0-1%2"} <= given(13)[0]
@@ -144,10 +139,8 @@ def test_runs_that_ask_for_something_else_are_arrays_of_their_own(submitted):
 
 
 def test_one_run_is_one_job(submitted, tmp_path):
-    code, out, err = submitted(
-        "parallel=dp", "hydra.run.dir='it\\'s here'", "launcher.setup=[a, b c]"
-    )
-    assert (code, err) == (0, "")
+    code, out = submitted("parallel=dp", "hydra.run.dir='it\\'s here'", "launcher.setup=[a, b c]")
+    assert code == 0, out
     options, commands = given()
     assert "ntasks=2" in options
     assert not any(option.startswith("array") for option in options)
@@ -160,7 +153,7 @@ def test_one_run_is_one_job(submitted, tmp_path):
 def test_where_a_layout_is_found_in_the_job_the_user_says_how_many_ranks(submitted):
     assert submitted("parallel=auto", "parallel.world=5", "hydra.run.dir=run")[0] == 0
     assert "ntasks=5" in given()[0]
-    code, _, err = submitted("parallel=auto", "hydra.run.dir=run")
+    code, err = submitted("parallel=auto", "hydra.run.dir=run")
     assert code == 1
     assert err.startswith("error: parallel=auto needs a number of ranks: add parallel.wor")
 
@@ -189,7 +182,7 @@ def test_what_a_site_needs_is_a_file(submitted):
     ],
 )
 def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, tmp_path):
-    code, _, err = submitted("hydra.run.dir=run", *words)
+    code, err = submitted("hydra.run.dir=run", *words)
     assert code == 1
     assert told in err
     assert err.count("\n") == 1
@@ -197,7 +190,7 @@ def test_a_mistake_is_told_before_anything_is_submitted(submitted, words, told, 
 
 
 def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
-    code, _, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
+    code, err = submitted("-m", "data.batch_size=2,0", "hydra.sweep.dir=sweep")
     assert code == 1
     assert err.endswith("(run launcher=slurm data.batch_size=0 of the sweep; none was submitted)\n")
     assert list((tmp_path / "given").iterdir()) == []
@@ -206,29 +199,158 @@ def test_a_mistake_in_one_run_of_a_sweep_keeps_all_back(submitted, tmp_path):
 @pytest.mark.parametrize("words", [["hydra.run.dir=run"], ["-m", "hydra.sweep.dir=run"]])
 def test_what_sbatch_says_is_passed_on(submitted, words, tmp_path):
     (tmp_path / "refuse").write_text("gup")
-    code, _, err = submitted("launcher.partition=gup", *words)
+    code, err = submitted("launcher.partition=gup", *words)
     assert code == 1
     assert (
         err == "error: sbatch rejected the job: sbatch: error: invalid partition specified: gup\n"
     )
 
 
-def test_inside_of_a_job_none_is_submitted(submitted, monkeypatch, tmp_path):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    code, _, err = submitted("hydra.run.dir=run")
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("SLURM_JOB_ID", "7", "but this is inside job 7: omit it to start the ranks in"),
+        ("PATH", "/nowhere", "error: launcher=slurm needs sbatch, which is not on PATH"),
+    ],
+)
+def test_where_no_job_can_be_submitted_it_is_told(
+    submitted, name, value, told, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(name, value)
+    code, err = submitted("hydra.run.dir=run")
     assert code == 1
-    assert "but this is inside job 7: omit it to start the ranks in this allocation" in err
+    assert told in err
     assert list((tmp_path / "given").iterdir()) == []
-
-
-def test_without_slurm_it_is_told(submitted, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, _, err = submitted("hydra.run.dir=run")
-    assert code == 1
-    assert err.startswith("error: launcher=slurm needs sbatch, which is not on PATH")
 
 
 def test_words_come_through_the_shell_as_they_are():
     odd = ("a b", "it's", '"$HOME"', "$(exit 1)", "x;y", "ü", "--flag", "[1, 2]", "")
     run = SubmittedRun((), odd, Path("/a b"), 1, 0, (), (), None)
     assert words_of(script([run]))[4:] == ["--ranks=1", "--requeue=0", "/a b", *odd]
+
+
+def launcher(*overrides: str) -> DictConfig:
+    return compose_anew("train", "launcher=slurm", *overrides).launcher
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "each", "expected"),
+    [
+        (3, None, None, (None, None)),
+        (8, None, 4, (2, 4)),
+        (9, None, 4, (3, 4)),
+        (3, None, 4, (1, 3)),
+        (8, 2, None, (2, 4)),
+        (3, 2, None, (2, 2)),
+        (1, 1, None, (1, 1)),
+        (8, 2, 4, (2, 4)),
+        (7, 2, 4, (2, 4)),
+        (2, 2, 4, (2, 2)),
+    ],
+)
+def test_ranks_share_nodes(ranks, nodes, each, expected):
+    assert on_nodes(ranks, nodes, each) == expected
+    if None not in expected:
+        assert expected[0] * expected[1] >= ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "each", "told"),
+    [
+        (2, 3, None, r"launcher\.nodes=3, but the layout has 2 ranks: use at most 2"),
+        (1, 2, 1, r"launcher\.nodes=2, but the layout has 1 rank: use at most 1"),
+        (*(9, 2, 4), r"the layout has 9 ranks, but launcher\.nodes=2 x launcher\.tasks_per_node=4"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_told_the_arithmetic(ranks, nodes, each, told):
+    with pytest.raises(ValueError, match=told):
+        on_nodes(ranks, nodes, each)
+
+
+def test_what_is_not_said_is_left_to_the_site():
+    assert resources(launcher(), 3) == (
+        *(("cpus_per_task", 1), ("ntasks", 3), ("requeue", True)),
+        *(("signal", "USR1@120"), ("time", "1:00:00")),
+    )
+
+
+def test_every_setting_is_an_option():
+    words = ["partition=gpu", "account=me", "time=90", "tasks_per_node=2", "gpus_per_task=1"]
+    words += ["cpus_per_task=7", "signal=30", "requeue=0"]
+    words += ["options=['--qos=long', '--mem-per-cpu=2G', --exclusive]"]
+    assert dict(resources(launcher(*(f"launcher.{word}" for word in words)), 6)) == {
+        **{"partition": "gpu", "account": "me", "time": 90, "nodes": 3, "ntasks": 6},
+        **{"ntasks_per_node": 2, "gpus_per_task": 1, "cpus_per_task": 7, "signal": "USR1@30"},
+        **{"no_requeue": True, "qos": "long", "mem_per_cpu": "2G", "exclusive": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("nodes=0", "launcher.nodes=0 must be at least 1, or null"),
+        ("nodes=two", "launcher.nodes=two must be at least 1, or null"),
+        ("cpus_per_task=1.5", "launcher.cpus_per_task=1.5 must be at least 1, or null"),
+        ("gpus_per_task=true", "launcher.gpus_per_task=True must be at least 1, or null"),
+        ("signal=null", "launcher.signal=None must be at least 1"),
+        ("requeue=-1", "launcher.requeue=-1 must be at least 0"),
+        ("time=[1]", "launcher.time=[1] must be a word or a number"),
+        ("partition='a\nb'", r"launcher.partition='a\nb' must be one line"),
+        ("setup=module", "launcher.setup=module must be a list of shell lines"),
+        ("setup=[1]", "launcher.setup=[1] must be a list of shell lines"),
+        ("options=long", "launcher.options=long must be a list of options such as --qos=long"),
+        ("options=[{qos: a}]", "launcher.options=[{'qos': 'a'}] must be a list of options"),
+        ("options=[-p x]", "launcher.options has '-p x': write options as --qos=long"),
+        ("options=['--qos=a\nb']", r"launcher.options has '--qos=a\nb': write options as"),
+        ("options=['--ntasks=3']", "launcher.options has --ntasks=3: omit it, the layout"),
+        ("options=['--array=0-3']", "launcher.options has --array=0-3: omit it, a sweep is an"),
+        ("options=['--time=3']", "launcher.options has --time=3: omit it, launcher.time sets it"),
+    ],
+)
+def test_what_is_no_such_thing_is_told(word, told):
+    with pytest.raises(ValueError, match="launcher") as error:
+        resources(launcher(f"launcher.{word}"), 3)
+    assert str(error.value).startswith(told)
+
+
+def test_one_of_an_array_is_not_all_of_it():
+    alone = {"SLURM_JOB_ID": "12"}
+    assert job_id(alone) == "12"
+    last = {**alone, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert job_id(last) == "12_3"
+
+
+def test_a_run_that_ended_has_left_something_new(tmp_path):
+    seen = [end_markers(tmp_path)]
+    for name in ("stopped.json", "summary.json", "stopped.json"):
+        (tmp_path / "new").write_text("{}")
+        (tmp_path / "new").replace(tmp_path / name)
+        seen.append(end_markers(tmp_path))
+    assert seen[0] == []
+    assert all(one != other for one, other in pairwise(seen))
+    (tmp_path / "metrics.csv").touch()
+    assert end_markers(tmp_path) == seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "restarts", "reason"),
+    [
+        (20, 0, None),
+        (20, 1, None),
+        (20, 2, "launcher.requeue=2 reached; resume with ckpt_path=latest"),
+        (
+            None,
+            0,
+            "there is no checkpoint, it would restart from scratch (trainer.checkpoint.keep=0)",
+        ),
+    ],
+)
+def test_a_job_goes_on_if_there_is_something_to_go_on_from(saved, restarts, reason):
+    assert requeue_obstacle({"step": 20, "checkpoint": saved}, restarts, 2) == reason
+
+
+def test_the_words_of_the_ranks_are_left_as_they_are():
+    words = ["--config-name", "train", "--ranks=7", "seed=1"]
+    options = _parser().parse_args(["--ranks=3", "--requeue=5", "my run", *words])
+    assert (options.ranks, options.requeue, options.run_dir) == (3, 5, Path("my run"))
+    assert options.words == words
