@@ -133,16 +133,6 @@ def test_registers_work_but_are_not_averaged():
     torch.testing.assert_close(network(image), before)
 
 
-def test_dropout_is_for_training():
-    torch.manual_seed(0)
-    network, image = vit(**TINY, dropout=0.5), torch.rand(1, 3, 8, 8)
-    assert not torch.equal(network(image), network(image))
-    network.eval()
-    torch.testing.assert_close(network(image), network(image))
-    drops = [m for m in network.modules() if isinstance(m, nn.Dropout)]
-    assert len(drops) == 1 + 3 * TINY["depth"]
-
-
 def test_linear_layers_begin_small_and_without_biases():
     torch.manual_seed(0)
     network = vit()

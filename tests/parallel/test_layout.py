@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 from itertools import pairwise, product
 from math import prod
 
@@ -296,12 +294,6 @@ def test_slices_in_find_a_box_within_another(both):
     found = torch.arange(len(where)).view(outer.shape)[one.slices_in(outer)]
     assert found.shape == one.shape
     assert found.flatten().tolist() == [where[pixel] for pixel in sorted(pixels(one))]
-
-
-@given(boxes())
-def test_a_box_survives_pickling(box):
-    assert pickle.loads(pickle.dumps(box)) == box
-    assert type(copy.deepcopy(box)) is Box
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.recording import Forward
-from tests.pipeline.cutting import SIZE, check_cut, places_of, run_stages, stages_of, trained
+from tests.pipeline.cutting import SIZE, check_cut, places_of, run_stages, stages_of
 
 CALLS = 0
 
@@ -257,14 +256,6 @@ def test_attributes_that_are_set_from_outside_are_followed():
         assert torch.equal(run_stages(stages, x), whole(x))
 
 
-def test_recording_leaves_classes_and_attributes_as_they_are():
-    model = Network(KEPT["counts"]()).double()
-    Forward(model, SIZE).of(2, training=True)
-    assert type(model.part) is Part
-    assert model.part.calls == 0
-    trained(model, model, 1)
-
-
 # --- memory
 
 
@@ -289,14 +280,6 @@ def part_of_a_map(self, x):
     y = self.second(u.tanh())
     part.mul_(0.5)
     return y + u
-
-
-def halves(self, x):
-    u = self.first(x) * 1
-    one, two = u[:, :2], u[:, 2:]
-    two = two.mul_(3) * 2
-    one.add_(2)
-    return torch.cat([one, two], 1) * self.scale
 
 
 def overwritten(self, x):
@@ -344,10 +327,7 @@ def in_place_alone(self, x):
     return self.second(x).relu_() * self.scale
 
 
-CUT = {
-    one.__name__: one
-    for one in (part_of_a_map, halves, overwritten, without_version, no_grad, counted)
-}
+CUT = {one.__name__: one for one in (part_of_a_map, overwritten, without_version, no_grad, counted)}
 CUT |= {one.__name__: one for one in (view_of_state, shared_buffer, in_place_alone)}
 
 
@@ -365,7 +345,6 @@ def test_a_network_cut_wherever_it_may_be_is_itself(name):
     ("name", "places"),
     [
         ("part_of_a_map", 4),
-        ("halves", 4),
         ("no_grad", 1),
         ("shared_buffer", 0),
         ("in_place_alone", 0),

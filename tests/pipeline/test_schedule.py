@@ -174,7 +174,7 @@ def test_a_schedule_that_does_not_fit_is_refused(
 
 def test_interleaved_waits_and_holds_as_was_published():
     """Narayanan et al. 2021, section 2.2.2: bubbles are shorter by the number of stages a rank."""
-    for groups, interleave, microbatches in product((1, 2, 3, 8), (1, 2, 3, 4), range(1, 25)):
+    for groups, interleave, microbatches in product((1, 2, 3, 8), (1, 2, 3, 4), range(1, 17)):
         lists = interleaved(groups, microbatches, interleave)
         timeline = simulate(lists, StageSeconds.even(groups * interleave))  # nobody waits for ever
         if microbatches % groups == 0:
@@ -239,7 +239,7 @@ def test_zero_bubble_holds_what_1f1b_holds_and_weights_wait_for_few():
 
 # --- GEMS
 
-GROUPS = range(1, 9)
+GROUPS = (1, 2, 3, 8)
 
 
 def drawn(lists):
@@ -284,7 +284,7 @@ def test_mast_waits_as_long_as_was_published_and_holds_one_micro_batch(groups, t
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_with_gems_nobody_waits_for_ever_and_no_more_is_held_than_said(groups):
-    for microbatches in range(2, 33):
+    for microbatches in range(2, 25):
         for times in range(1, microbatches // 2 + 1):
             if microbatches % (2 * times):
                 continue
