@@ -265,7 +265,7 @@ def test_virtual_tiles_on_cores_take_time_once_the_machine_is_measured(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ["parallel.stream=auto", "data.image_size=[160,160]", "trainer.memory_limit_gb=0.01"]
+    words = ["parallel.stream=auto", "data.image_size=[256,256]", "trainer.memory_limit_gb=0.02"]
     words += ["device=cpu"]
     assert look(config(*words))
     assert "--calibrate` has run once" in capsys.readouterr().out

@@ -35,9 +35,9 @@ from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "resnet": (lambda: resnet18(num_classes=10, width=16), (3, 384, 360)),
-    "unet": (lambda: unet(num_classes=5, width=8, depth=2), (3, 288, 300)),
-    "vit": (lambda: vit(num_classes=10, patch=8, width=128, depth=2, heads=4), (3, 192, 192)),
+    "resnet": (lambda: resnet18(num_classes=10, width=16), (3, 512, 480)),
+    "unet": (lambda: unet(num_classes=5, width=8, depth=2), (3, 384, 400)),
+    "vit": (lambda: vit(num_classes=10, patch=8, width=128, depth=2, heads=4), (3, 256, 256)),
 }
 CLOSE = {"none": 0.2, "stage": 0.4}
 """How far bytes may be from those predicted: tiles differ a little in size, and copies that are
@@ -176,10 +176,10 @@ def test_micro_batches_and_stages_of_virtual_tiles_are_predicted(name, paper):
 def test_a_run_of_the_training_command_stores_what_is_predicted(paper, tmp_path):
     words = [
         *("task=segmentation", "model=unet", "model.width=8", "model.depth=2"),
-        *("data.image_size=[320,340]", "data.batch_size=2", "parallel.microbatches=2"),
+        *("data.image_size=[400,420]", "data.batch_size=2", "parallel.microbatches=2"),
         *("trainer.max_steps=1", "data.samples=2", "data.validation_samples=0"),
         *("parallel.stream=[3,4]", "device=cpu", "trainer.report=false"),
-        *("trainer.memory_limit_gb=0.01", f"parallel.stream_to={tmp_path}"),
+        *("trainer.memory_limit_gb=0.015", f"parallel.stream_to={tmp_path}"),
     ]
     with initialize_config_module("spatialdl.conf", version_base="1.3"):
         config = compose("train", words)

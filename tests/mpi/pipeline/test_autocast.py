@@ -28,7 +28,7 @@ AS_FAR = [
     Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=8),
     Case("gems", "odd", (45, 50), CHAIN, microbatches=2, schedule="basic"),
     Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), microbatches=2),
-    Case("sp+pp", "unet", (29, 24), ((2, 1), (2, 1)), microbatches=2),
+    Case("sp+pp", "unet", (37, 45), ((2, 1), (2, 1)), microbatches=2),
 ]
 
 
