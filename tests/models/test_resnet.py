@@ -1,3 +1,5 @@
+"""Convolutional classifiers: names, sizes and arithmetic as published."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,7 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spatialdl.models import ResNet, resnet18, resnet50
+from spatialdl.models import (
+    amoebanet_d,
+    resnet18,
+    resnet50,
+    resnet110_v2,
+    resnet_v2,
+    wide_view,
+)
+from spatialdl.pipeline.recording import Forward
 
 BN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -26,127 +36,201 @@ def torchvision_names(depth: int) -> list[str]:
     return [*names, "fc.weight", "fc.bias"]
 
 
-RESNET18_CONVOLUTIONS = [
-    "conv1.weight",
-    "layer1.0.conv1.weight",
-    "layer1.0.conv2.weight",
-    "layer1.1.conv1.weight",
-    "layer1.1.conv2.weight",
-    "layer2.0.conv1.weight",
-    "layer2.0.conv2.weight",
-    "layer2.0.downsample.0.weight",
-    "layer2.1.conv1.weight",
-    "layer2.1.conv2.weight",
-    "layer3.0.conv1.weight",
-    "layer3.0.conv2.weight",
-    "layer3.0.downsample.0.weight",
-    "layer3.1.conv1.weight",
-    "layer3.1.conv2.weight",
-    "layer4.0.conv1.weight",
-    "layer4.0.conv2.weight",
-    "layer4.0.downsample.0.weight",
-    "layer4.1.conv1.weight",
-    "layer4.1.conv2.weight",
-]
+@pytest.mark.parametrize(("build", "depth"), [(resnet18, 18), (resnet50, 50)])
+def test_names_are_torchvisions(build, depth):
+    with torch.device("meta"):
+        assert list(build().state_dict()) == torchvision_names(depth)
 
 
 @pytest.mark.parametrize(
-    ("build", "depth", "parameters"), [(resnet18, 18, 11_689_512), (resnet50, 50, 25_557_032)]
-)
-def test_names_and_sizes_are_torchvisions(build, depth, parameters):
-    with torch.device("meta"):
-        network = build()
-    assert list(network.state_dict()) == torchvision_names(depth)
-    assert sum(p.numel() for p in network.parameters()) == parameters
-
-
-def test_convolutions_of_resnet18_one_by_one():
-    with torch.device("meta"):
-        names = [k for k, v in resnet18().state_dict().items() if v.ndim == 4]
-    assert names == RESNET18_CONVOLUTIONS
-
-
-@pytest.mark.parametrize(
-    ("key", "shape"),
+    ("build", "parameters"),
     [
-        ("conv1.weight", (64, 3, 7, 7)),
-        ("layer1.0.conv1.weight", (64, 64, 1, 1)),
-        ("layer1.0.downsample.0.weight", (256, 64, 1, 1)),
-        ("layer2.0.conv2.weight", (128, 128, 3, 3)),
-        ("layer4.2.conv3.weight", (2048, 512, 1, 1)),
-        ("fc.weight", (1000, 2048)),
+        (resnet18, 11_689_512),  # as torchvision's
+        (resnet50, 25_557_032),
+        (wide_view, 62_794),
+        # Huang et al. 2019 (GPipe), table 1, in millions
+        (lambda: amoebanet_d(1000, 3, 18, 208), 82e6),
+        (lambda: amoebanet_d(1000, 3, 18, 544), 542e6),
     ],
 )
-def test_shapes_of_resnet50_are_torchvisions(key, shape):
+def test_networks_have_the_parameters_that_were_published(build, parameters):
     with torch.device("meta"):
-        assert resnet50().state_dict()[key].shape == shape
+        found = sum(p.numel() for p in build().parameters())
+    assert found == pytest.approx(parameters, rel=0.01 if isinstance(parameters, float) else 0)
 
 
-def test_stride_of_a_bottleneck_sits_in_its_3x3_convolution():
-    block = resnet50(width=2).get_submodule("layer2.0")
-    strides = [m.stride[0] for m in block.modules() if isinstance(m, nn.Conv2d)]
-    assert strides == [1, 2, 1, 2]  # conv1, conv2, conv3, downsample
-
-
-def test_children_are_a_chain_that_can_be_cut_anywhere():
+@pytest.mark.parametrize(
+    ("network", "names"),
+    [
+        (
+            lambda: resnet18(num_classes=5, width=4),
+            "conv1 bn1 relu maxpool layer1 layer2 layer3 layer4 avgpool flatten fc",
+        ),
+        (
+            lambda: resnet_v2(11, width=2),
+            "conv1 bn1 relu1 layer1 layer2 layer3 bn2 relu2 avgpool flatten fc",
+        ),
+    ],
+)
+def test_children_are_a_chain_that_can_be_cut_anywhere(network, names):
     torch.manual_seed(0)
-    network = resnet18(num_classes=5, width=4).double()
-    names = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
-    names += ["avgpool", "flatten", "fc"]
-    assert [name for name, _ in network.named_children()] == names
+    network = network().double()
+    assert [name for name, _ in network.named_children()] == names.split()
     assert type(network).forward is nn.Sequential.forward
-    x = torch.randn(2, 3, 33, 47, dtype=torch.float64)
+    x = torch.randn(2, 3, 15, 18, dtype=torch.float64)
     network(x).square().sum().backward()
     whole = [p.grad.clone() for p in network.parameters()]
-    for cut in range(1, len(names)):
+    for cut in range(1, len(names.split())):
         network.zero_grad()
         handed_over = network[:cut](x)
         received = handed_over.detach().requires_grad_()
         second = network[cut:]
-        assert isinstance(second, ResNet)
+        assert isinstance(second, type(network))
         second(received).square().sum().backward()
         handed_over.backward(received.grad)
         for gradient, p in zip(whole, network.parameters(), strict=True):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("build", [resnet18, resnet50])
-@pytest.mark.parametrize("size", [(1, 1), (31, 45), (64, 97)])
-def test_any_size_gives_finite_gradients(build, size):
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: resnet18(3, 2, width=4),
+        lambda: resnet50(3, 2, width=4),
+        lambda: resnet_v2(20, num_classes=3, in_channels=2, width=2),
+        lambda: amoebanet_d(3, 2, layers=3, filters=16),
+        lambda: wide_view(num_classes=3, in_channels=2, width=1),
+    ],
+)
+@pytest.mark.parametrize("size", [(1, 1), (65, 33)])
+def test_images_of_any_size_give_every_weight_finite_gradients(network, size):
     torch.manual_seed(0)
-    network = build(num_classes=3, in_channels=1, width=4)
-    loss = F.cross_entropy(network(torch.randn(3, 1, *size)), torch.tensor([0, 1, 2]))
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert all(torch.isfinite(p.grad).all() for p in network.parameters())
+    model = network()
+    output = model(torch.randn(3, 2, *size))
+    assert output.shape == (3, 3)
+    F.cross_entropy(output, torch.tensor([0, 1, 2])).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_basic_block_is_the_papers_arithmetic():
+def batch_norm(x, weights, name):
+    keys = ("running_mean", "running_var", "weight", "bias")
+    return F.batch_norm(x, *(weights[f"{name}.{k}"] for k in keys))
+
+
+def test_a_basic_block_is_the_papers_arithmetic():
     torch.manual_seed(0)
     block = resnet18(width=3).get_submodule("layer2.0").eval()
-    weights = block.state_dict()
-    x = torch.randn(2, 3, 9, 7)
-
-    def norm(y, name):
-        keys = ("running_mean", "running_var", "weight", "bias")
-        return F.batch_norm(y, *(weights[f"{name}.{k}"] for k in keys))
-
-    y = F.relu(norm(F.conv2d(x, weights["conv1.weight"], stride=2, padding=1), "bn1"))
-    y = norm(F.conv2d(y, weights["conv2.weight"], padding=1), "bn2")
-    y = y + norm(F.conv2d(x, weights["downsample.0.weight"], stride=2), "downsample.1")
-    torch.testing.assert_close(block(x), F.relu(y))
+    weights, x = block.state_dict(), torch.randn(2, 3, 9, 7)
+    y = F.conv2d(x, weights["conv1.weight"], stride=2, padding=1)
+    y = F.relu(batch_norm(y, weights, "bn1"))
+    y = batch_norm(F.conv2d(y, weights["conv2.weight"], padding=1), weights, "bn2")
+    skip = F.conv2d(x, weights["downsample.0.weight"], stride=2)
+    torch.testing.assert_close(block(x), F.relu(y + batch_norm(skip, weights, "downsample.1")))
 
 
-def test_bottleneck_is_the_papers_arithmetic():
+def test_a_bottleneck_is_the_papers_arithmetic():
+    """The stride sits in its 3 x 3 convolution, as in torchvision."""
     torch.manual_seed(0)
-    block = resnet50(width=2).get_submodule("layer1.1").eval()
-    x = torch.randn(2, 8, 5, 6)
-    y = F.relu(block.bn1(F.conv2d(x, block.conv1.weight)))
-    y = F.relu(block.bn2(F.conv2d(y, block.conv2.weight, padding=1)))
-    y = block.bn3(F.conv2d(y, block.conv3.weight))
-    torch.testing.assert_close(block(x), F.relu(y + x))
+    block = resnet50(width=2).get_submodule("layer2.0").eval()
+    weights, x = block.state_dict(), torch.randn(2, 8, 5, 6)
+    y = F.relu(batch_norm(F.conv2d(x, weights["conv1.weight"]), weights, "bn1"))
+    y = F.conv2d(y, weights["conv2.weight"], stride=2, padding=1)
+    y = F.relu(batch_norm(y, weights, "bn2"))
+    y = batch_norm(F.conv2d(y, weights["conv3.weight"]), weights, "bn3")
+    skip = F.conv2d(x, weights["downsample.0.weight"], stride=2)
+    torch.testing.assert_close(block(x), F.relu(y + batch_norm(skip, weights, "downsample.1")))
 
 
-def test_meta_device_needs_no_memory():
+# --- ResNet v2
+
+
+def test_resnet110_has_110_layers():
     with torch.device("meta"):
-        assert resnet50()(torch.empty(1, 3, 50_001, 40_000)).shape == (1, 1000)
+        network = resnet110_v2()
+    layers = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Conv2d | nn.Linear) and not name.endswith("shortcut")
+    ]
+    assert len(layers) == 110
+    stages = [network.get_submodule(f"layer{i}") for i in (1, 2, 3)]
+    assert [len(stage) for stage in stages] == [12, 12, 12]
+    # only the first block leaves its activation to the stem
+    bodies = [dict(block.body.named_children()) for stage in stages for block in stage]
+    assert ["bn1" in body for body in bodies] == [False] + [True] * 35
+
+
+def test_stages_have_the_papers_channels_and_strides():
+    with torch.device("meta"):
+        network = resnet_v2(20)
+    convolutions = {
+        name: (m.in_channels, m.out_channels, m.kernel_size[0], m.stride[0])
+        for name, m in network.named_modules()
+        if isinstance(m, nn.Conv2d)
+    }
+    expected = {"conv1": (3, 16, 3, 1)}
+    rows = [(1, 16, 16, 64, 1), (2, 64, 64, 128, 2), (3, 128, 128, 256, 2)]
+    for stage, before, width, after, stride in rows:
+        for index in (0, 1):
+            first = index == 0
+            name, channels = f"layer{stage}.{index}", before if first else after
+            expected[f"{name}.body.conv1"] = (channels, width, 1, stride if first else 1)
+            expected[f"{name}.body.conv2"] = (width, width, 3, 1)
+            expected[f"{name}.body.conv3"] = (width, after, 1, 1)
+            if first:
+                expected[f"{name}.shortcut"] = (before, after, 1, stride)
+    assert convolutions == expected
+
+
+def test_a_block_with_activations_first_is_the_papers_arithmetic():
+    torch.manual_seed(0)
+    block = resnet_v2(11, width=2).get_submodule("layer2.0").double().eval()
+    x = torch.randn(2, 8, 9, 7, dtype=torch.float64)
+    kept, body = x.clone(), block.body
+    y = F.conv2d(F.relu(body.bn1(x)), body.conv1.weight, stride=2)
+    y = F.conv2d(F.relu(body.bn2(y)), body.conv2.weight, padding=1)
+    y = F.conv2d(F.relu(body.bn3(y)), body.conv3.weight)
+    y = y + F.conv2d(x, block.shortcut.weight, stride=2)
+    torch.testing.assert_close(block(x), y)
+    assert torch.equal(x, kept)  # the activations in place touch nothing of the caller's
+
+
+# --- AmoebaNet-D and a network of whole slides
+
+
+def test_amoebanet_can_be_cut_before_every_cell():
+    model = amoebanet_d(layers=3, filters=16).eval()
+    steps = Forward(model, (3, 64, 64)).of(2, training=True).steps
+    names = "stem.conv stem.norm stem_reduction1 stem_reduction2"
+    names += " group1_cell1 reduction1 group2_cell1 reduction2 group3_cell1 head"
+    assert [step.call for step in steps] == names.split()
+    y, before = model[:3](torch.randn(2, 3, 65, 33))
+    assert (y.shape[-2:], before.shape[-2:]) == ((9, 5), (17, 9))
+
+
+def test_a_place_of_the_last_map_of_the_wide_view_sees_1279_pixels():
+    network = wide_view(width=2).double().eval()
+    body = nn.Sequential(*list(network.children())[:-3])
+    for module in body.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.constant_(module.weight, 0.01)  # nothing cancels, ReLU lets everything through
+    image = torch.rand(1, 3, 1, 4096, dtype=torch.float64, requires_grad=True)
+    body(image)[0, :, 0, 16].sum().backward()
+    seen = (image.grad.abs().sum((0, 1, 2)) > 0).nonzero().ravel()
+    # max pooling hands on one of three neighbours, so at the ends a few may be missing
+    assert 1279 - 2 * 15 <= int(seen[-1] - seen[0]) + 1 <= 1279
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: resnet_v2(18), r"9 n \+ 2 layers.*but depth is 18: use"),
+        (lambda: resnet_v2(2), r"9 n \+ 2 layers.*but depth is 2: use"),
+        (lambda: amoebanet_d(layers=4), "4"),
+        (lambda: amoebanet_d(layers=0), "0"),
+        (lambda: amoebanet_d(filters=24), "24"),
+    ],
+)
+def test_sizes_that_make_no_network_are_refused(build, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        build()

@@ -21,9 +21,10 @@ def test_vit_s_16_has_22_million_parameters():
     assert sum(p.numel() for p in network.parameters()) == 22_050_664 - learned_positions
 
 
-@pytest.mark.parametrize("pool", ["class", "mean"])
-@pytest.mark.parametrize("registers", [0, 3])
-@pytest.mark.parametrize("size", [(8, 8), (4, 4), (20, 12)])
+@pytest.mark.parametrize(
+    ("pool", "registers", "size"),
+    [("class", 0, (4, 4)), ("class", 3, (20, 12)), ("mean", 0, (20, 12)), ("mean", 3, (8, 8))],
+)
 def test_images_of_any_size_that_the_patch_divides(pool, registers, size):
     network = vit(**TINY, in_channels=2, pool=pool, registers=registers)
     assert network(torch.rand(2, 2, *size)).shape == (2, 3)
@@ -34,16 +35,14 @@ def test_images_of_any_size_that_the_patch_divides(pool, registers, size):
     }
 
 
-@pytest.mark.parametrize("size", [(16,), (4, 8, 12)])
-def test_signals_and_volumes(size):
-    network = vit(**TINY, dims=len(size))
-    assert network(torch.rand(2, 3, *size)).shape == (2, 3)
+def test_signals_and_volumes():
+    for size in ((16,), (4, 8, 12)):
+        assert vit(**TINY, dims=len(size))(torch.rand(2, 3, *size)).shape == (2, 3)
 
 
-@pytest.mark.parametrize("size", [(9, 8), (8, 10), (3, 3)])
-def test_a_patch_that_does_not_divide_the_image_is_refused(size):
-    with pytest.raises(ValueError, match=f"patches of 4 .* {size[0]} x {size[1]}: crop or pad"):
-        vit(**TINY)(torch.rand(1, 3, *size))
+def test_a_patch_that_does_not_divide_the_image_is_refused():
+    with pytest.raises(ValueError, match=r"patches of 4 .* 8 x 10: crop or pad"):
+        vit(**TINY)(torch.rand(1, 3, 8, 10))
 
 
 def test_positions_are_those_of_the_plain_baseline():
@@ -70,7 +69,7 @@ def test_positions_of_a_network_of_float64_are_of_float64():
     assert embedding.to(torch.bfloat16).positions(1, 9, torch.device("cpu")).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("size", "width"), [((9,), 12), ((3, 4), 12), ((2, 3, 4), 12), ((5,), 2)])
+@pytest.mark.parametrize(("size", "width"), [((3, 4), 12), ((2, 3, 4), 12), ((5,), 2)])
 def test_every_place_has_another_position(size, width):
     embedding = vit(width=width, heads=1, patch=2, dims=len(size)).patch_embed
     nn.init.zeros_(embedding.proj.weight)
@@ -114,7 +113,7 @@ def plain(network: VisionTransformer, x: Tensor) -> Tensor:
 KINDS = ("weight", "bias")
 
 
-@pytest.mark.parametrize(("pool", "registers"), [("class", 0), ("class", 2), ("mean", 0)])
+@pytest.mark.parametrize(("pool", "registers"), [("class", 2), ("mean", 0)])
 def test_its_blocks_are_pytorchs_encoder_layers(pool, registers):
     torch.manual_seed(0)
     network = vit(**TINY, pool=pool, registers=registers).double()
@@ -132,16 +131,6 @@ def test_registers_work_but_are_not_averaged():
     before = network(image)
     nn.init.constant_(network.reg_token, 100.0)
     torch.testing.assert_close(network(image), before)
-
-
-def test_dropout_is_for_training():
-    torch.manual_seed(0)
-    network, image = vit(**TINY, dropout=0.5), torch.rand(1, 3, 8, 8)
-    assert not torch.equal(network(image), network(image))
-    network.eval()
-    torch.testing.assert_close(network(image), network(image))
-    drops = [m for m in network.modules() if isinstance(m, nn.Dropout)]
-    assert len(drops) == 1 + 3 * TINY["depth"]
 
 
 def test_linear_layers_begin_small_and_without_biases():

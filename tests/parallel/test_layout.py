@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 from itertools import pairwise, product
 from math import prod
 
@@ -88,11 +86,6 @@ def test_even_bounds_partition_the_dim_and_differ_by_at_most_one_pixel(size, cou
     assert min(extents) >= 0
 
 
-def test_even_bounds_are_the_documented_formula():
-    assert even_bounds(10, 3) == (0, 3, 6, 10)
-    assert even_bounds(2, 4) == (0, 0, 1, 1, 2)
-
-
 @given(layouts())
 def test_boxes_partition_the_image_in_row_major_order(layout):
     owners = torch.zeros(layout.samples, *layout.size, dtype=torch.int64)
@@ -128,20 +121,6 @@ def test_an_output_goes_where_its_input_pixel_is():
 def test_a_lopsided_layout_is_rebalanced():
     assert strided_bounds((0, 4, 12), 1, 12) == (0, 6, 12)
     assert strided_bounds((0, 5, 12), 1, 12) == (0, 5, 12)  # 7 is within a quarter of 6
-
-
-def test_the_same_cut_comes_out_whatever_led_to_it():
-    layout = Layout.even(2, (70, 93), (2, 2))
-    conv = layout.strided((2, 2), (35, 47))
-    assert conv == layout.strided((2, 2), (35, 47))
-    assert hash(conv) == hash(Layout(conv.batch, conv.cuts))
-
-
-def test_a_grid_with_other_dims_makes_no_layout():
-    with pytest.raises(ValueError, match="argument 2 is shorter"):
-        Layout.even(1, (4, 5, 6), (2, 1))
-    with pytest.raises(ValueError, match="argument 3 is longer"):
-        Layout.even(1, (4, 5), (2, 1)).strided((2, 2), (2, 3, 4))
 
 
 def test_describe_names_grid_and_size():
@@ -249,12 +228,6 @@ def test_transposed_needs_are_the_pixels_on_which_the_outputs_depend(size, windo
         assert (first, last) == ((used[0], used[-1] + 1) if used else (0, 0))
 
 
-@given(windows(), st.integers(0, 9))
-def test_an_empty_output_needs_nothing(window, start):
-    assert window.needs(start, start) == (0, 0)
-    assert window.transposed_needs(start, start, 9) == (0, 0)
-
-
 @given(layouts_and_windows())
 def test_transposed_boxes_lie_inside_the_image(both):
     layout, each = both
@@ -272,12 +245,6 @@ def test_transposed_boxes_lie_inside_the_image(both):
                 each, need.spatial, box.spatial, layout.size, strict=True
             ):
                 assert interval == window.transposed_needs(*own, n)
-
-
-def test_doubling_with_a_kernel_of_two_needs_the_own_tile_only():
-    layout = Layout.even(1, (35, 22), (2, 2))
-    output = layout.scaled((2, 2), (70, 44))
-    assert transposed_boxes(layout, output, (Window(2, 2), Window(2, 2))) == layout.boxes
 
 
 @given(layouts_and_windows())
@@ -315,12 +282,6 @@ def test_without_leaves_every_other_pixel_once(both):
     assert not any(box.is_empty for box in one.without(other))
 
 
-@given(boxes())
-def test_shape_counts_the_pixels(box):
-    assert prod(box.shape) == len(pixels(box))
-    assert min(box.shape) >= 0
-
-
 @given(two_boxes())
 def test_slices_in_find_a_box_within_another(both):
     one, other = both
@@ -333,22 +294,6 @@ def test_slices_in_find_a_box_within_another(both):
     found = torch.arange(len(where)).view(outer.shape)[one.slices_in(outer)]
     assert found.shape == one.shape
     assert found.flatten().tolist() == [where[pixel] for pixel in sorted(pixels(one))]
-
-
-def test_the_empty_box_is_empty():
-    assert empty_box(2).is_empty
-    assert empty_box(2).shape == (0, 0, 0)
-
-
-@pytest.mark.parametrize(("outputs", "expected"), [((0, 1), (-3, 4)), ((5, 8), (7, 18))])
-def test_needs_of_a_seven_by_seven_stem(outputs, expected):
-    assert Window(7, 2, 3).needs(*outputs) == expected
-
-
-@given(boxes())
-def test_a_box_survives_pickling(box):
-    assert pickle.loads(pickle.dumps(box)) == box
-    assert type(copy.deepcopy(box)) is Box
 
 
 @pytest.mark.parametrize(
@@ -406,13 +351,6 @@ def test_parts_of_a_finer_layout_make_up_those_of_the_coarser(dims, samples):
 
 def _places(box: Box) -> list[tuple[int, ...]]:
     return list(product(*(range(*interval) for interval in box.spatial)))
-
-
-def test_a_part_of_rows_and_columns_has_a_block_of_finer_ones():
-    """Of 2x2 parts with 2x3 each, in rows of 6."""
-    assert finer_parts((2, 2), (2, 3), 0) == (0, 1, 2, 6, 7, 8)
-    assert finer_parts((2, 2), (2, 3), 3) == (15, 16, 17, 21, 22, 23)
-    assert finer_parts((1, 2, 1), (2, 1, 2), 1) == (2, 3, 6, 7)
 
 
 def test_what_was_rebalanced_is_as_coarse_as_it_is_fine():

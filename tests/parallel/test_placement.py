@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
+from spatialdl.parallel.partition import Partition, joined
 from spatialdl.parallel.placement import Placement, Position
 
 grids = st.tuples(st.integers(1, 3), st.integers(1, 3))
@@ -56,14 +58,6 @@ def test_later_stages_may_divide_samples():
         Placement(1, ((1, 1), (2, 1)), batch=(1, 2))
 
 
-def test_stages_that_share_ranks_must_be_alike():
-    with pytest.raises(ValueError, match="equal numbers of parts, got"):
-        Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), interleave=2)
-    with pytest.raises(ValueError, match="3 stages cannot be distributed over ranks 2 at a time"):
-        Placement(1, ((1, 1),) * 3, interleave=2)
-    Placement(1, ((2, 1), (1, 1), (1, 2), (1, 1)), interleave=2)
-
-
 def test_a_rank_outside_the_world_has_no_place():
     with pytest.raises(ValueError, match="rank 2 is not in a world of 2"):
         Placement(1, ((2, 1),)).positions(2)
@@ -75,34 +69,13 @@ def test_an_order_puts_ranks_at_places():
     assert placement.positions(4) == [Position(0, 1, 0)]
     assert placement.positions(3) == [Position(1, 0, 1)]
     assert [placement.place(rank) for rank in placement.at(range(6))] == list(range(6))
+    assert placement.ranks_by_place == [0, 2, 4, 1, 3, 5]
+    assert placement.replica_ranks(1) == [1, 3, 5]
     mirrored = Placement(1, ((2, 2), (1, 1)), mirrored=True, order=(4, 0, 1, 2, 3))
     assert [list(mirrored.ranks(stage, 0, 1)) for stage in (0, 1)] == [[3, 2, 1, 0], [4]]
     for order in ((0, 1), (0, 0, 1), (1, 2, 3)):
         with pytest.raises(ValueError, match="order must be a permutation of 3 ranks"):
             Placement(1, ((2, 1), (1, 1)), order=order)
-
-
-def test_describe_shows_two_stages_each_and_two_ranks_by_samples() -> None:
-    assert Placement(1, ((1, 1),) * 4, 2).describe() == (
-        "1 replica x (1x1 + 1x1) with 2 stages each = 2 ranks"
-    )
-    placement = Placement(1, ((1, 1), (1, 1)), batch=(1, 2))
-    assert placement.describe() == "1 replica x (1x1 + 2 by samples) = 3 ranks"
-
-
-@pytest.mark.parametrize(
-    ("data", "stages", "text"),
-    [
-        (1, [(1, 1)], "1 replica x 1x1 = 1 rank"),
-        (2, [(2, 3)], "2 replicas x 2x3 = 12 ranks"),
-        (1, [(2, 1), (1, 1)], "1 replica x (2x1 + 1x1) = 3 ranks"),
-        (3, [(2, 2), (1, 2), (1, 1)], "3 replicas x (2x2 + 1x2 + 1x1) = 21 ranks"),
-    ],
-)
-def test_describe_shows_the_arithmetic(data, stages, text):
-    placement = Placement(data, tuple(stages))
-    assert placement.describe() == text
-    assert f"= {placement.world_size} rank" in text
 
 
 @pytest.mark.parametrize(
@@ -139,17 +112,8 @@ def test_another_world_is_refused_with_the_product_and_what_fits(size, fits):
         f"parallel=sp+pp needs 1 replica x (2x1 + 1x1) = 3 ranks, but this world has {size} ranks: "
         f"start it with `mpiexec -n 3`, or {fits}"
     )
-
-
-def test_the_axes_of_a_single_stage_are_named() -> None:
     with pytest.raises(ValueError, match="needs data 2 x rows 2 x columns 1 = 4 ranks, but"):
         Placement(2, ((2, 1),)).check_world(3, "parallel=dp+sp")
-
-
-def test_ranks_are_listed_by_place():
-    placement = Placement(2, ((2, 1), (1, 1)), order=(5, 4, 3, 2, 1, 0))
-    assert placement.ranks_by_place == [5, 4, 3, 2, 1, 0]
-    assert placement.replica_ranks(1) == [2, 1, 0]
 
 
 def test_ranks_that_divide_channels_are_neighbours() -> None:
@@ -172,8 +136,7 @@ def test_copies_in_inverse_order_divide_channels_over_the_same_ranks() -> None:
 def test_a_stage_shared_by_both_copies_has_one_part_of_the_channels() -> None:
     placement = Placement(1, ((2, 1),) * 3, mirrored=True, tensor=(3,) * 3)
     for rank in placement.stage_ranks(1, 0):
-        tensors = {one.tensor for one in placement.positions(rank) if one.stage == 1}
-        assert len(tensors) == 1
+        assert len({one.tensor for one in placement.positions(rank) if one.stage == 1}) == 1
 
 
 def test_stages_divide_channels_over_ranks_of_their_own() -> None:
@@ -182,15 +145,8 @@ def test_stages_divide_channels_over_ranks_of_their_own() -> None:
     assert placement.positions(4) == [Position(0, 1, 0, 0, 2)]
     assert list(placement.ranks(1, 0, tensor=2)) == [4]
     assert placement.describe() == "1 replica x (2x1 + 4 by channels) = 6 ranks"
-
-
-def test_channels_of_stages_that_share_ranks_are_divided_alike() -> None:
-    with pytest.raises(ValueError, match=r"equal numbers of parts|over equally many"):
-        Placement(1, ((1, 1),) * 2, mirrored=True, tensor=(1, 2))
-    with pytest.raises(
-        ValueError, match=r"tensor=\[2\] must have one number of ranks for each of 2 stages"
-    ):
-        Placement(1, ((1, 1),) * 2, tensor=(2,))
+    assert [placement.axes(stage).tensor for stage in (0, 1)] == [1, 4]
+    assert [placement.axes(stage).spatial for stage in (0, 1)] == [(2, 1), (1, 1)]
 
 
 def test_ranks_may_cut_their_parts_into_virtual_tiles():
@@ -233,6 +189,13 @@ def test_virtual_tiles_that_do_not_fit_are_refused(stream, more, sentence):
 
 
 def test_stages_that_share_ranks_are_alike() -> None:
+    Placement(1, ((2, 1), (1, 1), (1, 2), (1, 1)), interleave=2)
+    with pytest.raises(ValueError, match="3 stages cannot be distributed over ranks 2 at a time"):
+        Placement(1, ((1, 1),) * 3, interleave=2)
+    with pytest.raises(
+        ValueError, match=r"tensor=\[2\] must have one number of ranks for each of 2 stages"
+    ):
+        Placement(1, ((1, 1),) * 2, tensor=(2,))
     parts = r"equal numbers of parts, got grids=\[\(2, 1\), .*\] over 2 groups of ranks"
     with pytest.raises(ValueError, match=f"^stages that share ranks must have {parts}$"):
         Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), 2)
@@ -242,7 +205,97 @@ def test_stages_that_share_ranks_are_alike() -> None:
             Placement(1, ((1, 1),) * len(tensor), interleave, mirrored, tensor=tensor)
 
 
-def test_axes_of_a_stage_have_its_channels() -> None:
-    placement = Placement(2, ((2, 1), (1, 1)), tensor=(1, 4))
-    assert [placement.axes(stage).tensor for stage in (0, 1)] == [1, 4]
-    assert [placement.axes(stage).spatial for stage in (0, 1)] == [(2, 1), (1, 1)]
+# --- axes
+
+
+@pytest.mark.parametrize(
+    ("axes", "text", "size"),
+    [
+        (Axes(), "data 1 x rows 1 x columns 1 = 1 rank", 1),
+        (Axes(2, spatial=(2, 3)), "data 2 x rows 2 x columns 3 = 12 ranks", 12),
+        (Axes(1, spatial=(4,)), "data 1 x positions 4 = 4 ranks", 4),
+        (Axes(3, spatial=(2, 1, 2)), "data 3 x slices 2 x rows 1 x columns 2 = 12 ranks", 12),
+        (
+            Axes(2, 3, (1, 1), batch=2),
+            "data 2 x stage 3 x rows 1 x columns 1 x batch 2 = 12 ranks",
+            12,
+        ),
+        (
+            Axes(2, spatial=(2, 1), tensor=3),
+            "data 2 x rows 2 x columns 1 x tensor 3 = 12 ranks",
+            12,
+        ),
+    ],
+)
+def test_the_product_is_spelt_out(axes: Axes, text: str, size: int) -> None:
+    assert str(axes) == text
+    assert axes.size == size
+
+
+def test_parameters_are_replicated_along_all_axes_that_do_not_divide_them() -> None:
+    axes = Axes(2, stage=3, spatial=(2, 1), tensor=3)
+    assert axes.replicated() == ("data", "rows", "columns", "batch")
+    assert axes.replicated(sharded=True) == ("rows", "columns", "batch")
+
+
+def test_the_docstring_lists_every_axis() -> None:
+    assert Axes.__doc__ is not None
+    for name in Axes.__dataclass_fields__:
+        assert f"\n        {name}: " in Axes.__doc__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"data": 0}, "the data axis of a mesh needs at least 1 rank, got 0"),
+        ({"spatial": (2, 0)}, "the columns axis of a mesh needs at least 1 rank, got 0"),
+        ({"spatial": ("2", 1)}, "the rows axis of a mesh needs at least 1 rank, got '2'"),
+        ({"spatial": ()}, r"a grid has one to three numbers, .* got \(\)"),
+        ({"spatial": (1, 1, 1, 1)}, "a grid has one to three numbers"),
+        ({"spatial": (2, 1), "batch": 2}, "divides either images or samples, got data 1 x rows 2"),
+        ({"tensor": 0}, "the tensor axis of a mesh needs at least 1 rank, got 0"),
+    ],
+)
+def test_what_fits_no_mesh_is_refused(arguments: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Axes(**arguments)
+
+
+# --- partition
+
+
+def test_ranks_have_equal_parts_as_far_as_channels_go():
+    partition = Partition.even(7, 3)
+    assert partition.pieces == ((0, 2, 4, 7),)
+    assert [partition.held(rank) for rank in range(3)] == [((0, 2),), ((2, 4),), ((4, 7),)]
+    assert [partition.size_of(rank) for rank in range(3)] == [2, 2, 3]
+    assert (partition.size, partition.ranks) == (7, 3)
+
+
+def test_heads_of_queries_keys_and_values_stay_whole_and_together():
+    partition = Partition.even(72, 2, unit=8, pieces=3)
+    assert partition.pieces == ((0, 8, 24),) * 3
+    assert partition.held(1) == ((8, 24), (32, 48), (56, 72))
+
+
+def test_a_dim_grows_and_shrinks_with_what_lies_in_an_entry():
+    partition = Partition.even(5, 2)
+    assert partition.times(49).pieces == ((0, 98, 245),)
+    assert partition.times(49).over(49) == partition
+    assert Partition.even(24, 2).over(8) is None
+
+
+def test_parts_of_a_dim_are_whole_pieces():
+    both = joined([Partition.even(6, 2), Partition.even(4, 2)])
+    assert both.pieces == ((0, 3, 6), (0, 2, 4))
+    assert both.part(6, 10) == Partition.even(4, 2)
+    assert both.part(0, 10) == both
+    assert both.part(0, 4) is None
+    assert both.part(3, 10) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_what_ranks_have_is_the_whole_dim_once(ranks: int):
+    partition = joined([Partition.even(6, ranks), Partition.even(8, ranks, unit=4)])
+    held = [interval for rank in range(ranks) for interval in partition.held(rank)]
+    assert sorted(n for start, stop in held for n in range(start, stop)) == list(range(14))

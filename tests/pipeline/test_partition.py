@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.models import resnet18, unet
+from spatialdl.pipeline.balance import StepCosts, balance, estimated, measured, memory, weighing
 from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import OUTPUT, Stage, run_stage
-from spatialdl.pipeline.steps import IMAGE
+from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value
 
 
 def small(**options) -> nn.Module:
@@ -49,8 +56,6 @@ class Classifier(nn.Module):
 
 NETWORKS = {
     "resnet18": small,
-    "resnet50": lambda: resnet50(num_classes=4, width=4).double(),
-    "resnet110_v2": lambda: resnet110_v2(num_classes=4, width=4).double(),
     "unet": lambda: unet(width=2).double(),
     "own forward": lambda: Classifier().double(),
     "nested": lambda: nn.Sequential(
@@ -59,8 +64,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("name", "stages"), zip(NETWORKS, (2, 4, 2, 4), strict=True))
 def test_the_stages_together_are_the_network_under_its_own_names(name, stages):
     model = NETWORKS[name]()
     parts = cut(model, [1] * stages, image_size=(3, 33, 35))
@@ -77,14 +81,6 @@ def test_the_stages_together_are_the_network_under_its_own_names(name, stages):
     for part in (model, *parts):
         part.eval()
     assert torch.equal(run(parts, x), model(x))
-
-
-def test_a_stage_loads_what_the_whole_network_saved():
-    saved, parts = small().state_dict(), cut(small(), [1, 1])
-    for part in parts:
-        missing, unexpected = part.load_state_dict(saved, strict=False)
-        assert not missing
-        assert set(unexpected) == saved.keys() - part.state_dict().keys()
 
 
 @pytest.mark.parametrize("model", [nn.Bilinear(2, 2, 2), Classifier(), small()])
@@ -107,22 +103,18 @@ def test_cut_by_a_name_inside_of_what_has_a_forward_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("names", "sentence"),
+    ("stages", "names", "sentence"),
     [
-        (["layer2", "layer3"], r"names 2 places \(layer2, layer3\), but 2 stages need 1"),
-        (["layer9"], "calls no module 'layer9'; it can be cut before bn1, relu"),
-        (["layer"], "no module 'layer'"),  # a beginning of a name is no name
-        (["conv1"], r"without layers.*first layer 'conv1'"),
+        (2, ["layer2", "layer3"], r"names 2 places \(layer2, layer3\), but 2 stages need 1"),
+        (2, ["layer9"], "calls no module 'layer9'; it can be cut before bn1, relu"),
+        (2, ["layer"], "no module 'layer'"),  # a beginning of a name is no name
+        (2, ["conv1"], r"without layers.*first layer 'conv1'"),
+        (3, ["layer3", "layer2"], "in the order of the network"),
     ],
 )
-def test_names_that_do_not_fit_are_refused(names, sentence):
+def test_names_that_do_not_fit_are_refused(stages, names, sentence):
     with pytest.raises(ValueError, match=sentence):
-        cut(small(), [1, 1], names)
-
-
-def test_names_out_of_order_are_refused():
-    with pytest.raises(ValueError, match="in the order of the network"):
-        cut(small(), [1, 1, 1], ["layer3", "layer2"])
+        cut(small(), [1] * stages, names)
 
 
 def test_places_may_be_numbers_or_one_name():
@@ -135,14 +127,6 @@ def test_one_pixel_is_enough_to_find_out_costs():
     """Images of 32x32 leave one pixel, on which BatchNorm cannot train with one sample."""
     first, _ = cut(small(), [1, 1], image_size=(3, 32, 32))
     assert first.training
-
-
-def test_a_layer_that_is_called_twice_is_called_twice_after_the_cut():
-    relu = nn.ReLU()
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), relu, nn.Conv2d(3, 3, 1), relu)
-    parts = cut(model, [1, 1], ["2"])
-    x = torch.randn(5, 3, 4, 4)
-    assert torch.equal(run(parts, x), model(x))
 
 
 def test_a_weight_in_two_stages_is_refused():
@@ -192,3 +176,114 @@ def test_layers_to_recompute_make_a_stage_of_a_chain():
 def test_a_network_without_blocks_cannot_recompute():
     with pytest.raises(ValueError, match=r"finds no blocks in Classifier"):
         cut(Classifier(), [1], recompute=True)
+
+
+# --- balance
+
+
+def steps(*takes: tuple[int, ...]) -> Recording:
+    """Step n takes what the given steps have made."""
+    made = [
+        Step(str(n), tuple(Value(one) for one in given), {}, (Value(n),), "")
+        for n, given in enumerate(takes)
+    ]
+    last = Value(len(made) - 1)
+    return Recording(tuple(made), last, {}, frozenset(), frozenset(), "")
+
+
+def chain(length: int) -> Recording:
+    return steps(*((n - 1,) for n in range(length)))
+
+
+def cost_of(costs: StepCosts, recording: Recording, start: int, stop: int) -> float:
+    """Word for word: what the steps cost, what they take, what they give."""
+    inside = range(start, stop)
+    total = sum(costs.steps[n] for n in inside)
+    for value, cost in costs.values.items():
+        users = [n for n, step in enumerate(recording.steps) if value in step.takes]
+        taken = value.step < start and any(n in inside for n in users)
+        given = value.step in inside and any(n >= stop for n in users)
+        total += cost * (taken + given)
+    return total
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=7).flatmap(
+        lambda costs: st.tuples(
+            st.just([float(c) for c in costs]),
+            st.lists(st.integers(1, 4), min_size=1, max_size=min(4, len(costs))),
+            st.tuples(*(st.lists(st.integers(0, n), max_size=2) for n in range(len(costs)))),
+            st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)),
+        )
+    )
+)
+def test_as_good_as_the_best_of_all_cuts(case):
+    numbers, widths, takes, passing = case
+    recording = steps(*(tuple({n - 1 for n in one}) for one in takes))
+    costs = StepCosts(numbers, {Value(n): float(cost) for n, cost in enumerate(passing)})
+
+    def heaviest(bounds) -> float:
+        return max(
+            cost_of(costs, recording, start, stop) / width
+            for (start, stop), width in zip(pairwise(bounds), widths, strict=True)
+        )
+
+    found = balance(costs, recording, widths)
+    every = (
+        (0, *inner, len(numbers)) for inner in combinations(range(1, len(numbers)), len(widths) - 1)
+    )
+    assert (found[0], found[-1], len(found)) == (0, len(numbers), len(widths) + 1)
+    assert all(start < stop for start, stop in pairwise(found))
+    assert heaviest(found) == pytest.approx(min(map(heaviest, every)))
+
+
+def recorded(model: nn.Module, size: tuple[int, ...]) -> Recording:
+    return Forward(model, size).of(2, training=True)
+
+
+def test_estimated_costs_are_those_of_the_layers():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 2))
+    costs = estimated(model, recorded(model, (3, 8, 8)), (1, 3, 8, 8))
+    conv, relu, _, linear = costs.steps
+    assert conv - relu == 3 * 8 * 9 * 64  # multiply-adds
+    assert linear == pytest.approx(1024, rel=0.05)
+
+
+def test_memory_is_what_is_kept_for_backward_and_weights():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Sigmoid(), nn.Conv2d(8, 2, 1))
+    first, sigmoid, last = memory(model, recorded(model, (3, 8, 8)), (2, 3, 8, 8), 10).steps
+    assert first == 10 * 3 * 64 * 4 + 3 * 4 * (3 * 8 * 9 + 8)  # its input
+    assert sigmoid == 10 * 8 * 64 * 4  # its output
+    assert last == 3 * 4 * (8 * 2 + 2)  # its input is there already
+
+
+def test_measured_costs_leave_the_network_as_it_is():
+    model = unet(width=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    recording = recorded(model, (3, 32, 32))
+    costs = measured(model, recording, (2, 3, 32, 32), torch.device("cpu"))
+    assert len(costs.steps) == len(recording.steps)
+    assert min(costs.steps) > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_large_images_are_tried_smaller():
+    model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Sigmoid())
+    costs = measured(model, recorded(model, (3, 8, 50000)), (2, 3, 8, 50000), torch.device("cpu"))
+    assert len(costs.steps) == 2
+    deep = unet(width=1)  # which crops where a size is odd
+    recording = recorded(deep, (3, 32, 1025))
+    with pytest.raises(ValueError, match=r"at 32x1024 pixels.*has 22 steps instead of 26"):
+        measured(deep, recording, (2, 3, 32, 1025), torch.device("cpu"))
+
+
+def test_ways_to_find_costs_have_names():
+    assert weighing("time", SingleProcess(), torch.device("cpu"), 1) is estimated
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    recording, image = recorded(model, (3, 8, 8)), (2, 3, 8, 8)
+    for kind in ("memory", "measured"):
+        costs = weighing(kind, SingleProcess(), torch.device("cpu"), 4)(model, recording, image)
+        assert len(costs.steps) == 2
+    with pytest.raises(ValueError, match=r"parallel\.balance=fair is unknown: take time, measured"):
+        weighing("fair", SingleProcess(), torch.device("cpu"), 1)

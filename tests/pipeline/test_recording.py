@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,20 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from spatialdl.models import resnet18, resnet50, resnet110_v2, unet
+from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.balance import measured
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
-from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of, run_step
-from spatialdl.spatial.meta import KNOWN, meta_copy
+from spatialdl.pipeline.source_lines import is_library, users_line, users_line_of
+from spatialdl.pipeline.steps import IMAGE, Recording, output_of, run_step
 from tests.pipeline.cutting import run_stages, stages_of, trained
-
-NETWORKS = {
-    "resnet18": lambda: resnet18(num_classes=4, width=4).double(),
-    "resnet50": lambda: resnet50(num_classes=4, width=4).double(),
-    "resnet110_v2": lambda: resnet110_v2(num_classes=4, width=4).double(),
-    "unet": lambda: unet(width=2).double(),
-}
 
 
 class Runs(nn.Module):
@@ -51,18 +47,6 @@ def names(recording: Recording) -> list[str]:
     return [step.name for step in recording.steps]
 
 
-def test_operations_of_a_network_are_computed_once_by_shape():
-    """PyTorch's meta device takes a millisecond for BatchNorm, of which networks have hundreds."""
-    model = resnet50(num_classes=4, width=4)
-    first = recorded(model)
-    count = len(KNOWN)
-    assert count > 0
-    again = recorded(model)
-    assert len(KNOWN) == count
-    assert names(again) == names(first)
-    assert again.sizes == first.sizes
-
-
 def test_an_unusual_forward_runs_again_as_it_was():
     """Loops, branches on sizes, tuples, writes in place and into views, new tensors."""
 
@@ -76,7 +60,9 @@ def test_an_unusual_forward_runs_again_as_it_was():
         parts[0] += 1  # the same tensor in the list
         first, *rest = parts
         first[:, :, 0].mul_(2)
-        stacked = torch.stack([first, *rest]) + torch.arange(first.shape[-1], dtype=x.dtype)
+        stacked = torch.stack([first, *rest]) + torch.arange(
+            first.shape[-1], dtype=x.dtype, device=x.device
+        )
         with torch.no_grad():
             scale = stacked.mean() + self.norm.weight.sum()
         return {"out": (stacked * scale).view(3, x.size(0), -1).sum(0), "parts": (rest[0], None)}
@@ -106,27 +92,6 @@ def test_gradients_are_those_of_the_network():
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert len(grads[0]) == 3  # the bias of the first has none
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_what_is_written_in_place_is_a_new_value():
-    """Or a stage that takes it would get it as it was before."""
-
-    def forward(self, x):
-        y = self.conv(x)
-        view = y[:, :1]
-        view.zero_()
-        self.relu(y)
-        return y * 2
-
-    model = Runs(forward, conv=nn.Conv2d(3, 4, 1), relu=nn.ReLU(inplace=True))
-    steps = recorded(model).steps
-    last = steps[-1]
-    (taken,) = last.takes
-    zero = next(number for number, step in enumerate(steps) if step.name == "zero_")
-    relu = next(number for number, step in enumerate(steps) if step.name == "relu")
-    assert steps[relu].takes == (Value(zero + 1),)  # y, of which a view has been written into
-    assert taken == Value(relu)
-    assert Value(zero + 1) in recorded(model).written
 
 
 def test_blocks_and_what_torch_has_stay_whole_and_the_rest_is_opened():
@@ -182,12 +147,18 @@ def test_a_part_that_cannot_be_written_down_stays_whole():
         recorded(part)
 
 
+def in_bfloat16(self, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.mT
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [
         (lambda self, x: x if x.sum() > 0 else -x, "meta"),
         (lambda self, x: 3, "returns no tensor"),
         (lambda self, x: x + self.constant, "an attribute that is not a buffer"),
+        (in_bfloat16, "autocast"),
     ],
 )
 def test_what_depends_on_numbers_cannot_be_recorded(forward, reason):
@@ -195,15 +166,6 @@ def test_what_depends_on_numbers_cannot_be_recorded(forward, reason):
     model.constant = torch.ones(1)
     with pytest.raises(CannotRecord, match=reason):
         recorded(model)
-
-
-def test_autocast_outside_of_a_block_is_refused():
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.conv(x)
-
-    with pytest.raises(CannotRecord, match="autocast"):
-        recorded(Runs(forward, conv=nn.Conv2d(3, 3, 1)))
 
 
 def test_another_way_for_other_samples_or_in_evaluation_is_refused():
@@ -217,21 +179,8 @@ def test_another_way_for_other_samples_or_in_evaluation_is_refused():
         network.of(2, False)
 
 
-def test_who_draws_random_numbers_is_known():
-    recording = recorded(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(), nn.ReLU()))
-    assert (recording.drawing, recording.loose) == ({"1"}, "")
-    recording = recorded(Runs(lambda self, x: F.dropout(x).relu()))
-    assert (recording.drawing, recording.loose) == (set(), "dropout")
-
-
-def test_calls_of_a_module_are_counted():
-    relu = nn.ReLU()
-    steps = recorded(nn.Sequential(relu, nn.Conv2d(3, 3, 1), relu)).steps
-    assert [(step.name, step.nth) for step in steps] == [("0", 0), ("1", 0), ("0", 1)]
-
-
 def test_recording_leaves_the_network_and_modules_in_general_as_they_are():
-    model, call = NETWORKS["resnet18"](), nn.Module.__call__
+    model, call = resnet18(num_classes=4, width=4).double(), nn.Module.__call__
     before = {key: value.clone() for key, value in model.state_dict().items()}
     recorded(model, size=(3, 32, 32))
     with pytest.raises(CannotRecord):
@@ -239,34 +188,6 @@ def test_recording_leaves_the_network_and_modules_in_general_as_they_are():
     assert nn.Module.__call__ is call
     assert model.training
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_meta_copy_keeps_shapes_and_takes_no_memory(name):
-    model = NETWORKS[name]()
-    model.requires_grad_(False)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    shadow = meta_copy(model)
-    shapes = {key: (value.shape, value.dtype) for key, value in shadow.state_dict().items()}
-    assert shapes == {key: (value.shape, value.dtype) for key, value in before.items()}
-    assert {value.device.type for value in shadow.state_dict().values()} == {"meta"}
-    assert not any(p.requires_grad for p in shadow.parameters())
-    x = torch.empty(2, 3, 32, 32, dtype=torch.float64, device="meta")
-    assert shadow(x).device.type == "meta"
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_a_meta_copy_with_a_cumulative_average_runs_and_leaves_the_original():
-    norm = nn.BatchNorm2d(3, momentum=None)
-    meta_copy(norm)(torch.empty(2, 3, 4, 4, device="meta"))
-    assert norm.momentum is None
-    assert int(norm.num_batches_tracked) == 0
-
-
-def test_tied_weights_stay_tied_in_a_meta_copy():
-    layer = nn.Linear(3, 3)
-    shadow = meta_copy(nn.Sequential(layer, nn.ReLU(), layer))
-    assert shadow[0].weight is shadow[2].weight
 
 
 @pytest.mark.parametrize(
@@ -279,14 +200,14 @@ def test_tied_weights_stay_tied_in_a_meta_copy():
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_layers_whose_weights_are_computed_are_cut_like_others(change):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).double()
-    change(model[0])
-    change(model[2])
-    torch.manual_seed(0)
-    twin = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).double()
-    change(twin[0])
-    change(twin[2])
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3).double(), nn.ReLU(), nn.Conv2d(4, 4, 3).double()
+        change(layers[0])
+        change(layers[2])
+        return nn.Sequential(*layers)
+
+    model, twin = make(), make()
     stages = stages_of(model, [2])
     found, expected = trained(model, lambda x: run_stages(stages, x)), trained(twin, twin)
     for name, value in expected.items():
@@ -300,3 +221,42 @@ def test_lazy_modules_are_refused_until_they_have_a_shape():
         recorded(model)
     model(torch.zeros(1, 3, 9, 7))
     assert names(recorded(model)) == ["0", "1"]
+
+
+# --- source lines
+
+
+def here() -> str:
+    return f"{__file__}:{inspect.currentframe().f_back.f_lineno}"
+
+
+def test_the_innermost_line_that_is_the_users():
+    assert users_line() == here()
+    found = []
+    layer = nn.Identity()
+    layer.register_forward_hook(lambda *_: found.append(users_line(inspect.currentframe().f_back)))
+    layer(torch.ones(1)), found.append(here())
+    assert found[0] == found[1]
+
+
+def test_an_error_is_the_users_where_the_user_called():
+    try:
+        torch.ones(2).view(3), here()
+    except RuntimeError as error:
+        where = users_line_of(error)
+    assert where.startswith(f"{__file__}:")
+    lines = Path(__file__).read_text().splitlines()
+    assert "view(3)" in lines[int(where.rpartition(":")[2]) - 1]
+
+
+def test_steps_know_where_they_were_called():
+    recording = Forward(unet(width=2, depth=1), (3, 32, 32)).of(2, training=True)
+    assert len(recording.steps) > 3
+    assert all("models/unet.py:" in step.where for step in recording.steps)
+
+
+def test_models_that_come_along_are_nobodys_library():
+    assert is_library(torch.__file__.replace("__init__", "functional"))
+    assert is_library(inspect.getsourcefile(Forward))
+    assert not is_library(inspect.getsourcefile(resnet18))
+    assert not is_library(__file__)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from spatialdl.comm.handover import HandoverShape
+from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.parallel.axes import Axes
+from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule
+from spatialdl.pipeline.batch_loss import Width, check_forwards_first
 from spatialdl.pipeline.options import PipelineOptions
+from spatialdl.pipeline.own_tile import OwnTile, TileRegion, enter
 from spatialdl.pipeline.runtime import PipelineRuntime
-from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
+from spatialdl.pipeline.shardable import check_samples
+from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.pipeline.steps import IMAGE
 from spatialdl.random import checkpoint_contexts
 
 
@@ -127,3 +138,213 @@ def test_a_schedule_that_leaves_weights_out_is_told():
 def test_weights_twice_or_before_their_backward_are_told(wrong):
     with pytest.raises(ValueError, match="deadlocks, ranks are stuck: stage 0 before weight 0"):
         weights_after(actions(wrong))
+
+
+# --- stage runtime
+
+
+LABELS = torch.tensor([0, 2, 1])
+
+
+def images(seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 3, 6, 5, dtype=torch.float64, generator=draw)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), head).double()
+
+
+def pipeline_of(model: nn.Module) -> PipelineRuntime:
+    one = Placement(1, ((1, 1),))
+    schedule = make_schedule("gpipe", one, 2)
+    return PipelineRuntime(model, one, schedule, SingleProcess(), F.cross_entropy, (3, 6, 5))
+
+
+@pytest.mark.parametrize(
+    ("tile", "target", "sentence"),
+    [
+        (None, LABELS, "the first stage needs the images of its micro-batches"),
+        (images(1), None, "the last stage needs the targets of its micro-batches"),
+    ],
+)
+def test_what_a_stage_is_not_given_is_told(tile, target, sentence, model):
+    whole = Microbatch(3, 0.5, images(0), LABELS)
+    with pytest.raises(ValueError, match=sentence):
+        pipeline_of(model).train_step([whole, Microbatch(3, 0.5, tile, target)], 0)
+
+
+def test_a_network_that_learns_nothing_has_a_loss_all_the_same(model):
+    model.requires_grad_(False)
+    batch = [Microbatch(3, 0.5, images(seed), LABELS) for seed in range(2)]
+    loss = pipeline_of(model).train_step(batch, 0)
+    plain = [F.cross_entropy(model(images(seed)), LABELS).item() for seed in range(2)]
+    assert loss == pytest.approx(sum(plain) / 2, rel=1e-14)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "run", [PipelineRuntime.evaluate, lambda one, batch: one.train_step(batch, 0)]
+)
+def test_images_and_activations_are_gone_after_a_step_and_after_an_evaluation(
+    run: Callable[[PipelineRuntime, list[Microbatch]], object], model
+):
+    seen: list[StorageWeakRef] = []
+
+    def note(layer: nn.Module, inputs: object, output: Tensor) -> None:
+        if not output.is_meta:  # where sizes are worked out
+            seen.append(StorageWeakRef(output.untyped_storage()))
+
+    for layer in model[:3]:
+        layer.register_forward_hook(note)
+    pipeline = pipeline_of(model)
+    batch = [Microbatch(3, 0.5, images(seed), LABELS) for seed in range(2)]
+    seen += [StorageWeakRef(one.tile.untyped_storage()) for one in batch]
+    run(pipeline, batch)
+    del batch
+    assert [ref.expired() for ref in seen] == [True] * (2 + 2 * 3)
+    del pipeline  # which was there until now
+
+
+# --- own tile
+
+
+WHOLE = Mesh(Axes(spatial=(1, 1)), 0, 0, SingleProcess(), SingleProcess())
+CPU = torch.device("cpu")
+
+
+def whole(shape: tuple[int, ...]) -> HandoverShape:
+    layout = Layout.even(shape[0], shape[2:], (1, 1))
+    return HandoverShape(shape, torch.float64, layout, layout)
+
+
+def image() -> Tensor:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(2, 3, 9, 7, dtype=torch.float64, generator=draw)
+
+
+@pytest.fixture
+def chain() -> nn.Module:
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(True), nn.Conv2d(4, 4, 3), head).double()
+
+
+def test_values_need_not_depend_on_anything_that_learns(chain):
+    layer = chain[0].requires_grad_(False)
+    shapes = {IMAGE: whole((2, 3, 9, 7)), OUTPUT: whole((2, 4, 7, 5))}
+    made = OwnTile(layer, WHOLE, False, None).forward({IMAGE: image()}, shapes, 2, CPU)
+    made.backward_of({OUTPUT: torch.ones(2, 4, 7, 5)}, shapes)
+    assert torch.equal(made.gradient(IMAGE, shapes[IMAGE]), torch.zeros_like(image()))
+
+
+def test_layers_and_losses_are_cast_alike(chain):
+    given = image().float()
+    made = OwnTile(chain.float(), WHOLE, False, torch.bfloat16).forward(
+        {IMAGE: given}, {IMAGE: whole(given.shape)}, 2, CPU
+    )
+    assert made.output.dtype == torch.bfloat16
+    seen = []
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(torch.mm(output.float().T, output.float()).dtype)
+        return F.cross_entropy(output.float(), target)
+
+    made.backward_of_loss(criterion, torch.tensor([0, 2]), 1.0)
+    assert seen == [torch.bfloat16]
+
+
+def test_the_first_operation_may_write_into_a_leaf():
+    leaf = torch.tensor([-1.0, 2.0], requires_grad=True)
+    F.relu_(enter(leaf)).sum().backward()
+    assert leaf.grad.tolist() == [0, 1]
+    assert leaf.tolist() == [0, 2]  # the same memory
+
+
+def test_parts_are_made_when_they_are_asked_for():
+    whole = torch.arange(2 * 3 * 5 * 4).view(2, 3, 5, 4)
+    asked = []
+
+    def read(part):
+        asked.append(part)
+        return whole[part]
+
+    region = TileRegion((2, 3, 5, 4), torch.int64, (10, 4), read)
+    assert asked == []
+    part = (..., slice(1, 3), slice(0, 2))
+    assert torch.equal(region[part], whole[:, :, 1:3, :2])
+    assert asked == [part]
+
+
+# --- batch loss
+
+
+def pairs(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """No sum over samples; those of NaN are none."""
+    there = ~target[:, 0].isnan()
+    both = there[:, None] & there
+    times = target.nan_to_num()[:, 0]
+    products = (output[:, None, 0] * times - output[:, 0] * times[:, None]).exp()
+    return products.where(both, 0.0).sum() / both.sum()
+
+
+def over_batches() -> PipelineRuntime:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 1)).double()
+    placement = Placement(1, ((1, 1),))
+    schedule = make_schedule("gpipe", placement, 4)
+    options = PipelineOptions(batch_loss=Width(1, 1))
+    return PipelineRuntime(model, placement, schedule, SingleProcess(), pairs, (1, 2, 3), options)
+
+
+def batch(count: int) -> list[Microbatch]:
+    """A batch in four micro-batches."""
+    torch.manual_seed(1)
+    found = []
+    for number in range(4):
+        tile, target = torch.rand(1, 1, 2, 3).double(), torch.rand(1, 1).double()
+        there = (1, 1 / count, tile, target) if number < count else (0, 0.0)
+        found.append(Microbatch(*there))
+    return found
+
+
+@pytest.mark.parametrize("count", [4, 3])
+def test_gradients_are_those_of_the_whole_batch(count) -> None:
+    ours = over_batches()
+    loss = ours.train_step(batch(count), 0)
+    some = batch(count)[:count]
+    model = over_batches().stages[0]
+    output = model(torch.cat([one.tile for one in some]))
+    expected = pairs(output, torch.cat([one.target for one in some]))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), abs=1e-14)
+    for own, wanted in zip(ours.parameters(), model.parameters(), strict=True):
+        assert wanted.grad.ne(0).all()
+        torch.testing.assert_close(own.grad, wanted.grad, rtol=0, atol=1e-13)
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    ours = over_batches()
+    ours.stages[0].append(nn.Linear(1, 2).double())
+    with pytest.raises(ValueError, match=r"returns \(1, 2\) for a sample.*\(1, 1\)"):
+        ours.train_step(batch(4), 0)
+
+
+def test_backwards_before_the_last_forward_are_refused() -> None:
+    check_forwards_first(gpipe(1, 3))
+    with pytest.raises(ValueError, match="needs all forwards"):
+        check_forwards_first(one_f_one_b(1, 3))
+
+
+# --- shardable
+
+
+def test_every_replica_needs_samples_in_every_microbatch():
+    check_samples(6, 3, 2, "a batch")
+    with pytest.raises(
+        ValueError,
+        match=r"the last batch has 5 for parallel\.microbatches=3 x parallel\.data=2: .* 6 or none",
+    ):
+        check_samples(5, 3, 2, "the last batch")

@@ -1,13 +1,22 @@
+"""The order of actions: that of PyTorch, what was published about it, and what is refused."""
+
 from __future__ import annotations
 
 import re
+from itertools import accumulate, product
 from unittest.mock import MagicMock
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Schedule
+from spatialdl.pipeline import schedule as module
+from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.schedule import (
     GEMS,
     SCHEDULES,
@@ -23,103 +32,102 @@ from spatialdl.pipeline.schedule import (
 )
 from spatialdl.pipeline.simulate import StageSeconds, simulate
 
-SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
-SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 8) for microbatches in (1, 2, 3, 8, 32)]
-
-
-def test_gpipe_is_all_forwards_then_all_backwards():
-    assert gpipe(2, 2) == [
-        [Action(kind, stage, m) for kind in ("forward", "backward") for m in (0, 1)]
-        for stage in (0, 1)
-    ]
-
-
-def test_1f1b_holds_as_many_as_stages_are_to_come():
-    first, last = one_f_one_b(2, 3)
-    assert "".join(f"{a.kind[0]}{a.microbatch} " for a in first) == "f0 f1 b0 f2 b1 b2 "
-    assert "".join(f"{a.kind[0]}{a.microbatch} " for a in last) == "f0 b0 f1 b1 f2 b2 "
-
-
-@pytest.mark.parametrize("name", SIMPLE)
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_every_stage_does_every_microbatch_once_forward_then_backward(name, stages, microbatches):
-    lists = SIMPLE[name](stages, microbatches)
-    assert len(lists) == stages
-    for stage, actions in enumerate(lists):
-        assert {action.stage for action in actions} == {stage}
-        assert len(set(actions)) == len(actions) == 2 * microbatches
-        for m in range(microbatches):
-            forward, backward = (
-                actions.index(Action(k, stage, m)) for k in ("forward", "backward")
-            )
-            assert forward < backward
-
-
-@pytest.mark.parametrize("name", SIMPLE)
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_gradients_are_added_up_in_the_order_of_one_process(name, stages, microbatches):
-    for actions in SIMPLE[name](stages, microbatches):
-        backwards = [action.microbatch for action in actions if action.kind == "backward"]
-        assert backwards == list(range(microbatches))
+SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
 
 
 @pytest.mark.parametrize("name", SCHEDULES + GEMS)
 @pytest.mark.parametrize("part", ["train", "evaluate"])
-def test_every_stage_sees_every_microbatch_once_in_one_copy(name, part):
-    for groups in (2, 3, 8):
+def test_every_stage_sees_every_microbatch_once_in_one_copy_and_in_order(name, part):
+    """Gradients are added up in the order of one process; what deadlocks is not simulated."""
+    for groups, microbatches in product((1, 2, 3, 8), (1, 2, 3, 12)):
+        if (groups == 1 and name not in SIMPLE) or (name in GEMS and microbatches % 2):
+            continue
         interleave = 3 if name == "interleaved" else 1
         stages = groups * interleave
         placement = Placement(1, ((1, 1),) * stages, interleave, name in GEMS)
-        schedule = make_schedule(name, placement, microbatches=12)
-        lists = getattr(schedule, part)
+        lists = getattr(make_schedule(name, placement, microbatches), part)
         simulate(lists, StageSeconds.even(stages))
         done = [(a.kind, a.stage, a.microbatch) for actions in lists for a in actions]
         kinds = ("forward", "backward") if part == "train" else ("forward",)
         kinds += ("weight",) * (part == "train" and name == "zero_bubble")
-        assert sorted(done) == sorted(
-            (kind, stage, m) for kind in kinds for stage in range(stages) for m in range(12)
-        )
+        assert sorted(done) == sorted(product(kinds, range(stages), range(microbatches)))
         copies = {(a.microbatch, a.copy) for actions in lists for a in actions}
-        assert len(copies) == 12
+        assert len(copies) == microbatches
         for group, actions in enumerate(lists):
+            for position in placement.positions(group):
+                own = [a for a in actions if (a.stage, a.copy) == (position.stage, position.copy)]
+                for kind in kinds:
+                    numbers = [a.microbatch for a in own if a.kind == kind]
+                    assert numbers == sorted(numbers)
             held = {(p.stage, p.copy) for p in placement.positions(group)}
-            assert {(a.stage, a.copy) for a in actions} == held
+            assert {(a.stage, a.copy) for a in actions} <= held
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_evaluation_has_forwards_only(stages, microbatches):
-    assert forward_only(stages, microbatches) == [
-        [Action("forward", stage, m) for m in range(microbatches)] for stage in range(stages)
-    ]
+KINDS = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward",
+    "BACKWARD_WEIGHT": "weight",
+}
 
 
-def order_of_pytorch(kind, stages, stage, microbatches):
+def run_of_pytorch(kind, stages, stage, microbatches):
     """What a schedule of torch.distributed.pipelining has a stage do, run with a stage of paper."""
     done = []
     paper = MagicMock(num_stages=stages, stage_index=stage, is_last=False)
     for messages in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
         getattr(paper, f"get_{messages}_ops").return_value = []
-    paper.forward_one_chunk.side_effect = lambda m, *args, **kwargs: done.append(("forward", m))
-    paper.backward_one_chunk.side_effect = lambda m, *args, **kwargs: done.append(("backward", m))
+    for name in ("forward", "backward"):
+        getattr(paper, f"{name}_one_chunk").side_effect = lambda m, *args, name=name, **kwargs: (
+            done.append((name, stage, m))
+        )
     schedule = kind(paper, microbatches, loss_fn=lambda output, target: None)
     schedule._initialize_stage = lambda *args, **kwargs: None
     schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
     return done
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)])
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_the_order_is_that_of_pytorchs_own_pipelines(name, kind, stages, microbatches):
-    if microbatches < stages and name == "1f1b":
-        pytest.skip("PyTorch's takes at least as many micro-batches as stages")
-    for stage, actions in enumerate(SIMPLE[name](stages, microbatches)):
-        expected = order_of_pytorch(kind, stages, stage, microbatches)
-        assert [(action.kind, action.microbatch) for action in actions] == expected
+def order_of_pytorch(kind, groups, group, interleave, microbatches):
+    """The same as computed for stages of paper."""
+    stages = []
+    for number in range(interleave):
+        stage = MagicMock(group_size=groups, group_rank=group, is_last=False)
+        stage.num_stages, stage.stage_index = groups * interleave, group + number * groups
+        stages.append(stage)
+    schedule = kind(stages, microbatches, loss_fn=lambda output, target: None)
+    actions = [action for action in schedule.pipeline_order[group] if action is not None]
+    return [(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in actions]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_order_is_that_of_pytorchs_own_pipelines(name):
+    for groups, microbatches in product((1, 2, 3, 4, 8), (1, 2, 3, 8, 9, 16)):
+        interleave = 2 + (groups == 4) if name == "interleaved" else 1
+        blocks = max(1, microbatches // groups)
+        # PyTorch's takes as many micro-batches as stages, and blocks of one size
+        if (microbatches < groups and name in ("1f1b", "zero_bubble")) or (
+            microbatches % (blocks if name == "interleaved" else groups)
+            and name in ("interleaved", "zero_bubble")
+        ):
+            continue
+        if name == "interleaved":
+            lists = interleaved(groups, microbatches, interleave)
+        else:
+            lists = SIMPLE[name](groups, microbatches)
+        for group, actions in enumerate(lists):
+            if name in ("gpipe", "1f1b"):
+                kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
+                expected = run_of_pytorch(kind, groups, group, microbatches)
+            else:
+                kind = ScheduleInterleavedZeroBubble
+                kind = ScheduleInterleaved1F1B if name == "interleaved" else kind
+                expected = order_of_pytorch(kind, groups, group, interleave, microbatches)
+            assert [(a.kind, a.stage, a.microbatch) for a in actions] == expected
 
 
 def test_names_make_the_schedules_of_their_functions() -> None:
     stages, mirrored = ((1, 1),) * 2, Placement(1, ((1, 1),) * 2, 1, True)
-    for name, function in {**SIMPLE, "zero_bubble": zero_bubble}.items():
+    for name, function in SIMPLE.items():
         made = make_schedule(name, Placement(1, stages), 3)
         assert made == Schedule(function(2, 3), forward_only(2, 3), 3)
     made = make_schedule("interleaved", Placement(1, stages * 2, 2), 4)
@@ -159,3 +167,146 @@ def test_a_schedule_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         make_schedule(name, placement, 4, times)
+
+
+# --- what was published
+
+
+def test_interleaved_waits_and_holds_as_was_published():
+    """Narayanan et al. 2021, section 2.2.2: bubbles are shorter by the number of stages a rank."""
+    for groups, interleave, microbatches in product((1, 2, 3, 8), (1, 2, 3, 4), range(1, 17)):
+        lists = interleaved(groups, microbatches, interleave)
+        timeline = simulate(lists, StageSeconds.even(groups * interleave))  # nobody waits for ever
+        if microbatches % groups == 0:
+            expected = (groups - 1) / (interleave * microbatches + groups - 1)
+            assert timeline.bubble == pytest.approx(expected)
+            for group in range(groups):  # those of the warm-up and one more
+                warm_up = (interleave - 1) * groups + 2 * (groups - 1 - group)
+                assert timeline.peak_held[group] == min(warm_up + 1, microbatches * interleave)
+
+
+SHAPES = list(product(range(1, 9), range(1, 17)))
+
+
+def drawn_in_units(stages, microbatches):
+    """As in the docstring, with one unit of time for every action."""
+    timeline = simulate(zero_bubble(stages, microbatches), StageSeconds.even(stages, backward=1.0))
+    lines = []
+    for stage, spans in enumerate(timeline.spans):
+        cells = ["."] * round(timeline.seconds)
+        for span in spans:
+            cells[round(span.start)] = f"{span.action.kind[0].upper()}{span.action.microbatch}"
+        lines.append(f"stage {stage}  " + " ".join(f"{cell:2}" for cell in cells).rstrip(" ."))
+    return lines
+
+
+def test_the_drawing_of_zero_bubble_is_what_it_does():
+    text = module.__doc__.partition("Zero bubble")[2].partition("GEMS")[0]
+    lines = [line.strip() for line in text.splitlines()]
+    assert [line for line in lines if line.startswith("stage ")] == drawn_in_units(3, 4)
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)])
+def test_the_bubble_of_zero_bubble_is_what_was_published(costs):
+    """Qi et al. 2024, table 1; 1F1B's backward is ours and the weights' together."""
+    forward, backward, weight = costs
+    for stages, microbatches in SHAPES:
+        if microbatches < stages:
+            continue
+        even = StageSeconds.even(stages, forward, backward, weight)
+        timeline = simulate(zero_bubble(stages, microbatches), even)
+        work, waits = microbatches * sum(costs), (stages - 1) * (forward + backward - weight)
+        assert timeline.seconds == pytest.approx(work + waits)
+        assert timeline.bubble == pytest.approx(waits / (work + waits))
+        whole = StageSeconds.even(stages, forward, backward + weight)
+        plain = simulate(one_f_one_b(stages, microbatches), whole)
+        assert plain.seconds - timeline.seconds == pytest.approx(2 * (stages - 1) * weight)
+
+
+def test_zero_bubble_holds_what_1f1b_holds_and_weights_wait_for_few():
+    for stages, microbatches in SHAPES:
+        timeline = simulate(
+            zero_bubble(stages, microbatches), StageSeconds.even(stages, backward=1.0)
+        )
+        held = simulate(one_f_one_b(stages, microbatches), StageSeconds.even(stages)).peak_held
+        assert timeline.peak_held == held
+        assert list(held) == [min(microbatches, stages - stage) for stage in range(stages)]
+        waiting = [min(microbatches, stage + 1) for stage in range(stages)]
+        change = {"backward": 1, "weight": -1}
+        changes = ((change.get(span.action.kind, 0) for span in one) for one in timeline.spans)
+        assert [max(accumulate(rank)) for rank in changes] == waiting
+
+
+# --- GEMS
+
+GROUPS = (1, 2, 3, 8)
+
+
+def drawn(lists):
+    """A row a group; digits are stages, a second copy has primes, a backward takes two units."""
+    timeline = simulate(lists, StageSeconds.even(len(lists)))
+    rows = []
+    for spans in timeline.spans:
+        row = [". "] * int(timeline.seconds)
+        for action, start, end in spans:
+            name = f"{action.kind[0].upper()}{action.stage}{chr(39) * action.copy}"
+            row[int(start)] = name
+            for unit in range(int(start) + 1, int(end)):
+                row[unit] = "--"
+        rows.append("".join(unit.ljust(3) for unit in row).rstrip())
+    return rows
+
+
+def test_the_pictures_of_gems_are_right():
+    assert drawn(mast(3, 2)) == [
+        "F0 .  .  .  .  .  .  B0 -- F2'B2'-- .  .  .  .",
+        ".  F1 .  .  .  B1 -- F1'.  .  .  .  B1'-- .  .",
+        ".  .  F2 B2 -- F0'.  .  .  .  .  .  .  .  B0'--",
+    ]
+    assert drawn(basic(3, 2)) == [
+        "F0 .  .  F2'B2'-- .  B0 -- .  .",
+        ".  F1 F1'.  .  B1 -- B1'-- .  .",
+        "F0'.  F2 B2 -- .  .  .  .  B0'--",
+    ]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("times", [1, 2, 5, 16])
+def test_mast_waits_as_long_as_was_published_and_holds_one_micro_batch(groups, times):
+    """Li, Hoefler 2021, table 2: (P - 1) / (P + 1/2) of the time, in the long run."""
+    chunks = 2 * times
+    timeline = simulate(mast(groups, chunks, times), StageSeconds.even(groups))
+    first, each_more = 3 * groups, 2 * groups + 1
+    assert timeline.seconds == first + (chunks - 1) * each_more
+    assert 1 - 3 / each_more == pytest.approx((groups - 1) / (groups + 0.5))
+    assert set(timeline.peak_held) == {1}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_with_gems_nobody_waits_for_ever_and_no_more_is_held_than_said(groups):
+    for microbatches in range(2, 25):
+        for times in range(1, microbatches // 2 + 1):
+            if microbatches % (2 * times):
+                continue
+            size = microbatches // (2 * times)
+            costs = StageSeconds.even(groups)
+            assert max(simulate(mast(groups, microbatches, times), costs).peak_held) == size
+            both = simulate(basic(groups, microbatches, times), costs)
+            assert max(both.peak_held) <= 2 * size
+            assert both.seconds <= simulate(mast(groups, microbatches, times), costs).seconds
+            simulate(both_forwards(groups, microbatches, times), costs)
+
+
+def test_two_groups_that_do_both_copies_at_once_never_wait():
+    """Layer parallelism, or a pipeline of the same micro-batches, does."""
+    for microbatches in range(2, 33, 2):
+        assert simulate(basic(2, microbatches), StageSeconds.even(2)).bubble == 0
+        assert simulate(gpipe(2, microbatches), StageSeconds.even(2)).bubble > 0
+
+
+@pytest.mark.parametrize("make", [mast, basic, both_forwards])
+def test_micro_batches_that_cannot_be_dealt_out_are_refused(make):
+    with pytest.raises(
+        ValueError, match=r"a multiple of 4: parallel.microbatches=6 is not, take 8"
+    ):
+        make(3, 6, 2)

@@ -4,17 +4,19 @@ from math import prod
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.comm.repartition import view_of
-from spatialdl.models import unet
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
+from spatialdl.pipeline import autocast
 from spatialdl.pipeline.partition import cut
-from spatialdl.pipeline.shapes import Border, HandoverShapes, SplitShape, borders
-from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.pipeline.shapes import Border, HandoverShapes, SplitShape
+from spatialdl.pipeline.stage import run_stage
+from spatialdl.pipeline.steps import IMAGE
 from spatialdl.spatial.dims import SpatialDims, token_dims
+from spatialdl.spatial.meta import meta_copy
 from spatialdl.spatial.span import positions_in
 from spatialdl.spatial.tensor import SpatialTensor
 
@@ -39,14 +41,6 @@ def shapes(*made, grids=None):
     return HandoverShapes(stages, placement, (3, 9, 7), torch.float64)
 
 
-def test_what_passes_is_found():
-    conv = nn.Conv2d(3, 4, 3, stride=2, dtype=torch.float64)
-    passing = shapes(conv, lambda x: x).of(5)
-    (part,) = passing[Border(0, 1)].values()
-    elements = Layout.by_sample(5, (4 * 4 * 3,), 1)
-    assert (part.shape, part.sender, part.receiver) == ((5, 4, 4, 3), elements, elements)
-
-
 def test_several_tensors_pass_with_a_layout_each():
     both = shapes(
         lambda x: (x[:, :1] * 2, x.mean((2, 3)), torch.arange(len(x))),
@@ -65,43 +59,11 @@ def test_several_tensors_pass_with_a_layout_each():
     assert [part.shape for part in passing[Border(1, 2)].values()] == [(4, 3)]
 
 
-def test_what_jumps_over_a_stage_passes_straight():
-    model = unet(width=2, depth=2)
-    stages = cut(model, [1] * 3, ["encoder.2", "upsample.1"], (3, 33, 35))
-    assert list(borders(stages)) == [Border(0, 1), Border(0, 2), Border(1, 2)]
-    placement = Placement(1, ((2, 1), (1, 1), (2, 1)))
-    passing = HandoverShapes(stages, placement, (3, 33, 35), torch.float32).of(2)
-    (skip,) = passing[Border(0, 2)].values()
-    assert skip.shape == (2, 2, 33, 35)
-    assert skip.sender == skip.receiver == Layout.even(2, (33, 35), (2, 1))
-
-
-def test_the_image_may_be_used_late():
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.three = (nn.Conv2d(3, 3, 1) for _ in range(3))
-
-        def forward(self, x):
-            return self.three(self.two(self.one(x)) + x)
-
-    stages = cut(Late(), [1] * 3, ["two", "three"], (3, 9, 7))
-    found = borders(stages)
-    assert found == {Border(0, 1): (IMAGE, Value(0)), Border(1, 2): (Value(2),)}
-
-
 def test_a_stage_may_make_tensors_of_its_own():
     """On the default device, which once was not that of the dry run."""
     passing = shapes(lambda x: x + torch.arange(7.0) * torch.ones(1), lambda x: x).of(2)
     (part,) = passing[Border(0, 1)].values()
     assert part.shape == (2, 3, 9, 7)
-
-
-def test_found_once_for_every_number_of_samples():
-    found = shapes(lambda x: x * 2, lambda x: x * 2)
-    assert found.of(2) is found.of(2)
-    (part,) = found.of(3)[Border(0, 1)].values()
-    assert part.shape[0] == 3
 
 
 def channels_last(x):
@@ -191,3 +153,73 @@ def test_images_that_have_become_too_small_for_the_grid_are_refused():
     with pytest.raises(ValueError, match=r"stage 1 would cut images of 5x4 into 1x5 tiles: take"):
         shapes(*halves, grids=((1, 5), (1, 5))).of(2)
     assert shapes(*halves, grids=((1, 4), (1, 4))).of(2)
+
+
+# --- autocast
+
+
+CPU = torch.device("cpu")
+
+
+class Mixed(nn.Module):
+    """Tensors of several types meet: what passes a border is of each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.pad = nn.ReflectionPad2d(1)
+        self.end = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.conv(x)
+        wide = self.pad(half)
+        exact = x[:, :1].double()
+        counts = (half > 0).sum((2, 3))
+        y = self.norm(half) + wide[..., 1:-1, 1:-1] * exact.float() + counts[..., None, None]
+        return self.end(y.mean((2, 3)))
+
+
+def mixed_stages() -> list[nn.Module]:
+    return cut(Mixed(), (1,) * 3, ["norm", "end"], (3, 9, 7))
+
+
+def of_mixed(parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> HandoverShapes:
+    placement = Placement(1, ((1, 1),) * 3)
+    return HandoverShapes(parts, placement, (3, 9, 7), torch.float32, (device, dtype))
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="autocast there has a list")
+
+
+@pytest.mark.parametrize(
+    "device", [CPU, pytest.param(torch.device("cuda", 0), marks=NO_GPU)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_at_borders_are_those_of_a_real_run(dtype, device):
+    parts = [part.to(device) for part in mixed_stages()]
+    before = [parameter.clone() for part in parts for parameter in part.parameters()]
+    passing = of_mixed(parts, device, dtype).of(2)
+    after = [parameter for part in parts for parameter in part.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert all(type(parameter) is nn.Parameter for parameter in after)
+    values = {IMAGE: torch.randn(2, 3, 9, 7, device=device)}
+    with autocast.autocast(device, dtype), torch.no_grad():
+        for part in parts[:-1]:
+            values |= run_stage(part.eval(), values, 2)
+    types = set()
+    for given in passing.values():
+        for value, part in given.items():
+            assert part.dtype == values[value].dtype
+            types.add(part.dtype)
+    assert {dtype, torch.float32} <= types, "the network has borders of several types"
+
+
+def test_a_stage_that_cannot_be_tried_is_named():
+    parts = [meta_copy(part) for part in mixed_stages()]
+    parts[1].get_submodule("norm").weight = nn.Parameter(torch.ones(5, device="meta"))
+    image = torch.empty(2, 3, 9, 7, device="meta")
+    with pytest.raises(
+        ValueError, match=r"the dtypes of the outputs of stage 1 .*precision=float32"
+    ):
+        autocast.value_types(parts, image, CPU, torch.bfloat16)

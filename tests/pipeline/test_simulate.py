@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from spatialdl.comm.trace import Span
 from spatialdl.pipeline.action import Action
-from spatialdl.pipeline.schedule import forward_only, gpipe, one_f_one_b
+from spatialdl.pipeline.schedule import gpipe, one_f_one_b
 from spatialdl.pipeline.simulate import StageSeconds, busy_times, measured_costs, merged, simulate
 
-SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in range(1, 33)]
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 PEAKS = {
     "gpipe": lambda stages, microbatches, stage: microbatches,
@@ -18,18 +19,12 @@ PEAKS = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bubble_and_held_activations_are_those_that_were_published(name):
     """Huang et al. 2019, section 2.3; Narayanan et al. 2021, sections 2.2.1 and 2.2."""
-    for stages, microbatches in SHAPES:
+    for stages, microbatches in product(range(1, 9), range(1, 17)):
         timeline = simulate(SCHEDULES[name](stages, microbatches), StageSeconds.even(stages))
         assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
         assert timeline.seconds == pytest.approx(3.0 * (microbatches + stages - 1))
         held = [PEAKS[name](stages, microbatches, stage) for stage in range(stages)]
         assert list(timeline.peak_held) == held
-
-
-def test_evaluation_has_half_the_bubbles():
-    timeline = simulate(forward_only(3, 4), StageSeconds.even(3))
-    assert timeline.seconds == 6.0
-    assert timeline.bubble == pytest.approx(1 - 12 / 18)
 
 
 def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
@@ -55,12 +50,6 @@ def test_weights_wait_for_their_own_backward_only():
     first, second = simulate(lists, costs).spans
     assert [(span.start, span.end) for span in first] == [(0.0, 1.0), (5.0, 7.0), (7.0, 11.0)]
     assert [(span.start, span.end) for span in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 7.5)]
-
-
-def test_weights_before_their_backward_are_told():
-    lists = [[Action("forward", 0, 0), Action("weight", 0, 0), Action("backward", 0, 0)]]
-    with pytest.raises(ValueError, match="stage 0 before weight 0"):
-        simulate(lists, StageSeconds.even(1))
 
 
 def test_costs_without_weights_are_for_schedules_without_weight_actions():
@@ -90,25 +79,12 @@ def test_merged_actions_come_after_what_they_need():
             assert [action for action in order if action.stage == group] == actions
 
 
-def test_ranks_that_wait_for_each_other_are_told_apart():
-    first = [Action("forward", 0, 0), Action("backward", 0, 0), Action("forward", 0, 1)]
-    second = [Action("forward", 1, 1), Action("forward", 1, 0), Action("backward", 1, 0)]
-    with pytest.raises(ValueError, match="stage 0 before backward 0, stage 1 before forward 1"):
-        simulate([first, second], StageSeconds.even(2))
-
-
 def test_an_action_of_several_ranks_begins_when_all_are_there():
     """As on the ranks of a grid, one of which is late with another action."""
     own, together = Action("forward", 0, 0), Action("forward", 0, 1)
     busy, waiting = simulate([[own, together], [together]], StageSeconds.even(1)).spans
     assert [(span.action, span.start) for span in busy] == [(own, 0.0), (together, 1.0)]
     assert [(span.action, span.start) for span in waiting] == [(together, 1.0)]
-
-
-def test_ranks_that_come_to_each_other_in_different_orders_are_told():
-    first, second = Action("forward", 0, 0), Action("forward", 0, 1)
-    with pytest.raises(ValueError, match="deadlocks, ranks are stuck"):
-        simulate([[first, second], [second, first]], StageSeconds.even(1))
 
 
 def action(kind, stage, microbatch, start, end, copy=0):
@@ -144,3 +120,26 @@ def test_costs_are_medians_over_all_that_was_done():
 @pytest.mark.parametrize("ranks", [[], [[]], [[Span("data", "wait", 0.0, 1.0)]]])
 def test_nothing_costs_nothing(ranks):
     assert measured_costs(ranks, 2).forward == [0.0, 0.0]
+
+
+def forwards(*numbers, stage=0):
+    return [Action("forward", stage, m) for m in numbers]
+
+
+BACK = [[Action("backward", stage, 0)] for stage in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "stuck"),
+    [
+        ([[*forwards(0), Action("weight", 0, 0), *BACK[0]]], "stage 0 before weight 0"),
+        (
+            [[*forwards(0), *BACK[0], *forwards(1)], [*forwards(1, 0, stage=1), *BACK[1]]],
+            "stage 0 before backward 0, stage 1 before forward 1",
+        ),
+        ([forwards(0, 1), forwards(1, 0)], "deadlocks, ranks are stuck"),  # ranks of one grid
+    ],
+)
+def test_ranks_that_wait_for_ever_are_told(lists, stuck):
+    with pytest.raises(ValueError, match=stuck):
+        simulate(lists, StageSeconds.even(2))

@@ -86,7 +86,6 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:
 
 
 NETWORKS = {
-    "resnet18": (partial(resnet18, 3, width=16), (2, 3, 67, 93), (2, 2)),
     "unet": (partial(unet, 3, width=8, depth=2), (2, 3, 101, 70), (3, 2)),
     "unet3d": (partial(unet3d, 3, width=4, depth=1), (1, 1, 21, 26, 30), (2, 1, 2)),
     "vit": (
@@ -94,12 +93,10 @@ NETWORKS = {
         (2, 3, 68, 64),
         (2, 2),
     ),
-    "one tile": (partial(unet, 3, width=8, depth=1), (1, 3, 70, 70), (1, 1)),
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "recompute"), [("unet", False), ("unet3d", True), ("vit", False)])
 def test_a_step_with_activations_on_a_disk_equals_that_of_the_whole_image(
     name, recompute, tmp_path
 ):
@@ -128,26 +125,6 @@ def test_a_step_with_activations_on_a_disk_equals_that_of_the_whole_image(
     assert_same(state(model, gradient), state(plain, whole.grad))
     assert memory.store.written > 2 * 600_000
     assert memory.peak < 6_000_000  # and what the largest operation has
-
-
-def test_steps_follow_each_other_and_gradients_add_up(tmp_path):
-    """Two micro-batches are under way at once, as in a pipeline."""
-    torch.manual_seed(0)
-    model = resnet18(3, width=8).double()
-    plain, labels = copy.deepcopy(model), torch.tensor([0, 2])
-    optimizers = [torch.optim.SGD(one.parameters(), 0.05) for one in (model, plain)]
-    tiles = tiles_of(model, (2, 1), Memory(300_000, DiskStore(tmp_path)))
-    for step in range(2):
-        xs = [image(2, 3, 65, 44) + step, image(2, 3, 65, 44) * 2]
-        made = [tiles.forward({IMAGE: x}, entering(x, (2, 1)), 2, CPU) for x in xs]
-        for one in made:
-            one.backward_of_loss(F.cross_entropy, labels, 0.5)
-        for x in xs:
-            (F.cross_entropy(plain(x), labels) * 0.5).backward()
-        assert_same(state(model), state(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("stream", [(1, 1), (2, 2)])
@@ -218,19 +195,12 @@ class Skips(nn.Module):
 
 
 CUT = {
-    "maps": (
-        partial(unet, 3, width=4, depth=2),
-        ["encoder.2", "upsample.1"],
-        (2, 3, 41, 30),
-        (2, 2),
-    ),
     "tokens": (
         partial(VisionTransformer, 3, patch=4, width=8, depth=2, heads=2, registers=2),
         ["blocks.0", "blocks.1"],
         (2, 3, 20, 28),
         (2, 2),
     ),
-    "vectors": (partial(resnet18, 3, width=8), ["layer3", "fc"], (2, 3, 49, 40), (3, 1)),
     "skips": (Skips, ["two", "three"], (2, 3, 13, 16), (1, 3)),
 }
 
@@ -242,7 +212,7 @@ def test_what_stages_hand_over_equals_the_whole_image(name, tmp_path):
     model = make().double()
     plain, x = copy.deepcopy(model), image(*shape)
     output = plain(x)
-    target = torch.arange(prod(output[:, 0].shape)).view(output[:, 0].shape) % 3
+    target = torch.arange(len(x)) % 3
     F.cross_entropy(output, target).backward()
 
     stages = cut(model, [1] * 3, names, shape[1:])
@@ -264,9 +234,7 @@ def test_what_stages_hand_over_equals_the_whole_image(name, tmp_path):
                 shapes[border.taker][value] = part
     assert any(isinstance(p, SplitShape) for p in shapes[1].values()) == (name == "tokens")
     torch.testing.assert_close(made[-1].output, output.detach(), rtol=1e-10, atol=1e-10)
-    is_map = output.dim() > 2
-    criterion = partial(segmentation_loss, classes=3) if is_map else F.cross_entropy
-    made[-1].backward_of_loss(criterion, region(target) if is_map else target, 1.0)
+    made[-1].backward_of_loss(F.cross_entropy, target, 1.0)
     for number in (1, 0):
         grads: dict[Value, Tensor] = {}
         for border, values in passing.items():
@@ -296,10 +264,9 @@ def test_outputs_of_all_kinds_are_put_together(tmp_path):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("sizes", [(0, 3, 4, 9), (0, 1, 5, 9), (0, 3, 6, 9)])
-def test_pieces_make_up_the_tile(sizes):
+def test_pieces_make_up_the_tile():
     """Also where virtual tiles are not even, as behind a stride."""
-    layout = Layout((0, 2), (sizes, (0, 2, 8)))
+    layout = Layout((0, 2), ((0, 3, 4, 9), (0, 2, 8)))
     tiles, whole = tiles_of(nn.Identity(), (3, 2)), image(2, 5, 9, 8)
     pieces = [tiles.piece(number, whole, layout) for number in range(6)]
     assert [tuple(one.shape[2:]) for one in pieces] == [box.shape[1:] for box in layout.boxes]
@@ -352,8 +319,9 @@ def pipeline_of(model: nn.Module, memory: Memory | None = None, size: int = 12) 
     )
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("tile", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("place", "tile"), [("forward", 0), ("forward", 3), ("backward", 0), ("backward", 2)]
+)
 def test_an_error_in_one_virtual_tile_ends_the_step(place, tile):
     model = Fails(place, tile).double()
     own = dict(model.named_parameters())
@@ -364,15 +332,12 @@ def test_an_error_in_one_virtual_tile_ends_the_step(place, tile):
     assert all(after[name] is own[name] for name in own)
 
 
-@pytest.mark.parametrize("tile", [0, 1, 3])
+@pytest.mark.parametrize("tile", [0, 3])
 @pytest.mark.parametrize(
     ("place", "sentence"),
     [
         ("nothing", "3 of 4 virtual ranks wait for each other, and 1 have ended: the network"),
-        (
-            "mean",
-            "one of 4 virtual ranks calls another operation than those before it: the",
-        ),
+        ("mean", "one of 4 virtual ranks calls another operation than those before it: the"),
     ],
 )
 def test_virtual_tiles_that_do_not_do_the_same_are_told(place, sentence, tile):
@@ -380,14 +345,13 @@ def test_virtual_tiles_that_do_not_do_the_same_are_told(place, sentence, tile):
         step(pipeline_of(Fails(place, tile).double()), image(2, 3, 12, 12))
 
 
-@pytest.mark.parametrize("after", [1, 12])
-def test_a_full_disk_ends_the_step_and_names_the_folder(after, tmp_path, monkeypatch):
-    """In the forward, and in the backward, which stores as well."""
-    writes = []
+def test_a_full_disk_ends_the_step_and_names_the_folder(tmp_path, monkeypatch):
+    """In the backward, which stores as well."""
+    writes: list[int] = []
 
     def write(*_: object) -> int:
         writes.append(1)
-        if len(writes) >= after:
+        if len(writes) == 12:
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(*_)
 
@@ -399,7 +363,7 @@ def test_a_full_disk_ends_the_step_and_names_the_folder(after, tmp_path, monkeyp
         OSError, match=f"No space left on device: {tmp_path}, where .* more free space"
     ):
         step(pipeline, image(2, 3, 64, 64))
-    assert len(writes) == after
+    assert len(writes) == 12
 
 
 def test_an_image_that_cannot_be_read_ends_the_step():

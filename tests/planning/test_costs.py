@@ -9,6 +9,7 @@ from torch import nn
 from spatialdl.comm.dry import Talk
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.steps import Value
+from spatialdl.planning.combined import between, with_stage
 from spatialdl.planning.costs import count
 from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.program import Program
@@ -93,7 +94,7 @@ def test_on_a_cpu_memory_lies_in_the_heap_or_is_mapped_in_whole_pages():
     assert found.values[Value(1)] == 9_000_000
 
 
-def really_kept(model, images, target):
+def really_kept(model, images):
     """Bytes of storages that autograd saves, but weights and images."""
     known = {p.untyped_storage().data_ptr() for p in (*model.parameters(), images)}
     found: dict[int, int] = {}
@@ -106,17 +107,15 @@ def really_kept(model, images, target):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = model(images)
+        model(images)
     buffers = {b.untyped_storage().data_ptr() for b in model.buffers()}
-    return sum(size for key, size in found.items() if key not in buffers), output
+    return sum(size for key, size in found.items() if key not in buffers)
 
 
-@pytest.mark.parametrize("side", [64, 96])
-def test_what_is_kept_is_what_autograd_saves(side):
+def test_what_is_kept_is_what_autograd_saves():
     model = resnet18(num_classes=10, width=8)
-    images = torch.randn(3, 3, side, side)
-    kept, _ = really_kept(model, images, None)
-    found = count(program(model), (3, 3, side, side))
+    found = count(program(model), (3, 3, 96, 64))
+    kept = really_kept(model, torch.randn(3, 3, 96, 64))
     assert found.lives.held(0, len(found.layers), ()) == kept
 
 
@@ -185,3 +184,28 @@ def test_a_rank_has_some_channels_and_says_so_on_another_axis():
     ]
     tiles = count(model, shape, (3, 1), divided=DividedStage(2, 0, 5)).layers[0]
     assert tiles.forward_messages == [Talk("exchange", 2, 2 * 4 * 2 * 3 * 7)]
+
+
+# --- combined
+
+
+def test_so_does_what_a_virtual_tile_does_with_memory():
+    model, stream = program(small(), (24, 20)), (2, 1)
+    _, two, four, seven = (  # constants are made by the first
+        count(model, (n, 3, 24, 20), stream=stream, on_cpu=False) for n in (2, 2, 4, 7)
+    )
+    found = between(two, four, 2.5)
+    assert found == seven
+    assert found.touches == seven.touches
+
+
+def test_a_divided_stage_stands_in_the_place_of_the_whole_one():
+    model, shape = program(small()), (2, 3, 12, 7)
+    whole, which = count(model, shape), DividedStage(2, 0, 1)
+    own = count(model, shape, divided=which)
+    found = with_stage(whole, own, which)
+    assert [one.name for one in found.layers] == [one.name for one in whole.layers]
+    assert found.layers[0].weights == whole.layers[0].weights / 2
+    assert found.values == whole.values  # what it gives is whole
+    assert found.layers[1:] == whole.layers[1:]
+    assert found.loss == whole.loss

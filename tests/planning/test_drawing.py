@@ -77,20 +77,6 @@ def test_a_volume_is_pulled_apart_into_slabs():
     assert widths == pytest.approx([0.4 * 4, 0.4 * 5])
 
 
-def test_of_many_slabs_the_first_are_drawn():
-    panel = stage((64, 8, 8), (16, 1, 1))
-    assert texts(panel)[-1] == "slices 28:32"
-    assert panel.get_xlabel() == "the first 8 of 16 slabs"
-
-
-def test_long_numbers_of_many_tiles_are_small():
-    sizes = [
-        max(one.get_fontsize() for one in stage(size, grid).texts if one.get_text().isdigit())
-        for size, grid in (((64,) * 3, (8, 8, 8)), ((64,) * 3, (2, 2, 2)), ((64,) * 2, (16, 16)))
-    ]
-    assert sizes == pytest.approx([100 / 24, 8, 200 / 48])
-
-
 @pytest.mark.parametrize(
     ("size", "grids", "wide"),
     [

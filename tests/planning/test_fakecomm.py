@@ -16,6 +16,8 @@ from spatialdl.planning.setup import cluster_named, job_of
 from spatialdl.training.layouts import placement_of, schedule_of
 from tests.planning.conftest import FIGURES
 
+REFUSED = "tests.checking.test_preflight.Refused"
+"""A network that is right on whole images alone."""
 SMALL = ["model.width=4", "data.image_size=[65,48]", "data.batch_size=6", "debug=fakecomm"]
 
 
@@ -25,14 +27,16 @@ def config(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "words",
     [
-        *("none", "sp", "dp", "lp", "sp+lp", "sp+pp", "dp+sp+gems"),
-        pytest.param("experiment/hyfi_amoebanet", id="hyfi"),
+        *(["none"], ["sp"], ["lp"], ["dp+sp+gems"], ["experiment/hyfi_amoebanet"]),
+        ["sp+lp", "parallel.gather_before=[layer3]"],
+        ["sp+pp", "model=unet", "model.depth=2", "task=segmentation"],  # no chain
     ],
+    ids=lambda words: words[0],
 )
-def test_layouts_that_work_would_run(layout, capsys):
-    given = config(f"parallel={layout}")
+def test_layouts_that_work_would_run(words, capsys):
+    given = config(f"parallel={words[0]}", *words[1:])
     assert look(given)
     lines = capsys.readouterr().out.splitlines()
     placement = placement_of(given.parallel)
@@ -41,14 +45,14 @@ def test_layouts_that_work_would_run(layout, capsys):
     assert max(map(len, lines)) <= 100
     rows = [line.split() for line in lines if line[:5].strip().isdigit() and "M" in line]
     assert [int(row[0]) for row in rows] == list(range(placement.stages))
+    assert sum("GB each" in line for line in lines) >= placement.stages
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(["task=multilabel"], ["task=regression"], ["task.class_weights=balanced"]),
-        ["model=unet", "task.dice=1"],
-        ["trainer.precision=bf16-mixed", "trainer.accumulate=2"],
+        *(["task=multilabel"], ["task.class_weights=balanced"], ["model=unet", "task.dice=1"]),
+        ["task=regression", "trainer.precision=bf16-mixed", "trainer.accumulate=2"],
     ],
 )
 def test_every_task_and_precision_would_run(overrides, capsys):
@@ -56,23 +60,6 @@ def test_every_task_and_precision_would_run(overrides, capsys):
     text = capsys.readouterr().out
     assert text.endswith("it would run\n")
     assert ("note: memory is predicted for float32" in text) == ("accumulate" in overrides[-1])
-
-
-@pytest.mark.parametrize("layout", ["lp", "sp+pp"])
-def test_stages_of_a_network_that_is_no_chain_have_memory(layout, capsys):
-    network = ["model=unet", "model.depth=2", "task=segmentation"]
-    assert look(config(f"parallel={layout}", *network))
-    lines = capsys.readouterr().out.splitlines()
-    assert not any("would not run" in line for line in lines)
-    rows = [line.split() for line in lines if line[:5].strip().isdigit() and "M" in line]
-    assert len(rows) == 2
-    assert all(float(row[-2]) > 0 for row in rows)
-    assert sum("GB each" in line for line in lines) == 2
-
-
-def test_the_memory_of_a_network_with_a_gathered_part_is_predicted(capsys):
-    assert look(config("parallel=sp+lp", "parallel.gather_before=[layer3]"))
-    assert "GB each" in capsys.readouterr().out
 
 
 def test_sizes_memory_and_halos(capsys):
@@ -106,6 +93,14 @@ def test_boxes_are_told_by_rank(capsys):
     ]
 
 
+def convolutions(num_classes, in_channels, dims):
+    """Of 5 channels, then of 7."""
+    conv = torch.nn.Conv2d if dims == 2 else torch.nn.Conv3d
+    pool = torch.nn.AdaptiveAvgPool2d if dims == 2 else torch.nn.AdaptiveAvgPool3d
+    maps = conv(in_channels, 5, 3, padding=1), conv(5, 7, 3, padding=1), pool(1)
+    return torch.nn.Sequential(*maps, torch.nn.Flatten(), torch.nn.Linear(7, num_classes))
+
+
 def given_again(given: DictConfig) -> list[str]:
     return ["parallel=sp+pp", "parallel.cut=[layer2]", "parallel.microbatches=3"]
 
@@ -121,16 +116,8 @@ def given_again(given: DictConfig) -> list[str]:
         ),
     ],
 )
-def test_halos_are_those_of_arithmetic_by_hand(dims, words, pixels, capsys, tmp_path, monkeypatch):
-    (tmp_path / f"convolutions{dims}.py").write_text(
-        "from torch import nn\n"
-        "def net(num_classes, in_channels):\n"
-        f"    return nn.Sequential(nn.Conv{dims}d(in_channels, 5, 3, padding=1),\n"
-        f"        nn.Conv{dims}d(5, 7, 3, padding=1), nn.AdaptiveAvgPool{dims}d(1), nn.Flatten(),\n"
-        "        nn.Linear(7, num_classes))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    network = ["~model.width", f"model._target_=convolutions{dims}.net"]
+def test_halos_are_those_of_arithmetic_by_hand(dims, words, pixels, capsys):
+    network = ["~model.width", f"+model.dims={dims}", f"model._target_={__name__}.convolutions"]
     assert look(config("parallel=sp", *network, *words))
     (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("    0  "))
     # forward: a row or slice of 3 and of 5 channels; backward: the gradient of that of 5
@@ -138,11 +125,10 @@ def test_halos_are_those_of_arithmetic_by_hand(dims, words, pixels, capsys, tmp_
     assert line.endswith(f" {expected:.2f}")
 
 
-@pytest.mark.parametrize("layout", [["parallel=sp"], ["parallel=sp+lp"]])
-def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(layout, capsys):
+def test_a_network_of_volumes_has_tiles_boxes_halos_and_memory(capsys):
     network = ["model=unet3d", "model.depth=2", "data.batch_size=1"]
     given = config(
-        *(*network, *layout, "parallel.grid=[2,1,3]"),
+        *(*network, "parallel=sp+lp", "parallel.grid=[2,1,3]"),
         *("data.image_size=[17,16,25]", "comm.map=true"),
     )
     assert look(given)
@@ -193,9 +179,8 @@ def test_every_error_is_named(overrides, sentences, capsys):
 
 
 def test_what_is_refused_is_told_with_its_line(capsys):
-    target = "tests.checking.test_preflight.Refused"
     network = ["~model.width", "~model.num_classes", "~model.in_channels"]
-    words = f"model._target_={target}", "data.num_classes=3"
+    words = f"model._target_={REFUSED}", "data.num_classes=3"
     assert not look(config("parallel=sp", *words, *network))
     text = capsys.readouterr().out
     assert text.count("refused: ") == 4
@@ -207,15 +192,10 @@ def test_what_is_refused_is_told_with_its_line(capsys):
 def test_the_command_tells_by_its_exit_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "launched", lambda: None)
-    for grid, code in (("[2,1]", None), ("[2,99]", 1)):
-        given = ["train.py", *SMALL, "parallel=sp", f"parallel.grid={grid}"]
-        monkeypatch.setattr("sys.argv", given)
-        try:
-            train.main()
-            ended = None
-        except SystemExit as stop:
-            ended = stop.code
-        assert ended == code
+    monkeypatch.setattr("sys.argv", ["train.py", *SMALL, "parallel=sp", "parallel.grid=[2,99]"])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == 1
     assert "it would not run: 1 problem" in capsys.readouterr().out
 
 
@@ -232,22 +212,22 @@ def test_channels_are_divided(capsys):
     assert "     2 with stage 1 " in text
 
 
-def test_a_layer_whose_channels_cannot_be_divided_is_found(capsys, tmp_path, monkeypatch):
-    source = tmp_path / "writing_network.py"
-    source.write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self, num_classes):\n"
-        "        super().__init__()\n"
-        "        self.conv = torch.nn.Conv2d(3, num_classes, 3)\n"
-        "    def forward(self, x):\n"
-        "        y = self.conv(x)\n"
-        "        y[:, 2] = 0\n"
-        "        return y.mean((2, 3))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+class Writes(torch.nn.Module):
+    """Into a channel of a map."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, num_classes, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        y[:, 2] = 0
+        return y.mean((2, 3))
+
+
+def test_a_layer_whose_channels_cannot_be_divided_is_found(capsys):
     given = config("parallel=none", "parallel.tensor=2")
-    given.model = {"_target_": "writing_network.Net", "num_classes": 10}
+    given.model = {"_target_": f"{__name__}.Writes", "num_classes": 10}
     assert not look(given)
     text = capsys.readouterr().out
     assert "it would modify a copy" in text
@@ -299,17 +279,6 @@ def test_virtual_tiles_on_cores_take_time_once_the_machine_is_measured(
     assert "all activations stay in memory, without trainer.mem" in capsys.readouterr().out
 
 
-class Cumulates(torch.nn.Module):
-    """What is right on whole images alone."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, num_classes)
-
-    def forward(self, x):
-        return self.layer(x.cumsum(2).mean((2, 3)))
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -328,6 +297,6 @@ def test_what_does_not_go_with_virtual_tiles_is_named(words, sentence, capsys):
 
 def test_what_would_see_one_virtual_tile_is_refused(capsys):
     given = config("parallel.stream=[2,1]", "data.num_classes=3")
-    given.model = {"_target_": "tests.planning.test_fakecomm.Cumulates", "num_classes": 3}
+    given.model = {"_target_": REFUSED}
     assert not look(given)
     assert "refused: torch.Tensor.cumsum at " in capsys.readouterr().out

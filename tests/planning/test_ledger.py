@@ -10,6 +10,7 @@ from torch import nn
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.parallel.layout import Layout
 from spatialdl.planning.ledger import PAGE, Ledger
+from spatialdl.planning.touches import EVER, TouchedStep, Touches
 from spatialdl.spatial.tensor import SpatialTensor
 
 X = 4 * 2 * 16 * 6 * 8
@@ -141,27 +142,6 @@ def test_room_of_their_gradients(conv, learns, expected):
     assert rooms(found) == expected
 
 
-def test_other_operations_need_no_room():
-    assert rooms(backward_of(nn.BatchNorm2d(16), images(learns=True))) == 0
-
-
-def test_memory_has_the_phase_and_the_part_in_which_it_was_made_and_lives_while_it_is_held():
-    ledger, x = Ledger(), images()
-    with ledger.watch():
-        first = x + 1
-        ledger.part = 1
-        second = first.tanh()
-        del first
-        ledger.phase, ledger.part = "backward", 0
-        third = second + second
-    one, two, three = ledger.memories
-    assert (one.phase, one.part, one.born, one.died) == ("forward", 0, 0, 2)
-    assert (two.phase, two.part, two.born, two.died) == ("forward", 1, 1, None)
-    assert (three.phase, three.part, three.born) == ("backward", 0, 2)
-    assert ledger.memory_of(third) is three
-    assert list(ledger.work) == [("forward", 0), ("forward", 1), ("backward", 0)]
-
-
 def test_the_memory_of_a_split_tensor_is_that_of_its_tile():
     layout = Layout.even(2, (12, 8), (2, 1))
     ledger = Ledger()
@@ -190,3 +170,43 @@ def test_large_tensors_take_whole_pages_where_they_are_said_to(whole, taken):
         held = torch.empty(PAGE // 4 + 1, device="meta"), torch.empty(7, device="meta")
     assert [memory.taken for memory in ledger.memories] == [taken, 28]
     del held
+
+
+# --- touches
+
+
+def followed(run) -> Touches:
+    ledger = Ledger(touches=Touches())
+    image = torch.empty(4, 8, device="meta")
+    ledger.own(image, enters=True)
+    with ledger.watch(), torch.device("meta"):
+        run(image)
+    assert ledger.touches is not None
+    return ledger.touches
+
+
+def test_operations_use_write_and_make_memories():
+    def run(image):
+        twice = image + image
+        twice[0].mul_(3)
+        return image * twice
+
+    found = followed(run)
+    assert found.sizes == [128] * 3
+    assert found.steps == [
+        TouchedStep(0, None, (0,), (), (1,)),
+        TouchedStep(0, None, (1,)),  # views need what they view, too
+        TouchedStep(0, None, (1,), (1,)),
+        TouchedStep(0, None, (0, 1), (), (2,)),
+    ]
+    assert found.gone[0] == EVER
+    assert found.gone[1:] == [4, 4]
+
+
+def test_what_is_no_longer_held_is_gone_before_the_next_step():
+    def run(image):
+        first = image + 1
+        first = first + 1
+        return first + 1
+
+    assert followed(run).gone[1:] == [2, 3, 3]

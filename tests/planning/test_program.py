@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.models import resnet18, unet
-from spatialdl.pipeline.balance import estimated
+from spatialdl.parallel.layout import Layout
+from spatialdl.pipeline.balance import estimated, memory
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage
+from spatialdl.planning.costs import count
 from spatialdl.planning.program import Program
+from spatialdl.planning.tile import LargestTile, largest_part, local
 from spatialdl.spatial.meta import meta_copy
 
 IMAGE = (3, 32, 24)
@@ -55,9 +60,14 @@ def test_a_network_that_cannot_be_recorded_is_one_step_and_says_why():
         program.bounds((1, 1), None, lambda: program.costs(estimated))
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("model", [Forked(), unet(num_classes=3, width=4, depth=2)])
-@pytest.mark.parametrize("widths", [(1, 1), (2, 1, 1), (4, 1)])
+@pytest.mark.parametrize(
+    ("model", "widths", "again"),
+    [
+        (Forked(), (2, 1, 1), False),
+        (unet(num_classes=3, width=4, depth=2), (4, 1), False),
+        (unet(num_classes=3, width=4, depth=2), (2, 1, 1), True),
+    ],
+)
 def test_cuts_weights_and_what_passes_are_those_of_the_runtime(model, widths, again):
     program = Program(model, IMAGE, again)
     bounds = program.bounds(widths, None, lambda: program.costs(estimated))
@@ -76,3 +86,77 @@ def test_weights_that_two_stages_would_share_are_refused_as_in_training():
     program = Program(model, IMAGE)
     with pytest.raises(ValueError, match="'0' and '3' share a weight"):
         program.bounds((1, 1), ["2"], lambda: program.costs(estimated))
+
+
+# --- job
+
+
+def test_bounds_are_those_of_the_cut(job):
+    assert job.bounds((1,)) == [0, 11]
+    for widths in ((1, 1), (2, 1, 1), (4, 1)):
+        stages = cut(job.model, widths, None, job.image)
+        lengths = [len(stage.paths) for stage in stages if isinstance(stage, Stage)]
+        assert lengths == [b - a for a, b in pairwise(job.bounds(widths))]
+
+
+def test_bounds_that_balance_memory_are_those_of_the_cut(job):
+    weigh = functools.partial(memory, samples=4)
+    model, image = resnet18(num_classes=4, width=4), (3, 32, 32)
+    stages = cut(model, (1, 1), None, image, weigh=weigh)
+    found = replace(job, model=model, image=image, balance="memory").bounds((1, 1), 4)
+    assert found[1] == len(stages[0].paths)
+
+
+def test_many_samples_cost_what_they_would_if_counted(job):
+    found = job.costs(8, (2, 1), again=False)
+    assert found == count(job.program(), (8, *job.image), (2, 1), on_cpu=False)
+
+
+def test_pieces_that_run_again_belong_to_the_stage_in_which_they_begin(job):
+    model = resnet18(num_classes=4, width=4)
+    job = replace(job, model=model, image=(3, 32, 32))
+    bounds = [0, 6, len(job.program(again=True).names)]
+    parts = job.parts(bounds, again=True)
+    assert parts[0][0] == 0
+    assert parts[0][1] == parts[1][0]
+    costs = job.costs(2, (1, 1), again=True)
+    assert parts[1][1] == len(costs.layers)
+    whole = sum(p.nbytes for p in model.parameters())
+    assert sum(one.weights for one in costs.layers) == whole == job.weights
+
+
+def test_what_the_optimizer_does_is_counted_step_by_step(job):
+    updates = job.updates(again=False)
+    assert len(updates) == len(job.program().names)
+    conv = updates[0]
+    assert sum(work.bytes for work in conv) == 3 * 4 * 8 * 8 * 9  # reads two, writes one
+    assert updates[1] == []
+
+
+# --- tile
+
+
+def test_the_rank_with_the_largest_tile_and_most_neighbours_counts():
+    assert largest_part(Layout.even(1, (12, 12), (3, 3))) == 4
+    assert largest_part(Layout.even(1, (7, 4), (2, 1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "stream", "rank", "part", "tile"),
+    [
+        ((12, 12), (1, 1), (3, 3), 0, 4, (4, 4)),
+        ((13, 8), (2, 1), (2, 2), 1, 6, (4, 4)),
+        ((7, 8), (2, 1), (1, 1), 1, 1, (4, 8)),
+    ],
+)
+def test_a_virtual_tile_is_the_largest_of_the_rank_with_the_largest_part(
+    size, grid, stream, rank, part, tile
+):
+    found = LargestTile((2, 3, *size), grid, stream)
+    assert (found.rank, found.mesh.part) == (rank, part)
+    image = found.image(torch.float32)
+    assert local(image).shape == (2, 3, *tile)
+    own = Layout.of_ranks(2, size, grid, stream).boxes[rank]
+    rows, columns = (stop - start for start, stop in own.spatial)
+    assert found.bytes(image) == 4 * 2 * 3 * rows * columns
+    assert found.bytes(torch.empty(5, device="meta")) == 4 * 5

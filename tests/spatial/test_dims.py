@@ -128,9 +128,8 @@ def test_views_that_mix_pixels_are_none(form: str, new_shape: tuple[int, ...]) -
     assert not check_view(shape, dims, new_shape)
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_any_view_is_right_or_none(part: int) -> None:
-    for seed in range(100 * part, 100 * (part + 1)):
+def test_any_view_is_right_or_none() -> None:
+    for seed in range(200):
         check_any_view(random.Random(seed))
 
 

@@ -10,6 +10,19 @@ from spatialdl.models import UNet, VisionTransformer, resnet18
 from spatialdl.spatial.meta import KNOWN, meta_copy, on_meta, run
 
 aten = torch.ops.aten
+VIT = partial(VisionTransformer, patch=8, width=24, depth=2, heads=2)
+
+
+def test_a_meta_copy_keeps_shapes_and_ties_and_leaves_the_network():
+    layer = nn.Conv2d(3, 3, 1).double().requires_grad_(False)
+    model = nn.Sequential(layer, nn.BatchNorm2d(3, momentum=None).double(), layer)
+    shadow = meta_copy(model)
+    assert shadow[0].weight is shadow[2].weight
+    for ours, plain in zip(shadow.state_dict().values(), model.state_dict().values(), strict=True):
+        assert (ours.shape, ours.dtype, ours.device.type) == (plain.shape, plain.dtype, "meta")
+    assert not shadow[0].weight.requires_grad
+    shadow(torch.empty(2, 3, 4, 4, dtype=torch.float64, device="meta"))
+    assert (model[1].momentum, int(model[1].num_batches_tracked)) == (None, 0)
 
 
 def test_a_result_is_worked_out_once_and_has_memory_of_its_own():
@@ -69,10 +82,15 @@ def test_settings_tell_results_apart():
     assert wide.dtype == torch.float64
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    "make", [resnet18, UNet, partial(VisionTransformer, patch=8, width=24, depth=2, heads=2)]
+    ("make", "training", "layout"),
+    [
+        (partial(resnet18, width=8), True, torch.contiguous_format),
+        (partial(UNet, width=4), False, torch.channels_last),
+        (VIT, True, torch.contiguous_format),
+        (partial(UNet, width=4), True, torch.channels_last),
+    ],
+    ids=str,
 )
 def test_a_dry_run_is_that_of_pytorch(make, training, layout):
     """Shapes, strides, dtypes, versions, and what autograd knows, computed and from the cache."""

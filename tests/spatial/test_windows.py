@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,6 +85,7 @@ def convolve_tile(
 
 
 @settings(max_examples=120)
+@example(((0, 1, 2, 3), (0, 1, 2, 4), Window(2, 1, 2, 3)))  # [1, 2) reads -1 and 2, and gets 0 too
 @given(signals())
 def test_tile_and_strips_give_the_whole_convolution(case):
     tiles, outputs, window = case
@@ -130,21 +131,6 @@ def test_a_strip_is_there_exactly_where_pixels_of_the_image_are_missing(case):
         assert (cut.after is not None) == any(place >= tile[1] for place in reads)
 
 
-def test_a_strip_may_hold_pixels_that_its_outputs_do_not_read():
-    """The one output of tile [1, 2) reads pixels -1 and 2; pixel 0 came along with the box."""
-    _, middle, _ = cut_dim((0, 1, 2, 3), (0, 1, 2, 4), Window(2, 1, 2, 3))
-    assert (middle.before.start, middle.before.stop) == (-1, 1)
-    assert (middle.before.first, middle.before.last) == (0, 1)
-
-
-def test_a_three_tap_filter_keeps_one_pixel_a_side():
-    left, right = cut_dim((0, 8, 16), (0, 8, 16), Window(3, 1, 1))
-    assert (left.padding, left.skip, left.before) == (1, 0, None)
-    assert (left.after.start, left.after.stop) == (8, 9)
-    assert (right.before.start, right.before.stop, right.after) == (7, 8, None)
-    assert (right.before.outputs, right.before.taps) == (slice(0, 1), slice(0, 1))
-
-
 # --- bands of images
 
 
@@ -161,9 +147,14 @@ def _drawn(seed: int, dims: int) -> tuple[Layout, Layout, tuple[Window, ...]]:
     return layout, layout.strided([window.stride for window in windows], out), windows
 
 
-@pytest.mark.parametrize(("dims", "seed"), list(product((1, 2, 3), range(25))))
-def test_tiles_and_bands_give_what_the_whole_image_gives(dims: int, seed: int) -> None:
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_tiles_and_bands_give_what_the_whole_image_gives(dims: int) -> None:
     """Every output once; sums of whole numbers, so that every pixel counts, and exactly."""
+    for seed in range(20):
+        check_bands(dims, seed)
+
+
+def check_bands(dims: int, seed: int) -> None:
     layout, output, windows = _drawn(seed, dims)
     image = torch.randint(-99, 99, (2, 1, *layout.size)).double()
     wanted = _sums(_around(image, output, windows), windows, [0] * dims)
@@ -214,7 +205,11 @@ NARROW = [(13, width, kernel, 0) for width, kernel in ((2, 2), (3, 3), (4, 3))] 
 
 @pytest.mark.parametrize(
     ("case", "channels", "dtype"),
-    list(product(NARROW, (3, 16), (torch.bfloat16, torch.float16))),
+    [
+        (case, channels, dtype)
+        for case in NARROW
+        for channels, dtype in ((3, torch.float16), (16, torch.bfloat16))
+    ],
 )
 def test_strips_of_one_output_are_right_in_half_precision(
     case: tuple[int, int, int, int], channels: int, dtype: torch.dtype

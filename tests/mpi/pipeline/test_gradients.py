@@ -26,13 +26,11 @@ from tests.mpi.equality_runs import TOLERANCE, parallel, reference
 ONE, TWO = (1, 1), (2, 1)
 CASES = [
     Case("sp", "odd", (41, 67), ((1, 2),), microbatches=3, batch=7),
-    Case("dp", "resnet18", (64, 64), (ONE,), data=2, microbatches=2),
+    Case("dp", "resnet18", (64, 64), (ONE,), data=2, microbatches=2, clip=0.05),
     Case("dp", "odd", (45, 50), (ONE,), data=3, microbatches=2, batch=5),  # one has no last sample
     Case("sp+pp", "odd", (50, 50), (TWO, ONE), microbatches=2, cut=("2",)),
-    Case("dp", "odd", (45, 50), (ONE,), data=4, microbatches=2, batch=8, clip=0.05),
     Case("dp+pp", "odd", (50, 50), (ONE, ONE), data=2, microbatches=2, batch=8, cut=("2",)),
     Case("gems", "odd", (45, 50), (ONE, ONE), microbatches=4, batch=9, schedule="basic"),
-    Case("sp+gems", "odd", (101, 50), (TWO, ONE), microbatches=4, batch=6, schedule="mast"),
     Case("dp+gems", "odd", (45, 50), (ONE, ONE), 2, microbatches=4, batch=9, schedule="mast"),
     Case("dp+sp", "odd", (50, 50), (TWO,), data=2, recompute=True),
 ]
@@ -80,7 +78,7 @@ def test_equals_one_process_whether_overlapped_or_not(
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")
     early = count_early(monkeypatch)
-    overlapped, again = parallel(case, world), parallel(case, world)
+    overlapped = parallel(case, world)
     replicas_without_samples = case.batch // case.microbatches < case.data
     assert early[0] == 0
     assert all(early[1:3]) or case.placement.stages > 1 or replicas_without_samples
@@ -90,9 +88,8 @@ def test_equals_one_process_whether_overlapped_or_not(
     after = parallel(case, world)
     assert not any(early)
     plain = reference(case)
-    assert overlapped.losses == again.losses == after.losses
+    assert overlapped.losses == after.losses
     for name, value in overlapped.state.items():
-        assert torch.equal(value, again.state[name]), name
         assert torch.equal(value, after.state[name]), name
         assert (value - plain.state[name]).abs().max() <= TOLERANCE, name
 

@@ -16,20 +16,25 @@ import spatialdl
 from spatialdl.channels.uses import uses_of, without_data
 from spatialdl.channels.weights import divide, whole_outputs
 from spatialdl.comm import check, exchange
+from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Talk
+from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.comm.world import world
-from spatialdl.models import resnet50, unet, vit
+from spatialdl.models import resnet18, resnet50, unet, vit
+from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.own_tile import enter
+from spatialdl.pipeline.own_tile import TileRegion, enter
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
+from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.tile import largest_part
 from spatialdl.random import keyed
+from spatialdl.streaming.memory import Memory
 
 WORLD = world()
 RANKS = WORLD.size
@@ -43,7 +48,8 @@ def vgg_head() -> nn.Sequential:
     return nn.Sequential(*maps, nn.Flatten(), *dense)
 
 
-NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+Networks = dict[str, tuple[Any, tuple[int, ...]]]
+NETWORKS: Networks = {
     "resnet": (lambda: resnet50(num_classes=10, width=8), (3, 64, 48)),
     "vgg head": (vgg_head, (3, 16, 12)),
     "vit": (lambda: vit(num_classes=10, patch=8, width=48, depth=2, heads=4), (3, 32, 24)),
@@ -51,11 +57,33 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def job_of(name: str) -> PlannedJob:
+def job_of(name: str, networks: Networks = NETWORKS) -> PlannedJob:
     torch.manual_seed(0)
-    make, image = NETWORKS[name]
+    make, image = networks[name]
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     return PlannedJob(make(), image, SAMPLES, optimizer, segments=name == "unet", on_cpu=False)
+
+
+def exchanged(one: Any, axis: Any = "grid") -> Talk:
+    """What this rank sends in an exchange, and to how many."""
+    peers = {piece.peer for piece in (*one.outgoing, *one.incoming)}
+    return Talk("exchange", len(peers), sum(view.nbytes for view in one.leaving()), axis)
+
+
+def note_collectives(
+    comm: Any, heard: list[Talk], patch: pytest.MonkeyPatch, axis: Any = "grid"
+) -> None:
+    def note(kind: Any, name: str) -> None:
+        function = getattr(comm, name)
+
+        def noted(values: Tensor) -> Tensor:
+            heard.append(Talk(kind, comm.size, values.nbytes, axis))
+            return function(values)
+
+        patch.setattr(comm, name, noted)
+
+    note("sum", "all_reduce")
+    note("gather", "all_gather")
 
 
 @contextmanager
@@ -68,27 +96,14 @@ def overheard(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk
         return "tensor" if comm is mesh.tensor_comm else "grid"
 
     def starting(comm: Any, one: Any, name: str) -> Any:
-        peers = {piece.peer for piece in (*one.outgoing, *one.incoming)}
-        size = sum(view.nbytes for view in one.leaving())
-        heard.append(Talk("exchange", len(peers), size, axis(comm)))
+        heard.append(exchanged(one, axis(comm)))
         return start(comm, one, name)
-
-    def collective(kind: Any, comm: Any) -> None:
-        name = {"sum": "all_reduce", "gather": "all_gather"}[kind]
-        function = getattr(comm, name)
-
-        def noted(values: Tensor) -> Tensor:
-            heard.append(Talk(kind, comm.size, values.nbytes, axis(comm)))
-            return function(values)
-
-        patch.setattr(comm, name, noted)
 
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "_start", starting)
         patch.setattr(check, "agree", lambda *about: None)
         for comm in {id(one): one for one in (mesh.tensor_comm, mesh.grid_comm)}.values():
-            collective("sum", comm)
-            collective("gather", comm)
+            note_collectives(comm, heard, patch, axis(comm))
         yield heard
 
 
@@ -168,7 +183,7 @@ def assert_network(
         assert costs.lives.held(0, which.after, ()) == held
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ["resnet", "unet"])
 @pytest.mark.world(2, 3)
 def test_a_divided_network_sends_and_holds_what_is_counted(name, monkeypatch):
     assert_network(name, Placement(1, ((1, 1),), tensor=(RANKS,)), monkeypatch)
@@ -243,3 +258,75 @@ def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, mon
             roots = [loss_of(outputs[OUTPUT], mesh)]
         torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
     assert_counted(heard, costs, which, own, WORLD.rank == RANKS - 1)
+
+
+# --- virtual tiles
+
+
+ODD_SIZES: Networks = {
+    "resnet": (lambda: resnet18(num_classes=10, width=8), (3, 103, 97)),
+    "vit": (lambda: vit(num_classes=10, patch=4, width=48, depth=2, heads=4), (3, 48, 48)),
+    "unet": (lambda: unet(num_classes=5, width=8, depth=2), (3, 90, 101)),
+}
+
+
+@contextmanager
+def overheard_across(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Talk]]:
+    """What this process sends for its virtual tiles, or brings to sums."""
+    heard: list[Talk] = []
+    start = comm.start_exchange
+
+    def starting(one: Any) -> Any:
+        heard.append(exchanged(one))
+        return start(one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "agree", lambda *about: None)
+        patch.setattr(comm, "start_exchange", starting)
+        note_collectives(comm, heard, patch)
+        yield heard
+
+
+def told_of(costs: NetworkCosts) -> list[Talk]:
+    assert costs.loss is not None
+    return told(costs, DividedStage(1, 0, len(costs.layers)))
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [("resnet", (2, 2)), ("resnet", (1, 1)), ("vit", (1, 3)), ("unet", (2, 2))],
+)
+@pytest.mark.world(1, 2, 3)
+def test_ranks_send_what_is_counted(name, stream, monkeypatch):
+    job = job_of(name, ODD_SIZES)
+    image = job.image
+    placement = Placement(1, ((RANKS, 1),), stream=stream)
+    costs = job.costs(SAMPLES, placement.grids[0], False, True, stream=stream)
+    mesh = stage_mesh(placement, placement.positions(WORLD.rank)[0], WORLD)
+    tiles = VirtualTiles(job.model.train(), mesh, False, None, Memory())
+    whole = torch.randn(SAMPLES, *image)
+    masks = torch.zeros(SAMPLES, *image[1:], dtype=torch.int64)
+    own = mesh.own_box(mesh.layout(SAMPLES, image[1:]))
+
+    def region(full: Tensor) -> TileRegion:
+        of_rank = full[(..., *own.slices_in(mesh.layout(SAMPLES, image[1:]).whole)[1:])]
+        return TileRegion(tuple(of_rank.shape), full.dtype, image[1:], of_rank.__getitem__)
+
+    layout = Layout.even(SAMPLES, image[1:], mesh.tile_grid)
+    shapes = {IMAGE: HandoverShape(tuple(whole.shape), whole.dtype, layout, layout)}
+
+    def step() -> None:
+        with keyed(0, 0, 0):
+            made = tiles.forward({IMAGE: region(whole)}, shapes, SAMPLES, torch.device("cpu"))
+        labels = region(masks) if job.segments else torch.zeros(SAMPLES, dtype=torch.int64)
+        criterion = functools.partial(F.cross_entropy, reduction="sum" if job.segments else "mean")
+        made.backward_of_loss(criterion, labels, 1.0)
+
+    if tiles.across is None:
+        step()
+        assert told_of(costs) == []
+        return
+    with overheard_across(tiles.across._comm, monkeypatch) as heard:
+        step()
+    if WORLD.rank == largest_part(mesh.layout(SAMPLES, image[1:])):
+        assert heard == told_of(costs)

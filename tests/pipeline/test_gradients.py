@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.gradients import Replicated
@@ -52,3 +52,28 @@ def test_no_gradients_and_no_numbers():
     layer.weight.grad = torch.full((2, 2), math.nan)
     assert math.isnan(made.clip(1.0))
     assert layer.weight.grad.isnan().all()
+
+
+# --- overflow
+
+
+def of_gradients(*grads: Tensor) -> Gradients:
+    module = nn.ParameterList(torch.zeros_like(grad) for grad in grads)
+    for parameter, grad in zip(module, grads, strict=True):
+        parameter.grad = grad
+    return Gradients({0: Replicated(module, (), SingleProcess(), 1)}, {}, SingleProcess())
+
+
+@pytest.mark.parametrize("value", [8.0, torch.inf, -torch.inf, torch.nan])
+def test_gradients_are_divided_in_place_unless_a_number_is_not_finite(value):
+    grads = [torch.full((3, 2), 8.0), torch.ones(5, 5, dtype=torch.float64)]
+    grads[1][4, 2] = value
+    is_finite = value == 8
+    assert of_gradients(*grads).unscale(4.0) == is_finite
+    assert torch.equal(grads[0], torch.full((3, 2), 2.0 if is_finite else 8.0))
+    assert float(grads[1][0, 0]) == (0.25 if is_finite else 1), "what overflowed is left as it is"
+
+
+def test_a_rank_may_have_no_gradients():
+    assert of_gradients().unscale(2.0)
+    assert of_gradients(torch.empty(0, 3)).unscale(2.0)
