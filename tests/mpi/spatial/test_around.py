@@ -148,27 +148,3 @@ def test_a_head_that_flattens_equals_one_process(meshes: Meshes) -> None:
     model = vgg()
     gather_before(model, ["head"])
     assert torch.equal(model(image()), before)  # whole images pass as they are
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("haed", r"Vgg has no module 'haed'; similar names: head"),
-        ("conv", r"has no module 'conv'"),
-        ("features.9", r"similar names: .*features\.0"),
-        ("linear", r"similar names: .*head\.linear"),
-        ("", r"its modules: features, head"),
-    ],
-)
-def test_an_unknown_name_is_told_with_those_near_it(name: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        gather_before(vgg(), name)
-
-
-@pytest.mark.parametrize(
-    ("name", "hooks"), [(1, [0, 1]), ("1", [0, 1]), (["1"], [0, 1]), (None, [0, 0]), (0, [1, 0])]
-)
-def test_modules_of_a_chain_are_named_by_numbers(name: object, hooks: list[int]) -> None:
-    chain = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1))
-    gather_before(chain, name)
-    assert [len(layer._forward_pre_hooks) for layer in chain] == hooks
