@@ -94,13 +94,25 @@ def test_a_training_step_on_volumes_equals_that_of_one_process(name: str) -> Non
     _compare(VOLUMES[name], *GRIDS_OF_VOLUMES[MPI.COMM_WORLD.size])
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *WINDOWS])
+SMALL = {**ATTENTION, **WINDOWS}
+ALIKE = {
+    "class attention, fused",
+    "cross-covariance, fused",
+    "global queries, fused",
+    "pooled windows",
+    "mask units",
+    "neighbourhoods by views",
+    "neighbourhoods by slices",
+}
+
+
+@pytest.mark.parametrize("name", _exact(SMALL, set(SMALL) - ALIKE))
 def test_steps_of_small_transformers_equal_those_of_one_process(name: str) -> None:
     for grid in ALL_GRIDS[MPI.COMM_WORLD.size]:
-        _compare_steps({**ATTENTION, **WINDOWS}[name], grid)
+        _compare_steps(SMALL[name], grid)
 
 
-@pytest.mark.parametrize("name", [*SIGNALS, *TUBES])
+@pytest.mark.parametrize("name", _exact([*SIGNALS, *TUBES], {"a signal", "tubes, mean"}))
 def test_steps_on_signals_and_tubes_equal_those_of_one_process(name: str) -> None:
     size = MPI.COMM_WORLD.size
     for grid in [(size,)] if name in SIGNALS else GRIDS_OF_VOLUMES[size]:
@@ -140,7 +152,6 @@ def test_what_cannot_be_done_is_refused_by_name(name: str) -> None:
 def test_the_lists_name_networks_that_are_there() -> None:
     assert FAST | set(REFUSED) <= set(NETWORKS)
     assert not FAST & set(REFUSED)
-    assert len(NETWORKS) - len(REFUSED) >= 50
     assert FAST_TRANSFORMERS | set(REFUSED_TRANSFORMERS) <= set(VISION_TRANSFORMERS)
     assert set(VOLUMES) >= FAST_VOLUMES
-    assert len(VOLUMES) >= 40
+    assert set(SMALL) >= ALIKE
