@@ -57,7 +57,7 @@ FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parall
     finding/test_tissue.py) \
     test_contributing.py test_docs.py test_house.py test_init.py test_text.py)
 FAST_MPI := $(addprefix tests/mpi/, comm/test_repartition.py comm/test_reduce.py \
-    $(addprefix spatial/, test_families.py test_norm.py test_kept_for_backward.py test_pool.py test_flip.py) \
+    $(addprefix spatial/, test_families.py test_norm.py test_recompute.py test_pool.py test_flip.py) \
     pipeline/test_front.py)
 
 test-fast: $(READY)

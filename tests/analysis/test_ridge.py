@@ -1,3 +1,5 @@
+"""Ridge regression beside that of scikit-learn: of numbers, of classes."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 from sklearn import linear_model
 from sklearn.model_selection import GroupKFold, cross_val_predict, cross_val_score
 
-from spatialdl.analysis import Ridge, RidgeCV
+from spatialdl.analysis import Ridge, RidgeClassifierCV, RidgeCV
 
 RNG = np.random.default_rng(3)
 ROWS = RNG.normal(size=(101, 9)) * np.arange(1, 10) + 50
@@ -14,9 +16,9 @@ BOTH = ROWS @ RNG.normal(size=(9, 2)) + RNG.normal(size=(101, 2)) * 20 + 1000
 TARGETS = {"one": BOTH[:, 0], "two": BOTH}
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("intercept", [True, False])
-@pytest.mark.parametrize("alpha", [0.01, 3.0, 1e4])
+@pytest.mark.parametrize(
+    ("name", "intercept", "alpha"), [("one", True, 0.01), ("two", False, 3.0), ("two", True, 1e4)]
+)
 def test_ridge_is_that_of_scikit_learn(name, intercept, alpha):
     y = TARGETS[name]
     ours = Ridge(alpha, fit_intercept=intercept).fit(ROWS, y)
@@ -51,8 +53,7 @@ def test_without_penalty_it_is_least_squares():
     )
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize(("name", "intercept"), [("one", False), ("two", True)])
 def test_cross_validation_is_that_of_models_fitted_without_each_fold(name, intercept):
     y, alphas = TARGETS[name], (1.0, 100.0, 1e4)
     ours = RidgeCV(alphas, cv=6, fit_intercept=intercept).fit(ROWS, y)
@@ -107,3 +108,50 @@ def test_refusals():
         RidgeCV().fit(ROWS, BOTH, np.arange(3))
     with pytest.raises(ValueError, match="there are 100 rows, fit had 101"):
         RidgeCV().fit(ROWS, BOTH).predict_held_out(ROWS[1:])
+
+
+# --- of classes
+
+
+DRAWS = np.random.default_rng(3)
+NEAR = DRAWS.normal(size=(90, 5))
+NUMBERS = np.argmax(NEAR[:, :3] + DRAWS.normal(size=(90, 3)), 1)
+
+
+@pytest.mark.parametrize("names", [("b", "a", "c"), ("yes", "no", "no")])
+def test_classes_and_weights_are_those_of_scikit_learn(names: tuple[str, ...]) -> None:
+    classes = np.array(names)[NUMBERS]
+    ours = RidgeClassifierCV([2.0], cv=3).fit(NEAR, classes)
+    theirs = linear_model.RidgeClassifier(2.0).fit(NEAR, classes)
+    assert ours.classes_.tolist() == theirs.classes_.tolist()
+    np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-10)
+    np.testing.assert_allclose(
+        ours.decision_function(NEAR),
+        theirs.decision_function(NEAR),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+    assert (ours.predict(NEAR) == theirs.predict(NEAR)).all()
+    assert ours.score(NEAR, classes) == pytest.approx(theirs.score(NEAR, classes), abs=1e-15)
+
+
+def test_rows_that_are_held_out_are_not_seen() -> None:
+    classes, groups = np.array(["a", "b", "c"])[NUMBERS], np.arange(90) // 6
+    ours = RidgeClassifierCV([0.5, 5.0], cv=4).fit(NEAR, classes, groups)
+    found = ours.predict_held_out(NEAR)
+    for fold in range(4):
+        inside = ours.folds_ == fold
+        assert not set(groups[inside]) & set(groups[~inside])
+        theirs = linear_model.RidgeClassifier(ours.alpha_).fit(NEAR[~inside], classes[~inside])
+        assert (found[inside] == theirs.predict(NEAR[inside])).all()
+        np.testing.assert_allclose(
+            ours.without(fold).decision_function(NEAR),
+            theirs.decision_function(NEAR),
+            rtol=1e-8,
+        )
+    assert (found != ours.predict(NEAR)).any()
+
+
+def test_one_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are 1 classes on all ranks, expected at least 2"):
+        RidgeClassifierCV().fit(NEAR, ["a"] * 90)

@@ -1,9 +1,10 @@
-"""Parsing of the command line."""
+"""Options of the command line, and settings that have changed."""
 
 from __future__ import annotations
 
 import pytest
 
+from spatialdl.features.manifest import different
 from spatialdl.features.options import given_cutting, parsed
 
 COMMON = ["slides", "--out", "out", "--encoder", "package.Net"]
@@ -42,3 +43,10 @@ def test_options_on_cutting_are_told_from_the_defaults():
 def test_names_say_the_kind(name, kind, rest):
     wish = parsed([*COMMON[:-1], name]).wish
     assert (wish.kind, wish.rest) == (kind, rest)
+
+
+def test_settings_that_differ_are_named_where_they_lie():
+    before = {"encoder": {"width": 3, "pool": None}, "dtype": "float16"}
+    now = {"encoder": {"width": 4, "pool": None}, "dtype": "float16", "more": 1}
+    assert different(before, before) == []
+    assert different(before, now) == ["encoder.width was 3, is 4", "more was None, is 1"]

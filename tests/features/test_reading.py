@@ -1,13 +1,15 @@
-"""Reading ahead keeps the order, propagates errors, and stops when closed."""
+"""Every slide is claimed once; reading ahead keeps the order, propagates errors, and stops."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from spatialdl.features.claims import new_claims
 from spatialdl.features.reading import Read, ReadAhead
 from spatialdl.features.sources import SlideTiles, TilePiece
 from spatialdl.slides.batch.record import PartRecord
@@ -68,3 +70,14 @@ def test_errors_of_opening_are_raised():
 
     with pytest.raises(RuntimeError, match="no slides"), ReadAhead(broken, 1) as reading:
         list(reading)
+
+
+def test_workers_take_every_slide_once(tmp_path):
+    first = new_claims(tmp_path, 5)
+    second = pickle.loads(pickle.dumps(first))
+    assert [first.take(), second.take(), second.take(), first.take()] == [0, 1, 2, 3]
+    assert (second.take(), first.take(), second.take()) == (4, None, None)
+    assert first.taken() == 5
+    (tmp_path / ".claims-left").mkdir()
+    new_claims(tmp_path, 1).remove()
+    assert list(tmp_path.iterdir()) == []

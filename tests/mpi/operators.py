@@ -91,7 +91,7 @@ def cases(op: OpInfo, most: int | None = None) -> Iterator[Case]:
     """All cases of an operator, or about `most` samples spread over them, in every variant."""
     found = list(_samples(op))
     if most is not None and len(found) > most:
-        found = [found[i * len(found) // most] for i in range(most)]
+        found = [found[(2 * i + 1) * len(found) // (2 * most)] for i in range(most)]
     for origin, sample in found:
         for variant, function, in_place in _variants(op):
             yield Case(op.full_name, variant, function, sample, origin, in_place)

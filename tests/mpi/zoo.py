@@ -180,17 +180,12 @@ _LEVIT = {
 }
 
 TRANSFORMERS: dict[str, Entry] = {
-    "ResNet basic": classifier("ResNet", layer_type="basic", **_RESNET),
     "ResNet bottleneck": classifier("ResNet", layer_type="bottleneck", **_RESNET),
-    "ResNet backbone": of_hf("ResNet", "Backbone", embedding_size=8, **_BACKBONE),
     "ConvNext": classifier("ConvNext", **_STAGES),
-    "ConvNext backbone": of_hf("ConvNext", "Backbone", **_BACKBONE),
     "ConvNextV2": classifier("ConvNextV2", **_STAGES),
-    "RegNet X": classifier("RegNet", layer_type="x", groups_width=4, **_RESNET),
     "RegNet Y": classifier("RegNet", layer_type="y", groups_width=4, **_RESNET),
     "EfficientNet": classifier("EfficientNet", **_EFFICIENTNET),
     "MobileNetV1": classifier("MobileNetV1", depth_multiplier=0.25, classifier_dropout_prob=0.0),
-    "MobileNetV2": classifier("MobileNetV2", depth_multiplier=0.25, classifier_dropout_prob=0.0),
     "MobileNetV2 segmentation": of_hf(
         "MobileNetV2",
         "ForSemanticSegmentation",
@@ -199,7 +194,6 @@ TRANSFORMERS: dict[str, Entry] = {
         output_stride=8,
         num_labels=5,
     ),
-    "BiT preactivation": classifier("Bit", num_groups=4, **_RESNET),
     "BiT bottleneck": classifier("Bit", layer_type="bottleneck", num_groups=4, **_RESNET),
     "BiT same padding": classifier("Bit", global_padding="SAME", num_groups=4, **_RESNET),
     "HGNetV2": classifier("HGNetV2", **_HGNET),
@@ -208,7 +202,6 @@ TRANSFORMERS: dict[str, Entry] = {
         "PoolFormer", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], mlp_ratio=2.0
     ),
     "UperNet ConvNext": _upernet("ConvNext", **_BACKBONE),
-    "UperNet ResNet": _upernet("ResNet", embedding_size=8, **_BACKBONE),
     "UperNet Swin": _upernet(
         "Swin",
         embed_dim=8,
@@ -229,7 +222,6 @@ TRANSFORMERS: dict[str, Entry] = {
     ),
     "GLPN": of_hf("GLPN", "ForDepthEstimation", (96, 64), decoder_hidden_size=16, **_HIERARCHY),
     "PVT": classifier("Pvt", SQUARE, **_PVT),
-    "PVTv2": classifier("PvtV2", **_HIERARCHY, mlp_ratios=[2, 2, 2, 2]),
     "PVTv2 linear attention": classifier(
         "PvtV2", **_HIERARCHY, mlp_ratios=[2, 2, 2, 2], linear_attention=True
     ),
@@ -238,7 +230,6 @@ TRANSFORMERS: dict[str, Entry] = {
         "FocalNet", embed_dim=8, hidden_sizes=[8, 16], depths=[1, 1], drop_path_rate=0.0
     ),
     "Swin": classifier("Swin", window_size=4, **_SWIN),
-    "Swin aligned": classifier("Swin", (64, 96), window_size=4, **_SWIN),
     "Swinv2": classifier("Swinv2", window_size=4, **_SWIN),
     "Swin2SR": of_hf(
         "Swin2SR",
@@ -251,11 +242,9 @@ TRANSFORMERS: dict[str, Entry] = {
         drop_path_rate=0.0,
         image_size=32,
     ),
-    "MobileViT": classifier("MobileViT", EVEN, **_MOBILEVIT),
     "MobileViT segmentation": of_hf(
         "MobileViT", "ForSemanticSegmentation", EVEN, num_labels=5, **_MOBILEVIT
     ),
-    "MobileViTV2": classifier("MobileViTV2", EVEN, **_MOBILEVITV2),
     "MobileViTV2 segmentation": of_hf(
         "MobileViTV2", "ForSemanticSegmentation", EVEN, num_labels=5, **_MOBILEVITV2
     ),
@@ -269,19 +258,6 @@ TRANSFORMERS: dict[str, Entry] = {
         encoder_hidden_sizes=[8, 8, 16, 16],
         decoder_hidden_size=16,
         descriptor_decoder_dim=16,
-    ),
-    "DINOv3 ConvNext": of_hf("DINOv3ConvNext", "Model", **_STAGES),
-    "RT-DETR ResNet": of_hf("RTDetrResNet", "Backbone", embedding_size=8, **_BACKBONE),
-    "ViT": classifier(
-        "ViT",
-        SQUARE,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=64,
-        patch_size=8,
-        **NO_DROPOUT,
     ),
     "DINOv2": classifier(
         "Dinov2",
@@ -319,15 +295,7 @@ _IO = {"in_channels": 3, "out_channels": 2}
 _PLANE = {"spatial_dims": 2, **_IO}
 _WIDTHS = {"channels": (4, 8, 16), "strides": (2, 2)}
 _CODER = {"channels": (4, 8), "strides": (2, 2)}
-_FEATURES = (4, 4, 8, 16, 32, 4)
 _SENET = {"spatial_dims": 2, "in_channels": 3, "num_classes": 5, "layers": (1, 1, 1, 1)}
-_DYNUNET = {
-    "kernel_size": [3, 3, 3],
-    "strides": [1, 2, 2],
-    "upsample_kernel_size": [2, 2],
-    "filters": [4, 8, 16],
-    **_PLANE,
-}
 _KL = {
     "num_res_blocks": 1,
     "channels": (8, 8, 16),
@@ -353,33 +321,7 @@ def _autoencoder_kl() -> nn.Module:
 
 
 MONAI: dict[str, Entry] = {
-    "UNet": of_monai("UNet", **_PLANE, **_WIDTHS),
-    "UNet residual, batch norm": of_monai(
-        "UNet", **_PLANE, **_WIDTHS, num_res_units=2, norm="batch", act="relu"
-    ),
-    "UNet group norm, kernel 5": of_monai(
-        "UNet",
-        **_PLANE,
-        **_WIDTHS,
-        num_res_units=1,
-        kernel_size=5,
-        norm=("group", {"num_groups": 2}),
-    ),
     "UNet odd image": of_monai("UNet", (68, 92), **_PLANE, **_WIDTHS),
-    "BasicUNet": of_monai("BasicUNet", (70, 93), **_PLANE, features=_FEATURES),
-    "BasicUNet interpolated": of_monai(
-        "BasicUNet", **_PLANE, features=_FEATURES, upsample="nontrainable"
-    ),
-    "BasicUNet pixel shuffle": of_monai(
-        "BasicUNet", **_PLANE, features=_FEATURES, upsample="pixelshuffle"
-    ),
-    "BasicUNetPlusPlus": of_monai(
-        "BasicUNetPlusPlus", **_PLANE, features=_FEATURES, deep_supervision=True
-    ),
-    "AttentionUnet": of_monai("AttentionUnet", **_PLANE, **_WIDTHS),
-    "SegResNet": of_monai(
-        "SegResNet", **_PLANE, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1)
-    ),
     "SegResNet deconvolution": of_monai(
         "SegResNet",
         **_PLANE,
@@ -387,49 +329,6 @@ MONAI: dict[str, Entry] = {
         blocks_down=(1, 1, 1),
         blocks_up=(1, 1),
         upsample_mode="deconv",
-    ),
-    "SegResNet pixel shuffle": of_monai(
-        "SegResNet",
-        **_PLANE,
-        init_filters=8,
-        blocks_down=(1, 1, 1),
-        blocks_up=(1, 1),
-        upsample_mode="pixelshuffle",
-    ),
-    "SegResNetDS": of_monai(
-        "SegResNetDS", **_PLANE, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
-    ),
-    "SegResNetDS2": of_monai(
-        "SegResNetDS2", **_PLANE, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
-    ),
-    "DynUNet": of_monai("DynUNet", **_DYNUNET),
-    "DynUNet deep supervision": of_monai(
-        "DynUNet", **_DYNUNET, deep_supervision=True, res_block=True, norm_name="batch"
-    ),
-    "DenseNet": of_monai(
-        "DenseNet", ODD, **_PLANE, init_features=8, growth_rate=4, block_config=(2, 2, 2)
-    ),
-    "SEResNet": of_monai(
-        "SENet",
-        (41, 47),
-        **_SENET,
-        block="se_resnet_bottleneck",
-        groups=1,
-        reduction=4,
-        inplanes=8,
-        input_3x3=False,
-        dropout_prob=None,
-    ),
-    "SEResNeXt": of_monai(
-        "SENet",
-        (41, 47),
-        **_SENET,
-        block="se_resnetxt_bottleneck",
-        groups=4,
-        reduction=4,
-        inplanes=8,
-        input_3x3=False,
-        dropout_prob=None,
     ),
     "SENet154": of_monai(
         "SENet",
@@ -440,15 +339,6 @@ MONAI: dict[str, Entry] = {
         reduction=4,
         inplanes=16,
         dropout_prob=None,
-    ),
-    "EfficientNet": of_monai(
-        "EfficientNet",
-        ODD,
-        blocks_args_str=["r1_k3_s11_e1_i32_o8_se0.25", "r2_k5_s22_e6_i8_o16_se0.25"],
-        num_classes=5,
-        dropout_rate=0.0,
-        drop_connect_rate=0.0,
-        image_size=96,
     ),
     "EfficientNetBN": of_monai(
         "EfficientNetBN", (64, 48), model_name="efficientnet-b0", pretrained=False, num_classes=5
@@ -466,50 +356,6 @@ MONAI: dict[str, Entry] = {
             {"name": "conv_2", "kernel_size": 1},
         ),
     ),
-    "VNet": of_monai(
-        "VNet",
-        (48, 32),
-        image_channels=1,
-        spatial_dims=2,
-        in_channels=1,
-        out_channels=2,
-        dropout_prob_down=None,
-        dropout_prob_up=(None, 0.0),
-    ),
-    "FlexibleUNet": of_monai(
-        "FlexibleUNet",
-        (64, 96),
-        **_IO,
-        backbone="resnet18",
-        decoder_channels=(32, 16, 8, 8, 4),
-    ),
-    "RegUNet": of_monai(
-        "RegUNet", **_PLANE, num_channel_initial=4, depth=2, out_kernel_initializer="zeros"
-    ),
-    "RegUNet concatenated": of_monai(
-        "RegUNet", **_PLANE, num_channel_initial=4, depth=2, concat_skip=True, pooling=False
-    ),
-    "LocalNet": of_monai("LocalNet", **_PLANE, num_channel_initial=4, extract_levels=(0, 1, 2)),
-    "ResNet basic": of_monai(
-        "ResNet",
-        ODD,
-        block="basic",
-        layers=[1, 1, 1, 1],
-        block_inplanes=[8, 8, 16, 16],
-        spatial_dims=2,
-        num_classes=5,
-    ),
-    "ResNet bottleneck, type A": of_monai(
-        "ResNet",
-        ODD,
-        block="bottleneck",
-        layers=[1, 1, 1, 1],
-        block_inplanes=[8, 8, 8, 8],
-        spatial_dims=2,
-        num_classes=5,
-        shortcut_type="A",
-        conv1_t_stride=2,
-    ),
     "AutoEncoder": of_monai("AutoEncoder", **_PLANE, **_CODER, num_res_units=1),
     "VarAutoEncoder": of_monai(
         "VarAutoEncoder",
@@ -521,14 +367,6 @@ MONAI: dict[str, Entry] = {
         use_mean_at_inference=True,
     ),
     "AutoencoderKL": Entry(_autoencoder_kl, (32, 40)),
-    "DiffusionModelUNet": of_monai(
-        "DiffusionModelUNet",
-        (32, 40),
-        **_PLANE,
-        **_KL,
-        num_head_channels=8,
-        arguments=(torch.tensor([3, 7]),),
-    ),
     "DiffusionModelUNet without attention": of_monai(
         "DiffusionModelUNet",
         (32, 40),
@@ -538,9 +376,6 @@ MONAI: dict[str, Entry] = {
         resblock_updown=True,
         arguments=(torch.tensor([3, 7]),),
     ),
-    "PatchDiscriminator": of_monai(
-        "PatchDiscriminator", ODD, spatial_dims=2, channels=4, in_channels=3
-    ),
     "MultiScalePatchDiscriminator": of_monai(
         "MultiScalePatchDiscriminator",
         spatial_dims=2,
@@ -549,40 +384,6 @@ MONAI: dict[str, Entry] = {
         num_d=2,
         num_layers_d=2,
         minimum_size_im=64,
-    ),
-    "MedNeXt": of_monai(
-        "MedNeXt",
-        (64, 48),
-        **_PLANE,
-        init_filters=4,
-        kernel_size=3,
-        blocks_down=(1, 1),
-        blocks_bottleneck=1,
-        blocks_up=(1, 1),
-    ),
-    "MedNeXt residual, deep supervision": of_monai(
-        "MedNeXt",
-        (64, 48),
-        **_PLANE,
-        init_filters=4,
-        kernel_size=5,
-        blocks_down=(1, 1),
-        blocks_bottleneck=1,
-        blocks_up=(1, 1),
-        use_residual_connection=True,
-        deep_supervision=True,
-        global_resp_norm=True,
-    ),
-    "UNETR": of_monai(
-        "UNETR",
-        (64, 64),
-        **_IO,
-        img_size=(64, 64),
-        feature_size=4,
-        hidden_size=16,
-        mlp_dim=32,
-        num_heads=2,
-        spatial_dims=2,
     ),
     "SwinUNETR": of_monai(
         "SwinUNETR", (64, 64), **_IO, **_MONAI_SWIN, window_size=4, spatial_dims=2
@@ -594,9 +395,6 @@ MONAI: dict[str, Entry] = {
         num_classes=3,
         num_channels=1,
         num_filters=4,
-    ),
-    "AHNet": of_monai(
-        "AHNet", (128, 96), image_channels=1, spatial_dims=2, layers=(1, 1, 1, 1), psp_block_num=2
     ),
     "Classifier": of_monai(
         "Classifier",
@@ -616,16 +414,6 @@ MONAI: dict[str, Entry] = {
     ),
     "Discriminator": of_monai(
         "Discriminator", (33, 26), in_shape=(3, 33, 26), channels=(4, 8), strides=(2, 2)
-    ),
-    "Critic": of_monai("Critic", (33, 26), in_shape=(3, 33, 26), channels=(4, 8), strides=(2, 2)),
-    "VoxelMorphUNet": of_monai(
-        "VoxelMorphUNet",
-        image_channels=4,
-        spatial_dims=2,
-        in_channels=4,
-        unet_out_channels=4,
-        channels=(4, 4, 8, 8),
-        final_conv_channels=(4, 4),
     ),
 }
 

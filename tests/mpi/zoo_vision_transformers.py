@@ -27,7 +27,6 @@ _SAM = {
     "global_attn_indexes": [1],
     "num_pos_feats": 8,
 }
-_PAIR = {"image_size": [64, 64], "patch_size": [8, 8]}
 _NO_ATTENTION_DROPOUT = {"attention_dropout": 0.0}
 
 
@@ -118,13 +117,11 @@ def _clip(name: str) -> Callable[[Any], nn.Module]:
 
 
 _TRANSFORMERS: dict[str, Entry] = {
-    "ViT MSN": classifier("ViTMSN", SQUARE, **_VIT, **NO_DROPOUT),
     "DeiT distilled": of_hf(
         "DeiT", "ForImageClassificationWithTeacher", SQUARE, num_labels=5, **_VIT, **NO_DROPOUT
     ),
     "DINOv2 registers": classifier("Dinov2WithRegisters", SQUARE, num_register_tokens=3, **_DINO),
     "DINOv3 ViT": of_hf("DINOv3ViT", "Model", SQUARE, **_VIT, num_register_tokens=2),
-    "I-JEPA": classifier("IJepa", SQUARE, **_VIT, **NO_DROPOUT),
     "BEiT": classifier("Beit", SQUARE, use_relative_position_bias=True, **_BEIT),
     "BEiT shared bias": classifier(
         "Beit",
@@ -134,10 +131,7 @@ _TRANSFORMERS: dict[str, Entry] = {
         use_mean_pooling=False,
         **_BEIT,
     ),
-    "Data2Vec": classifier("Data2VecVision", SQUARE, use_relative_position_bias=True, **_BEIT),
     "CLIP": _of(_clip("CLIP")),
-    "CLIP tokens": of_hf("CLIPVision", "Model", SQUARE, **_VIT, **_NO_ATTENTION_DROPOUT),
-    "SigLIP": _of(_clip("Siglip")),
     "SigLIP attention pooling": of_hf(
         "SiglipVision", "Model", SQUARE, **_VIT, **_NO_ATTENTION_DROPOUT
     ),
@@ -167,7 +161,6 @@ _TRANSFORMERS: dict[str, Entry] = {
     ),
     "DPT": _of(_dpt),
     "Depth Anything": _of(_depth_anything),
-    "ViTPose backbone": of_hf("VitPoseBackbone", "", SQUARE, **_SMALL, **_PAIR, num_experts=1),
     "YOLOS": of_hf(
         "Yolos",
         "Model",
@@ -213,7 +206,6 @@ _MONAI_VIT = {
 }
 
 _MONAI: dict[str, Entry] = {
-    "ViT": of_monai("ViT", SQUARE, **_MONAI_VIT, patch_size=8, classification=True, num_classes=5),
     "ViT perceptron": of_monai("ViT", SQUARE, **_MONAI_VIT, patch_size=8, proj_type="perceptron"),
     "ViTAutoEnc": of_monai(
         "ViTAutoEnc", SQUARE, **_MONAI_VIT, patch_size=16, out_channels=2, deconv_chns=4

@@ -8,7 +8,6 @@ import torch
 
 from tests.mpi.zoo import Entry, Reconstruction, of_monai
 
-ODD = (19, 22, 27)
 EVEN = (16, 24, 20)
 CUBE = (32, 32, 32)
 
@@ -63,7 +62,6 @@ _MEDNEXT = {
 }
 
 VOLUMES: dict[str, Entry] = {
-    "UNet": _monai("UNet", **_VOLUME, **_WIDTHS),
     "UNet residual, batch norm": _monai(
         "UNet", **_VOLUME, **_WIDTHS, num_res_units=2, norm="batch", act="relu"
     ),
@@ -85,9 +83,6 @@ VOLUMES: dict[str, Entry] = {
         up_kernel_size=(1, 3, 3),
     ),
     "BasicUNet": _monai("BasicUNet", (33, 21, 24), **_VOLUME, features=_FEATURES),
-    "BasicUNet interpolated": _monai(
-        "BasicUNet", (32, 16, 16), **_VOLUME, features=_FEATURES, upsample="nontrainable"
-    ),
     "BasicUNet pixel shuffle": _monai(
         "BasicUNet", (16, 32, 16), **_VOLUME, features=_FEATURES, upsample="pixelshuffle"
     ),
@@ -104,8 +99,6 @@ VOLUMES: dict[str, Entry] = {
         res_block=True,
         norm_name="batch",
     ),
-    "SegResNet": _monai("SegResNet", **_SEG_RES),
-    "SegResNet deconvolution": _monai("SegResNet", **_SEG_RES, upsample_mode="deconv"),
     "SegResNet pixel shuffle": _monai("SegResNet", **_SEG_RES, upsample_mode="pixelshuffle"),
     "SegResNetVAE": _monai(
         "SegResNetVAE", (16, 32, 16), **_SEG_RES, input_image_size=(16, 32, 16), vae_nz=8
@@ -121,9 +114,6 @@ VOLUMES: dict[str, Entry] = {
         resolution=(2.0, 1.0, 1.0),
         norm="instance",
     ),
-    "SegResNetDS2": _monai(
-        "SegResNetDS2", **_VOLUME, init_filters=4, blocks_down=(1, 1, 1), dsdepth=2
-    ),
     "VNet": _monai("VNet", (16, 32, 16), **_VNET),
     "HighResNet": _monai(
         "HighResNet",
@@ -138,9 +128,7 @@ VOLUMES: dict[str, Entry] = {
             {"name": "conv_2", "kernel_size": 1},
         ),
     ),
-    "DenseNet": _monai("DenseNet", (33, 37, 41), **_VOLUME, **_DENSE, block_config=(2, 2, 2)),
     "DenseNet121": _monai("DenseNet121", (33, 32, 34), **_VOLUME, **_DENSE),
-    "ResNet10": _monai("ResNet", (35, 38, 33), **_RESNET, **_NARROW, block="basic"),
     "ResNet18": _monai(
         "ResNet",
         (35, 38, 33),
@@ -157,9 +145,6 @@ VOLUMES: dict[str, Entry] = {
         block="bottleneck",
         shortcut_type="A",
         conv1_t_stride=2,
-    ),
-    "SEResNet": _monai(
-        "SENet", (35, 33, 37), **_SENET, block="se_resnet_bottleneck", groups=1, input_3x3=False
     ),
     "SEResNeXt": _monai(
         "SENet", (35, 33, 37), **_SENET, block="se_resnetxt_bottleneck", groups=4, input_3x3=False
@@ -182,31 +167,12 @@ VOLUMES: dict[str, Entry] = {
         backbone="resnet10",
         decoder_channels=(8, 8, 4, 4, 4),
     ),
-    "RegUNet": _monai(
-        "RegUNet", **_VOLUME, num_channel_initial=4, depth=2, out_kernel_initializer="zeros"
-    ),
     "RegUNet concatenated": _monai(
         "RegUNet", **_VOLUME, num_channel_initial=4, depth=2, concat_skip=True, pooling=False
     ),
     "LocalNet": _monai("LocalNet", **_VOLUME, num_channel_initial=4, extract_levels=(0, 1, 2)),
-    "AutoEncoder": _monai(
-        "AutoEncoder", **_VOLUME, channels=(4, 8), strides=(2, 2), num_res_units=1
-    ),
     "AutoencoderKL": Entry(
         lambda: Reconstruction(_monai("AutoencoderKL", **_VOLUME, **_KL).build()), (8, 12, 8), 1
-    ),
-    "AutoencoderKL without attention": Entry(
-        lambda: Reconstruction(
-            _monai(
-                "AutoencoderKL",
-                **_VOLUME,
-                **{**_KL, "attention_levels": (False, False, False)},
-                with_encoder_nonlocal_attn=False,
-                with_decoder_nonlocal_attn=False,
-            ).build()
-        ),
-        (13, 16, 11),
-        1,
     ),
     "DiffusionModelUNet": _monai(
         "DiffusionModelUNet",
@@ -219,7 +185,6 @@ VOLUMES: dict[str, Entry] = {
     "PatchDiscriminator": _monai(
         "PatchDiscriminator", (27, 30, 26), spatial_dims=3, channels=4, in_channels=1
     ),
-    "MedNeXt": _monai("MedNeXt", (12, 16, 20), **_MEDNEXT, kernel_size=3),
     "MedNeXt residual, deep supervision": _monai(
         "MedNeXt",
         (12, 16, 20),
@@ -266,19 +231,5 @@ VOLUMES: dict[str, Entry] = {
         classes=3,
         channels=(4, 8),
         strides=(2, 2),
-    ),
-    "Regressor": _monai(
-        "Regressor",
-        (11, 14, 9),
-        in_shape=(1, 11, 14, 9),
-        out_shape=(3,),
-        channels=(4, 8),
-        strides=(2, 2),
-    ),
-    "Discriminator": _monai(
-        "Discriminator", (11, 14, 9), in_shape=(1, 11, 14, 9), channels=(4, 8), strides=(2, 2)
-    ),
-    "Critic": _monai(
-        "Critic", (11, 14, 9), in_shape=(1, 11, 14, 9), channels=(4, 8), strides=(2, 2)
     ),
 }

@@ -43,13 +43,6 @@ class Convolved(nn.Module):
         return found
 
 
-class Overflowing(Convolved):
-    """Features beyond the range of float16."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) + 1e6
-
-
 class Pooling(Convolved):
     """A map of fixed size for any image size."""
 

@@ -181,8 +181,7 @@ def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one, other, **NEAR)
 
 
-@pytest.mark.parametrize("given", [own_range, read])
-@pytest.mark.parametrize("mode", ["slices", "graph"])
+@pytest.mark.parametrize(("mode", "given"), [("slices", own_range), ("graph", read)])
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 def test_losses_gradients_and_three_steps_are_those_of_one_process(aggregator, mode, given):
     both, bags = networks(aggregator), slides(13, 7, 2)  # fewer than four ranks, too
@@ -194,7 +193,7 @@ def test_losses_gradients_and_three_steps_are_those_of_one_process(aggregator, m
     assert_same(list(e2e.parameters()), list(whole.parameters()))
 
 
-@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("size", [1, 100])
 def test_the_size_of_slices_changes_nothing(size):
     both, bags = networks("gated attention"), slides(5, 1)
     losses, grads, _ = alone(both, bags)

@@ -201,8 +201,7 @@ class Attends(nn.Module):
         return y if weights is None else y.mean() + weights.square().sum()
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("is_bool", [True, False])
+@pytest.mark.parametrize(("is_bool", "need_weights"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("masks", MODULE_MASKS)
 def test_modules_of_pytorch_take_their_masks(masks: str, is_bool: bool, need_weights: bool):
     given = {name: mask_of(shape, is_bool) for name, shape in MODULE_MASKS[masks].items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,57 +53,26 @@ def loss_of(y: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(y.flatten(2).mean(2) if y.dim() > 2 else y, labels)
 
 
-@pytest.mark.world(2, 3, 4)
-@pytest.mark.parametrize(("name", "recompute"), STEPS)
-def test_steps_are_those_of_one_process(name: str, recompute: bool):
-    """Loss, weights and buffers; each rank has its share of the weights, of any layout."""
-    make, shape = NETWORKS[name]
-    for ranks, tiles, data in LAYOUTS[WORLD.size]:
-        grid = (*tiles, *(1,) * (len(shape) - 3))
-        torch.manual_seed(7)
-        plain = make().double()
-        network = copy.deepcopy(plain)
-        if recompute:
-            spatialdl.recompute_blocks(network)
-        mesh = spatialdl.init_mesh(grid, data, tensor=ranks)
-        model = spatialdl.SpatialParallel(network.to(DEVICE), mesh)
-        images = torch.randn(2, *shape, dtype=torch.float64)
-        labels = torch.tensor([1, 3])
-        optimizers = [torch.optim.SGD(one.parameters(), 1e-3, 0.9) for one in (model, plain)]
-        for step in range(3):
-            with keyed(0, step):
-                x = spatialdl.shard(images.to(DEVICE), mesh)
-                loss = loss_of(model(x), labels.to(DEVICE))
-                loss.backward()
-            with keyed(0, step):
-                expected = loss_of(plain(images), labels)
-                expected.backward()
-            assert loss.item() == pytest.approx(expected.item(), abs=1e-10)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        found = spatialdl.full_state_dict(model, mesh)
-        for key, one in plain.state_dict().items():
-            torch.testing.assert_close(found[key].cpu(), one, rtol=1e-9, atol=1e-10)
-        with torch.no_grad():
-            x = spatialdl.shard(images.to(DEVICE), mesh)
-            loss, expected = (
-                loss_of(model.eval()(x), labels.to(DEVICE)),
-                loss_of(plain.eval()(images), labels),
-            )
-            assert loss.item() == pytest.approx(expected.item(), abs=1e-9)
-        held = sum(one.numel() for one in model.parameters())
-        whole = sum(one.numel() for one in plain.parameters())
-        assert held < whole / ranks * 1.15 + 200
+def run_steps(model: nn.Module, x: Tensor, count: int) -> list[float]:
+    """Losses of steps of training, and one of evaluation."""
+    losses, labels = [], torch.tensor([1, 3], device=x.device)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9)
+    for step in range(count):
+        with keyed(0, step):
+            loss = loss_of(model(x), labels)
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return [*losses, loss_of(model.eval()(x), labels).item()]
 
 
-@pytest.mark.world(2, 3, 4)
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in MIXED])
-def test_activations_stay_divided(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Layers with weights ask for channels as they need them; what is between them does not."""
+def gathers_of(model: nn.Module, x: Tensor) -> list[str]:
+    """What asks for all channels in a forward, beside the layers with weights."""
     gathers: list[str] = []
 
-    def listed(name: str) -> None:
+    def listed(name: str) -> Callable[..., Any]:
         real = getattr(tensor, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -110,20 +80,44 @@ def test_activations_stay_divided(name: str, monkeypatch: pytest.MonkeyPatch):
                 gathers.append(f"{name} {args[0] if callable(args[0]) else args[0].shape}")
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(tensor, name, called)
+        return called
 
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), keyed(0, 0):
+        for name in ("on_all_channels", "gathered"):
+            patch.setattr(tensor, name, listed(name))
+        model(x)
+    return gathers
+
+
+@pytest.mark.world(2, 3, 4)
+@pytest.mark.parametrize(("name", "recompute"), STEPS)
+def test_steps_are_those_of_one_process(name: str, recompute: bool):
+    """Loss, weights and buffers; each rank has its share of the weights and of activations.
+
+    On all ranks, and with half of them on tiles or replicas.
+    """
     make, shape = NETWORKS[name]
     torch.manual_seed(7)
-    mesh = spatialdl.init_mesh((1,) * (len(shape) - 1), tensor=WORLD.size)
-    model = spatialdl.SpatialParallel(make().to(DEVICE), mesh)
-    x = torch.randn(2, *shape, device=DEVICE)
-    with torch.no_grad():
-        model(x)
-        listed("on_all_channels")
-        listed("gathered")
-        with keyed(0, 0):
-            model.module(spatialdl.shard(x, mesh))
-    assert gathers == []
+    start = make().double()
+    plain, images = copy.deepcopy(start), torch.randn(2, *shape, dtype=torch.float64)
+    expected = run_steps(plain, images, 2)
+    layouts = LAYOUTS[WORLD.size]
+    for ranks, tiles, data in [*layouts[:1], *layouts[1 + (len(name) + recompute) % 2 :][:1]]:
+        network = copy.deepcopy(start)
+        if recompute:
+            spatialdl.recompute_blocks(network)
+        mesh = spatialdl.init_mesh((*tiles, *(1,) * (len(shape) - 3)), data, tensor=ranks)
+        model = spatialdl.SpatialParallel(network.to(DEVICE), mesh)
+        x = spatialdl.shard(images.to(DEVICE), mesh)
+        assert run_steps(model, x, 2) == pytest.approx(expected, abs=1e-9)
+        found = spatialdl.full_state_dict(model, mesh)
+        for key, one in plain.state_dict().items():
+            torch.testing.assert_close(found[key].cpu(), one, rtol=1e-9, atol=1e-10)
+        held = sum(one.numel() for one in model.parameters())
+        whole = sum(one.numel() for one in plain.parameters())
+        assert held < whole / ranks * 1.15 + 200
+        if ranks == WORLD.size and name not in MIXED and not recompute:
+            assert gathers_of(model.module.train(), x) == []
 
 
 @pytest.mark.world(2, 3, 4)

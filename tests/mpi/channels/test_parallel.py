@@ -24,10 +24,10 @@ def test_equals_average_gradients(
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     mesh = spatialdl.init_mesh((1, world.size))
     torch.manual_seed(0)
-    plain = resnet18(num_classes=3, width=4).double()
+    plain = resnet18(num_classes=3, width=2).double()
     wrapped = spatialdl.SpatialParallel(copy.deepcopy(plain), mesh)
     for step in range(2):  # the second backward adds to the gradients of the first
-        image = torch.randn(2, 3, 41, 50, dtype=torch.float64)
+        image = torch.randn(2, 3, 25, 35, dtype=torch.float64)
         for model in (plain, wrapped):
             output = model(spatialdl.shard(image, mesh))
             F.cross_entropy(output, torch.tensor([0, step])).backward()

@@ -122,9 +122,8 @@ class Measured(Classifier):
 
 
 @pytest.mark.world(2, 4)
-@pytest.mark.parametrize("accumulates", [1, 2])
-def test_replicas_train_on_samples_of_their_own(accumulates: int, world: Communicator) -> None:
-    keys = {"accumulate_grad_batches": accumulates}
+def test_replicas_train_on_samples_of_their_own(world: Communicator) -> None:
+    keys = {"accumulate_grad_batches": 2}
     replicas = SpatialStrategy(grid=(world.size // 2, 1), data=2)
     ours, trainer, followed = fitted(replicas, Measured, batch=2, **keys)
     order = DistributedSampler(labelled(), 1, 0)  # Lightning's own, for one process

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from spatialdl import SpatialTensor, shard
+from spatialdl import Mesh, SpatialTensor, init_mesh, shard
+from spatialdl.comm.communicator import Communicator
 from spatialdl.random import checkpoint_contexts, keyed
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import CHANNELS_LAST, check, close, functional, slow_cases, some_meshes
 from tests.mpi.spatial.shared import tokens
+from tests.mpi.spatial.test_views import VIEWS
 
 Family = Callable[[Tensor, Tensor, int], Tensor]
 """Of an image, a weight (4, 4, 3, ...) and the number of dims."""
@@ -175,18 +180,27 @@ ALSO_UNDER_AUTOCAST: dict[str, Family] = {
 }
 
 
-def slow_pairs(*pairs: tuple[int, torch.dtype]) -> list[object]:
-    return [pytest.param(*pair.values[0], marks=pair.marks) for pair in slow_cases(pairs)]
-
-
-BY_NAME = pytest.mark.parametrize("name", FAMILIES)
-HALVES = [
-    (1, torch.float16),
-    (2, torch.bfloat16),
-    *slow_pairs((1, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16), (3, torch.float16)),
+Case = tuple[int, torch.dtype]
+HALVES: list[Case] = [(1, torch.float16), (2, torch.bfloat16)]
+MORE_HALVES: list[Case] = [
+    *((1, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16), (3, torch.float16))
 ]
-TYPES = [(2, torch.float16), (3, torch.bfloat16), *slow_pairs((1, torch.bfloat16))]
-DIMS = [1, 3, *slow_cases([2])]  # each family of images has a file of its own
+TYPES: list[Case] = [(2, torch.float16), (3, torch.bfloat16)]
+
+
+def by_turns(names: Iterable[str], first: list[Case], more: list[Case]) -> list[object]:
+    """The first case with every other family, the second with the rest; the slow tests take all."""
+    chosen = [(*first[number % 2], name) for number, name in enumerate(names)]
+    others = [(*case, name) for name in names for case in [*first, *more]]
+    slow = slow_cases(case for case in others if case not in chosen)
+    return [
+        pytest.param(*case, marks=marks, id=f"{case[0]}-{str(case[1])[6:]}-{case[2]}")
+        for case, marks in [
+            *((one, ()) for one in chosen),
+            *((one.values[0], one.marks) for one in slow),
+        ]
+    ]
+
 
 ERRORS = {torch.float16: 0.01, torch.bfloat16: 0.08}
 """Of the norm of the exact result; rounding of the input alone is 0.0005 and 0.004."""
@@ -227,8 +241,7 @@ def lack(family: Family, image: Tensor, weight: Tensor, dims: int) -> str:
     return ""
 
 
-@BY_NAME
-@pytest.mark.parametrize(("dims", "dtype"), HALVES)
+@pytest.mark.parametrize(("dims", "dtype", "name"), by_turns([*FAMILIES], HALVES, MORE_HALVES))
 def test_half_precision_is_near_one_process_in_float64(
     dims: int, dtype: torch.dtype, name: str
 ) -> None:
@@ -251,8 +264,12 @@ def test_half_precision_is_near_one_process_in_float64(
             near_to(ours, plain, ERRORS[dtype], f"{name} of {dtype} on {grid}: {what}")
 
 
-@pytest.mark.parametrize("name", sorted({*FAMILIES, *ALSO_UNDER_AUTOCAST} - {"attention"}))
-@pytest.mark.parametrize(("dims", "mixed"), TYPES)
+@pytest.mark.parametrize(
+    ("dims", "mixed", "name"),
+    by_turns(
+        sorted({*FAMILIES, *ALSO_UNDER_AUTOCAST} - {"attention"}), TYPES, [(1, torch.bfloat16)]
+    ),
+)
 def test_autocast_gives_the_types_and_nearly_the_numbers_of_one_process(
     dims: int, mixed: torch.dtype, name: str
 ) -> None:
@@ -275,8 +292,9 @@ def test_autocast_gives_the_types_and_nearly_the_numbers_of_one_process(
                     near_to(ours, right, 0.08, f"{what}: {which}")
 
 
-@BY_NAME
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize(
+    ("dims", "name"), [(1 + 2 * (at % 2), name) for at, name in enumerate(FAMILIES)]
+)
 def test_a_second_forward_in_backward_gives_the_same(dims: int, name: str) -> None:
     """Checkpoints; channels last where there is such a format."""
     family, (image, weight) = FAMILIES[name], drawn(dims)
@@ -315,3 +333,65 @@ def test_without_gradients(mode: Callable[[], AbstractContextManager]) -> None:
                 assert not ours.requires_grad, name
                 whole = ours.full_tensor() if isinstance(ours, SpatialTensor) else ours
                 close(whole, expected, f"{name} on {grid} ")
+
+
+# --- on a grid of one rank the same results are split as on all ranks
+
+MORE: dict[str, Callable[[Tensor], object]] = {
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "bernoulli": lambda x: x.bernoulli(0.5),
+    "rand_like": torch.rand_like,
+    "five dims beside it": lambda x: x + beside(1, 1, 1, 1, 1),
+    "same from the right": lambda x: beside(4, 1, 1) * x,
+    "a whole image": lambda x: beside(2, 4, 12, 8) + x,
+    "a whole image as the other's type": lambda x: beside(2, 4, 12, 8).type_as(x),
+    "more dims": lambda x: x + beside(3, 2, 4, 1, 1),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "float": lambda x: x.float(),
+    "clone": lambda x: x.clone(),
+    "zeros_like": lambda x: torch.zeros_like(x, requires_grad=True),
+    "compare": lambda x: x > 0,
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "two results": torch.frexp,
+    "in place": lambda x: (x * 1).relu_(),
+    "one row": lambda x: x[:, :, 3],
+    "steps": lambda x: x[:, 1, 1::2, :7],
+    "losses of pixels": lambda x: F.mse_loss(x, beside(2, 4, 12, 8), reduction="none"),
+}
+
+
+def beside(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("name", {**MORE, **VIEWS, **FAMILIES})
+def test_the_same_results_are_split_on_one_rank_and_on_all(name: str, world: Communicator) -> None:
+    """Also random numbers are then drawn for the same tensors in the same way."""
+    if name in FAMILIES:
+        image, weight = drawn(2)
+        results = [FAMILIES[name](x, weight, 2) for x in on_one_and_all(image, world)]
+    else:
+        image = beside(2, 4, 12, 8)
+        results = [{**MORE, **VIEWS}[name](x) for x in on_one_and_all(image, world)]
+    for ours, theirs in zip(*map(tree_leaves, results), strict=True):
+        assert isinstance(ours, SpatialTensor) == isinstance(theirs, SpatialTensor)
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert ours.requires_grad == theirs.requires_grad
+        if isinstance(theirs, SpatialTensor):
+            assert ours.spatial_dims == theirs.spatial_dims
+            assert ours.spatial_layout.size == theirs.spatial_layout.size
+            assert ours.spatial_layout.grid == (1, 1)
+            # random numbers too, in whichever layout they were drawn
+            torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
+
+
+def on_one_and_all(image: Tensor, world: Communicator) -> list[Tensor]:
+    one, every = grids_of_one_and_all(world.size)
+    return [shard(image.clone().requires_grad_(), mesh) for mesh in (one, every)]
+
+
+@cache
+def grids_of_one_and_all(ranks: int) -> tuple[Mesh, Mesh]:
+    """The first of this rank alone; both draw as many numbers, for they serve the same tests."""
+    return init_mesh((1, 1), comm=MPI.COMM_SELF), init_mesh((2, 2) if ranks == 4 else (ranks, 1))

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spatialdl import shard
-from spatialdl.parallel.layout import Bounds
 from spatialdl.spatial.reindex import DimMap, Segment, reindex
 from spatialdl.spatial.tensor import SpatialTensor
 from tests.mpi.equality import (
@@ -43,7 +42,7 @@ TURNS: dict[str, Operation] = {
 }
 
 
-@pytest.mark.parametrize("seed", seeds(2, 40))
+@pytest.mark.parametrize("seed", seeds(1, 40))
 @pytest.mark.parametrize("name", TURNS)
 def test_turn(name: str, seed: int, meshes: dict) -> None:
     s = draw(random.Random(seed), meshes)
@@ -126,7 +125,7 @@ def read_by(segments: list[Segment]) -> list[int]:
     return [s.first + k * s.step for s in segments for k in range(s.length)]
 
 
-@in_all_dims(9, 600)
+@in_all_dims(6, 600)
 def test_any_map_of_rows_and_columns(dims: int, seed: int) -> None:
     rng = random.Random(seed)
     s = draw(rng, every_mesh(dims))
@@ -169,18 +168,3 @@ def test_what_lies_outside_is_filled_and_the_identity_is_the_tensor_itself(meshe
         y = reindex(reindex, x, (rows, DimMap.identity(layout.cuts[1])), fill=7.0).full_tensor()
         assert y[0, 0, :, 0].tolist() == [7, 7, 1, 1, 1, 1, 1, 7, 7]
         assert reindex(reindex, x, tuple(map(DimMap.identity, layout.cuts))) is x
-
-
-@pytest.mark.parametrize(
-    ("bounds", "segments", "output"),
-    [
-        ((0, 5, 10), [Segment(8, 0)], (0, 5, 8)),
-        ((0, 5, 10), [Segment(4, 0)], (0, 2, 4)),
-        ((0, 6, 11), [Segment(6, 0, 2)], (0, 3, 6)),
-        ((0, 6, 11), [Segment(5, 1, 2)], (0, 3, 5)),
-    ],
-)
-def test_outputs_are_cut_where_inputs_were(
-    bounds: Bounds, segments: list[Segment], output: Bounds
-) -> None:
-    assert DimMap.of(segments, bounds, segments[0].step).bounds == output

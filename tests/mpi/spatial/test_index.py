@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spatialdl import UnsupportedSpatialOp, init_mesh, shard
 from spatialdl.comm.communicator import Communicator
-from spatialdl.spatial.picking import blocks
 from tests.mpi.equality import (
     Operation,
     check,
@@ -212,13 +211,6 @@ def test_ranks_with_other_indices_are_noticed(world: Communicator) -> None:
         x = shard(drawn(0, N, C, H, W), mesh)
         with pytest.raises(ValueError, match="tensor beside a split image"):
             x[:, :, torch.tensor([mesh.part, 0])]
-
-
-def test_indices_of_one_dim_each() -> None:
-    assert blocks([(7, 3, 1, 1), (5, 3)]) == [(7, 3), (5, 3)]
-    assert blocks([(6, 1), (2,)]) == [(6,), (2,)]
-    assert blocks([(5,), (5,)]) is None
-    assert blocks([(5,), (6, 1)]) is None
 
 
 # --- slices by other names

@@ -14,7 +14,8 @@ from tests.mpi.equality import Operation, check, check_keyed, close, drawn
 from tests.mpi.spatial.shared import Cases
 
 CLASSES = 4
-SIZES = [(11, 7), (4, 4)]
+SIZES = {"mean": (11, 7), "sum": (4, 4), "none": (7, 9)}
+"""By reduction; one pixel a rank, too."""
 
 
 def image(seed: int, *size: int) -> Tensor:
@@ -70,18 +71,17 @@ def target_of(name: str, size: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", SIZES)
 @pytest.mark.parametrize("name", OVER_CLASSES)
 def test_over_classes(name: str, reduction: str, split: bool, meshes: dict) -> None:
-    function = OVER_CLASSES[name](reduction)
+    function, size = OVER_CLASSES[name](reduction), SIZES[reduction]
+    target = target_of(name, size)
     for mesh in meshes.values():
-        for size in SIZES:
-            target = target_of(name, size)
 
-            def loss(x: Tensor, mesh: Mesh = mesh, target: Tensor = target) -> Tensor:
-                return function(x, whole_or_split(target, mesh, split, x))
+        def loss(x: Tensor, mesh: Mesh = mesh) -> Tensor:
+            return function(x, whole_or_split(target, mesh, split, x))
 
-            check(loss, image(1, *size), [], mesh, f"{name} {size} on {mesh.grid}")
+        check(loss, image(1, *size), [], mesh, f"{name} {size} on {mesh.grid}")
 
 
 def of(loss: Operation, one: Operation, other: Operation, **options: object) -> Operation:
@@ -110,7 +110,6 @@ def identity(x: Tensor) -> Tensor:
 
 logits, sigmoid = F.binary_cross_entropy_with_logits, torch.sigmoid
 PIXELWISE: dict[str, Operation] = {
-    "mse_loss": F.mse_loss,
     "smooth_l1_loss": partial(F.smooth_l1_loss, beta=0.5),
     "binary_cross_entropy": of(F.binary_cross_entropy, sigmoid, sigmoid),
     "binary_cross_entropy, weight": beside(F.binary_cross_entropy, "weight"),
@@ -136,7 +135,7 @@ PIXELWISE: dict[str, Operation] = {
 def test_pixelwise(name: str, split: bool, meshes: dict) -> None:
     """A target that is split has no gradient here, for `check` divides it."""
     for mesh in meshes.values():
-        for size, reduction in zip([*SIZES, (7, 9)], ("mean", "sum", "none"), strict=True):
+        for reduction, size in list(SIZES.items())[split:]:
 
             def loss(x: Tensor, t: Tensor, mesh: Mesh = mesh, reduction: str = reduction) -> Tensor:
                 t = whole_or_split(t, mesh, split, x)
@@ -214,12 +213,10 @@ def test_one_hot_maps(meshes: dict) -> None:
 def monai_losses() -> dict[str, Operation]:
     losses = pytest.importorskip("monai.losses")
     return {
-        "Dice": losses.DiceLoss(to_onehot_y=True, softmax=True),
         "Dice, no background": losses.DiceLoss(
             include_background=False, to_onehot_y=True, softmax=True, squared_pred=True
         ),
-        "Dice, batch": losses.DiceLoss(to_onehot_y=True, softmax=True, batch=True, jaccard=True),
-        "Dice, sum": losses.DiceLoss(to_onehot_y=True, sigmoid=True, reduction="sum"),
+        "Dice, batch": losses.DiceLoss(to_onehot_y=True, sigmoid=True, batch=True, jaccard=True),
         "DiceCE": losses.DiceCELoss(to_onehot_y=True, softmax=True),
         "GeneralizedDice": losses.GeneralizedDiceLoss(to_onehot_y=True, softmax=True),
         "Tversky": losses.TverskyLoss(to_onehot_y=True, softmax=True),
@@ -252,7 +249,7 @@ FULL: list[Operation] = [
 def test_full_outputs_with_split_targets(number: int, meshes: dict) -> None:
     """As after `gather_before`; parameters behind it get their gradients on average."""
     for mesh in meshes.values():
-        for size in SIZES:
+        for size in ((11, 7), (4, 4)):
             targets = [labels(size, -100 if number == 2 else 2), image(4, *size).softmax(1)]
 
             def operation(

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from spatialdl import init_mesh, shard
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Reducer, Replicated
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.spatial.recompute import recompute
@@ -105,8 +104,12 @@ def compared(layer: nn.Module, name: str, size: tuple[int, ...]) -> None:
     compare(layer, images, some_meshes(len(size) - 2), name)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("training", [True, False])
+EVALUATED = ["BatchNorm", "BatchNorm, not tracked", "BatchNorm3d", "InstanceNorm1d"]
+
+
+@pytest.mark.parametrize(
+    ("name", "training"), [*((n, True) for n in LAYERS), *((n, False) for n in EVALUATED)]
+)
 def test_layers(name: str, training: bool) -> None:
     layer, size = LAYERS[name]
     norm = randomised(copy.deepcopy(layer).double(), random.Random(3))
@@ -175,7 +178,7 @@ CASES: Cases = {
     **{
         f"{name} of {shape}": (lambda x, f=norm, s=shape: f(x, s), (2, 4, 9, 7), [])
         for name, norm in PLAIN.items()
-        for shape in ((4, 9, 7), (9, 7), (7,))
+        for shape in ((4, 9, 7), (9, 7), (7,))[: 3 if name in ("layer_norm", "rms_norm") else 1]
     },
     **{
         f"{name} of few pixels": (few(FUNCTIONS[name]), (3, 4, 6, 6), [(4, 4, 3, 3), (4,), (4,)])
@@ -207,22 +210,6 @@ def test_batch_norm_is_accurate_where_the_mean_is_a_thousand_deviations(meshes: 
         torch.testing.assert_close(
             variance.double(), image.double().var((0, 2, 3)), rtol=1e-5, atol=0
         )
-
-
-def test_on_a_grid_of_one_rank_it_is_pytorchs_own() -> None:
-    """To the last bit, in float32, where another order of sums would differ."""
-    torch.manual_seed(3)
-    image, weight = torch.randn(3, 5, 37, 29), torch.randn(5)
-    found = []
-    for split in (False, True):
-        leaf, layer = image.clone().requires_grad_(), nn.BatchNorm2d(5)
-        layer.weight.data.copy_(weight)
-        mesh = init_mesh(comm=SingleProcess())
-        y = layer(shard(leaf, mesh) if split else leaf)
-        y.square().sum().backward()
-        y = y.full_tensor() if split else y
-        found.append([y, leaf.grad, layer.weight.grad, *layer.buffers()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # --- BatchNorm over replicas is BatchNorm of all their samples together
@@ -263,8 +250,7 @@ def called(model: nn.Module, x: Tensor, way: str) -> Tensor:
     return checkpoint(model, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("way", ["plain", "recompute", "checkpoint"])
-@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize(("way", "extra"), [("plain", 0), ("recompute", 1), ("checkpoint", 1)])
 def test_replicas_have_the_statistics_of_all_samples(
     way: str, extra: int, world: Communicator
 ) -> None:

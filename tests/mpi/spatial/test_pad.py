@@ -62,7 +62,7 @@ def test_pad_of_channels_and_samples_too(dims: int, seed: int) -> None:
     check(lambda x: F.pad(x, pads, value=0.5), s.image, [], s.mesh, f"{s}, {pads}")
 
 
-@in_all_dims(3, 100)
+@in_all_dims(1, 100)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 def test_convolutions_with_padding_modes(mode: str, dims: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -153,13 +153,12 @@ def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("mode", MODES)
-def test_pad_of_labels(mode: str, dtype: torch.dtype, meshes: dict) -> None:
-    if dtype == torch.bool and mode in ("reflect", "replicate"):
-        pytest.skip("PyTorch does not do it")
-    whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
-    same(lambda x: F.pad(x, (2, -1, 1, 3), mode), whole, meshes, mode)
+def test_pad_of_labels(mode: str, meshes: dict) -> None:
+    for dtype in (torch.int64, torch.bool):
+        if dtype == torch.int64 or mode in ("constant", "circular"):  # others PyTorch does not do
+            whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
+            same(lambda x: F.pad(x, (2, -1, 1, 3), mode), whole, meshes, mode)
 
 
 def test_a_pad_keeps_the_cut_where_it_is(meshes: dict) -> None:

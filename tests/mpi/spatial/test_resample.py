@@ -22,10 +22,10 @@ from tests.mpi.equality import (
     same,
 )
 from tests.mpi.spatial.shared import Cases
+from tests.spatial.test_one_rank import LINEAR, has_a_wrong_gradient
 
 MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
 SMOOTH = ("bilinear", "bicubic")
-LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
 def any_size(rng: random.Random, sizes: list[int]) -> dict[str, Any]:
@@ -66,53 +66,6 @@ def test_interpolate(mode: str, dims: int, seed: int) -> None:
             resize(shard(s.image.requires_grad_(), s.mesh))
         return
     check(resize, s.image, [], s.mesh, f"{s}, {mode}, {options}")
-
-
-def has_a_wrong_gradient(
-    mode: str,
-    image: Tensor,
-    scale_factor: float | tuple[float, ...] | None = None,
-    recompute_scale_factor: bool | None = None,
-    **options: Any,
-) -> bool:
-    """Whether PyTorch's gradient is that of a copy but its output is none, or the reverse."""
-    if scale_factor is None or recompute_scale_factor or options.get("align_corners"):
-        return False
-    output = F.interpolate(image, scale_factor=scale_factor).shape
-    dims = image.dim() - 2
-    each = scale_factor if isinstance(scale_factor, tuple) else (scale_factor,) * dims
-    kept = [s for s, n, m in zip(each, image.shape[2:], output[2:], strict=True) if n == m]
-    both = mode == "bicubic" and len(kept) == 2
-    in_each_dim = options.get("antialias") or (mode == "nearest" and dims != 2)
-    return any(scale != 1 for scale in kept) and bool(in_each_dim or both)
-
-
-WRONG: list[tuple[str, object, dict]] = [
-    ("bilinear", (2, 1.04), {"antialias": False}),
-    ("bilinear", (2, 1.04), {"antialias": True}),
-    ("bilinear", (1.04, 1.04), {"align_corners": True}),
-    ("bilinear", (2, 1), {"antialias": True}),
-    ("bicubic", (2, 1.04), {"antialias": True}),
-    ("bicubic", (1.04, 1.04), {"antialias": False}),
-    ("bicubic", (1.04, 1.04), {"align_corners": True, "antialias": True}),
-    ("bicubic", (2, 1), {"antialias": False}),
-    *((mode, s, {}) for mode in ("nearest", "nearest-exact", "linear") for s in (1.04, 2.0, 0.5)),
-]
-
-
-@pytest.mark.parametrize(("mode", "scale", "options"), WRONG, ids=str)
-def test_gradients_of_pytorch_are_wrong_where_they_are_refused(
-    mode: str, scale: float | tuple[float, ...], options: dict
-) -> None:
-    """A change of PyTorch shows here, and a refusal can go."""
-    for dims in (2,) if options else (1, 3):
-        image = drawn(0, 1, 1, *(6, 5, 4)[:dims]).requires_grad_()
-
-        def resize(x: Tensor, mode: str = LINEAR[dims] if mode == "linear" else mode) -> Tensor:
-            return F.interpolate(x, scale_factor=scale, mode=mode, **options)
-
-        is_right = torch.autograd.gradcheck(resize, (image,), raise_exception=False)
-        assert is_right is not has_a_wrong_gradient(mode, image, scale, **options)
 
 
 def test_scaling_to_the_same_size_is_exact_forward(meshes: dict) -> None:
