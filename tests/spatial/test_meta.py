@@ -90,7 +90,7 @@ def test_settings_tell_results_apart():
         (VIT, True, torch.contiguous_format),
         (partial(UNet, width=4), True, torch.channels_last),
     ],
-    ids=str,
+    ids=["resnet18", "unet, evaluated", "vit", "unet"],
 )
 def test_a_dry_run_is_that_of_pytorch(make, training, layout):
     """Shapes, strides, dtypes, versions, and what autograd knows, computed and from the cache."""
