@@ -47,11 +47,10 @@ demo: $(USABLE)
 
 # while one writes: boxes, plans, schedules, shards, slides, the rules of the source, and on two ranks
 # operations on split images and whole layouts against one process; less than two minutes on two cores
-FAST := $(addprefix tests/, parallel/test_axes.py parallel/test_layout.py parallel/test_placement.py \
-    spatial random \
+FAST := $(addprefix tests/, parallel spatial random \
     $(addprefix comm/, test_mesh.py test_plan.py test_dry.py) \
-    $(addprefix pipeline/, test_schedule.py test_zero_bubble.py test_interleaved.py test_gems.py \
-    test_handovers.py test_simulate.py) training/test_layouts.py \
+    $(addprefix pipeline/, test_schedule.py test_handovers.py test_simulate.py) \
+    training/test_layouts.py \
     $(addprefix data/, test_format.py test_chunks.py test_folder.py) configuring/test_keys.py \
     $(addprefix slides/, reading/test_opening.py reading/test_reader.py cutting/test_tiling.py \
     finding/test_tissue.py) \

@@ -35,6 +35,7 @@ from spatialdl.errors import MpiNotFound
 GRACE_S = 10.0
 """Ranks that still run after this long since a stop signal are killed."""
 
+_REPORT_S = 0.5  # of a rank that has just started, to arrive
 _STARTED_S = 60.0  # by then ranks on other machines, which cannot report, have started
 
 TERMINAL = "SPATIALDL_TERMINAL"
@@ -347,9 +348,9 @@ def _supervise(
             send(child, number, is_first)
 
     def send(launcher: subprocess.Popen[bytes], number: int, is_first: bool) -> None:
-        # ranks on other machines cannot report that they have started
+        # ranks on other machines cannot report that they have started; a report may be on its way
         started = ranks is not None and (
-            ranks.complete.is_set() or time.monotonic() - began > _STARTED_S
+            time.monotonic() - began > _STARTED_S or ranks.complete.wait(_REPORT_S)
         )
         if ranks is not None and is_first and started:
             ranks.announce(number)
