@@ -80,7 +80,8 @@ def measure_slides(
     bar = partial(tqdm, total=len(slides), desc="measuring", unit="slide", disable=off, leave=False)
     if jobs == 1:
         return list(bar(map(measure_slide, slides, slides.values())))
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("forkserver")) as pool:
+    # not the fork server: a program has one, and readers of batches need theirs to have made ready
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         return list(bar(pool.map(measure_slide, slides, slides.values())))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from math import isnan
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +106,10 @@ def test_real_slides_are_measured_by_processes(real):
         "part": real / "bad" / "corrupt-some-tiles.svs",
         "none": real / "bad" / "truncated-half.svs",
     }
+    server = forkserver._forkserver._forkserver_pid
     found = measure_slides(slides, jobs=2, progress=False)
+    # it began one that is not made ready, and processes that read batches were ranks of MPI
+    assert forkserver._forkserver._forkserver_pid == server
     assert [one.name for one in found] == list(slides)
     assert found[0].scanner == "aperio CPAPERIOCS"
     assert found[0].numbers["tissue_mm2"] == pytest.approx(0.6, abs=0.1)
