@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports PyTorch
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # of ranks that tests start
@@ -125,3 +126,22 @@ def handlers_of_signals() -> Iterator[None]:
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """The root's handlers as they were."""
+    from spatialdl.training.console import run_log
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    logging.captureWarnings(False)  # commands that ran in this process have left it on
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            with suppress(OSError):  # a full disk
+                handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    run_log._State.once = run_log._State.kept = None

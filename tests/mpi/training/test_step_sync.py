@@ -118,17 +118,6 @@ def test_all_ranks_are_called_alike_and_the_last_one_stops_them(layout, tmp_path
         assert [loss for name, _, loss, _ in own["calls"] if name == "step_end"] == summary["loss"]
 
 
-@pytest.fixture
-def clean():
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    run_log._State.once = run_log._State.kept = None
-
-
 @pytest.mark.usefixtures("clean")
 def test_all_ranks_warn_once_together(world, capsys):
     run_log.start_log(world.rank)

@@ -3,30 +3,12 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from contextlib import suppress
 
 import pytest
 
 from spatialdl.training.console import progress as module
 from spatialdl.training.console import run_log
 from spatialdl.training.console.progress import StepProgress
-
-
-@pytest.fixture
-def clean():
-    """The root's handlers as they were."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    logging.captureWarnings(False)  # commands that ran in this process have left it on
-    yield
-    for handler in root.handlers:
-        if handler not in handlers:
-            with suppress(OSError):  # a full disk
-                handler.close()
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    run_log._State.once = run_log._State.kept = None
 
 
 @pytest.mark.usefixtures("clean")
