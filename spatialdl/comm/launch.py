@@ -349,10 +349,11 @@ def _supervise(
 
     def send(launcher: subprocess.Popen[bytes], number: int, is_first: bool) -> None:
         # ranks on other machines cannot report that they have started; a report may be on its way
-        started = ranks is not None and (
-            time.monotonic() - began > _STARTED_S or ranks.complete.wait(_REPORT_S)
-        )
-        if ranks is not None and is_first and started:
+        if (
+            ranks is not None
+            and is_first
+            and (time.monotonic() - began > _STARTED_S or ranks.complete.wait(_REPORT_S))
+        ):
             ranks.announce(number)
             number = signal.SIGUSR1
         if ranks is None or number != signal.SIGUSR1:
