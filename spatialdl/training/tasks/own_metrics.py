@@ -7,6 +7,7 @@ updates a copy with its own pixels, sample by sample. The states of all copies a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,7 +23,7 @@ from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.tasks.losses import own_pixels, split_alike
 from spatialdl.training.tasks.making_metrics import is_random, made_metrics
 from spatialdl.training.tasks.metric_names import own_metric_plugins
-from spatialdl.training.tasks.metrics import Scores, in_float64
+from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.tasks.states import State, irreducible, merge, state_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class OwnMetrics:
 
     def __init__(self, task: DictConfig) -> None:
         self._task = str(task.name)
-        with in_float64():
+        with _in_float64():
             self._metrics = made_metrics(own_metric_plugins(task))
 
     def __bool__(self) -> bool:
@@ -90,7 +91,7 @@ class OwnMetrics:
             if not len(targets) or not values.isfinite().all():
                 scores[name] = None
                 continue
-            with _naming(name, values, targets), in_float64(), _same_draws():
+            with _naming(name, values, targets), _in_float64(), _same_draws():
                 own = deepcopy(metric)
                 own.update(values, targets)
                 value = own.compute()
@@ -214,7 +215,7 @@ class MapMetrics:
             own = slice(sample, sample + 1)
             shares, targets = output[own].double().softmax(1), target[own]
             for name, metric in self._metrics.items():
-                with _naming(name, shares, targets), in_float64():
+                with _naming(name, shares, targets), _in_float64():
                     metric.update(shares, targets)
 
     def states(self) -> list[list[State]]:
@@ -242,7 +243,7 @@ class MapMetrics:
             if not any(one.updates for state in states for one in state):  # wrappers count none
                 scores[name] = None
                 continue
-            with _computing(name), in_float64():
+            with _computing(name), _in_float64():
                 merge(metric, states)
                 value = metric.compute()
             scores |= _numbers(name, value)
@@ -266,6 +267,19 @@ def _random_labels(task: str, samples: int, classes: int, draw: torch.Generator)
     if task == "multilabel":
         return torch.randint(2, (samples, classes), generator=draw).double()
     return torch.randn(samples, classes, generator=draw, dtype=torch.float64)
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """Context with float64 as default dtype and without torchmetrics' warnings."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

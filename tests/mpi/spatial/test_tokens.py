@@ -182,6 +182,14 @@ BETWEEN: dict[str, tuple[Operation, Shapes]] = {
         lambda x, r: among(x, r)[:, 1:, :3][:, :2] + 0 * x.sum(),
         [REGISTERS],
     ),
+    "a token after the patches": (
+        lambda x, c, t: among(x, c, after=(t, t.sin()))[:, -1] + 0 * x.sum(),
+        [CLS, (N, 2, C)],
+    ),
+    "tokens after the patches": (
+        lambda x, c, t: among(x, c, after=(t,))[:, -2:].cos() + 0 * x.sum(),
+        [CLS, (N, 3, C)],
+    ),
     "patches": (lambda x, c: among(x, c)[:, 1:], [CLS]),
     "patches as an image": (
         lambda x, c: among(x, c)[:, 1:].transpose(1, 2).reshape(N, C, H, W),
