@@ -122,6 +122,7 @@ def handlers_of_signals() -> Iterator[None]:
     """A command in the process of a test leaves neither its handlers nor signals that it kept."""
     before = {number: signal.getsignal(number) for number in early_signals.STOPPING}
     yield
+    signal.set_wakeup_fd(-1)  # of a run, whose thread would end this process at the next signal
     early_signals.take()
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
