@@ -91,7 +91,8 @@ def set_arithmetic(*, tf32: bool, deterministic: bool, cudnn_benchmark: bool = F
     torch.backends.cudnn.benchmark = cudnn_benchmark
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)  # imports the compiler: 2 s of a CPU
 
 
 class LossScaler:
