@@ -113,7 +113,7 @@ def _auroc(predicted: Tensor, true: Tensor) -> float | None:
     pairs = positive * (len(true) - positive)
     if not pairs:
         return None
-    _, place, times = predicted.unique(return_inverse=True, return_counts=True)
+    _, place, times = torch.unique(predicted, return_inverse=True, return_counts=True)
     rank = times.cumsum(0) - (times - 1).double() / 2  # from 1
     wins = rank[place[true]].sum() - positive * (positive + 1) / 2
     return float(wins / pairs)
