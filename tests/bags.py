@@ -12,7 +12,7 @@ from torch import nn
 
 from spatialdl.data import ShardWriter
 from spatialdl.data.feature_file import write_features
-from tests.composing import compose_anew
+from tests.composing import composed
 
 LENGTHS = (5, 1, 17, 2, 8, 3, 31, 4, 11)
 WIDTH = 6
@@ -37,7 +37,7 @@ def write_bags(folder: Path, lengths: Sequence[int] = LENGTHS, val: int = 3) -> 
 
 def bag_config(folder: Path, *words: str) -> DictConfig:
     """A training run on such bags."""
-    return compose_anew(
+    return composed(
         *("train", "data=bags", "model=abmil", "optimizer=adamw", f"data.features={folder}"),
         *(f"data.labels={folder / 'labels.csv'}", "trainer.precision=float64"),
         *("trainer.max_epochs=3", *words),
@@ -97,7 +97,7 @@ def random_encoder(in_channels: int = 3, num_classes: int = 5) -> nn.Module:
 
 def tile_config(folder: Path, *words: str) -> DictConfig:
     """A training run on such bags of pixels."""
-    return compose_anew(
+    return composed(
         *("train", "data=tile_bags", "model=end_to_end", "optimizer=adamw"),
         *(f"data.tiles={folder / 'tiles'}", "model.encoder.num_classes=5"),
         "model.encoder._target_=tests.bags.random_encoder",

@@ -1,30 +1,45 @@
-"""Configurations of commands; for tables of words parts that were composed before are copied."""
+"""Configurations of commands, as Hydra composes them: once for each choice of files.
+
+Composing takes 130 ms of a CPU, and the tests need two thousand; values are set in a copy, in 4 ms.
+"""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-_GROUPS = ("parallel=", "data=", "optimizer=", "task=", "logger=", "+")
+import spatialdl.conf
+
+_GROUPS = {path.name for path in Path(spatialdl.conf.__file__).parent.iterdir() if path.is_dir()}
 
 
-def composed(command: str, words: str) -> DictConfig:
-    """The configuration of a command with words such as `parallel=dp batch_size=3`."""
-    given = words.split()
-    found = deepcopy(_of_groups(command, tuple(one for one in given if one.startswith(_GROUPS))))
-    others = [one for one in given if not one.startswith(_GROUPS)]
-    for one in OverridesParser.create().parse_overrides(others):
-        OmegaConf.update(found, one.key_or_group, one.value())
+def composed(command: str, *words: str) -> DictConfig:
+    """The configuration of a command with words such as `parallel=dp`, `data.batch_size=3`."""
+    values = [word for word in words if not _chooses(word)]
+    found = deepcopy(_of_groups(command, *filter(_chooses, words)))
+    try:
+        for value in OverridesParser.create().parse_overrides(values):
+            OmegaConf.update(found, value.key_or_group, value.value())
+    except OmegaConfBaseException:  # let Hydra say what is wrong
+        return compose_anew(command, *words)
     return found
 
 
+def _chooses(word: str) -> bool:
+    """Whether a word chooses a file, or changes which keys there are."""
+    key = word.partition("=")[0]
+    return key in _GROUPS or not key.replace(".", "").isidentifier() or key.startswith("hydra")
+
+
 @cache
-def _of_groups(command: str, groups: tuple[str, ...]) -> DictConfig:
-    return compose_anew(command, *groups)
+def _of_groups(command: str, *words: str) -> DictConfig:
+    return compose_anew(command, *words)
 
 
 def compose_anew(command: str, *words: str, with_hydra: bool = False) -> DictConfig:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl.comm.single_process import SingleProcess
@@ -17,12 +16,12 @@ from spatialdl.training import run_directory
 from spatialdl.training.parts import RunParts
 from spatialdl.training.report import page
 from spatialdl.training.trainer import Trainer
+from tests.composing import composed
 
 
 def train_config(*words: str) -> DictConfig:
     """The configuration of `spatialdl train` with these words."""
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", list(words))
+    return composed("train", *words)
 
 
 def make_trainer(*words: str) -> Trainer:

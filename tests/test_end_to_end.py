@@ -14,7 +14,7 @@ from spatialdl.configuring.keys import groups
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.bags import write_bags
-from tests.composing import compose_anew
+from tests.composing import composed
 from tests.fitting import fit
 from tests.processes import printed
 
@@ -44,7 +44,7 @@ def summary(run_dir: Path, *overrides: str, limit: int = 250) -> dict:
 def one_process(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("none")
     words = [one for one in SMALL if not one.startswith("comm.check")]
-    fit(Trainer(compose_anew("train", *words), SingleProcess()), run_dir)
+    fit(Trainer(composed("train", *words), SingleProcess()), run_dir)
     return json.loads((run_dir / "summary.json").read_text())
 
 

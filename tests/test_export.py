@@ -155,7 +155,7 @@ class Wide(nn.Module):
 
 def test_the_file_fits_a_network_of_the_users_as_it_is_built_elsewhere(tmp_path):
     target = f"++model._target_={__name__}.Wide"
-    config = composed("train", f"{target} {' '.join(runs.SYNTHETIC)} trainer.max_steps=1")
+    config = composed("train", *f"{target} {' '.join(runs.SYNTHETIC)} trainer.max_steps=1".split())
     fit_model_keys(config, [target])
     fit(Trainer(config, SingleProcess()), tmp_path / "run")
     out = tmp_path / "model.safetensors"

@@ -14,12 +14,12 @@ from spatialdl import plan
 from spatialdl.planning import auto
 from spatialdl.planning.search import Row
 from spatialdl.training.layouts import placement_of
-from tests.composing import compose_anew
+from tests.composing import composed
 
 SMALL = ["model.width=4", "data.image_size=[64,48]", "data.batch_size=4", "cluster=nvlink_node"]
 
 
-config = partial(compose_anew, "plan")
+config = partial(composed, "plan")
 
 
 class Planned(NamedTuple):
@@ -91,7 +91,7 @@ def test_a_cut_is_for_layouts_with_so_many_stages(tmp_path):
 
 
 def auto_config(*overrides: str):
-    return compose_anew("train", *SMALL[:3], "parallel=auto", *overrides)
+    return composed("train", *SMALL[:3], "parallel=auto", *overrides)
 
 
 def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(two_ranks, capsys):
@@ -100,7 +100,7 @@ def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(two_ranks, caps
     overrides = ["parallel=auto", "parallel.world=2", "parallel.cluster=nvlink_node", "seed=1"]
     chosen, written = auto.choose_alone(given, overrides)
     assert written == [*first.layout.overrides(), "seed=1"]
-    assert chosen.parallel == compose_anew("train", *first.layout.overrides()).parallel
+    assert chosen.parallel == composed("train", *first.layout.overrides()).parallel
     assert placement_of(chosen.parallel) == first.prediction.placement
     assert f"chosen: {' '.join(first.layout.overrides())}" in capsys.readouterr().out
 

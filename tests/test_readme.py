@@ -26,7 +26,7 @@ from spatialdl.data.staging import command as staging
 from spatialdl.features import options as features
 from spatialdl.slides.batch import options as tiling
 from spatialdl.training.checks import check_config
-from tests.composing import compose_anew
+from tests.composing import composed
 from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +123,7 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
     (runs,) = BasicSweeper.split_arguments(parsed, None)
     assert len(runs) == 1 or "-m" in words
     for overrides in runs:
-        check_config(compose_anew("train", *overrides))
+        check_config(composed("train", *overrides))
 
 
 def bench(words: list[str]) -> None:
@@ -188,7 +188,7 @@ def test_every_key_that_is_named_is_one():
 
 @pytest.mark.parametrize("words", commands("spatialdl.predict"), ids=" ".join)
 def test_a_predicting_command_is_understood(words):
-    compose_anew("predict", *words[1:])
+    composed("predict", *words[1:])
 
 
 def test_there_are_commands():

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
 
 import spatialdl
 from spatialdl.comm import world
@@ -16,6 +15,7 @@ from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.comm.programs import ROOT, TORCHRUN, run
+from tests.composing import composed
 from tests.fitting import fit
 
 SMALL = [
@@ -70,8 +70,7 @@ def test_training_over_torch_equals_one_process(how, no_mpi, tmp_path):
     else:
         done = run(*words, launcher=mpiexec_command(2), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        fit(Trainer(compose("train", SMALL), SingleProcess()), tmp_path / "plain")
+    fit(Trainer(composed("train", *SMALL), SingleProcess()), tmp_path / "plain")
     expected = losses(tmp_path / "plain")
     assert len(expected) == 3
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-10)

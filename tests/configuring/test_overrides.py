@@ -9,7 +9,7 @@ import pytest
 from spatialdl.configuring.keys import file_of, groups, keys_of
 from spatialdl.configuring.overrides import ELSEWHERE, check_overrides, flags_of
 from spatialdl.configuring.values import _kinds, check_values
-from tests.composing import compose_anew
+from tests.composing import composed
 
 MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_to_end"
 
@@ -165,7 +165,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text):
 )
 def test_what_is_no_switch_or_number_is_refused(override, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        check_values(compose_anew("train", *override.split()))
+        check_values(composed("train", *override.split()))
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_what_is_no_switch_or_number_is_refused(override, sentence):
     ],
 )
 def test_what_is_one_passes(override):
-    check_values(compose_anew("train", *override.split()))
+    check_values(composed("train", *override.split()))
 
 
 def test_each_command_has_its_own_keys():
-    check_values(compose_anew("predict", "ckpt_path=run"))
+    check_values(composed("predict", "ckpt_path=run"))
     with pytest.raises(ValueError, match="maps=ture must be true or false"):
-        check_values(compose_anew("predict", "ckpt_path=run", "maps=ture"))
+        check_values(composed("predict", "ckpt_path=run", "maps=ture"))
 
 
 def test_all_switches_are_known():

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.composing import compose_anew
+from tests.composing import composed
 
 CLASSES = ("benign", "in situ", "tumour")
 
 
-command = partial(compose_anew, "evaluate")
+command = partial(composed, "evaluate")
 
 
 def write_rows(path: Path, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:

@@ -52,7 +52,7 @@ def counted_step(network: str, layout: str) -> Ledger:
         network: a key of `NETWORKS`.
         layout: a key of `LAYOUTS`; of one stage rank 0 is counted, of several the most of any rank.
     """
-    config = composed("train", f"{LAYOUTS[layout]} seed=0")
+    config = composed("train", *f"{LAYOUTS[layout]} seed=0".split())
     ranks = RANKS if config.parallel.stages > 1 else 1
     return most([_of_rank(rank, config, network) for rank in range(ranks)])
 

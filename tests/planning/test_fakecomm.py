@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from spatialdl import train
@@ -14,6 +13,7 @@ from spatialdl.planning.fakecomm import look
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import cluster_named, job_of
 from spatialdl.training.layouts import placement_of, schedule_of
+from tests.composing import composed
 from tests.planning.conftest import FIGURES
 
 REFUSED = "tests.checking.test_preflight.Refused"
@@ -22,8 +22,7 @@ SMALL = ["model.width=4", "data.image_size=[65,48]", "data.batch_size=6", "debug
 
 
 def config(*overrides: str) -> DictConfig:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", [*SMALL, *overrides])
+    return composed("train", *SMALL, *overrides)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,12 +13,12 @@ from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import LayoutKeys, NothingFits, grids, layouts, limit, search, table
 from spatialdl.training.layouts import placement_of, schedule_of
+from tests.composing import composed
 
 
 @pytest.fixture
 def base():
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train").parallel
+    return composed("train").parallel
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])
@@ -31,8 +30,7 @@ def test_all_that_is_tried_is_a_layout_for_so_many_ranks(base, world):
         placement = placement_of(config)
         assert placement.world_size == world
         assert schedule_of(config, placement).microbatches == config.microbatches
-        with initialize_config_module("spatialdl.conf", version_base="1.3"):
-            written = compose("train", one.overrides()).parallel
+        written = composed("train", *one.overrides()).parallel
         assert placement_of(written) == placement
         assert (written.name, written.schedule) == (config.name, config.schedule)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spatialdl.planning import auto
@@ -23,6 +22,7 @@ from spatialdl.training.network.building import build_model
 from spatialdl.training.settings import open_sources
 from spatialdl.training.virtual_tiles import choose_virtual_tiles, microbatch_shape
 from tests.bags import bag_config, write_bags
+from tests.composing import composed
 from tests.planning.conftest import FIGURES
 
 SMALL = ["model.width=4", "data.image_size=[40,24]", "data.batch_size=6"]
@@ -30,8 +30,7 @@ VOLUMES = ("model=unet3d", "model.depth=1", "data.num_classes=3")
 
 
 def config(*overrides: str):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", [*SMALL, *overrides])
+    return composed("train", *SMALL, *overrides)
 
 
 @pytest.fixture
@@ -145,8 +144,7 @@ WORDS = ["model.width=4", "data.image_size=[64,48]", "data.batch_size=4", "paral
 
 
 def config_for_auto(*overrides: str):
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return compose("train", [*WORDS, "parallel.cluster=nvlink_node", *overrides])
+    return composed("train", *WORDS, "parallel.cluster=nvlink_node", *overrides)
 
 
 def test_what_does_not_fit_is_not_chosen():

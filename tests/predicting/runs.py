@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.trained import Trained
 from spatialdl.training.trainer import Trainer
-from tests.composing import compose_anew
+from tests.composing import composed
 from tests.fitting import fit
 
 NETWORK = ["++model._target_=tests.mpi.training.small.small", "~model.width"]
@@ -29,14 +29,14 @@ SYNTHETIC = (
 def train(run_dir: Path, *overrides: str, data: Sequence[str] = SYNTHETIC) -> Path:
     """Trains two steps in float64 in this process; returns the run directory."""
     fixed = ("trainer.precision=float64", "device=cpu", "optimizer.lr=0.1", "trainer.max_steps=2")
-    config = compose_anew("train", *fixed, *data, *overrides)
+    config = composed("train", *fixed, *data, *overrides)
     fit(Trainer(config, SingleProcess()), run_dir)
     return run_dir
 
 
 def command(*overrides: str) -> DictConfig:
     """The configuration of the command."""
-    return compose_anew("predict", "device=cpu", "trust=[tests]", *overrides)
+    return composed("predict", "device=cpu", "trust=[tests]", *overrides)
 
 
 def picture(rows: int, cols: int, seed: int = 0) -> Any:

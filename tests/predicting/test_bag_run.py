@@ -22,7 +22,7 @@ from spatialdl.predicting.bag_run import BagPredictor, run
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
-from tests.composing import compose_anew
+from tests.composing import composed
 from tests.evaluating.cases import read_rows
 from tests.fitting import fit
 from tests.predicting.runs import command, known_network
@@ -53,7 +53,7 @@ def predicted(monkeypatch):
     return names
 
 
-config = partial(compose_anew, "predict")
+config = partial(composed, "predict")
 
 
 def test_bags_are_predicted_and_their_attention_is_drawn(tmp_path, trained) -> None:

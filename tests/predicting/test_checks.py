@@ -37,7 +37,7 @@ def given(tmp_path) -> str:
 )
 def test_what_fits(words, ranks, given, tmp_path):
     words = words.replace("SET", f"{tmp_path}/set")
-    placement = check_config(composed("predict", f"{given} {words}"))
+    placement = check_config(composed("predict", *f"{given} {words}".split()))
     assert placement.world_size == ranks
 
 
@@ -93,9 +93,9 @@ def test_what_fits(words, ranks, given, tmp_path):
 def test_what_does_not_fit_is_refused(words, sentence, given, tmp_path):
     words = words.replace("SET", f"{tmp_path}/set")
     with pytest.raises(ValueError, match=sentence):
-        check_config(composed("predict", f"{given} {words}"))
+        check_config(composed("predict", *f"{given} {words}".split()))
 
 
 def test_it_needs_no_file_to_be_read(given):
     """Slides are found later, so that bad ones can be reported."""
-    check_config(composed("predict", f"{given} slides=nowhere.svs"))
+    check_config(composed("predict", *f"{given} slides=nowhere.svs".split()))

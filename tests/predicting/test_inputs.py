@@ -149,7 +149,7 @@ ASKED = {"tile_size": 50, "overlap": 3, "min_tissue": 0.9, "slide_mpp": 0.4}
 
 
 def cutting(*words: str, task: str = "classification", **more: Any) -> BatchCutting:
-    given = composed("predict", " ".join(words))
+    given = composed("predict", *words)
     return cutting_of(given, known_network(("a", "b"), task, **more))
 
 
@@ -234,10 +234,10 @@ def test_tiles_are_squares_even_if_training_images_are_not():
     trained = known_network(("a", "b"))
     trained.config.data.image_size = [32, 24]
     with pytest.raises(ValueError, match="images of 32x24, but tiles are square: add tile"):
-        cutting_of(composed("predict", "level=0 overlap=3"), trained)
+        cutting_of(composed("predict", "level=0", "overlap=3"), trained)
     found = cutting_of(composed("predict", "level=0"), trained)
     assert (found.as_pictures, found.view) == (True, (32, 24))
-    found = cutting_of(composed("predict", "level=0 tile_size=32"), trained)
+    found = cutting_of(composed("predict", "level=0", "tile_size=32"), trained)
     assert (found.tile_size, found.as_pictures) == (32, False)
 
 

@@ -258,11 +258,11 @@ def test_the_library_is_asked_for_before_work_begins(
     monkeypatch.setattr(spatial_data, "find_spec", lambda name: None)
     (tmp_path / "checkpoint.json").touch()
     words = f"ckpt_path={tmp_path} slides={tmp_path}"
-    check_config(composed("predict", words))
+    check_config(composed("predict", *words.split()))
     with pytest.raises(
         ValueError, match=r"needs spatialdata: pip install 'spatialdl\[spatialdata\]'"
     ):
-        check_config(composed("predict", f"{words} spatialdata=true"))
+        check_config(composed("predict", *f"{words} spatialdata=true".split()))
 
 
 def test_regions_of_geojson_are_read_back(tmp_path):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data import ShardWriter
 from spatialdl.training.trainer import Trainer
 from tests.comm.programs import run
+from tests.composing import composed
 from tests.fitting import fit
 from tests.simulated_device.autoload import python_path
 
@@ -57,9 +57,8 @@ def test_training_equals_one_process_on_the_cpu(ranks, words, tmp_path):
             image = draw.integers(0, 256, (37, 29, 3), np.uint8)
             writer.add(image, number % 3, "val" if number > 7 else "train")
     given = [*SMALL, f"data.path={tmp_path / 'set'}"]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        network = [f"++model._target_={NETWORK}", "~model.width", "device=cpu"]
-        config = compose("train", [*given, *network])
+    network = [f"++model._target_={NETWORK}", "~model.width", "device=cpu"]
+    config = composed("train", *given, *network)
     fit(Trainer(config, SingleProcess()), tmp_path / "plain")
     (tmp_path / "plugin").mkdir()
     done = run(

@@ -20,7 +20,7 @@ from spatialdl import train
 from spatialdl.submitting.job import _parser, end_markers, job_id, requeue_obstacle
 from spatialdl.submitting.resources import on_nodes, resources
 from spatialdl.submitting.runs import SubmittedRun, script
-from tests.composing import compose_anew
+from tests.composing import composed
 from tests.evaluating.cases import read_rows
 
 SBATCH = """#!/bin/sh
@@ -230,7 +230,7 @@ def test_words_come_through_the_shell_as_they_are():
 
 
 def launcher(*overrides: str) -> DictConfig:
-    return compose_anew("train", "launcher=slurm", *overrides).launcher
+    return composed("train", "launcher=slurm", *overrides).launcher
 
 
 @pytest.mark.parametrize(

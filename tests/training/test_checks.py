@@ -31,7 +31,7 @@ from tests.fitting import make_parts
     ],
 )
 def test_what_fits(words, ranks):
-    assert check_config(composed("train", words)).world_size == ranks
+    assert check_config(composed("train", *words.split())).world_size == ranks
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_fits(words, ranks):
 )
 def test_what_does_not_fit_is_refused(words, sentence):
     with pytest.raises((ValueError, CheckpointError), match=sentence):
-        check_config(composed("train", words))
+        check_config(composed("train", *words.split()))
 
 
 TINY = [
@@ -129,7 +129,7 @@ def written(folder: Path, *sizes: tuple[int, int, str]) -> str:
 
 
 def checked(*words: str) -> None:
-    config = composed("train", " ".join(words))
+    config = composed("train", *" ".join(words).split())
     check_config(config)
     check_stored_size(config.data, config.parallel)
 

@@ -19,7 +19,7 @@ from tests.composing import composed
 
 
 def parallel(words: str) -> DictConfig:
-    return composed("train", words).parallel
+    return composed("train", *words.split()).parallel
 
 
 ONE = (1, 1)
@@ -48,7 +48,7 @@ def test_the_shipped_layouts_mean_these_ranks():
         found = parallel(f"parallel={name}")
         assert (found.name, placement_of(found)) == (name, placement)
         assert schedule_of(found, placement).microbatches == found.microbatches
-        check_batch(composed("train", "").data.batch_size, found.microbatches, placement)
+        check_batch(composed("train").data.batch_size, found.microbatches, placement)
     files = resources.files("spatialdl.conf").joinpath("parallel").iterdir()
     names = [file.name.removesuffix(".yaml") for file in files if file.is_file()]
     assert sorted([*SHIPPED, "auto"]) == sorted(names)

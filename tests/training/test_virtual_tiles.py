@@ -40,7 +40,7 @@ STREAM = "parallel.stream=[2,2]"
     ],
 )
 def test_what_goes_with_virtual_tiles(words):
-    assert check_config(composed("train", f"{STREAM} {words}")).stream == (2, 2)
+    assert check_config(composed("train", *f"{STREAM} {words}".split())).stream == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_goes_with_virtual_tiles(words):
 def test_what_does_not_go_with_virtual_tiles(words, what):
     sentence = rf"^{what} does not support virtual tiles, parallel.stream=\[2, 2\]: set only one"
     with pytest.raises(ValueError, match=sentence):
-        check_config(composed("train", f"{STREAM} {words}"))
+        check_config(composed("train", *f"{STREAM} {words}".split()))
 
 
 def test_bags_have_no_virtual_tiles(tmp_path):
@@ -68,11 +68,11 @@ def test_bags_have_no_virtual_tiles(tmp_path):
 @pytest.mark.parametrize("words", ["parallel.stream_to=/tmp", "trainer.memory_limit_gb=2"])
 def test_keys_of_virtual_tiles_are_of_no_use_without_any(words):
     with pytest.raises(ValueError, match=rf"^{words} has no effect without virtual tiles: set par"):
-        check_config(composed("train", words))
+        check_config(composed("train", *words.split()))
 
 
 def parallel(*words: str) -> DictConfig:
-    return composed("train", " ".join(["parallel.stream=auto", *words])).parallel
+    return composed("train", "parallel.stream=auto", *words).parallel
 
 
 def chosen(limit: object, *words: str, shape: tuple[int, ...] = (1, 3, 1024, 1024)) -> list[int]:

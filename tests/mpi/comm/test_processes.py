@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 
 import spatialdl
@@ -19,6 +18,7 @@ from spatialdl.comm.world import as_communicator, torch_world
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.parallel.placement import Placement
 from spatialdl.training.trainer import Trainer
+from tests.composing import composed
 from tests.fitting import fit
 
 TINY = [
@@ -84,8 +84,7 @@ def test_grids_of_a_mesh_lie_on_nodes(world: Communicator, monkeypatch):
 
 def train(run_dir: Path, world: Communicator, names: list[str] | None, *more: str) -> Trainer:
     layout, grid, _, _ = DEALT[SIZE]
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        config = compose("train", [*TINY, layout, grid, *more])
+    config = composed("train", *TINY, layout, grid, *more)
     trainer = Trainer(config, world, Nodes(world, names))
     torch.manual_seed(world.rank)
     fit(trainer, run_dir)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_module
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,6 +28,7 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.trainer import Trainer
+from tests.composing import composed
 from tests.fitting import fit
 from tests.mpi.device import DEVICE, device_key
 from tests.mpi.equality_cases import Case
@@ -254,8 +254,7 @@ TINY = [
 
 
 def trainer(comm: Communicator, *overrides: str) -> Trainer:
-    with initialize_config_module("spatialdl.conf", version_base="1.3"):
-        return Trainer(compose("train", [*TINY, device_key(comm), *overrides]), comm)
+    return Trainer(composed("train", *TINY, device_key(comm), *overrides), comm)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

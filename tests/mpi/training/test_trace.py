@@ -9,7 +9,7 @@ import pytest
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.training.trainer import Trainer
-from tests.composing import compose_anew
+from tests.composing import composed
 from tests.fitting import fit
 from tests.mpi.device import device_key
 from tests.training.checkpoints.runs import losses
@@ -30,7 +30,7 @@ def test_a_traced_run_has_the_same_numbers_and_shows_what_each_rank_did(
     folder = Path(world.bcast(str(tmp_path)))
     for name, traced in (("run", "true"), ("untraced", "false")):
         words = ("parallel=dp+gems", f"trainer.trace={traced}", device_key(world), *WORDS)
-        fit(Trainer(compose_anew("train", *words), world), folder / name)
+        fit(Trainer(composed("train", *words), world), folder / name)
         world.barrier()
     run = folder / "run"
     assert losses(run) == losses(folder / "untraced")

@@ -19,7 +19,7 @@ from tests.composing import composed
 
 
 def config(*words: str) -> DictConfig:
-    return composed("train", " ".join(words))
+    return composed("train", *words)
 
 
 def saved(now: DictConfig) -> dict[str, Any]:

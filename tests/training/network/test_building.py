@@ -88,7 +88,7 @@ def built(name: str, *words: str) -> tuple[nn.Module, DictConfig]:
     """As a run builds it, and what a checkpoint records of it."""
     overrides = [f"++model._target_={name}", *(f"++{word}" for word in words)]
     more = ["data.num_classes=3", "data.channels=2"]
-    config = composed("train", " ".join([*overrides, *more]))
+    config = composed("train", *overrides, *more)
     fit_model_keys(config, overrides)
     return instantiate(config), OmegaConf.create(settings_of(config))
 
@@ -210,7 +210,7 @@ WRONG = [
 
 def check(words: str, model: nn.Module) -> None:
     words = words.replace(" data.targets=x", "")  # of synthetic data there are no files
-    config = composed("train", f"{DATA} {words}".replace("task.loss", "++task.loss"))
+    config = composed("train", *f"{DATA} {words}".replace("task.loss", "++task.loss").split())
     sources = open_sources(config.data, 0, config.task.name)
     check_head(model, task_of(config.task, sources.num_classes, sources.train), sources)
 

@@ -204,7 +204,7 @@ TARGETS = SyntheticTargets(7, (8, 8), 3, present=True)
 
 
 def made(words: str = "", data=LABELLED):
-    return task_of(composed("train", words).task, 3, data)
+    return task_of(composed("train", *words.split()).task, 3, data)
 
 
 def test_a_task_s_loss_is_that_of_its_settings():
