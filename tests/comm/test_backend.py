@@ -35,7 +35,7 @@ def test_an_mpi_that_takes_one_thread_at_a_time(level):
     assert done.stdout.count(f"{level} works") == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program_that_destroys_nothing_ends_in_peace(ranks):
     """One process needs no launcher."""
     done = job(ranks, "leave_without_goodbye")

@@ -203,9 +203,9 @@ def slow(*values: object) -> object:
     [
         ("parts", PARTED),
         slow("hangs", HUNG),
-        ("raises", (KEY_ERROR.format("mine", 1),)),
+        slow("raises", (KEY_ERROR.format("mine", 1),)),
         slow("all raise", (KEY_ERROR.format("ours", 0),)),
-        ("exits", EXITED),
+        slow("exits", EXITED),
         slow("makes fewer steps", EXITED),
     ],
 )

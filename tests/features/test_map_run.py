@@ -146,6 +146,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes(small, done, tmp_path, capsys):
     out = tmp_path / "out"
     words = [small, "--out", out, "--mpp", 1, *WHOLE, *EXACT]
