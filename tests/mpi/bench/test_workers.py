@@ -149,8 +149,8 @@ def test_sums_and_steps_of_both_backends(world: Communicator) -> None:
 def test_steps_of_the_training_command(world: Communicator) -> None:
     config = composed(
         "train",
-        "data.image_size=[48,48] data.batch_size=2 parallel=sp "
-        f"parallel.grid=[{world.size},1] device={HERE.type}",
+        *("data.image_size=[48,48]", "data.batch_size=2", "parallel=sp"),
+        *(f"parallel.grid=[{world.size},1]", f"device={HERE.type}"),
     )
     options = Namespace(warmup=1, rounds=2, steps=1)
     found = synthetic_worker.measure(config, options, world)
