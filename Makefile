@@ -111,7 +111,7 @@ ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py
 
 test-gpu: $(READY)
 	$(ON_GPU)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
-	    tests/mpi/bench tests/mpi/channels tests/mpi/training/optimization \
+	    tests/mpi/benchmarks tests/mpi/channels tests/mpi/training/optimization \
 	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
 	$(ON_GPU)=nccl $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py
@@ -222,12 +222,19 @@ docs: $(DOCS)
 	@echo "$(BIN)/python -m http.server -d site 8000, then http://localhost:8000"
 
 bench: $(READY)
-	$(BIN)/python -m spatialdl.bench spatial
-	$(BIN)/python -m spatialdl.bench halo
+	$(BIN)/python -m benchmarks.spatial
+	$(BIN)/python -m benchmarks.communication --halo
 
-# on the GPUs of this machine, each rank on its own where there are enough
+# on the GPUs of this machine, each rank on its own where there are enough; one that fails is no end
+SHARED = $(shell $(BIN)/python -c "import torch; print(-(-$(RANKS) // max(1, torch.accelerator.device_count())))")
 bench-gpu: $(READY)
-	$(BIN)/python -m spatialdl.bench suite --device auto
+	-$(BIN)/python -m benchmarks.spatial --device auto --ranks $(RANKS) --threads $(RANKS) --batch $(RANKS) --ddp \
+	    --model resnet50
+	-$(BIN)/python -m benchmarks.memory --device auto --ranks 1 $(RANKS) --limit 8000
+	-$(BIN)/python -m benchmarks.layouts device=auto model=resnet50 data.image_size=[1024,1024] data.batch_size=4 \
+	    parallel=sp parallel.grid=[1,1],[$(RANKS),1] comm.ranks_per_device=$(SHARED)
+	-$(BIN)/python -m benchmarks.layouts --set stages device=auto comm.ranks_per_device=$(SHARED)
+	-$(BIN)/python -m benchmarks.communication --device auto --grid 1 $(RANKS)
 
 clean:
 	rm -rf .venv .venv-torch-* build *.egg-info outputs demo site

@@ -136,7 +136,7 @@ NEEDED = PROJECT["dependencies"] + [
 PLUGINS = ROOT / "hydra_plugins"
 # through their own programs, libraries, or other packages
 NOT_IMPORTED = {"openslide-bin", "openmpi", "tensorboard", "sqlalchemy", "alembic"}
-IF_THERE = {"huggingface_hub", "kornia", "sklearn"}  # users bring them, or a benchmark compares
+IF_THERE = {"huggingface_hub", "kornia"}  # users bring them
 NAMED_OTHERWISE = {
     "hydra": "hydra-core",
     "mlflow": "mlflow-skinny",

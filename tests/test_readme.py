@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -126,10 +125,6 @@ def test_a_training_command_is_understood(words, tmp_path, monkeypatch):
         check_config(composed("train", *overrides))
 
 
-def bench(words: list[str]) -> None:
-    import_module(f"spatialdl.bench.{words[0]}")._parse(words[1:])
-
-
 def tile(words: list[str]) -> None:
     if words[0] in ("inspect", "verify"):
         tiling.parsed_path(words[0], words[1:])
@@ -138,7 +133,6 @@ def tile(words: list[str]) -> None:
 
 
 TAKES = {
-    "spatialdl.bench": bench,
     "spatialdl.check": check._options,
     "spatialdl.export": export._parse,
     "spatialdl.plan": lambda words: check_overrides(words, "plan"),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spatialdl.bench.results import markdown
+from benchmarks.harness import markdown
 from spatialdl.models import resnet50
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule

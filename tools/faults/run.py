@@ -33,8 +33,8 @@ COUNT, OF_RANKS = 120, 30
 SEED = 20261128
 OF_TALK = ("exchange", "reduction", "box", "axes")
 PARTS = ("test-serial", "test-mpi", "test-docs", "test-device")
-SKIPPED = ("bench", "conf", "models")
-"""Folders without faults: measurements, configuration, plain networks."""
+SKIPPED = ("conf", "models")
+"""Folders without faults: configuration, plain networks."""
 
 
 def draw(root: Path, count: int, of_ranks: int, seed: int, within: str = "") -> list[Site]:
