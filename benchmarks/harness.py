@@ -399,13 +399,18 @@ def draw(path: Path, title: str, panels: Sequence[Bars | Lines], columns: int = 
     figure.savefig(path)
 
 
+def short(value: float) -> str:
+    """Three significant digits, and all digits before the point."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
 def _draw_bars(place: Any, panel: Bars) -> None:
     for row, (name, values) in enumerate(panel.values.items()):
         middle = statistics.median(values)
         place.barh(row, middle, 0.62, color=BLUE if name in panel.ours else "#a9b8c9")
         if len(values) > 1:
             place.plot(values, [row] * len(values), "o", color="black", markersize=2.5)
-        text = panel.texts.get(name, f"{middle:.3g}" if middle < 100 else f"{middle:.0f}")
+        text = panel.texts.get(name, short(middle))
         place.text(max(values), row, f"  {text}", va="center", fontsize=8)
     place.set_yticks(range(len(panel.values)), [*panel.values])
     place.invert_yaxis()
@@ -425,7 +430,7 @@ def _draw_lines(place: Any, panel: Lines) -> None:
     if panel.log:
         place.set_xscale("log")
         ticks = sorted({x for points in panel.curves.values() for x, _ in points})
-        ticks = ticks[:: -(-len(ticks) // 7)]
+        ticks = ticks[:: 1 + len(ticks) // 8]
         place.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
         place.set_xticks([], minor=True)
     if "y" in panel.log:
@@ -434,7 +439,9 @@ def _draw_lines(place: Any, panel: Lines) -> None:
         place.yaxis.set_minor_locator(NullLocator())
         place.yaxis.set_major_formatter("{x:g}")
     else:
-        place.set_ylim(bottom=0)
+        place.set(xlim=(0, None), ylim=(0, None))
+    if not panel.log:
+        place.xaxis.get_major_locator().set_params(integer=True)
     if panel.mark is not None:
         place.axhline(panel.mark, color="#b03030", linewidth=1, linestyle="--")
     place.set_xlabel(panel.x, fontsize=8)

@@ -36,6 +36,7 @@ from benchmarks.harness import (
     origin,
     parser_of,
     publish,
+    short,
     start,
 )
 from spatialdl import models
@@ -358,7 +359,7 @@ def _panels(sides: dict[str, Any]) -> list[Bars]:
         for name, one in sides.items():
             values[name] = [one[key]]
             said = one.get("predicted", {}).get("seconds" if key == "fastest_s" else key)
-            words[name] = f"{one[key]:.3g}" + (f" ({said:.3g} predicted)" if said else "")
+            words[name] = short(one[key]) + (f" ({short(said)} predicted)" if said else "")
         panels.append(Bars(title, values, words))
     return [panel._replace(ours=list(sides)[1:]) for panel in panels]
 

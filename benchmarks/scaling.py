@@ -321,7 +321,7 @@ def _panels(result: dict[str, Any]) -> list[Lines]:
         if any(case["curves"].values())
     ]
     for case in result.get("channels", ()):
-        curves = {
+        curves: dict[str, list[tuple[float, float]]] = {
             name: [
                 (point["ranks"], case["batch"] / point["curves"][name]["seconds"])
                 for point in case["points"]

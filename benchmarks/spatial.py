@@ -42,6 +42,7 @@ from benchmarks.harness import (
     parser_of,
     publish,
     run_ranks,
+    short,
     start,
 )
 from spatialdl import models
@@ -161,18 +162,13 @@ def table(result: dict[str, Any]) -> list[str]:
     sides, ratios = result["sides"], result["ratio"]
     rows = []
     for measure, title in MEASURES.items():
-        medians = (_words(statistics.median(side[measure])) for side in sides.values())
+        medians = (short(statistics.median(side[measure])) for side in sides.values())
         rows.append([title, *medians, *(f"{ratio[measure]:.2f}" for ratio in ratios.values())])
     speeds = (f"{1 / ratio['seconds']:.2f} of {side}" for side, ratio in ratios.items())
     where = ", on the same cores" if result["device"] == CPU else ""
     columns = ["", *sides, *(f"/ {side}" for side in ratios)]
     last = list(sides)[-1]
     return [*markdown(columns, rows), "", f"speed of {last}: {', '.join(speeds)}{where}"]
-
-
-def _words(value: float) -> str:
-    """Two decimals, or three significant digits below 1."""
-    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _panels(result: dict[str, Any]) -> list[Bars]:

@@ -31,29 +31,22 @@ def no_clock_of_the_host(monkeypatch):
         monkeypatch.setattr(harness, "time", None)
 
 
-def trained(world: Communicator, **changes: object) -> None:
+@pytest.mark.usefixtures("ends_process_group")
+@pytest.mark.parametrize("ddp", [None, "auto", spatial.NO_MESSAGES])
+def test_steps_of_tiles_and_of_ddp(ddp: str | None, world: Communicator) -> None:
+    if ddp and dist.is_initialized():
+        pytest.skip("torch.distributed was initialised by others")
     given = Namespace(model="resnet18", size=48, batch=1, steps=2, device=HERE.type)
-    options = spatial.training(given, **changes)
-    mesh = None if options.ddp else spatialdl.init_mesh((world.size, 1), check=False)
+    options = spatial.training(given, ddp=ddp, recompute=not ddp)
+    if ddp:
+        spatial.start_ddp(ddp, world, HERE)
+        backends = {"cpu": "gloo", "host": "mpi4py", "mpi": "mpi4py"}
+        kind = "cpu" if HERE.type == "cpu" else device_path().name
+        assert dist.get_backend() == backends.get(kind, backend_for(HERE))
+    mesh = None if ddp else spatialdl.init_mesh((world.size, 1), check=False)
     found = spatial.measure(options, mesh, world, HERE)
     assert len(found["seconds"]) == 2
     assert min(found["seconds"]) > 0
-
-
-def test_steps_of_tiles(world: Communicator) -> None:
-    trained(world, recompute=True)
-
-
-@pytest.mark.usefixtures("ends_process_group")
-def test_steps_of_ddp(world: Communicator) -> None:
-    if dist.is_initialized():
-        pytest.skip("torch.distributed was initialised by others")
-    spatial.start_ddp("auto", world, HERE)
-    backends = {"cpu": "gloo", "host": "mpi4py", "mpi": "mpi4py"}
-    kind = "cpu" if HERE.type == "cpu" else device_path().name
-    assert dist.get_backend() == backends.get(kind, backend_for(HERE))
-    for name in ("auto", spatial.NO_MESSAGES):
-        trained(world, ddp=name)
 
 
 def test_all_variants_of_an_exchange_bring_the_neighbours_pixels(world: Communicator) -> None:
