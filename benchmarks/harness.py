@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -261,7 +262,7 @@ def origin(name: str, arguments: Sequence[str], device: str = CPU) -> dict[str, 
         for word, before in zip(arguments, previous, strict=False)
         if not word.startswith("--out") and before != "--out"
     ]
-    command = " ".join([f"python -m benchmarks.{name}", *words])
+    command = shlex.join(["python", "-m", f"benchmarks.{name}", *words])
     machine = f"{os.cpu_count()} cores, {cpu_model()}"
     return {
         **{"command": command, "machine": machine, "device": device},
