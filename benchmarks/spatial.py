@@ -148,7 +148,8 @@ def _sides(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]
     if device_of(options.device).type == "cpu":
         sides["one process"] = partial(run_ranks, "spatial", alone, threads=cores)
     for backend in () if options.ddp is None else options.ddp or ("auto",):
-        name = f"DDP{f' by {backend}' * (backend != 'auto')}, {ranks} ranks"
+        how = {"auto": "", NO_MESSAGES: " without messages"}.get(backend, f" by {backend}")
+        name = f"DDP{how}, {ranks} ranks"
         ddp = training(options, ddp=backend)
         sides[name] = partial(run_ranks, "spatial", ddp, ranks, threads=each, plain=True)
     if options.plain_ranks:
