@@ -91,8 +91,8 @@ def test_sums_of_all_backends(world: Communicator) -> None:
 def test_steps_of_the_training_command(keys: str, world: Communicator) -> None:
     if world.size == 1 and "stages" in keys:
         pytest.skip("no stages")
-    size = "data.image_size=[48,48] data.batch_size=2"
-    config = composed("train", f"{size} {keys.format(world.size)} device={HERE.type}")
+    keys = f"data.image_size=[48,48] data.batch_size=2 {keys.format(world.size)} device={HERE.type}"
+    config = composed("train", *keys.split())
     options = Namespace(warmup=1, rounds=2, steps=1)
     found = layouts_worker.measure(config, options, world)
     assert len(found["rounds"]) == 2
