@@ -4,43 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import pickle
-import shutil
-import signal
-import subprocess
-from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import numpy as np
+import tifffile
+import torch
 
-Document = Any
-SMALL = ("model=wide_view", "model.width=2", "trainer.report=false")
-
-
-class Target:
-    """Something that reads files.
-
-    Attributes:
-        clean: exceptions besides `ValueError` and `OSError` that are good answers.
-        names: what an error has to name.
-    """
-
-    clean: tuple[type[BaseException], ...] = ()
-    names = ""
-
-    def __init__(self, folder: Path) -> None:
-        """Make a folder with all that is needed beside the inputs."""
-        self._folder = folder
-
-    def valid(self) -> list[bytes]:
-        """Inputs that are read without an error."""
-        raise NotImplementedError
-
-    def attempt(self, number: int, data: bytes) -> None:
-        """Read an input that was made of the valid one of this number."""
-        raise NotImplementedError
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.data.importing.clam import _opened
+from spatialdl.data.importing.clam import read_labels as read_clam
+from spatialdl.data.samples import ShardInfo
+from spatialdl.data.saving import load_json
+from spatialdl.data.shards import ShardDataset
+from spatialdl.data.staging.samples import of_splits
+from spatialdl.data.targets import match_targets, read_targets
+from spatialdl.data.writer import ShardWriter
+from spatialdl.errors import CheckpointError, ShardError
+from spatialdl.export import export
+from spatialdl.predicting.cutting import cutting_of
+from spatialdl.predicting.inputs import shard_inputs
+from spatialdl.predicting.network import Network
+from spatialdl.predicting.records import PredictionRecord
+from spatialdl.predicting.trained import find_trained
+from spatialdl.slides.batch.labels import read_labels
+from spatialdl.slides.batch.record import PartRecord, SlideRecord, load_part, save_part
+from spatialdl.slides.batch.report import TilingReport
+from spatialdl.slides.finding.annotations import read_annotations
+from spatialdl.slides.finding.regions import class_map, class_names
+from spatialdl.slides.inspecting import inspect, verify
+from spatialdl.slides.inspecting.hdf5 import hdf5_in_a_line
+from spatialdl.slides.pyramid import write_pyramid
+from spatialdl.slides.reading.reader import Slide
+from spatialdl.training.checkpoints.content import restore_random
+from spatialdl.training.checkpoints.folder import SEAL, sealed
+from spatialdl.training.checkpoints.reading import Checkpoint
+from tests.fuzzing.child import Target
+from tests.predicting.runs import command, train
 
 
 def pixels(rows: int, cols: int, seed: int = 0) -> Any:
@@ -50,32 +53,24 @@ def pixels(rows: int, cols: int, seed: int = 0) -> Any:
 
 def data_sets(folder: Path) -> list[Path]:
     """One of each kind: tiles with masks, striped regions, and tiles as JPEG, zstd and LZ4."""
-    from spatialdl.data.writer import ShardWriter
-
-    made = [folder / name for name in ("tiles", "regions", "jpeg", "zstd", "lz4")]
-    for path in made:
-        shutil.rmtree(path, ignore_errors=True)  # what an earlier child has left is not valid
-        kind: Any = "regions" if path.name == "regions" else "tiles"
-        codec: Any = path.name if kind == "tiles" and path.name != "tiles" else "raw"
-        more: Any = {"stripes": 2} if kind == "regions" else {"mpp": 0.5}
-        note = {"overlap": 0, "program": "test"}
-        with ShardWriter(
-            path, ["a", "b"], kind=kind, codec=codec, made_with=note, overwrite=True, **more
-        ) as out:
+    kinds: dict[str, dict[str, Any]] = {
+        "tiles": {"codec": "raw", "mpp": 0.5},
+        "regions": {"codec": "raw", "kind": "regions", "stripes": 2},
+        **{codec: {"codec": codec, "mpp": 0.5} for codec in ("jpeg", "zstd", "lz4")},
+    }
+    note = {"overlap": 0, "program": "test"}
+    for name, how in kinds.items():
+        with ShardWriter(folder / name, ["a", "b"], made_with=note, **how) as out:
             for number, split in enumerate(("train", "train", "val")):
                 image = pixels(20, 24, number)
-                mask = None if codec == "jpeg" else image[..., 0] % 2
+                mask = None if name == "jpeg" else image[..., 0] % 2
                 xy = (8 * number, 0)
                 out.add(image, number % 2, split, slide=f"s{number % 2}", xy=xy, mask=mask)
-    return made
+    return [folder / name for name in kinds]
 
 
 def read_all(path: Path, io: Any = "auto") -> None:
     """Read a data set in every way there is, all of it and boxes."""
-    from spatialdl.data.shards import ShardDataset
-    from spatialdl.data.staging.samples import of_splits
-    from spatialdl.predicting.inputs import shard_inputs
-
     data = ShardDataset(path, io=io)
     of_splits(data.manifest, data.splits[:1])
     shard_inputs(data, (8, 8), maps=False)
@@ -100,9 +95,6 @@ class ManifestTarget(Target):
         return [(path / "manifest.json").read_bytes() for path in self._sets]
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.errors import ShardError
-        from spatialdl.slides.inspecting import inspect, verify
-
         path = self._sets[number]
         (path / "manifest.json").write_bytes(data)
         inspect(path)
@@ -120,20 +112,14 @@ class ShardTarget(Target):
     names = "shard-00000.h5"
 
     def __init__(self, folder: Path) -> None:
-        self._sets = data_sets(folder)
+        self._sets, self._tried = data_sets(folder), 0
         self._manifests = [json.loads((path / "manifest.json").read_bytes()) for path in self._sets]
         self._valid = [(path / self.names).read_bytes() for path in self._sets]
-        self._tried = 0
 
     def valid(self) -> list[bytes]:
         return self._valid
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.data.importing.clam import _opened
-        from spatialdl.errors import ShardError
-        from spatialdl.slides.inspecting import verify
-        from spatialdl.slides.inspecting.hdf5 import hdf5_in_a_line
-
         path, manifest = self._sets[number], self._manifests[number]
         (path / self.names).write_bytes(data)
         manifest["shards"][0]["bytes"] = len(data)
@@ -141,12 +127,11 @@ class ShardTarget(Target):
         (path / "manifest.json").write_text(json.dumps(manifest))
         self._tried += 1
         wrong: Exception | None = None
-        ways = ("mmap", "pread", "h5py")
         for work in (
-            lambda: read_all(path, ways[self._tried % 3]),
-            lambda: hdf5_in_a_line(path / self.names),
-            lambda: verify(path, progress=False),
-            lambda: _opened([path / self.names]),
+            partial(read_all, path, ("mmap", "pread", "h5py")[self._tried % 3]),
+            partial(hdf5_in_a_line, path / self.names),
+            partial(verify, path, progress=False),
+            partial(_opened, [path / self.names]),
         ):
             try:
                 work()
@@ -161,10 +146,6 @@ class CsvTarget(Target):
 
     names = "table.csv"
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / self.names
-        self._slides = [folder / name for name in ("a.svs", "b.svs", "c d.svs")]
-
     def valid(self) -> list[bytes]:
         return [
             b"slide,label,split,mpp\na.svs,tumour,train,0.25\nb,normal,val,\nc d.svs,x,test,0.5\n",
@@ -174,19 +155,16 @@ class CsvTarget(Target):
         ]
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.data.importing.clam import read_labels as read_clam
-        from spatialdl.data.targets import match_targets, read_targets
-        from spatialdl.slides.batch.labels import read_labels
-
-        self._path.write_bytes(data)
+        path = self._folder / self.names
+        path.write_bytes(data)
         if number == 0:
-            read_labels(self._path, self._slides)
+            read_labels(path, [self._folder / name for name in ("a.svs", "b.svs", "c d.svs")])
         elif number == 3:
-            read_clam(self._path)
+            read_clam(path)
         else:
-            key, _, found = read_targets(self._path, binary=number == 1)
+            key, _, found = read_targets(path, binary=number == 1)
             samples = ["a.svs", "b.svs"] if key == "slide" else ["0", "1"]
-            match_targets(self._path, key, found, samples, "x")
+            match_targets(path, key, found, samples, "x")
 
 
 class GeojsonTarget(Target):
@@ -194,38 +172,30 @@ class GeojsonTarget(Target):
 
     names = "a.geojson"
 
-    def documents(self) -> list[Document]:
+    def valid(self) -> list[bytes]:
         outer = [[0, 0], [100, 0], [100, 80.5], [0, 80], [0, 0]]
         hole = [[10, 10], [20, 10], [20, 20], [10, 10]]
-        shapes = [
-            ("Polygon", [outer, hole]),
-            ("MultiPolygon", [[outer], [hole]]),
-            ("Point", [5, 5]),
-        ]
+        kind = {"name": "Tumor", "color": [200, 0, 0]}
         features = [
             {
                 "type": "Feature",
                 "id": "PathAnnotationObject",
-                "geometry": {"type": kind, "coordinates": coordinates},
-                "properties": {
-                    "objectType": "annotation",
-                    "classification": {"name": "Tumor", "color": [200, 0, 0]},
-                },
+                "geometry": {"type": shape, "coordinates": coordinates},
+                "properties": {"objectType": "annotation", "classification": kind},
             }
-            for kind, coordinates in shapes
+            for shape, coordinates in (
+                ("Polygon", [outer, hole]),
+                ("MultiPolygon", [[outer], [hole]]),
+                ("Point", [5, 5]),
+            )
         ]
         parts = {"type": "GeometryCollection", "geometries": [features[0]["geometry"]]}
-        names = {"names": ["Tumor", "Positive"]}
-        other = {"type": "Feature", "geometry": parts, "properties": {"classification": names}}
-        return [{"type": "FeatureCollection", "features": features}, [*features, other], other]
-
-    def valid(self) -> list[bytes]:
-        return [json.dumps(one).encode() for one in self.documents()]
+        names = {"classification": {"names": ["Tumor", "Positive"]}}
+        other = {"type": "Feature", "geometry": parts, "properties": names}
+        documents = {"type": "FeatureCollection", "features": features}, [*features, other], other
+        return [json.dumps(one).encode() for one in documents]
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.slides.finding.annotations import read_annotations
-        from spatialdl.slides.finding.regions import class_map, class_names
-
         path = self._folder / self.names
         path.write_bytes(data)
         regions = [region.moved((3, -4)) for region in read_annotations(path)]
@@ -257,13 +227,9 @@ class XmlTarget(GeojsonTarget):
 
 def resealed(data: bytes) -> bytes:
     """A changed checkpoint.json with the checksum that goes with it, as anybody may write it."""
-    from spatialdl.training.checkpoints.folder import SEAL, sealed
-
-    try:
-        content = json.loads(data)
-        return sealed({key: value for key, value in content.items() if key != SEAL}).encode()
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return data
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        return sealed({k: v for k, v in json.loads(data).items() if k != SEAL}).encode()
+    return data
 
 
 class CheckpointTarget(Target):
@@ -275,15 +241,12 @@ class CheckpointTarget(Target):
     names = "step-00000002"
 
     def __init__(self, folder: Path) -> None:
-        from tests.predicting.runs import train
-
         self._folder = folder
-        run = folder / "run"
-        shutil.rmtree(run, ignore_errors=True)
-        train(run, *SMALL)
-        self._path = run / "checkpoints" / self.names
+        train(folder / "run", "model=wide_view", "model.width=2", "trainer.report=false")
+        self._path = folder / "run" / "checkpoints" / self.names
         self._files = ["checkpoint.json", "stage-00.safetensors", "random.safetensors"]
         self._valid = [(self._path / name).read_bytes() for name in self._files]
+        self._config = command("ckpt_path=x", "mpp=0.5")
 
     def valid(self) -> list[bytes]:
         return self._valid
@@ -303,83 +266,52 @@ class CheckpointTarget(Target):
         (self._path / name).write_bytes(data)
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.comm.single_process import SingleProcess
-        from spatialdl.export import export
-        from spatialdl.predicting.cutting import cutting_of
-        from spatialdl.predicting.network import Network
-        from spatialdl.predicting.trained import find_trained
-        from spatialdl.training.checkpoints.content import restore_random
-        from spatialdl.training.checkpoints.reading import Checkpoint
-        from tests.predicting.runs import command
-
         self._put(number, data)
         trained = find_trained(str(self._path), SingleProcess())
         with Checkpoint(trained.path) as checkpoint:
             for key in checkpoint.names(""):
                 checkpoint.shape(key)
                 checkpoint.read(key)
-            self._restore_random(checkpoint, restore_random)
+            try:
+                restore_random(checkpoint.random_states(0), torch.device("cpu"))
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.names}: {error}") from error
         export(str(self._path), self._folder / "out.safetensors")
-        self._config = getattr(self, "_config", None) or command("ckpt_path=x", "mpp=0.5")
         try:
             cutting_of(self._config, trained)
             Network(trained, self._config, SingleProcess()).pipeline((32, 32))
         except ValueError as error:
             raise ValueError(f"{self.names}: {error}") from error
 
-    def _restore_random(self, checkpoint: Any, restore: Any) -> None:
-        import torch
-
-        from spatialdl.errors import CheckpointError
-
-        try:
-            restore(checkpoint.random_states(0), torch.device("cpu"))
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.names}: {error}") from error
-
 
 class RecordTarget(Target):
     """What a batch of slides, or predicting for them, has left of slides that are done."""
 
-    def __init__(self, folder: Path) -> None:
-        shutil.rmtree(folder / "batch", ignore_errors=True)
-        self._batch = folder / "batch"
-        self._batch.mkdir()
-
     def valid(self) -> list[bytes]:
-        from spatialdl.data.samples import ShardInfo
-        from spatialdl.predicting.records import PredictionRecord as Prediction
-        from spatialdl.slides.batch.record import PartRecord, SlideRecord, save_part
-        from spatialdl.slides.batch.report import TilingReport
-
-        shard = self._batch / "shard-00000.h5"
-        shard.write_bytes(b"whole")
-        info = ShardInfo(shard.name, 5, hashlib.sha256(b"whole").hexdigest(), 1)
+        batch, digest = self._folder, hashlib.sha256(b"whole").hexdigest()
+        (batch / "shard-00000.h5").write_bytes(b"whole")
+        info = ShardInfo("shard-00000.h5", 5, digest, 1)
         part = PartRecord(info, [(3, 4, 1), (5, -6, None)], {"blur": [(1, 2)]}, [], "torn", 2, 0.5)
         report = TilingReport("a").to_json()
-        SlideRecord("key", "a.svs", "train", [part], [info], None, report).save(self._batch, "a")
-        save_part(self._batch, "key", part)
+        SlideRecord("key", "a.svs", "train", [part], [info], None, report).save(batch, "a")
+        save_part(batch, "key", part)
         places, values = np.arange(6).reshape(3, 2), np.ones((3, 2))
-        Prediction("a", "key", places, (8.0, 9.0), values, 1, [shard.name]).save(self._batch)
+        PredictionRecord("a", "key", places, (8.0, 9.0), values, 1, [info.file]).save(batch)
         names = ("records/a.json", "part.json", "records/a.npz", "settings.json")
-        self._paths = [self._batch / name for name in names]
+        self._paths = [batch / name for name in names]
         self._paths[3].write_text(json.dumps({"tile_size": 64, "mpp": [0.5]}))
         self._valid = [path.read_bytes() for path in self._paths]
         return self._valid
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.data.saving import load_json
-        from spatialdl.predicting.records import PredictionRecord as Prediction
-        from spatialdl.slides.batch.record import SlideRecord, load_part
-
         for path, whole in zip(self._paths, self._valid, strict=True):
             path.write_bytes(whole)
         self._paths[number].write_bytes(data)
-        record = SlideRecord.load(self._batch, "a")
+        record = SlideRecord.load(self._folder, "a")
         if record is not None:
-            record.is_whole(self._batch)
-        load_part(self._batch, "key")
-        Prediction.load(self._batch, "a", "key")
+            record.is_whole(self._folder)
+        load_part(self._folder, "key")
+        PredictionRecord.load(self._folder, "a", "key")
         load_json(self._paths[3])
 
 
@@ -388,36 +320,25 @@ class SlideTarget(Target):
 
     names = "slide."
 
-    _endings = ("tif", "tif", "svs", "tif", "png", "jpg")
-
     def valid(self) -> list[bytes]:
-        return list(self._made())
-
-    def _made(self) -> Iterator[bytes]:
-        import imagecodecs
-        import tifffile
-
-        from spatialdl.slides.pyramid import write_pyramid
-
         image, path = pixels(300, 280), self._folder / "made.tif"
         write_pyramid(path, [image], (300, 280), 0.5)
-        yield path.read_bytes()
-        tifffile.imwrite(path, image, tile=(64, 64), photometric="rgb")
-        yield path.read_bytes()
+        found, small = [path.read_bytes()], image[:90, :70]
         said = "Aperio Image Library v11\n280x300 [0,0 280x300] (64x64)|AppMag = 20|MPP = 0.5"
-        more: Any = {"compression": "jpeg", "photometric": "ycbcr"}
-        tifffile.imwrite(path, image, tile=(64, 64), description=said, **more)
-        yield path.read_bytes()
-        tifffile.imwrite(path, image[:90, :70], rowsperstrip=16, compression="deflate")
-        yield path.read_bytes()
-        yield imagecodecs.png_encode(image[:90, :70])
-        yield imagecodecs.jpeg8_encode(image[:90, :70])
+        jpeg = {"compression": "jpeg", "photometric": "ycbcr", "description": said}
+        ways: list[tuple[Any, dict[str, Any]]] = [
+            (image, {"tile": (64, 64), "photometric": "rgb"}),
+            (image, {"tile": (64, 64), **jpeg}),
+            (small, {"rowsperstrip": 16, "compression": "deflate"}),
+        ]
+        for one, how in ways:
+            tifffile.imwrite(path, one, **how)
+            found.append(path.read_bytes())
+        return [*found, imagecodecs.png_encode(small), imagecodecs.jpeg8_encode(small)]
 
     def attempt(self, number: int, data: bytes) -> None:
-        from spatialdl.slides.inspecting import inspect
-        from spatialdl.slides.reading.reader import Slide
-
-        path = self._folder / f"slide.{self._endings[number]}"
+        ending = ("tif", "tif", "svs", "tif", "png", "jpg")[number]
+        path = self._folder / f"slide.{ending}"
         path.write_bytes(data)
         inspect(path)
         with Slide(path) as slide:
@@ -426,43 +347,6 @@ class SlideTarget(Target):
                 slide.read_scaled(0, 0, (40, 50), scale)
                 slide.read_scaled(cols // 2, rows // 2, (30, 30), scale * 1.3)
             slide.thumbnail(max(rows, cols) / 50)
-
-
-class Misbehaving(Target):
-    """A reader that does what its input says: to see that it is noticed."""
-
-    names = "a.txt"
-
-    def valid(self) -> list[bytes]:
-        return [b"read"]
-
-    def attempt(self, number: int, data: bytes) -> None:
-        inputs = self._folder.parent
-        outside = inputs.parent / "outside"
-        if data == b"crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        elif data == b"spin":
-            while True:
-                pass
-        elif data == b"eat":
-            bytearray(2**40)
-        elif data == b"write":
-            outside.touch()
-        elif data == b"rename":
-            (inputs / "stderr").rename(outside)
-        elif data == b"look":
-            (inputs.parent / "secret").read_bytes()
-        elif data == b"remove inside":
-            (self._folder / "removed" / "twice").mkdir(parents=True)
-            shutil.rmtree(self._folder / "removed")
-        elif data == b"unpickle":
-            pickle.loads(pickle.dumps(Path()))
-        elif data == b"start":
-            subprocess.run(["true"], check=True)
-        elif data != b"read":
-            raise {b"key": KeyError, b"clean": ValueError, b"unnamed": ValueError}[data](
-                "a.txt" if data == b"clean" else "something"
-            )
 
 
 TARGETS: dict[str, type[Target]] = {
@@ -474,5 +358,4 @@ TARGETS: dict[str, type[Target]] = {
     "checkpoint": CheckpointTarget,
     "records": RecordTarget,
     "slide": SlideTarget,
-    "misbehaving": Misbehaving,
 }

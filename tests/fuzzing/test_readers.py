@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzzing.child import Child
+from tests.fuzzing.child import Child, Misbehaving
 from tests.fuzzing.mutations import changed_bytes, changed_json, changed_safetensors
 
 _JSON = ("manifest", "geojson", "checkpoint", "records")
@@ -40,7 +40,9 @@ MANY = {
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    with Child(tmp_path_factory.mktemp("fuzzing") / "inputs") as made:
+    folder = tmp_path_factory.mktemp("fuzzing")
+    (folder / "secret").touch()
+    with Child(folder / "inputs") as made:
         yield made
 
 
@@ -89,17 +91,10 @@ def test_many_damaged_inputs_are_refused_in_a_sentence(name, child):
     give(name, MANY[name], child, derandomize=False)  # others each time
 
 
-@pytest.fixture
-def misbehaving(tmp_path, monkeypatch):
-    monkeypatch.setenv("FUZZING_CPU_LIMIT_S", "1")
-    (tmp_path / "secret").touch()
-    with Child(tmp_path / "inputs") as made:
-        yield partial(made.attempt, "misbehaving", 0)
-
-
-def test_what_a_reader_does_is_noticed_and_takes_nobody_with_it(misbehaving):
-    assert misbehaving(b"read") == misbehaving(b"remove inside") == ("read", "")
-    assert misbehaving(b"clean") == ("refused", "ValueError: a.txt")
+def test_what_a_reader_does_is_noticed_and_takes_nobody_with_it(child):
+    give = partial(child.attempt, Misbehaving.__name__, 0, cpu_s=1.0)
+    assert give(b"read") == give(b"remove inside") == ("read", "")
+    assert give(b"clean") == ("refused", "ValueError: a.txt")
     for bad, kind, said in (
         (b"unnamed", "wrong", "does not say which file"),
         (b"key", "wrong", "KeyError"),
@@ -112,7 +107,7 @@ def test_what_a_reader_does_is_noticed_and_takes_nobody_with_it(misbehaving):
         (b"crash", "crash", "Segmentation fault"),
         (b"spin", "hang", "in attempt"),
     ):
-        outcome = misbehaving(bad)
+        outcome = give(bad)
         assert (outcome.kind, said in outcome.said) == (kind, True), outcome.said
         assert not outcome.clean
-    assert misbehaving(b"read").clean
+    assert give(b"read").clean
