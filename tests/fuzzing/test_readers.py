@@ -31,7 +31,15 @@ _JSON = ("manifest", "geojson", "checkpoint", "records")
 _HEADS = {"shard": 8192}
 """Bytes from which on there is nothing but pixels and numbers."""
 
-FEW = {"manifest": 12, "shard": 10, "csv": 30, "geojson": 30, "xml": 15, "records": 10, "slide": 4}
+FEW = {
+    "manifest": 12,
+    "shard": 10,
+    "csv": 200,
+    "geojson": 200,
+    "xml": 60,
+    "records": 20,
+    "slide": 4,
+}
 MANY = {
     **dict.fromkeys((*FEW, "checkpoint"), 1000),
     **dict.fromkeys(("manifest", "shard", "csv", "geojson"), 10_000),
