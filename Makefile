@@ -107,7 +107,7 @@ ON_SIM := SPATIALDL_DEVICE=sim SPATIALDL_DEVICE_PATH
 BY_ALL_PATHS := tests/mpi/comm/test_device_transport.py tests/mpi/comm/test_reduce.py \
     tests/mpi/comm/test_repartition.py tests/mpi/comm/test_collectives.py
 WITH_TESTS = $(RUN) 1200 -n $(RANKS) $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
-ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py
+ON_SHARED ?= tests/mpi/spatial tests/mpi/pipeline/test_equal_numbers.py tests/mpi/pipeline/test_host_waits.py
 
 test-gpu: $(READY)
 	$(ON_GPU)=nccl $(WITH_TESTS) tests/mpi/spatial tests/mpi/pipeline/test_host_waits.py \
@@ -131,10 +131,9 @@ test-device: $(READY)
 	    tests/mpi/spatial/test_families.py tests/mpi/pipeline/test_host_waits.py \
 	    tests/mpi/pipeline/test_equal_numbers.py \
 	    tests/mpi/pipeline/test_sharded.py::test_an_optimizer_may_read_gradients_after_they_are_freed
-	set -e; for path in host mpi; do \
-	    SPATIALDL_DEVICES=1 $(ON_SIM)=$$path $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
-	        $(BY_ALL_PATHS); \
-	done
+	SPATIALDL_DEVICES=1 $(ON_SIM)=host $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS) \
+	    tests/mpi/pipeline/test_host_waits.py
+	SPATIALDL_DEVICES=1 $(ON_SIM)=mpi $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" $(BY_ALL_PATHS)
 	# virtual tiles, of which some wait on a disk while messages are packed in streams that are late
 	SPATIALDL_DEVICES=1 SIM_DELAY_US=300 $(ON_SIM)=host $(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/training/test_virtual_tiles.py -k "segmentation and workers"
@@ -173,6 +172,8 @@ test-slow: $(READY)
 	set -e; for ranks in 2 3; do \
 	    $(ON_SIM)=nccl $(RUN) 3000 -n $$ranks $(MPI_TESTS) -m "not slow" $(WHOLE_RUNS); \
 	done
+	SPATIALDL_DEVICES=1 $(ON_SIM)=host $(RUN) 3000 -n 4 $(MPI_TESTS) -m slow \
+	    tests/mpi/pipeline/test_host_waits.py
 	$(MAKE) test-gpu GPU=sim
 	set -e; for path in host mpi; do \
 	    $(ON_SIM)=$$path $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" \

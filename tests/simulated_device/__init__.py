@@ -112,3 +112,20 @@ def _library() -> Path:
                 )
             ready.touch()
     return library
+
+
+def python_path(folder: Path) -> str:
+    """What ``PYTHONPATH`` is to be for processes that have the device.
+
+    PyTorch loads devices that others have made when it is imported: it asks for entry points of the
+    group ``torch.backends``. A folder on ``PYTHONPATH`` with one of them is all that it needs.
+
+    Args:
+        folder: an empty one.
+    """
+    distribution = folder / "spatialdl_simulated_device-0.dist-info"
+    distribution.mkdir()
+    about = "Metadata-Version: 2.1\nName: spatialdl-simulated-device\nVersion: 0\n"
+    (distribution / "METADATA").write_text(about)
+    (distribution / "entry_points.txt").write_text(f"[torch.backends]\nsim = {__name__}:load\n")
+    return f"{folder}:{FOLDER.parents[1]}"

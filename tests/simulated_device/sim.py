@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +19,11 @@ Device = torch.device | str | int | None
 Stream, Event = torch.Stream, torch.Event
 _ops = torch.ops.sim
 _initialized = True  # checkpoint asks whether there are random states to keep
+PATIENCE_S = 30  # of what is held, or a test that fails would hang
 
 
 def _index(device: Device) -> int:
-    if isinstance(device, int):
-        return device
-    index = None if device is None else torch.device(device).index
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
     return current_device() if index is None else index
 
 
@@ -31,35 +31,16 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
-
-
-def init() -> None:
-    """Nothing is left to do."""
+is_initialized = is_available
 
 
 def device_count() -> int:
     return int(_ops.device_count())
 
 
-def current_device() -> int:
-    return torch.accelerator.current_device_index()
-
-
-def set_device(device: Device) -> None:
-    torch.accelerator.set_device_index(_index(device))
-
-
-@contextlib.contextmanager
-def device(device: Device) -> Iterator[None]:
-    """Make a device the current one for a while."""
-    before = current_device()
-    set_device(device)
-    try:
-        yield
-    finally:
-        set_device(before)
+current_device = torch.accelerator.current_device_index
+set_device = torch.accelerator.set_device_index
+device = torch.accelerator.device_index
 
 
 @dataclass(frozen=True)
@@ -70,8 +51,7 @@ class Properties:
 
 
 def get_device_properties(device: Device = None) -> Properties:
-    index = _index(device)
-    return Properties("sim", f"sim-{index}", mem_get_info(index)[1])
+    return Properties("sim", f"sim-{_index(device)}", mem_get_info(device)[1])
 
 
 def get_device_name(device: Device = None) -> str:
@@ -80,9 +60,9 @@ def get_device_name(device: Device = None) -> str:
 
 # Streams and events.
 
-
-def current_stream(device: Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
+synchronize = torch.accelerator.synchronize
 
 
 def default_stream(device: Device = None) -> torch.Stream:
@@ -90,48 +70,39 @@ def default_stream(device: Device = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(kind))
 
 
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
+def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Queue work in a stream for a while; None changes nothing."""
+    return stream or contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Queue work in a stream for a while; None changes nothing."""
-    if stream is None:
-        yield
-        return
-    with stream:
-        yield
+def held(stream: torch.Stream | None = None) -> Iterator[threading.Event]:
+    """Hold a stream, the current one by default, until the end or until the event is set.
 
+    What is queued in it has certainly not run until then.
+    """
+    gate = threading.Event()
 
-def synchronize(device: Device = None) -> None:
-    torch.accelerator.synchronize(_index(device))
+    def hold() -> None:
+        if not gate.wait(PATIENCE_S):
+            raise TimeoutError("the host waited for a stream that a test holds back")
+
+    enqueue(hold, stream)
+    try:
+        yield gate
+    finally:
+        gate.set()
 
 
 # Memory.
 
 empty_cache = torch.accelerator.memory.empty_cache
-
-
-def memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.memory.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.memory.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.memory.memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    torch.accelerator.memory.reset_peak_memory_stats(_index(device))
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Free and total bytes."""
-    return torch.accelerator.memory.get_memory_info(_index(device))
+memory_allocated = torch.accelerator.memory.memory_allocated
+max_memory_allocated = torch.accelerator.memory.max_memory_allocated
+memory_reserved = torch.accelerator.memory.memory_reserved
+reset_peak_memory_stats = torch.accelerator.memory.reset_peak_memory_stats
+mem_get_info = torch.accelerator.memory.get_memory_info
+"""Free and total bytes."""
 
 
 # Random numbers.
@@ -181,10 +152,6 @@ def _is_in_bad_fork() -> bool:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
-
-
-def is_bf16_supported() -> bool:
-    return True
 
 
 # What tests count and plant.

@@ -20,7 +20,6 @@ from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.streaming.streamed import memory_of
 from spatialdl.training.peak_memory import peak_memory_mb
 from tests.data.numbers import WHOLE, batching, contents, views
-from tests.simulated_device.holding import held
 
 STORES = {"host": PinnedStore, "disk": DeviceDiskStore}
 MB = 2**20 // 4  # numbers
@@ -64,7 +63,7 @@ def test_what_is_longer_than_a_piece_of_pinned_memory(monkeypatch):
 
 def test_pinned_memory_is_stored_without_a_wait_of_the_host():
     store, whole = PinnedStore(torch.device("sim")), torch.ones(1000, device="sim")
-    with held():
+    with torch.sim.held():
         slot = store.put(whole.untyped_storage())
         assert not slot.is_done()
         slot.wait()
@@ -191,7 +190,7 @@ def test_batches_arrive_while_others_are_computed_with(workers, delays):
 
 def test_a_device_copies_beside_what_it_computes():
     copy = DeviceCopy(torch.device("sim", 0))
-    with held() as computing:
+    with torch.sim.held() as computing:
         arrived = copy.begin([Slice(torch.tensor([3]), 1.0, None)])
         assert copy._stream is not None
         copy._stream.synchronize()  # it has not waited for the computing

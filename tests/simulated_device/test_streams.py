@@ -8,18 +8,18 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
+from spatialdl.random import keyed
 from tests.simulated_device.device_aware_mpi import device_aware_mpi
-from tests.simulated_device.holding import held
-from tests.simulated_device.programs import ran
 
 
 def test_the_host_does_not_wait_for_operators():
     x = torch.ones(3, device="sim")
     torch.sim.synchronize()
-    with held():
+    with torch.sim.held():
         x += 1
         assert not torch.sim.current_stream().query()
         assert torch.sim.host_view(x).eq(1).all()
@@ -32,7 +32,7 @@ def test_a_missing_wait_shows():
     side = torch.Stream("sim")
     x = torch.zeros(3, device="sim")
     side.wait_stream(torch.sim.current_stream())
-    with held(side):
+    with torch.sim.held(side):
         with side:
             x.add_(1)
         assert x.tolist() == [0, 0, 0]
@@ -81,62 +81,21 @@ def test_a_native_function_needs_no_interpreter():
     assert library.sem_wait(semaphore) == 0
 
 
-def test_a_process_ends_with_work_under_way():
-    program = """
-torch.sim.set_delay(1000)
-x = torch.ones(1000, device="sim", requires_grad=True)
-for _ in range(50):
-    (x * 2).sum().backward()
-torch.sim.enqueue(lambda: print("done", flush=True))
-"""
-    done = ran(program)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+def test_device_aware_mpi_moves_device_memory_and_waits_for_no_stream():
+    def exchange(x: Tensor, landed: Tensor) -> None:
+        ours, theirs = (MPI.buffer.fromaddress(t.data_ptr(), t.nbytes) for t in (x, landed))
+        MPI.COMM_SELF.Sendrecv(ours, 0, 0, theirs, 0, 0)
 
-
-def test_a_forked_process_is_refused():
-    done = ran(
-        """
-x = torch.ones(3, device="sim")
-torch.sim.synchronize()
-if (child := os.fork()) == 0:
-    try:
-        x + 1
-    except RuntimeError as error:
-        print(error, flush=True)
-    del x
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    )
-    assert done.returncode == 0, done.stderr
-    assert "cannot be used in a forked process" in done.stdout
-
-
-def exchanged(x: Tensor) -> Tensor:
-    """A copy of a tensor that MPI made, on the device, at once."""
-    landed = torch.zeros_like(x)
-    torch.sim.synchronize()
-    ours, theirs = (MPI.buffer.fromaddress(t.data_ptr(), t.nbytes) for t in (x, landed))
-    MPI.COMM_SELF.Sendrecv(ours, 0, 0, theirs, 0, 0)
-    return landed
-
-
-def test_device_aware_mpi_moves_device_memory():
     with device_aware_mpi():
-        x = torch.arange(1000.0, device="sim")
-        assert torch.equal(exchanged(x), x)
-        y = torch.arange(1000.0)
-        assert torch.equal(exchanged(y), y)
-
-
-def test_device_aware_mpi_waits_for_no_stream():
-    with device_aware_mpi():
+        for device in ("sim", "cpu"):
+            x, landed = torch.arange(1000.0, device=device), torch.zeros(1000, device=device)
+            torch.sim.synchronize()
+            exchange(x, landed)
+            assert torch.equal(landed, x)
         landed = torch.zeros(3, device="sim")
         torch.sim.synchronize()
-        with held():
-            x = torch.ones(3, device="sim")
-            ours, theirs = (MPI.buffer.fromaddress(t.data_ptr(), t.nbytes) for t in (x, landed))
-            MPI.COMM_SELF.Sendrecv(ours, 0, 0, theirs, 0, 0)
+        with torch.sim.held():
+            exchange(torch.ones(3, device="sim"), landed)
         assert landed.isnan().all()
 
 
@@ -163,13 +122,47 @@ def test_messages_in_streams(delays):
     assert y.tolist() == [4, 4, 4]
 
 
-def test_where_the_host_waits():
-    x = torch.ones(3, device="sim")
-    with torch.sim.wait_sites(__file__) as sites:
-        x.sum().item()
-        torch.sim.synchronize()
-    x.sum().item()
-    found = {(kind, name): site for kind, name, site in sites}
-    assert set(found) == {("item", ""), ("device", "")}
-    assert all(site.startswith(__file__) for site in found.values())
-    assert sum(sites.values()) == 2
+def test_waits_copies_and_launches_are_counted_and_the_lines_that_wait_are_named():
+    x, plain, pinned = torch.ones(4, device="sim"), torch.ones(4), torch.ones(4).pin_memory()
+    to_host, to_device = {"to the host": 1}, {"to the device": 1}
+    for do, waits, copies, launches in (
+        (lambda: x.add_(1).relu(), 0, {}, 2),
+        (lambda: x.view(2, 2).t()[1:], 0, {}, 0),
+        (lambda: torch.empty_like(x), 0, {}, 0),
+        (x.cpu, 1, to_host, 0),
+        (lambda: plain.to("sim"), 1, to_device, 0),
+        (lambda: torch.tensor([1.0], device="sim"), 1, to_device, 0),
+        (lambda: x.new_tensor([1.0]), 1, to_device, 0),
+        (lambda: pinned.to("sim", non_blocking=True), 0, to_device, 0),
+        (lambda: x.copy_(plain), 1, to_device, 0),
+        (lambda: x.copy_(plain, non_blocking=True), 0, to_device, 0),
+        (lambda: pinned.copy_(x), 1, to_host, 0),
+        (lambda: pinned.copy_(x, non_blocking=True), 0, to_host, 0),
+        (lambda: plain.copy_(x, non_blocking=True), 1, to_host, 0),
+        (lambda: x.sum().item(), 1, {}, 1),
+        (lambda: bool((x > 0).all()), 1, {}, 2),
+        (lambda: torch.equal(x, x.clone()), 1, {}, 1),
+        (lambda: x[x > 0], 2, {}, 1),  # nonzero and index
+        (torch.sim.synchronize, 1, {}, 0),
+        (lambda: torch.sim.current_stream().synchronize(), 1, {}, 0),
+        (lambda: torch.Stream("sim").record_event().synchronize(), 1, {}, 0),
+        (lambda: torch.sim.current_stream().wait_stream(torch.Stream("sim")), 0, {}, 0),
+        (lambda: plain.sum().item(), 0, {}, 0),
+    ):
+        torch.sim.reset_counters()
+        with torch.sim.wait_sites(__file__) as sites:
+            do()
+        found = torch.sim.counters()
+        assert (found.host_waits, found.copies, found.launches) == (waits, copies, launches), do
+        assert set(found.bytes.values()) <= {4, 16}
+        assert [site.split(":")[0] for *_, site in sites] == [__file__] * waits, do
+
+
+def test_a_mask_of_many_numbers_takes_few_launches_and_no_wait():
+    x = torch.empty(4, 64, 128, 128, device="sim")
+    torch.sim.reset_counters()
+    with keyed(0, 0):
+        F.dropout(x, 0.1)
+    found = torch.sim.counters()
+    assert (found.host_waits, found.copies) == (0, {"to the device": 1})
+    assert found.launches <= 29

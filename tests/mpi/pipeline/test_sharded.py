@@ -33,7 +33,6 @@ from tests.fitting import fit
 from tests.mpi.device import DEVICE, device_key
 from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
-from tests.simulated_device.holding import held
 
 pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2, 3)]
 RANKS = MPI.COMM_WORLD.size
@@ -131,7 +130,7 @@ def test_an_optimizer_may_read_gradients_after_they_are_freed(backend, delays, w
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
         for step in range(3):
             pipeline.train_step([batch(world.rank, step)], step)
-            with held():
+            with torch.sim.held():
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(0.05)  # time enough for a stream that writes into what it got back
