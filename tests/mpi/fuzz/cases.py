@@ -1,25 +1,33 @@
-"""Random layouts, tasks and ways to train, drawn from a seed for a number of ranks."""
+"""Random layouts, networks, tasks and ways to train for a number of ranks."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.mpi.fuzz.networks import BLOCKS, JOINS, TWICE
 
 CLASSES = 3
-GRIDS = ((4, 1), (1, 4), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
-SIZES = ((31, 15), (37, 29), (24, 33), (16, 16), (7, 13), (11, 5))
-SIGNALS = ((101,), (64,), (37,), (13,), (8,))
-VOLUMES = ((7, 9, 6), (5, 4, 11), (8, 8, 8), (13, 2, 5), (4, 3, 4))
+Keys = dict[str, Any]
+GRIDS = ((2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2))
+SIZES = {
+    2: ((7, 13), (11, 5), (16, 16), (31, 15), (24, 33), (37, 29)),
+    3: ((5, 4, 11), (4, 3, 5), (7, 9, 6), (8, 8, 8), (13, 2, 5)),
+}
+"""Of images, by their dims."""
 
 
-def _divides_samples(parallel: dict[str, Any]) -> bool:
+def _divides_samples(parallel: Keys) -> bool:
     return parallel["data"] > 1 or parallel["local_dp"] > 1 or parallel["gems.variant"] != "none"
 
 
-LEFT_OUT: dict[str, Callable[[dict[str, Any]], bool]] = {
+LEFT_OUT: dict[str, Callable[[Keys], bool]] = {
     # refused by name
     "Views": lambda parallel: parallel["spatial_stages"] > 0,
     "Averages": lambda parallel: parallel["sync_batchnorm"] or parallel["local_dp"] > 1,
@@ -28,34 +36,38 @@ LEFT_OUT: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-class Case(NamedTuple):
-    """What a run does beside its network and data.
+@dataclass(frozen=True)
+class Case:
+    """What a run is.
 
     Attributes:
+        size: of the images, without channels.
         batch: samples of a batch; a step takes ``trainer.accumulate`` of these.
-        parallel, trainer, task, optimizer, comm: keys of the configuration, by group.
+        samples: of the data set.
+        model, parallel, trainer, task, optimizer, comm: keys of the configuration, by group.
     """
 
-    seed: int
-    network: str
-    size: tuple[int, ...]
-    batch: int
-    samples: int
-    parallel: dict[str, Any]
-    trainer: dict[str, Any]
-    task: dict[str, Any]
-    optimizer: dict[str, Any]
-    comm: dict[str, Any]
-    steps: int
+    size: tuple[int, ...] = (24, 33)
+    batch: int = 5
+    samples: int = 10
+    steps: int = 2
+    model: Keys = field(default_factory=dict)
+    parallel: Keys = field(default_factory=dict)
+    trainer: Keys = field(default_factory=dict)
+    task: Keys = field(default_factory=dict)
+    optimizer: Keys = field(default_factory=dict)
+    comm: Keys = field(default_factory=dict)
 
     @property
     def microbatches(self) -> int:
-        return self.parallel["microbatches"] * self.trainer["accumulate"]
+        count: int = self.parallel["microbatches"] * self.trainer["accumulate"]
+        return count
 
     @property
     def step(self) -> int:
         """Samples of a step."""
-        return self.batch * self.trainer["accumulate"]
+        size: int = self.batch * self.trainer["accumulate"]
+        return size
 
     @property
     def dims(self) -> int:
@@ -63,50 +75,15 @@ class Case(NamedTuple):
 
     @property
     def data(self) -> int:
-        return self.parallel["data"]
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether a loop over a `Pipeline` trains, and not the command's trainer."""
-        return self.dims == 1 or (self.seed % 4 == 3 and self.is_plain)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a loop by hand can do the same."""
-        is_plain = self.head == "labels" and not self.parallel["shard_state"]
-        return is_plain and self.trainer["ema"] is None and self.comm["backend"] is None
-
-    @property
-    def leave_out(self) -> list[str]:
-        """Blocks and connections that this layout does not take."""
-        return [name for name, is_left_out in LEFT_OUT.items() if is_left_out(self.parallel)]
-
-    @property
-    def head(self) -> str:
-        return "masks" if self.task["name"] == "segmentation" else "labels"
+        replicas: int = self.parallel["data"]
+        return replicas
 
     def overrides(self) -> list[str]:
-        groups = {
-            "parallel": self.parallel,
-            "trainer": self.trainer,
-            "task": {k: v for k, v in self.task.items() if k != "name"},
-            "optimizer": {k: v for k, v in self.optimizer.items() if k != "name"},
-            "comm": self.comm,
-        }
         words = [f"task={self.task['name']}", f"optimizer={self.optimizer['name']}"]
-        for group, keys in groups.items():
-            words += [f"++{group}.{key}={_text(value)}" for key, value in keys.items()]
+        for group in ("model", "parallel", "trainer", "task", "optimizer", "comm"):
+            keys = getattr(self, group)
+            words += [f"++{group}.{k}={_text(v)}" for k, v in keys.items() if k != "name"]
         return words
-
-    def __str__(self) -> str:
-        return " ".join(
-            (
-                f"seed {self.seed}{', by hand' * self.by_hand}: {self.network}",
-                "x".join(map(str, self.size)),
-                f"batch {self.batch} of {self.samples}, {self.steps} steps",
-                *(word.removeprefix("++") for word in self.overrides()),
-            )
-        )
 
 
 def _text(value: Any) -> str:
@@ -117,157 +94,140 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def drawn(seed: int, ranks: int) -> Case:
-    """The case of a seed on so many ranks."""
+def layouts(ranks: int) -> Iterator[Keys]:
+    """Grids, stages and replicas that need exactly so many ranks."""
+    stages = [(0, 1), (1, 0), (0, 2), (1, 1), (1, 2), (2, 1), (2, 0), (3, 0)]  # spatial, later
+    for interleave, (spatial, later) in (
+        *product((1,), stages),
+        *product((2,), ((0, 4), (4, 0), (0, 6))),
+    ):
+        grids = GRIDS if spatial else [(1, 1)]
+        locals_ = (1, 2, 3) if spatial and later else (1,)
+        for grid, data, local in product(grids, (1, 2, 3), locals_):
+            widths = [prod(grid)] * spatial + [local] * later
+            if data * sum(widths[: len(widths) // interleave]) == ranks:
+                yield {
+                    **{"grid": list(grid), "data": data, "stages": len(widths)},
+                    **{"spatial_stages": spatial, "local_dp": local, "interleave": interleave},
+                }
+
+
+@st.composite
+def cases(draw: st.DrawFn, ranks: int) -> Case:
+    """Of a number of ranks, the simplest ones first."""
+    return draw_case(lambda *values: draw(st.sampled_from(values)), ranks)
+
+
+def case_of(seed: int, ranks: int) -> Case:
+    """Any of them."""
     rng = random.Random(f"{seed} on {ranks}")
-    parallel = layout(rng, ranks)
-    kind = rng.choice(("chain", "graph", "graph"))
-    trainer: dict[str, Any] = {
-        "accumulate": rng.choice((1, 1, 2, 3)),
-        "clip_norm": rng.choice((None, None, 0.5)),
-        "ema": rng.choice((None, None, 0.8)),
-        "channels_last": rng.random() < 0.2,
-        "freeze": rng.choice(([], ["stem.*"])) if kind == "graph" else [],
+    return draw_case(lambda *values: rng.choice(values), ranks)
+
+
+def draw_case(one: Callable[..., Any], ranks: int) -> Case:
+    """Make a case by choices.
+
+    Args:
+        one: chooses one of the values that it is given.
+    """
+    parallel = draw_parallel(one, one(*layouts(ranks)))
+    task = one(*TASKS, *(PIXEL_TASKS if parallel["local_dp"] == 1 else ()))
+    trainer = {
+        "accumulate": one(1, 1, 2, 3),
+        "clip_norm": one(None, None, 0.5),
+        "ema": one(None, None, 0.8),
     }
-    task = drawn_task(rng, parallel)
-    if parallel["spatial_stages"] and rng.random() < 0.2:
-        block = rng.randint(0, 3)  # there are as many at least
-        is_chain = kind == "chain" and task["name"] != "segmentation"
-        parallel["gather_before"] = str(block + 2) if is_chain else f"blocks.{block}"
-    local = parallel["local_dp"]
-    least = parallel["microbatches"] * parallel["data"] * local
-    batch = least + rng.choice((0, 0, 1, 2, 3, least))
-    samples = batch * trainer["accumulate"] * 2 + rng.choice((0, 0, 1, 3))
-    if parallel["shard_state"]:
-        samples = batch * trainer["accumulate"] * 2
-    optimizer = rng.choice(
-        (
-            {"name": "sgd", "lr": 0.05},
-            {"name": "sgd", "lr": 0.05, "nesterov": True},
-            {"name": "adamw", "lr": 0.01},
-            {"name": "lars", "lr": 1.0, "trust": 0.01},
-            {"name": "lamb", "lr": 0.01},
+    optimizer = one(*(OPTIMIZERS[:3] if parallel["shard_state"] else OPTIMIZERS))
+    comm = {"backend": one(None, None, None, "gloo", "mpi4py")}
+    model, head = {"kind": one("chain", "graph")}, "labels"
+    if task["name"] == "segmentation":
+        model["kind"], head = "graph", "masks"
+    trainer["freeze"] = one([], ["stem.*"]) if model["kind"] == "graph" else []
+    if parallel["spatial_stages"] and one(False, False, False, True):
+        block = one(0, 1, 2, 3)  # there are as many at least
+        parallel["gather_before"] = (
+            f"{block + 2}" if model["kind"] == "chain" else f"blocks.{block}"
         )
-    )
-    if parallel["shard_state"] and optimizer["name"] in ("lars", "lamb"):
-        optimizer = {"name": "adamw", "lr": 0.01}
-    comm = {"backend": rng.choice((None, None, None, "gloo", "mpi4py"))}
-    case = Case(
-        *(seed, kind, rng.choice(SIZES), batch, samples),
-        *(parallel, trainer, task, optimizer, comm, rng.choice((2, 3, 3, 5))),
-    )
-    return reshaped(case, random.Random(f"dims of {seed} on {ranks}"))
+    left_out = [name for name, is_left_out in LEFT_OUT.items() if is_left_out(parallel)]
+    known = [name for name in BLOCKS if name not in left_out]
+    names = [one(*known) for _ in range(one(0, 1, 2, 3))]
+    twice = one(*TWICE)  # so that there is something to recompute
+    dims = one(2, 2, 3)  # no data set on disk has signals
+    trainer["channels_last"] = dims == 2 and one(False, False, False, True)
+    size = one(*SIZES[dims])
+    if dims == 3:
+        parallel["grid"] = one(*_grids_of(size, prod(parallel["grid"])))
+    model |= {
+        **{"seed": one(*range(1000)), "head": head, "dims": dims},
+        **{"names": [twice, *names, twice, one(*TWICE)], "stride": one("none", "conv", "pool")},
+        **{"joins": [name for name in JOINS if name not in left_out]},
+    }
+    least = parallel["microbatches"] * parallel["data"] * parallel["local_dp"]
+    batch = least + one(0, 0, 1, 2, 3, least)
+    more = 0 if parallel["shard_state"] else one(0, 0, 1, 3)
+    samples = batch * trainer["accumulate"] * 2 + more
+    rest = model, parallel, trainer, task, optimizer, comm
+    return Case(size, batch, samples, one(2, 3, 5), *rest)
 
 
-def reshaped(case: Case, rng: random.Random) -> Case:
-    """The same for signals, images or volumes; no data set on disk has signals."""
-    dims = rng.choice((1, 2, 3) if case.is_plain else (2, 2, 3))
-    if dims == 2:
-        return case
-    sizes, parts = (SIGNALS if dims == 1 else VOLUMES), prod(case.parallel["grid"])
-    fitting = [
-        (size, grid)
-        for size in sizes
-        for grid in product(range(1, parts + 1), repeat=dims)
-        if prod(grid) == parts and all(n >= k for n, k in zip(size, grid, strict=True))
-    ]
-    size, grid = rng.choice(fitting)
-    parallel = {**case.parallel, "grid": list(grid)}
-    return case._replace(size=size, parallel=parallel)
+def _grids_of(size: tuple[int, ...], parts: int) -> list[list[int]]:
+    """Those that leave pixels to every rank; one there is, but for the smallest images."""
+    every = product(range(1, parts + 1), repeat=len(size))
+    grids = [list(grid) for grid in every if prod(grid) == parts]
+    return [g for g in grids if all(n >= k for n, k in zip(size, g, strict=True))]
 
 
-def layout(rng: random.Random, ranks: int) -> dict[str, Any]:
-    """Keys of ``parallel`` that need exactly so many ranks."""
-    while True:
-        found = _layout(rng)
-        if found is not None and needs(found) == ranks:
-            return found
-
-
-def needs(parallel: dict[str, Any]) -> int:
-    """Ranks of a layout."""
-    spatial, stages = parallel["spatial_stages"], parallel["stages"]
-    widths = [prod(parallel["grid"])] * spatial + [parallel["local_dp"]] * (stages - spatial)
-    return parallel["data"] * sum(widths[: stages // parallel["interleave"]])
-
-
-def _layout(rng: random.Random) -> dict[str, Any] | None:
-    interleave = rng.choice((1, 1, 1, 1, 2))
-    spatial, later = rng.choice(((0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 1), (2, 0), (3, 0)))
-    stages = spatial + later
-    if interleave > 1:
-        spatial, stages = rng.choice(((0, 4), (4, 4), (0, 6)))
-        later = stages - spatial
-    variant = rng.choice(("none", "none", "basic", "mast", "master"))
-    if stages // interleave < 2 or interleave > 1:
-        variant = "none"
-    times = rng.choice((1, 2)) if variant == "master" else 1
-    schedule = "gpipe"
-    if interleave > 1:
-        if stages // interleave < 2:
-            return None
+def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
+    """The other keys of ``parallel``."""
+    has_stages = found["stages"] > found["interleave"]
+    variants = ("none", "basic", "mast", "master") if has_stages else ("none",)
+    variant = one(*variants) if found["interleave"] == 1 else "none"
+    schedule, times = "gpipe", one(1, 2) if variant == "master" else 1
+    if found["interleave"] > 1:
         schedule = "interleaved"
     elif variant == "none":
-        schedule = rng.choice(("gpipe", "1f1b", "zero_bubble"))
-    microbatches = rng.choice((1, 2, 3, 4))
-    if variant != "none":
-        microbatches = 2 * times * rng.choice((1, 1, 2))
-    data = rng.choice((1, 1, 2, 2, 3))
-    local = rng.choice((1, 1, 2, 3)) if spatial and later and interleave == 1 else 1
-    shard = data > 1 and schedule == "gpipe" and variant == "none" and rng.random() < 0.2
+        schedule = one("gpipe", "1f1b", "zero_bubble")
+    can_shard = found["data"] > 1 and schedule == "gpipe" and variant == "none"
     return {
-        "grid": list(rng.choice(GRIDS)) if spatial else [1, 1],
-        "data": data,
-        "stages": stages,
-        "spatial_stages": spatial,
-        "local_dp": local,
-        "interleave": interleave,
+        **found,
         "schedule": schedule,
         "gems.variant": variant,
         "gems.times": times,
-        "microbatches": microbatches,
-        "recompute": rng.choice(("none", "none", "block", "stage")),
-        "sync_batchnorm": data > 1 and rng.random() < 0.25,
-        "shard_state": shard,
-        "balance": rng.choice(("time", "time", "memory")),
+        "microbatches": one(1, 2, 3, 4) if variant == "none" else 2 * times * one(1, 2),
+        "recompute": one("none", "none", "block", "stage"),
+        "sync_batchnorm": found["data"] > 1 and one(False, False, True),
+        "shard_state": can_shard and one(False, False, True),
+        "balance": one("time", "time", "memory"),
     }
 
 
-def drawn_task(rng: random.Random, parallel: dict[str, Any]) -> dict[str, Any]:
-    choices: list[dict[str, Any]] = [
-        {"name": "classification"},
-        {"name": "classification", "class_weights": [0.3, 1.0, 2.5], "label_smoothing": 0.1},
-        {"name": "classification", "class_weights": [0.0, 1.0, 2.5]},
-        {"name": "multilabel", "pos_weight": [0.5, 1.0, 2.0]},
-        {"name": "regression", "loss": "huber", "huber_delta": 0.3},
-        {"name": "regression", "loss": "mse"},
-    ]
-    if parallel["local_dp"] == 1:
-        choices += [
-            {"name": "classification", "class_weights": [0.0, 1.0, 2.5], "label_smoothing": 0.1},
-            {"name": "classification", "loss._target_": FOCAL, "loss.gamma": 2.0},
-            {"name": "segmentation", "class_weights": [0.3, 1.0, 2.5]},
-            {"name": "segmentation", "class_weights": [0.3, 1.0, 2.5], "dice": 0.5},
-            {"name": "segmentation"},
-            {"name": "classification", "loss._target_": f"{LOSSES}.summed"},
-            {"name": "segmentation", "loss._target_": f"{LOSSES}.squared"},
-            {"name": "segmentation", "class_weights": [0.0, 1.0, 2.5], "label_smoothing": 0.1},
-        ]
-    return rng.choice(choices)
-
-
-FOCAL = "tests.mpi.training.small.focal"
-LOSSES = "tests.mpi.fuzz.networks"
-
-PLAIN = Case(
-    *(1, "graph", (24, 33), 5, 10),
+OPTIMIZERS: list[Keys] = [
+    {"name": "sgd", "lr": 0.05},
+    {"name": "sgd", "lr": 0.05, "nesterov": True},
+    {"name": "adamw", "lr": 0.01},
+    {"name": "lars", "lr": 1.0, "trust": 0.01},
+    {"name": "lamb", "lr": 0.01},
+]
+TASKS: list[Keys] = [
+    {"name": "classification"},
+    {"name": "classification", "class_weights": [0.3, 1.0, 2.5], "label_smoothing": 0.1},
+    {"name": "classification", "class_weights": [0.0, 1.0, 2.5]},
+    {"name": "multilabel", "pos_weight": [0.5, 1.0, 2.0]},
+    {"name": "regression", "loss": "huber", "huber_delta": 0.3},
+    {"name": "regression", "loss": "mse"},
+]
+PIXEL_TASKS: list[Keys] = [
+    {"name": "segmentation"},
+    {"name": "segmentation", "class_weights": [0.3, 1.0, 2.5]},
+    {"name": "segmentation", "class_weights": [0.3, 1.0, 2.5], "dice": 0.5},
+    {"name": "segmentation", "class_weights": [0.0, 1.0, 2.5], "label_smoothing": 0.1},
+    {"name": "segmentation", "loss._target_": "tests.mpi.fuzz.networks.squared"},
+    {"name": "classification", "class_weights": [0.0, 1.0, 2.5], "label_smoothing": 0.1},
+    {"name": "classification", "loss._target_": "tests.mpi.fuzz.networks.summed"},
     {
-        **{"grid": [2, 1], "data": 2, "stages": 1, "spatial_stages": 1, "local_dp": 1},
-        **{"interleave": 1, "schedule": "gpipe", "gems.variant": "none", "gems.times": 1},
-        **{"microbatches": 2, "recompute": "none", "sync_batchnorm": False},
-        **{"shard_state": False, "balance": "time"},
+        "name": "classification",
+        "loss._target_": "tests.mpi.training.small.focal",
+        "loss.gamma": 2.0,
     },
-    {"accumulate": 1, "clip_norm": None, "ema": None, "channels_last": False, "freeze": []},
-    *({"name": "classification"}, {"name": "sgd", "lr": 0.05}, {"backend": None}, 2),
-)
-"""On four ranks nothing but data and spatial parallelism."""
+]
+"""And others that do not take layers later than the pixels that divide samples."""

@@ -1,4 +1,4 @@
-"""The same run on one process: plain PyTorch in a loop, without a line of ours.
+"""The same run on one process: plain PyTorch in a loop, with nothing of ours but LARS and LAMB.
 
 It accumulates over the slices of a batch: micro-batch by micro-batch, within it replica by replica.
 """
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from spatialdl.training.optimization.layer_wise import LAMB, LARS
 from tests.mpi.fuzz.cases import CLASSES, Case
 from tests.mpi.fuzz.networks import network
 
@@ -49,7 +50,7 @@ def data_of(case: Case) -> Data:
 
     One sample in seven has nothing that is known.
     """
-    draw = np.random.default_rng(case.seed)
+    draw = np.random.default_rng(case.model["seed"])
 
     def images(count: int) -> np.ndarray:
         return draw.integers(0, 256, (count, *case.size, 3), dtype=np.uint8)
@@ -132,28 +133,23 @@ def _loss_of(case: Case) -> Loss:
     return {one.__name__: one for one in known}[task["name"]]
 
 
-def alone(case: Case, data: Data, noise: float = 0.0) -> Outcome:
-    """The run; with some noise on the images to see how well conditioned it is."""
-    model = network(
-        CLASSES, 3, case.seed, case.network, case.head, case.leave_out, case.dims
-    ).double()
+def alone(case: Case, data: Data) -> Outcome:
+    """The run."""
+    model = network(CLASSES, 3, **case.model).double()
     at_rest = freeze(model, case.trainer["freeze"])
     optimizer = optimizer_of(case, model)
     loss_function = loss_of(case)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses: list[float] = []
-    for images, targets in batches(case, data, noise):
+    for images, targets in batches(case, data):
         model.train()
         for layer in at_rest:
             layer.eval()
         optimizer.zero_grad()
         total = 0.0
         for pieces in slices(case, len(images)):
-            start, stop = pieces[0][0], pieces[-1][1]
-            if start == stop:
-                continue
-            groups = [pieces] if case.parallel["sync_batchnorm"] else [[one] for one in pieces]
-            for group in groups:
+            together = [pieces] if case.parallel["sync_batchnorm"] else [[one] for one in pieces]
+            for group in together:
                 start, stop = group[0][0], group[-1][1]
                 if start == stop:
                     continue
@@ -174,12 +170,10 @@ def alone(case: Case, data: Data, noise: float = 0.0) -> Outcome:
         for name, parameter in model.named_parameters() if case.trainer["ema"] else ():
             kept = case.trainer["ema"] * averages[name]
             averages[name] = kept + (1 - case.trainer["ema"]) * parameter.detach()
-    if case.by_hand:
-        return Outcome(losses, state_of(model, optimizer), {})
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     if case.trainer["ema"]:
         model.load_state_dict(averages, strict=False)
-    metrics = metrics_of(case, model, data, noise)
+    metrics = metrics_of(case, model, data)
     state = state_of(model, optimizer)
     if case.trainer["ema"]:  # also what validation writes into weights stays with the averages
         averages = {name: p.detach() for name, p in model.named_parameters()}
@@ -198,7 +192,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     return [one for one in norms if set(one.parameters()) <= frozen]
 
 
-def batches(case: Case, data: Data, noise: float) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(case: Case, data: Data) -> Iterator[tuple[Tensor, Tensor]]:
     """Of all steps, in the order that a seed gives the samples of each epoch."""
     steps, epoch = 0, 0
     while steps < case.steps:
@@ -207,15 +201,13 @@ def batches(case: Case, data: Data, noise: float) -> Iterator[tuple[Tensor, Tens
             if steps == case.steps:
                 return
             some = order[start : start + case.step]
-            yield pixels(data.images[some], noise), as_target(case, data.targets[some])
+            yield pixels(data.images[some]), as_target(case, data.targets[some])
             steps += 1
         epoch += 1
 
 
-def pixels(images: np.ndarray, noise: float) -> Tensor:
-    x = torch.from_numpy(images).movedim(-1, 1).double()
-    x = (x / 255 - 0.5) / 0.25
-    return x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
+def pixels(images: np.ndarray) -> Tensor:
+    return (torch.from_numpy(images).movedim(-1, 1).double() / 255 - 0.5) / 0.25
 
 
 def as_target(case: Case, targets: np.ndarray) -> Tensor:
@@ -235,53 +227,11 @@ def slices(case: Case, samples: int) -> Iterator[list[tuple[int, int]]]:
         yield cut(start, stop, case.data)
 
 
-class Lars(torch.optim.Optimizer):
-    """You, Gitman, Ginsburg 2017."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                rate, grad, decay = group["lr"], p.grad, group["weight_decay"]
-                if decay:
-                    norms = p.norm(), grad.norm()
-                    if min(norms) > 0:
-                        rate *= group["trust"] * norms[0] / (norms[1] + decay * norms[0] + 1e-8)
-                    grad = grad + decay * p
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.mul_(0.9).add_(rate * grad)
-                p.sub_(buffer)
-
-
-class Lamb(torch.optim.Optimizer):
-    """You et al. 2020."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                rate, decay, state = group["lr"], group["weight_decay"], self.state[p]
-                count = state["step"] = state.get("step", torch.zeros(())) + 1
-                for key, beta, value in (("", 0.9, p.grad), ("_sq", 0.999, p.grad**2)):
-                    kept = state.get(f"exp_avg{key}", torch.zeros_like(p))
-                    state[f"exp_avg{key}"] = beta * kept + (1 - beta) * value
-                mean = state["exp_avg"] / (1 - 0.9 ** float(count))
-                root = (state["exp_avg_sq"] / (1 - 0.999 ** float(count))).sqrt()
-                step = mean / (root + 1e-6) + decay * p
-                if decay and min(p.norm(), step.norm()) > 0:
-                    rate *= p.norm() / step.norm()
-                p.sub_(rate * step)
-
-
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """Norms and biases do not decay."""
     learns = [p for p in model.parameters() if p.requires_grad]
-    settings = dict(case.optimizer)
-    name = settings.pop("name")
+    name, settings = case.optimizer["name"], {**case.optimizer}
+    del settings["name"]
     decay = {"sgd": 1e-4, "adamw": 0.01, "lars": 1e-4, "lamb": 0.01}[name]
     groups = [
         {"params": [p for p in learns if p.dim() > 1], "weight_decay": decay},
@@ -291,7 +241,7 @@ def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, momentum=0.9, **settings)
     if name == "adamw":
         return torch.optim.AdamW(groups, **settings)
-    return (Lars if name == "lars" else Lamb)(groups, settings)
+    return (LARS if name == "lars" else LAMB)(groups, **settings)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -304,10 +254,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 @torch.no_grad()
-def metrics_of(case: Case, model: nn.Module, data: Data, noise: float) -> dict[str, float]:
+def metrics_of(case: Case, model: nn.Module, data: Data) -> dict[str, float]:
     """The loss of all validation samples together, and a metric."""
     model.eval()
-    outputs = model(pixels(data.validation_images, noise))
+    outputs = model(pixels(data.validation_images))
     targets = as_target(case, data.validation_targets)
     found = {"loss": float(loss_of(case)(outputs, targets))}
     name = case.task["name"]

@@ -12,32 +12,16 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from torch import Tensor
 
-from spatialdl import shard
 from spatialdl.comm.communicator import Communicator
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.data.writer import ShardWriter
-from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import repeated
-from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
-from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit
 from tests.mpi.fuzz.cases import CLASSES, Case
-from tests.mpi.fuzz.networks import network
-from tests.mpi.fuzz.reference import (
-    Data,
-    Outcome,
-    batches,
-    freeze,
-    loss_of,
-    optimizer_of,
-    slices,
-    state_of,
-)
+from tests.mpi.fuzz.reference import Data, Outcome, state_of
 
 TOLERANCE = 1e-10
 METRICS = ("loss", "accuracy")
@@ -86,9 +70,6 @@ def composed(case: Case, words: list[str]) -> DictConfig:
         rewritten(word)
         for word in (
             *(*ALWAYS, *words, *case.overrides(), f"data.batch_size={case.batch}"),
-            *(f"model.seed={case.seed}", f"model.kind={case.network}", f"model.head={case.head}"),
-            f"model.dims={case.dims}",
-            f"model.leave_out=[{','.join(case.leave_out)}]",
             *(f"trainer.max_steps={case.steps}", f"trainer.validate_every={case.steps}"),
         )
     ]
@@ -120,56 +101,6 @@ def trained(case: Case, world: Communicator, folder: Path, data: Data) -> Outcom
     with (run / "validation.csv").open(newline="") as lines:
         *_, metrics = csv.DictReader(lines)
     return Outcome(losses, state, {key: float(metrics[key]) for key in METRICS if key in metrics})
-
-
-def driven(case: Case, world: Communicator, data: Data) -> Outcome:
-    """The same by a loop of the user's own over a `PipelineRuntime`, without a validation."""
-    parallel, labelled = case.parallel, case.task["name"] in ("classification",)
-    spatial, stages = parallel["spatial_stages"], parallel["stages"]
-    grid, local, variant = tuple(parallel["grid"]), parallel["local_dp"], parallel["gems.variant"]
-    placement = Placement(
-        *(parallel["data"], (grid,) * spatial + ((1,) * case.dims,) * (stages - spatial)),
-        *(parallel["interleave"], variant != "none"),
-        (1,) * spatial + (local,) * (stages - spatial) if local > 1 else (),
-    )
-    name = parallel["schedule"] if variant == "none" else variant
-    schedule = make_schedule(name, placement, parallel["microbatches"], parallel["gems.times"])
-    model = network(
-        CLASSES, 3, case.seed, case.network, case.head, case.leave_out, case.dims
-    ).double()
-    freeze(model, case.trainer["freeze"])
-
-    def counts(target: Tensor) -> Tensor | None:
-        weights = torch.tensor(case.task.get("class_weights", [1.0] * CLASSES))
-        return weights.double()[target] if labelled else (~target.isnan()).sum(1)
-
-    pipeline = PipelineRuntime(
-        *(model, placement, repeated(schedule, case.trainer["accumulate"]), world, loss_of(case)),
-        (3, *case.size),
-        PipelineOptions(
-            balance=parallel["balance"],
-            gather_before=parallel.get("gather_before", ()),
-            recompute=parallel["recompute"],
-            sync_batchnorm=parallel["sync_batchnorm"],
-            sample_weights=counts,
-        ),
-    )
-    optimizer = optimizer_of(case, pipeline)
-    losses = []
-    for step, (images, targets) in enumerate(batches(case, data, 0.0)):
-        microbatches = []
-        for number, row in enumerate(slices(case, len(images))):
-            start, stop = row[pipeline.replica]
-            first, last = pipeline.first(number), pipeline.last(number)
-            tile = shard(images[start:stop], first).to_local() if first and stop > start else None
-            target = targets[start:stop] if last else None
-            share = (stop - start) / len(images)
-            microbatches.append(Microbatch(stop - start, share, tile, target))
-        losses.append(world.allreduce(pipeline.train_step(microbatches, step)))
-        if case.trainer["clip_norm"]:
-            pipeline.gradients.clip(case.trainer["clip_norm"])
-        optimizer.step()
-    return Outcome(losses, held(pipeline, optimizer), {})
 
 
 def held(pipeline: PipelineRuntime, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
