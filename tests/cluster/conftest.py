@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import pytest
+from hydra import compose, initialize_config_module
 
-from tests.cluster.slurm import answer, resume_drained, run, until
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.training.trainer import Trainer
+from tests.cluster.slurm import SP_PP, SRUN, TRAIN, answer, resume_drained, run, until
+from tests.training.checkpoints.runs import losses
 
 NODES = 4
 UP = ("idle", "mixed", "allocated", "completing")
@@ -25,6 +29,35 @@ def cluster() -> None:
     if len(up) < NODES:
         said = (told.stdout + told.stderr).split()
         pytest.skip(f"these tests take {NODES} nodes, sinfo says {' '.join(said)}")
+
+
+@pytest.fixture(scope="session")
+def losses_alone(tmp_path_factory) -> Callable[..., list[float]]:
+    """The losses of a run in this process, by its words; those of nodes are to equal them."""
+
+    @cache
+    def of(*words: str) -> list[float]:
+        run_dir = tmp_path_factory.mktemp("alone")
+        with initialize_config_module("spatialdl.conf", version_base="1.3"):
+            Trainer(compose("train", [*words]), SingleProcess()).fit(run_dir)
+        return losses(run_dir)
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory) -> Callable[[int], list[float]]:
+    """The losses of so many steps on three nodes that nothing stops, to the last bit."""
+
+    @cache
+    def of(steps: int) -> list[float]:
+        cwd = tmp_path_factory.mktemp("uninterrupted")
+        words = [*SP_PP, f"trainer.max_steps={steps}", "hydra.run.dir=run"]
+        done = run([*SRUN, "-N3", "-n3", *TRAIN, *words], cwd)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return losses(cwd / "run")
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.comm.running import FOR_EVER
+from tests.training.checkpoints.runs import TINY, table
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "spatialdl.train"]
@@ -22,6 +26,11 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
 }
+ONE = [*TINY, "data.validation_samples=0", "trainer.report=false"]
+SP_PP = [*ONE, "parallel=sp+pp", "parallel.microbatches=2"]
+"""Words of the command: a run in one process, and one on three ranks."""
+
+NODES = ["node1", "node2", "node3"]
 PATIENCE_S = 240.0
 """Nothing here takes so long; then a test gives up."""
 
@@ -116,3 +125,34 @@ class Job:
     def says(self, text: str, times: int = 1) -> None:
         """Wait for a text in the job's output."""
         self.until(lambda: self.said().count(text) >= times)
+
+    def ends(self, state: str = "COMPLETED", restarts: int | None = None) -> None:
+        """Wait for its end in a state."""
+        self.until(self.is_over)
+        assert self.told("JobState") == state, self.said()
+        assert restarts is None or self.told("Restarts") == str(restarts)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [int(row["step"]) for row in table(run_dir / "metrics.csv")]
+
+
+# --- a job of which a rank hangs
+
+TIMEOUT = "comm.timeout=8"
+HANGING = [*FOR_EVER, *SP_PP[-2:], TIMEOUT, "hydra.run.dir=run"]
+WAITS = (
+    r"rank (\d) on (\w+), step \d+.*: waits for \d+ s in (?:.*: )?"
+    r"(exchange|hand-over|all-reduce)\b.* with ranks? ([\d, ]+)"
+)
+
+
+def assert_hang_is_told(said: str, nodes: list[str], lost: int) -> None:
+    """All others say with their names what they wait for, and one blames the right one."""
+    told = {int(rank): (node, peers) for rank, node, _, peers in re.findall(WAITS, said)}
+    others = [rank for rank in range(len(nodes)) if rank != lost]
+    assert [told[rank][0] for rank in others] == [nodes[rank] for rank in others], said
+    assert any(str(lost) in told[rank][1] for rank in others), said
+    assert f"longer than {TIMEOUT}" in said
+    blame = rf"no report from rank {lost} \(process \d+ on {nodes[lost]}\), stopped, dead, "
+    assert len(re.findall(blame, said)) == 1, said

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from spatialdl.training.run_lock import LockHolder
-from tests.cluster import hanging
-from tests.cluster.slurm import ROOT, SRUN, TRAIN, Job, quoted, resume_drained, run, until
-from tests.comm.running import with_failing as with_stopping
-from tests.training.checkpoints.runs import TINY, losses, table
+from tests.cluster.slurm import (
+    HANGING,
+    NODES,
+    ONE,
+    ROOT,
+    SP_PP,
+    SRUN,
+    TIMEOUT,
+    TRAIN,
+    Job,
+    assert_hang_is_told,
+    quoted,
+    resume_drained,
+    run,
+    steps,
+    until,
+)
+from tests.comm.running import with_failing
+from tests.training.checkpoints.runs import losses
 
 TRAIN_SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
-SP_PP = [
-    *(*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"),
-    "trainer.report=false",
-]
-THREE = ["node1", "node2", "node3"]
-ON_THREE = ["-w", ",".join(THREE), "-n3"]
+ON_THREE = [*SRUN, "-w", ",".join(NODES), "-n3", *TRAIN]
 OFTEN = "trainer.checkpoint.every_steps=10"
 STEPS = 500
-
-
-def with_failing(how: str) -> list[str]:
-    model = ["model._target_=tests.cluster.networks.network", f"++model.how={how}"]
-    return [*SP_PP, *model, "hydra.run.dir=run"]
 
 
 @pytest.mark.parametrize(
@@ -40,19 +44,20 @@ def with_failing(how: str) -> list[str]:
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_is_named(how, said, assert_gone, tmp_path):
-    done = run([*SRUN, *ON_THREE, *TRAIN, *with_failing(how)], tmp_path)
+    model = ["model._target_=tests.cluster.networks.network", f"++model.how={how}"]
+    done = run([*ON_THREE, *SP_PP, *model, "hydra.run.dir=run"], tmp_path)
     assert done.returncode != 0
-    assert_gone(THREE, f"model.how={how}")
+    assert_gone(NODES, f"model.how={how}")
     assert len(re.findall(said, done.stderr, re.DOTALL)) == 1, done.stderr
 
 
 @pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
-    words = [*TRAIN, *TINY, "data.validation_samples=0", "hydra.run.dir=run"]
-    longer = [*words, "parallel=dp", "trainer.max_steps=1000000"]
+    words = [*TRAIN, *ONE, "hydra.run.dir=run", "parallel=dp"]
+    longer = [*words, "trainer.max_steps=1000000"]
     with Job(tmp_path, "-N2", "-n2", "--wrap", " ".join([*SRUN, *map(quoted, longer)])) as job:
         job.says("step 1 of")
-        done = run([*SRUN, "-N2", "-n2", *words, "parallel=dp"], tmp_path)
+        done = run([*SRUN, "-N2", "-n2", *words], tmp_path)
         assert done.returncode != 0
         told = re.search(
             r"another run is writing to (.*) \((.*), process \d+ on node\d\)", done.stderr
@@ -60,15 +65,6 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
         assert told, done.stderr
         assert told.groups() == (str(tmp_path / "run"), f"job {job.id}")
         assert not job.is_over()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    cwd = tmp_path_factory.mktemp("uninterrupted")
-    layout = ["hydra.run.dir=run", f"trainer.max_steps={STEPS}", OFTEN]
-    done = run([*SRUN, "-N3", "-n3", *TRAIN, *SP_PP, *layout], cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return cwd / "run"
 
 
 @pytest.mark.slow
@@ -91,10 +87,8 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
         if (fault, number) == ("freeze", 0):  # it has the lock, and others give it back
             job.says("has ended for Slurm: continuing without its lock")
         job.says("resuming after step")
-        job.until(job.is_over)
-        assert job.told("JobState") == "COMPLETED", job.said()
-        assert job.told("Restarts") == "1"
-    assert losses(run_dir) == losses(uninterrupted)
+        job.ends(restarts=1)
+    assert losses(run_dir) == uninterrupted(STEPS)
     assert steps(run_dir) == list(range(1, STEPS + 1))
 
 
@@ -103,7 +97,7 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(
 def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_on(lose, tmp_path):
     nodes = ["--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--exclusive"]
     model = ["model._target_=tests.cluster.networks.waiting", f"++model.file={tmp_path / 'go'}"]
-    words = [*TINY, *model, "parallel=dp", "data.validation_samples=0", OFTEN]
+    words = [*ONE, *model, "parallel=dp", OFTEN]
     with Job(tmp_path, *nodes, str(TRAIN_SBATCH), "run", *words, "trainer.max_steps=40") as job:
         job.says("step-00000010")
         (node,) = job.nodes()
@@ -117,23 +111,15 @@ def test_a_start_that_lives_on_where_nobody_sees_it_ends_when_the_next_one_goes_
         assert "1" in running
         assert str(earlier.process) not in running
         (tmp_path / "go").touch()
-        job.until(job.is_over)
-        assert job.told("JobState") == "COMPLETED", job.said()
+        job.ends()
     assert steps(tmp_path / "run") == list(range(1, 41))
 
 
-def steps(run_dir: Path) -> list[int]:
-    return [int(row["step"]) for row in table(run_dir / "metrics.csv")]
-
-
 def test_a_rank_that_stops_is_named_and_the_job_ends(assert_gone, tmp_path):
-    done = run(
-        [*SRUN, "-w", ",".join(THREE), "-n3", *TRAIN, *hanging.SP_PP, *with_stopping("stops")],
-        tmp_path,
-    )
+    done = run([*ON_THREE, *HANGING, *with_failing("stops")], tmp_path)
     assert done.returncode != 0
-    hanging.assert_told(done.stdout + done.stderr, THREE, lost=1)
-    assert_gone(THREE, hanging.TIMEOUT)
+    assert_hang_is_told(done.stdout + done.stderr, NODES, lost=1)
+    assert_gone(NODES, TIMEOUT)
 
 
 @pytest.mark.slow
@@ -142,7 +128,7 @@ def test_a_rank_that_stops_is_named_and_the_job_ends(assert_gone, tmp_path):
 def test_a_rank_on_a_node_that_is_lost_is_named(
     fault, remedy, lost, lose, assert_gone, nodectl, tmp_path
 ):
-    each = shlex.join([*SRUN, *TRAIN, *hanging.SP_PP])
+    each = shlex.join([*SRUN, *TRAIN, *HANGING])
     with Job(tmp_path, "-N3", "-n3", "--exclusive", "--no-requeue", "--wrap", each) as job:
         job.says("step 1 of")
         nodes = job.nodes()
@@ -150,8 +136,8 @@ def test_a_rank_on_a_node_that_is_lost_is_named(
         job.says("Aborting the job.")
         until(job.is_over, "the job does not end")
         assert job.told("JobState") in ("FAILED", "NODE_FAIL"), job.said()
-        hanging.assert_told(job.said(), nodes, lost)
+        assert_hang_is_told(job.said(), nodes, lost)
     if fault == "freeze":
         run([nodectl, remedy, nodes[lost]], tmp_path)
     # who is cut off has waited for the others, and ended by itself
-    assert_gone(nodes, hanging.TIMEOUT, patience_s=60)
+    assert_gone(nodes, TIMEOUT, patience_s=60)

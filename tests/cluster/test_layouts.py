@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.alone import losses_alone
-from tests.cluster.slurm import SRUN, TRAIN, quoted, run
-from tests.training.checkpoints.runs import TINY, losses
+from tests.cluster.slurm import ONE, SRUN, TRAIN, quoted, run
+from tests.training.checkpoints.runs import losses
 
 SMALL = [
     *("data.image_size=[70,93]", "data.batch_size=4", "data.samples=8"),
@@ -27,9 +26,9 @@ SP_PP = [
 DP_SP = ["parallel=dp+sp", "parallel.grid=[2,2]", "parallel.data=2", "parallel.microbatches=2"]
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    return losses_alone(tmp_path_factory.mktemp("none"), *SMALL, "parallel.microbatches=4")
+@pytest.fixture
+def one_process(losses_alone):
+    return losses_alone(*SMALL, "parallel.microbatches=4")
 
 
 def found(done, cwd: Path) -> dict:
@@ -41,11 +40,7 @@ def found(done, cwd: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [SP_PP, DP_SP],
-    ids=["sp+pp", "dp+sp"],
-)
+@pytest.mark.parametrize("layout", [SP_PP, DP_SP], ids=["sp+pp", "dp+sp"])
 def test_two_ranks_on_each_of_four_nodes_equal_one_process(layout, one_process, tmp_path):
     ours = found(run([*SRUN, "-N4", "-n8", *TRAIN, *SMALL, *layout], tmp_path), tmp_path)
     assert ours["world_size"] == 8
@@ -139,7 +134,7 @@ def test_worlds_of_one_end_with_advice_before_there_is_a_run_directory(mpi, tmp_
 
 
 PROGRAM = """
-import json, socket, sys
+import json, socket
 import torch
 from mpi4py import MPI
 from spatialdl.comm.launch import launched
@@ -147,36 +142,27 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.comm.hierarchical import by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 
-mpi = as_communicator(MPI.COMM_WORLD)
-world = mpi if sys.argv[1] == "mpi" else torch_world(launched())
-nodes = Nodes(world)
-comm = by_nodes(world, nodes.of[world.rank])
-draw = torch.Generator().manual_seed(world.rank)
-values = torch.randn(1001, dtype=torch.float64, generator=draw)
-whole = torch.arange(1001) * (world.rank + 1)
-found = {
-    "host": socket.gethostname(),
-    "nodes": nodes.of,
-    "own": nodes.own.allgather(world.rank),
-    "of node": nodes.own.all_reduce(torch.tensor([world.rank])).tolist(),
-    "class": type(comm).__name__,
-    "sum": comm.all_reduce(values).tolist(),
-    "whole": comm.all_reduce(whole).tolist(),
-}
-told = world.gather(found)
-if told is not None:
-    print(json.dumps(told), flush=True)
+for world in (as_communicator(MPI.COMM_WORLD), torch_world(launched())):
+    nodes = Nodes(world)
+    comm = by_nodes(world, nodes.of[world.rank])
+    draw = torch.Generator().manual_seed(world.rank)
+    values = torch.randn(1001, dtype=torch.float64, generator=draw)
+    found = {
+        "host": socket.gethostname(),
+        "nodes": nodes.of,
+        "own": nodes.own.allgather(world.rank),
+        "of node": nodes.own.all_reduce(torch.tensor([world.rank])).tolist(),
+        "class": type(comm).__name__,
+        "sum": comm.all_reduce(values).tolist(),
+        "whole": comm.all_reduce(torch.arange(1001) * (world.rank + 1)).tolist(),
+    }
+    told = world.gather(found)
+    if told is not None:
+        print(json.dumps(told), flush=True)
 """
 RANKS = 3
 
 
-@pytest.mark.parametrize(
-    ("transport", "kind"),
-    [
-        ("torch", "HierarchicalCommunicator"),
-        pytest.param("mpi", "MpiCommunicator", marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.parametrize(
     ("dealt", "nodes"),
     [
@@ -184,46 +170,37 @@ RANKS = 3
         pytest.param("block", [0, 0, 1], marks=pytest.mark.slow),
     ],
 )
-def test_a_node_has_a_communicator_of_its_ranks(transport, kind, dealt, nodes, tmp_path):
+def test_a_node_has_a_communicator_of_its_ranks(dealt, nodes, tmp_path):
     where = ["-w", "node[1-2]", "-m", dealt, f"-n{RANKS}"]
-    words = [*SRUN, *where, sys.executable, "-c", PROGRAM, transport]
-    done = run(words, tmp_path)
+    done = run([*SRUN, *where, sys.executable, "-c", PROGRAM], tmp_path)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [one["host"] for one in told] == [f"node{1 + node}" for node in nodes]
     draws = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
-    values = [torch.randn(1001, dtype=torch.float64, generator=draw) for draw in draws]
-    for node, one in zip(nodes, told, strict=True):
-        own = [rank for rank in range(RANKS) if nodes[rank] == node]
-        assert (one["nodes"], one["own"], one["of node"]) == (nodes, own, [sum(own)])
-        assert one["class"] == kind
-        assert one["whole"] == [6 * number for number in range(1001)]
-        assert one["sum"] == told[0]["sum"]
-        total = torch.tensor(one["sum"], dtype=torch.float64)
-        torch.testing.assert_close(total, sum(values), rtol=0, atol=1e-14)
+    total = sum(torch.randn(1001, dtype=torch.float64, generator=draw) for draw in draws)
+    kinds = ("MpiCommunicator", "HierarchicalCommunicator")
+    for kind, line in zip(kinds, done.stdout.splitlines(), strict=True):
+        told = json.loads(line)
+        assert [one["host"] for one in told] == [f"node{1 + node}" for node in nodes]
+        for node, one in zip(nodes, told, strict=True):
+            own = [rank for rank in range(RANKS) if nodes[rank] == node]
+            assert (one["nodes"], one["own"], one["of node"]) == (nodes, own, [sum(own)])
+            assert one["class"] == kind
+            assert one["whole"] == [6 * number for number in range(1001)]
+            assert one["sum"] == told[0]["sum"]
+            found = torch.tensor(one["sum"], dtype=torch.float64)
+            torch.testing.assert_close(found, total, rtol=0, atol=1e-14)
 
 
-ONE = [*TINY, "data.validation_samples=0", "trainer.report=false"]
 SP = [*ONE, "parallel=sp", "parallel.grid=[2,2]", "hydra.run.dir=run"]
-
-
-@pytest.fixture(scope="module")
-def one_tiny_process(tmp_path_factory):
-    return losses_alone(tmp_path_factory.mktemp("none"), *ONE)
-
-
-def assert_is_the_run_of_one_process(cwd: Path, one_tiny_process: list[float]) -> None:
-    assert json.loads((cwd / "run" / "summary.json").read_text())["world_size"] == 4
-    assert losses(cwd / "run") == pytest.approx(one_tiny_process, abs=1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])  # a site's default, which concerns torchrun only
-def test_torchrun_under_srun_equals_one_process(mpi, one_tiny_process, tmp_path):
+def test_torchrun_under_srun_equals_one_process(mpi, losses_alone, tmp_path):
     meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=$SLURMD_NODENAME:29400", "--rdzv-id=2"]
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     line = " ".join([*words, *meeting, "-m", *map(quoted, [*TRAIN[2:], *SP])])
     each = f"srun --mpi={mpi} --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 {line}"
     done = run(["sbatch", "-N2", "-n2", "--wait", "--output=log", "--wrap", each], tmp_path)
     assert done.returncode == 0, (tmp_path / "log").read_text()
-    assert_is_the_run_of_one_process(tmp_path, one_tiny_process)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 4
+    assert losses(tmp_path / "run") == pytest.approx(losses_alone(*ONE), abs=1e-10)

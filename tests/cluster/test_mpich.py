@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import hanging
-from tests.cluster.alone import losses_alone
-from tests.cluster.slurm import TRAIN, run
+from tests.cluster.slurm import (
+    HANGING,
+    NODES,
+    ONE,
+    SP_PP,
+    TIMEOUT,
+    TRAIN,
+    assert_hang_is_told,
+    run,
+)
 from tests.comm.running import with_failing
-from tests.training.checkpoints.runs import TINY, losses
+from tests.training.checkpoints.runs import losses
 
 pytestmark = pytest.mark.slow
-SP_PP = [*TINY, "parallel=sp+pp", "parallel.microbatches=2", "data.validation_samples=0"]
-ONE = [*TINY, "parallel.microbatches=2", "data.validation_samples=0"]
 LIBRARY = "import mpi4py.MPI as mpi; print(mpi.Get_library_version())"
 
 
@@ -38,21 +43,17 @@ def mpich(tmp_path_factory) -> str:
     return python
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    return losses_alone(tmp_path_factory.mktemp("none"), *ONE)
-
-
-def test_ranks_of_mpich_on_three_nodes_equal_one_process(mpich, one_process, tmp_path):
+def test_ranks_of_mpich_on_three_nodes_equal_one_process(mpich, losses_alone, tmp_path):
     srun = ["srun", "--mpi=pmi2", "-N3", "-n3", "--kill-on-bad-exit=1"]
     done = run([*srun, mpich, *TRAIN[1:], *SP_PP, "hydra.run.dir=run"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 3
-    assert losses(tmp_path / "run") == pytest.approx(one_process, abs=1e-10)
+    alone = losses_alone(*ONE, SP_PP[-1])
+    assert losses(tmp_path / "run") == pytest.approx(alone, abs=1e-10)
 
 
 def test_ranks_that_srun_does_not_introduce_to_each_other_end_with_advice(mpich, tmp_path):
-    words = ["srun", "--mpi=none", "-N2", "-n2", mpich, *TRAIN[1:], *TINY, "parallel=dp"]
+    words = ["srun", "--mpi=none", "-N2", "-n2", mpich, *TRAIN[1:], *ONE, "parallel=dp"]
     done = run(words, tmp_path)
     assert done.returncode != 0
     assert "srun started 2 ranks, but MPI_COMM_WORLD has size 1" in done.stderr
@@ -61,10 +62,8 @@ def test_ranks_that_srun_does_not_introduce_to_each_other_end_with_advice(mpich,
 
 
 def test_a_rank_that_stops_is_named_and_the_job_ends(mpich, assert_gone, tmp_path):
-    nodes = ["node1", "node2", "node3"]
-    srun = ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "-w", ",".join(nodes), "-n3"]
-    words = [*hanging.SP_PP, *with_failing("stops")]
-    done = run([*srun, mpich, *TRAIN[1:], *words], tmp_path)
+    srun = ["srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "-w", ",".join(NODES), "-n3"]
+    done = run([*srun, mpich, *TRAIN[1:], *HANGING, *with_failing("stops")], tmp_path)
     assert done.returncode != 0
-    hanging.assert_told(done.stdout + done.stderr, nodes, lost=1)
-    assert_gone(nodes, hanging.TIMEOUT)
+    assert_hang_is_told(done.stdout + done.stderr, NODES, lost=1)
+    assert_gone(NODES, TIMEOUT)

@@ -14,22 +14,16 @@ import torch
 
 from spatialdl.data import ShardDataset, ShardWriter
 from tests.cluster import lightning_program
-from tests.cluster.alone import losses_alone
 from tests.cluster.slurm import ROOT, SRUN, Job, run
 from tests.training.checkpoints.runs import losses, table
 
 pytestmark = pytest.mark.slow
 
 
-def printed(cwd: Path, *words: str) -> str:
-    """The output of a command on two nodes, with a rank on each."""
-    done = run([*SRUN, "-N2", "-n2", *words], cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def test_a_lightning_program_trains_and_saves_as_one_process(tmp_path):
-    said = printed(tmp_path, sys.executable, lightning_program.__file__)
+    done = run([*SRUN, "-N2", "-n2", sys.executable, lightning_program.__file__], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
     for rank in (0, 1):
         assert said.count(f"rank {rank} of 2 is rank 0 of node {rank}") == 1, said
     lightning_program.trained("auto", tmp_path / "one")
@@ -75,13 +69,13 @@ def write(folder: Path) -> list[str]:
     return [f"{shard.sha256}.h5" for shard in ShardDataset(folder).manifest.shards]
 
 
-def test_each_node_stages_the_shards_of_its_ranks_and_training_is_the_same(tmp_path):
+def test_each_node_stages_the_shards_of_its_ranks_and_training_is_the_same(losses_alone, tmp_path):
     upper, lower = write(tmp_path / "set")
     data = ["data=shards", f"data.path={tmp_path / 'set'}", "data.batch_size=2", "device=cpu"]
     model = ["~model.width", "++model._target_=tests.cluster.networks.waiting"]
     once = [*data, *model, "trainer.precision=float64", "trainer.max_steps=20"]
     once.append("trainer.report=false")
-    plain = losses_alone(tmp_path / "plain", *once, "++model.file=/")
+    plain = losses_alone(*once, "++model.file=/")
     to = "data.stage.to='${oc.env:SLURM_TMPDIR}'"
     words = [*once, f"++model.file={tmp_path / 'go'}", "parallel=sp", to, "hydra.run.dir=run"]
     script = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -104,8 +98,7 @@ def test_each_node_stages_the_shards_of_its_ranks_and_training_is_the_same(tmp_p
         for shard in (tmp_path / "set").glob("*.h5"):  # from here on there are only the copies
             shard.rename(tmp_path / shard.name)
         (tmp_path / "go").touch()
-        job.until(job.is_over)
-        assert job.told("JobState") == "COMPLETED", job.said()
+        job.ends()
     assert losses(tmp_path / "run") == pytest.approx(plain, abs=1e-10)
 
 
@@ -118,7 +111,6 @@ if os.environ["SLURM_PROCID"] == "1":
 """
 
 
-@pytest.mark.slow
 def test_a_node_whose_disk_is_full_reads_from_the_source_which_is_said_once(tmp_path):
     write(tmp_path / "set")
     words = [

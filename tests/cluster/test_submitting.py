@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import TRAIN, Job, answer, run
-from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
+from tests.cluster.slurm import ONE, TRAIN, Job, answer, run, steps
+from tests.training.checkpoints.runs import checkpoints, losses
 
 TWO_NODES = ["launcher=slurm", "launcher.nodes=2", "launcher.tasks_per_node=1"]
-NO_REPORT = "trainer.report=false"
-LONG = [*TINY, "parallel=sp", "data.validation_samples=0", NO_REPORT]
+LONG = [*ONE, "parallel=sp"]
 STEPS = 120
 
 
@@ -33,29 +32,21 @@ class Submitted(Job):
         self.run_dir, self.overrides = Path(row["run directory"]), row["overrides"]
         assert self.id in table
 
-    def ends(self, state: str = "COMPLETED") -> None:
-        self.until(self.is_over)
-        assert self.told("JobState") == state, self.said()
-
-    def steps(self) -> list[int]:
-        return [int(row["step"]) for row in table(self.run_dir / "metrics.csv")]
-
     def summary(self) -> dict:
         return json.loads((self.run_dir / "summary.json").read_text())
 
 
-def test_a_sweep_on_two_nodes_equals_runs_in_one_process(tmp_path):
+def test_a_sweep_on_two_nodes_equals_runs_in_one_process(losses_alone, tmp_path):
     layout = ["parallel=sp", "parallel.grid=[2,1]"]
-    jobs = submitted(tmp_path, "-m", *TWO_NODES, *TINY, *layout, NO_REPORT, "seed=3,4")
+    jobs = submitted(tmp_path, "-m", *TWO_NODES, *ONE, *layout, "seed=3,4")
     assert len({job.run_dir for job in jobs}) == len(jobs) == 2
     for seed, job in zip((3, 4), jobs, strict=True):
         with job:
             job.ends()
         assert (job.told("NumNodes"), job.told("NumTasks")) == ("2", "2")
-        alone = tmp_path / str(seed)
-        train(alone, f"seed={seed}")
         assert job.summary()["world_size"] == 2
-        assert job.summary()["loss"] == pytest.approx(losses(alone), rel=1e-10)
+        alone = losses_alone(*ONE, f"seed={seed}")
+        assert job.summary()["loss"] == pytest.approx(alone, rel=1e-10)
         config = (job.run_dir / ".hydra" / "config.yaml").read_text()
         assert f"seed: {seed}" in config
         assert f"start 1 of the run in {job.run_dir}" in job.said()
@@ -79,7 +70,7 @@ def test_a_run_whose_time_is_over_goes_on_to_the_same_curve(tmp_path):
     assert job.said().count("stopped by SIGUSR1") == 1
     assert "resuming after step" in job.said()
     assert losses(job.run_dir) == losses(undisturbed.run_dir)
-    assert job.steps() == list(range(1, STEPS + 1))
+    assert steps(job.run_dir) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow

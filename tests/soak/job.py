@@ -13,10 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 from uuid import uuid4
+
+import psutil
 
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.training.checkpoints.folder import FOLDER
@@ -28,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 240.0
 """Nothing here takes so long; then a job counts as hanging."""
 
-_MARK = "SPATIALDL_SOAK_JOB"
+_MARK, _RANK = "SPATIALDL_SOAK_JOB", "OMPI_COMM_WORLD_RANK"
 _LOOK_EVERY_S = 0.005
 
 
@@ -74,8 +77,9 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.processes():
-            _kill(pid, 9)
+        for one in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         self.process.wait()
 
     # --- what is seen from outside
@@ -107,27 +111,26 @@ class Job:
 
     # --- processes
 
-    def processes(self) -> list[int]:
+    def processes(self) -> list[psutil.Process]:
         """All that belong to it, whoever their parents are."""
-        mark = f"{_MARK}={self._id}".encode()
-        return [pid for pid in _all() if mark in _environment(pid)]
+        return [one for one in psutil.process_iter() if _variable(one, _MARK) == self._id]
 
-    def ranks(self) -> dict[int, int]:
-        """Process ids by rank, of those that are there; not the helpers that they start."""
-        of_ranks = {pid: rank for pid in self.processes() if (rank := _rank(pid)) is not None}
-        return {rank: pid for pid, rank in of_ranks.items() if _parent(pid) not in of_ranks}
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Of those that are there; not the helpers that they start."""
+        found = {one: rank for one in self.processes() if (rank := _variable(one, _RANK))}
+        return {int(rank): one for one, rank in found.items() if _parent(one) not in found}
 
-    def victim(self, name: str) -> int:
+    def victim(self, name: str) -> psutil.Process:
         """The process of a name: the one that was started, the ``launcher``, or ``rank 2``.
 
         Who is not there yet is stood for by the one that was started.
         """
-        ranks = self.ranks()
+        started, ranks = psutil.Process(self.process.pid), self.ranks()
         if name.startswith("rank"):
-            return ranks.get(int(name.split()[1]), self.process.pid)
+            return ranks.get(int(name.split()[1]), started)
         if name == "launcher" and ranks:
-            return _parent(next(iter(ranks.values()))) or self.process.pid
-        return self.process.pid
+            return _parent(next(iter(ranks.values()))) or started
+        return started
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait for something that it does by itself; False if it ends before.
@@ -151,7 +154,11 @@ class Job:
 
     def kill(self, name: str, number: int) -> bool:
         """Send a signal; False if there is nobody any more."""
-        return self.process.poll() is None and _kill(self.victim(name), number)
+        with suppress(psutil.NoSuchProcess):
+            if self.process.poll() is None:
+                self.victim(name).send_signal(number)
+                return True
+        return False
 
     def wait(self) -> int:
         """Its exit code, once every process of it is gone.
@@ -159,14 +166,10 @@ class Job:
         Raises:
             TimeoutError: if one is not.
         """
-        end = time.monotonic() + PATIENCE_S
-        code: int | None = None
-        while code is None or self.processes():
-            code = self.process.poll()
-            if time.monotonic() > end:
-                left = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in self.processes()]
-                raise TimeoutError(f"still there: {left}\n{self.log.read_text()[-3000:]}")
-            time.sleep(_LOOK_EVERY_S)
+        code = self.process.wait(PATIENCE_S)
+        left = psutil.wait_procs(self.processes(), PATIENCE_S)[1]
+        if left:
+            raise TimeoutError(f"still there: {left}\n{self.log.read_text()[-3000:]}")
         return code
 
 
@@ -180,41 +183,21 @@ def last_step(run_dir: Path) -> int:
 
 
 def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    """Of its environment; None if there is none, or it has ended."""
     try:
-        return path.stat().st_ino
-    except FileNotFoundError:
+        return process.environ().get(name)
+    except (psutil.Error, OSError):
         return None
 
 
-def _all() -> list[int]:
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
-        return []
-
-
-def _rank(pid: int) -> int | None:
-    prefix = b"OMPI_COMM_WORLD_RANK="
-    return next((int(v[len(prefix) :]) for v in _environment(pid) if v.startswith(prefix)), None)
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return None
-
-
-def _kill(pid: int, number: int) -> bool:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+def _parent(process: psutil.Process) -> psutil.Process | None:
+    with suppress(psutil.NoSuchProcess):
+        return process.parent()
+    return None
 
 
 # --- kills
@@ -289,21 +272,14 @@ def drawn(seed: int, count: int) -> list[Kill]:
     """So many kills of a job of four ranks."""
     draw = random.Random(seed)
     victims = [*(f"rank {rank}" for rank in range(4)), "launcher", "command"]
-    moments = list(MOMENTS)
+    signals, moments, kills = (*STOPPING, *CRASHES), list(MOMENTS), list[Kill]()
     if count >= sum(MOMENTS.values()):
         moments = [moment for moment, share in MOMENTS.items() for _ in range(share)]
-    kills = []
     while len(kills) < count:
         draw.shuffle(moments)
-        kills += [
-            Kill(
-                moment,
-                draw.randint(1, 4),
-                draw.random(),
-                draw.choice(victims),
-                draw.choice((*STOPPING, *CRASHES)),
-                draw.random() < 0.5,
+        for moment in moments:
+            when = moment, draw.randint(1, 4), draw.random()
+            kills.append(
+                Kill(*when, draw.choice(victims), draw.choice(signals), draw.random() < 0.5)
             )
-            for moment in moments
-        ]
     return kills[:count]
