@@ -250,7 +250,7 @@ def alone(tmp_path_factory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("stride", [31, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [43, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_goes_on_wherever_it_was_killed(stride, alone, tmp_path):
     run_dir = tmp_path / "run"
     for change in count(stride - 1, stride):
