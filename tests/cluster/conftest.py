@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.trainer import Trainer
 from tests.cluster.slurm import SP_PP, SRUN, TRAIN, answer, resume_drained, run, until
+from tests.composing import composed
 from tests.training.checkpoints.runs import losses
 
 NODES = 4
@@ -38,8 +38,7 @@ def losses_alone(tmp_path_factory) -> Callable[..., list[float]]:
     @cache
     def of(*words: str) -> list[float]:
         run_dir = tmp_path_factory.mktemp("alone")
-        with initialize_config_module("spatialdl.conf", version_base="1.3"):
-            Trainer(compose("train", [*words]), SingleProcess()).fit(run_dir)
+        Trainer(composed("train", *words), SingleProcess()).fit(run_dir)
         return losses(run_dir)
 
     return of
