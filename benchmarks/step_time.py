@@ -1,6 +1,6 @@
 """Estimates what a step of ResNet-50 may take on GPUs; nothing is measured.
 
-    python tools/step_time.py
+    python -m benchmarks.step_time
 
 The planner (`spatialdl.planning`) has the time of computing, of halos and of sums of gradients on a
 cluster of the configuration's. To these each host wait adds `WAIT_S`, and a path through the host
@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from spatialdl.bench.results import markdown
+from benchmarks.harness import markdown
 from spatialdl.models import resnet50
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
