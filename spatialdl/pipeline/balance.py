@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.recording import Forward, switch_to
+from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
 from spatialdl.spatial.meta import computed_attributes, meta_copy, on_meta
-from spatialdl.torch_internals import tree_leaves
+from spatialdl.torch_internals import BatchNormBase, tree_leaves
 
 OPERATIONS_PER_ELEMENT = 20
 """Cost of a memory-bound operation per element of its output, in multiply-adds."""
@@ -80,7 +80,10 @@ def memory(
         samples: number of samples whose activations are held at the same time.
     """
     shadow = meta_copy(model)
-    switch_to(shadow, training=True)
+    shadow.train()
+    for layer in shadow.modules():
+        if isinstance(layer, BatchNormBase):  # in training it refuses a single value
+            layer.eval()
     values = _image(shadow, image, torch.device("meta"))
     kept: list[float] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from spatialdl.pipeline.attributes import AttributeKey, Attributes, CodeRegion
 from spatialdl.pipeline.memory import SharedStorage
-from spatialdl.pipeline.outer_state import OuterState, form_of
+from spatialdl.pipeline.python_state import AttributeKey, PythonState, form_of
 from spatialdl.pipeline.source_lines import replays, users_line
 from spatialdl.pipeline.steps import (
     IMAGE,
@@ -67,50 +66,49 @@ class CallRecorder:
             self._memory.note(tensor, -1)
         self._steps: list[Step] = []
         self._calls: Counter[str] = Counter()
-        self._opened: set[str] = set()
+        self.opened: set[str] = set()
         self._sizes: dict[Value, int] = {}
         self._changed: set[Value] = set()
         self._written_state: set[str] = set()
         self._drawing: set[str] = set()
         self._loose = ""
         self._inside = False  # whether a step is running
-        self._called_whole = ""
-        self.state = Attributes(self.model, self._region)
-        self.outer = OuterState(self.model)
+        self.state = PythonState(self.model)
 
-    def _region(self) -> CodeRegion:
-        if self._inside and self._called_whole:
-            return CodeRegion(self._called_whole, True)
-        return CodeRegion(self.owners[-1], False)
+    def lost(self, *, settled: bool) -> set[AttributeKey]:
+        """Attributes whose changes a cut would lose.
 
-    def around(self, key: AttributeKey, users: Iterable[CodeRegion]) -> str:
-        """The smallest module that contains all code that uses an attribute.
+        Args:
+            settled: whether this is a repeated run; the first may initialize attributes.
+        """
+        state = self.state
+        return state.lost | {
+            key
+            for key in state.between
+            if settled or state.is_registered(key) or key.path not in {"", *self.opened}
+        }
+
+    def around(self, key: AttributeKey) -> str:
+        """The smallest module that has an attribute, and whose inside is recorded.
 
         Raises:
             CannotRecord: if that is the whole network.
         """
-        paths = [user.path.split(".") for user in users]
-        shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
-        while shared and ".".join(shared) not in self._opened:
-            shared.pop()
-        if not shared or not shared[0]:
+        path = key.path
+        while path and path not in self.opened:
+            path = path.rpartition(".")[0]
+        if not path:
             raise CannotRecord(
                 f"its forward changes the attribute '{key}', which stages would treat as a "
                 "constant; keep it in a separate module, or make it a buffer modified in place"
             )
-        return ".".join(shared)
+        return path
 
     def record(self, image: Tensor) -> Recording:
         self._note(image, IMAGE)
-        with (
-            torch.enable_grad(),
-            on_meta(),
-            keyed(0, 0),
-            self._recorded_calls(),
-            self.state.watched(),
-            self.outer.watched(),
-        ):
+        with torch.enable_grad(), on_meta(), keyed(0, 0), self._recorded_calls():
             result = self.model(image)
+        self.state.finish()
         output = tree_map(self._as_value, result)
         if not any(isinstance(leaf, Value) for leaf in tree_leaves(output, is_leaf=is_reference)):
             raise CannotRecord("its forward returns no tensor")
@@ -156,16 +154,16 @@ class CallRecorder:
         if not self._is_whole(module, path):
             if module is self.model:
                 return original(module, *args, **kwargs)
-            self._opened.add(path)
+            self.opened.add(path)
             self.owners.append(path)
             result = original(module, *args, **kwargs)
             self.owners.pop()
             return result
         nth, self._calls[path] = self._calls[path], self._calls[path] + 1
         before = numbers_drawn()
-        self._called_whole = path
+        self.state.enter(path)
         result = self._step(path, lambda: original(module, *args, **kwargs), args, kwargs, nth)
-        self._called_whole = ""
+        self.state.leave(path)
         if numbers_drawn() != before:
             self._drawing.add(path)
         return result

@@ -13,30 +13,22 @@ forward cannot be recorded.
 from __future__ import annotations
 
 import copy
+import random
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spatialdl.pipeline.attributes import AttributeKey, own_attributes
-from spatialdl.pipeline.outer_state import OuterState, form_of
+from spatialdl.pipeline.python_state import AttributeKey, form_of, own_attributes
 from spatialdl.pipeline.recorder import CallRecorder, CannotRecord
+from spatialdl.pipeline.statistics import is_plain
 from spatialdl.pipeline.steps import Recording
 from spatialdl.spatial.meta import meta_copy
 from spatialdl.torch_internals import BatchNormBase
-
-RUNS = 2
-"""Maximum number of repeated runs until a forward reaches a steady state."""
-
-
-def switch_to(shadow: nn.Module, training: bool) -> None:
-    """Set the mode, but keep BatchNorm in evaluation, as it refuses a single value in training."""
-    shadow.train(training)
-    for layer in shadow.modules():
-        if isinstance(layer, BatchNormBase):
-            layer.eval()
 
 
 class Forward:
@@ -47,17 +39,21 @@ class Forward:
         image_size: (channels, H, W).
 
     Attributes:
-        kept: attributes that the forward reads and changes from call to call.
+        kept: attributes that the forward changes from call to call.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...]) -> None:
         self._shadow, self._image_size = meta_copy(model), image_size
+        for layer in self._shadow.modules():
+            if isinstance(layer, BatchNormBase) and is_plain(layer):
+                # in training it refuses a single value for each channel
+                layer.forward = torch.clone  # type: ignore[method-assign]
         self._dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         self._whole: set[str] = set()  # paths of modules whose forward cannot be recorded
         self._found: dict[tuple[int, bool], Recording] = {}
         self._first: Recording | None = None
         self._modules = {path: weakref.ref(module) for path, module in model.named_modules()}
-        self._outside: dict[AttributeKey, Any] = {}  # forms of what code between steps reads
+        self._outside: dict[AttributeKey, Any] = {}  # forms of constants of the recordings
         self.kept: set[AttributeKey] = set()
         self._sets_modes = any(
             type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
@@ -112,63 +108,77 @@ class Forward:
             module = self._modules[key.path]()
             if module is None:
                 continue
-            now = form_of(own_attributes(module).get(key.name))
+            now = form_of(vars(module).get(key.name))
             if now != form:
-                value = copy.deepcopy(own_attributes(module).get(key.name))
+                value = copy.deepcopy(vars(module).get(key.name))
                 vars(self._shadow.get_submodule(key.path))[key.name] = value
                 self._outside[key] = now
                 self._found.clear()
 
     def _record(self, samples: int, training: bool) -> Recording:
         """Record; the first time in a mode, repeat until the forward reaches a steady state."""
-        switch_to(self._shadow, training)
+        self._shadow.train(training)
+        for layer in self._shadow.modules():
+            if isinstance(layer, BatchNormBase) and "forward" not in vars(layer):
+                layer.eval()
         image = torch.empty(samples, *self._image_size, dtype=self._dtype, device="meta")
-        is_known = any(mode == training for _, mode in self._found)
-        recording, outer = self._run(image, settled=is_known)
-        runs, name = 0 if is_known else RUNS, ""
-        while runs:
-            before, whole = (recording, outer), len(self._whole)
-            recording, outer = self._run(image, settled=True)
+        recording, is_steady = self._run(image, settled=False)
+        while not (is_steady and any(mode == training for _, mode in self._found)):
+            before, whole = recording, len(self._whole)
+            recording, _ = self._run(image, settled=True)
             if len(self._whole) == whole:
-                _check_constants(before[0], recording)
-                name = before[1].differs(outer)
-                runs = runs - 1 if name else 0
-        if name:
-            raise CannotRecord(
-                f"its forward depends on '{name}', which changes from run to run outside of its "
-                "modules; keep it in a separate module"
-            )
+                _check_constants(before, recording)
+                break
         return recording
 
-    def _run(self, image: Tensor, *, settled: bool) -> tuple[Recording, OuterState]:
+    def _run(self, image: Tensor, *, settled: bool) -> tuple[Recording, bool]:
+        """Record the forward once, and find out whether it has left Python state as it was."""
         while True:
             recorder = CallRecorder(self._shadow, self._whole)
             try:
-                recording = recorder.record(image)
+                with _without_draws():
+                    recording = recorder.record(image)
             except Exception as error:
                 where = recorder.owners[-1]
                 if where == "":
                     raise CannotRecord(str(error)) from error
                 self._whole.add(where)  # it is called without recording its inside
                 continue
-            if recorder.outer.draws:
+            state = recorder.state
+            self.kept |= state.changed() if settled else set()
+            self._note_outside({"", *recorder.opened})
+            lost = recorder.lost(settled=settled)
+            if settled and state.outside and not lost:
                 raise CannotRecord(
-                    f"its forward draws random numbers by {recorder.outer.draws}: draw them by "
-                    "PyTorch"
+                    f"its forward depends on '{state.outside}', which changes from run to run "
+                    "outside of its modules; keep it in a separate module"
                 )
-            self.kept |= recorder.state.kept() if settled else set()
-            parted = recorder.state.parted(settled=settled)
-            self._note_outside(recorder.state.constants())
-            if not parted:
-                return recording, recorder.outer
-            for key, users in parted.items():
-                self._whole.add(recorder.around(key, users))
+            if not lost:
+                return recording, not (state.changed() or state.outside)
+            self._whole |= {recorder.around(key) for key in lost}
 
-    def _note_outside(self, keys: Iterable[AttributeKey]) -> None:
-        for key in keys:
-            module = self._modules[key.path]()
-            if module is not None and key not in self._outside and key.name != "training":
-                self._outside[key] = form_of(own_attributes(module).get(key.name))
+    def _note_outside(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            module = self._modules[path]()
+            for name, value in own_attributes(module).items() if module is not None else ():
+                if name != "training":
+                    self._outside.setdefault(AttributeKey(path, name), form_of(value))
+
+
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    """Check that Python and NumPy draw no random numbers, and restore their generators."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+        drawn = "Python's random" if random.getstate() != python else ""
+        if drawn or form_of(np.random.get_state()) != form_of(numpy):
+            raise CannotRecord(
+                f"its forward draws random numbers by {drawn or 'NumPy'}: draw them by PyTorch"
+            )
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _check_constants(before: Recording, after: Recording) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-from spatialdl.pipeline.outer_state import form_of
+from spatialdl.pipeline.python_state import form_of
 from spatialdl.pipeline.source_lines import replays
 from spatialdl.torch_internals import tree_leaves, tree_map
 
@@ -48,7 +48,7 @@ class Step:
         owner: path of the module whose forward makes the call.
         nth: number of earlier calls of the module.
         with_grad: whether it is differentiated.
-        non_tensors: forms of a module's non-tensor outputs, see `outer_state.form_of`.
+        non_tensors: forms of a module's non-tensor outputs, see `python_state.form_of`.
         where: ``file:line`` of the call in the network's source.
     """
 
