@@ -86,7 +86,7 @@ test-mpi: $(READY)
 	    tests/mpi/channels tests/mpi/comm \
 	    $(addprefix --ignore tests/mpi/, channels/test_networks.py channels/test_parallel.py \
 	    comm/test_agreement.py comm/test_backend.py comm/test_processes.py comm/test_transport.py) \
-	    $(addprefix tests/mpi/, $(addprefix pipeline/, test_state.py test_forward_parameters.py \
+	    $(addprefix tests/mpi/, $(addprefix pipeline/, test_state.py test_forward_state.py \
 	    test_samples_apart.py test_sharded.py) training/test_not_finite.py training/test_staging.py \
 	    training/tasks/test_task.py::test_parts_of_a_micro_batch_count_by_their_known_labels_in_float64)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch._subclasses.fake_tensor
-import torch.nn.utils.parametrizations
 import torch.nn.utils.stateless
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -90,7 +89,6 @@ with _known_versions():
     DropoutBase = nn.modules.dropout._DropoutNd
     InstanceNormBase = nn.modules.instancenorm._InstanceNorm
     NormBase = nn.modules.batchnorm._NormBase
-    ParametrizedSpectralNorm = nn.utils.parametrizations._SpectralNorm
     nn_functions = torch._C._nn
     reparametrize_module = nn.utils.stateless._reparametrize_module
 
@@ -137,7 +135,6 @@ _TENSOR = "_backward_hooks _base _is_view _post_accumulate_grad_hooks _version"
 ATTRIBUTES: list[tuple[object, str]] = [
     (nn.Module(), _MODULE),
     (nn_functions, _FUNCTIONS),
-    (ParametrizedSpectralNorm, "_power_method _reshape_weight_to_matrix"),
     (torch.Tensor, _TENSOR),
     (torch.UntypedStorage, "_cdata"),
     (torch.ops.aten, _ATEN),

@@ -13,14 +13,10 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import gather_over_ranks
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.forward_buffers import BuffersInOrder, ForwardBuffers
-from spatialdl.pipeline.forward_parameters import ForwardParameters, check_unwritten
-from spatialdl.pipeline.spectral import SpectralNorms
+from spatialdl.pipeline.forward_state import ForwardState
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.pipeline.statistics import SliceStatistics
 from spatialdl.spatial.replicas import BatchNormOver
-
-_Keeper = SliceStatistics | SpectralNorms | ForwardParameters | ForwardBuffers | BuffersInOrder
 
 
 class Sharing:
@@ -48,38 +44,28 @@ class Sharing:
         comm: Communicator,
         units: Mapping[int, Sequence[nn.Module]],
     ) -> None:
-        self._comm, self._is_first_step = comm, True
-        self._is_divided = placement.network_copies * placement.most_batch_parts > 1
-        self._parameters: list[ForwardParameters] = []
+        self._comm = comm
         self._data, self._over_replicas = placement.data, over_replicas and placement.data > 1
         self._replica = placed[0].position.replica
-        self._kept: dict[int, list[_Keeper]] = {}
+        self._kept: dict[int, tuple[SliceStatistics, ForwardState]] = {}
         self._local: set[int] = set()  # stages whose slices all run on this rank
-        self._spectral: list[SpectralNorms] = []
         for stage, module in stages.items():
-            if placement.network_copies * placement.batch_parts(stage) > 1:
-                self._parameters.append(ForwardParameters(module, units.get(stage, ())))
-                keepers = self._keepers(module, holders[stage])
-                self._kept[stage] = [self._parameters[-1], *keepers]
-            elif microbatches > 1:  # recomputation in backward also updates statistics
-                statistics = SliceStatistics(module, SingleProcess(), in_order=True)
-                self._kept[stage] = [statistics, BuffersInOrder(module, statistics.modules)]
-                self._local.add(stage)
+            is_local = placement.network_copies * placement.batch_parts(stage) == 1
+            if is_local and microbatches == 1:
+                continue
+            own: Communicator = SingleProcess() if is_local else holders[stage]
+            statistics = SliceStatistics(module, own, in_order=is_local)
+            state = ForwardState(
+                *(module, own, statistics.modules, microbatches), units.get(stage, ())
+            )
+            self._kept[stage] = statistics, state
+            self._local |= {stage} if is_local else set()
         self._samples: list[dict[int, int]] = []
-        # all ranks synchronize or none, even if only some have spectral norms
-        spectral = placement.data > 1 and any(comm.allgather(bool(self._spectral)))
-        self._synchronizes = self._over_replicas or spectral
-
-    def _keepers(self, stage: nn.Module, comm: Communicator) -> list[_Keeper]:
-        statistics, spectral = SliceStatistics(stage, comm), SpectralNorms(stage, comm)
-        self._spectral += [spectral] if spectral.modules else []
-        apart = {*statistics.modules, *spectral.modules}
-        return [statistics, spectral, ForwardBuffers(stage, comm, apart)]
 
     def begin(self, microbatches: Sequence[Microbatch]) -> None:
         """Agree on the ranks that share each micro-batch of a step."""
         rows = {self._replica: [microbatch.samples for microbatch in microbatches]}
-        if self._synchronizes:
+        if self._over_replicas:
             own = torch.tensor([self._replica, *rows[self._replica]])
             rows_of_replicas = gather_over_ranks(
                 self._comm, own, "samples of micro-batches"
@@ -90,14 +76,8 @@ class Sharing:
             {r: n for r, n in row.items() if n > 0 and (self._over_replicas or r == self._replica)}
             for row in of_replicas
         ]
-        order = {
-            self._slice(number, replica)
-            for number, row in enumerate(of_replicas)
-            for replica, count in row.items()
-            if count > 0
-        }
-        for spectral in self._spectral:
-            spectral.begin(sorted(order))
+        for _, state in self._kept.values():
+            state.begin()
 
     def _slice(self, microbatch: int, replica: int) -> int:
         """Number of a slice in the order of a single process."""
@@ -124,15 +104,8 @@ class Sharing:
         return BatchNormOver(placed.ranks_of(self._samples[number]), parts)
 
     def fold(self, microbatches: int) -> None:
-        """At the end of a step, fold its slices into running statistics and other state.
-
-        Raises:
-            UnsupportedSpatialOp: on all ranks, if a forward of the first step changes a parameter.
-        """
+        """At the end of a step, fold its slices into running statistics and other state."""
         slices = microbatches * (1 if self._over_replicas else self._data)
         for kept in self._kept.values():
             for keeper in kept:
                 keeper.fold(slices)
-        if self._is_first_step and self._is_divided:
-            check_unwritten(self._comm, self._parameters)
-        self._is_first_step = False

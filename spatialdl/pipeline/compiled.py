@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.pipeline.stage import Stage
-from spatialdl.pipeline.statistics import SliceStatistics, is_plain, under_checkpoint
+from spatialdl.pipeline.statistics import SliceStatistics, is_plain
 from spatialdl.pipeline.steps import Recording, Step, Value, run_step
 from spatialdl.random.streams import numbers_drawn
 from spatialdl.spatial.norm import StatisticsOver
 from spatialdl.torch_internals import (
     BatchNormBase,
     DisableTorchFunction,
+    top_saved_tensors_hooks,
     unsafe_preserve_version_counter,
 )
 
@@ -300,7 +301,7 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         self._versions = [tensor._version for tensor in self._state]
-        self._drawn = numbers_drawn()
+        self._drawn, self._hooks = numbers_drawn(), top_saved_tensors_hooks(False)
         self.reason = self._before()
         self._handles = [norm.register_forward_pre_hook(self._called) for norm in self._norms]
         return self
@@ -312,7 +313,8 @@ class _Watch:
 
     def _called(self, norm: nn.Module, args: Any) -> None:
         self._calls[norm] += 1
-        self._again |= under_checkpoint()
+        # a checkpoint, which reruns the layer in backward; `recompute` is not compiled
+        self._again |= top_saved_tensors_hooks(False) != self._hooks
 
     def _before(self) -> str:
         if not self._step.with_grad or self._step.non_tensors:

@@ -46,7 +46,7 @@ def cut(
 
     Returns:
         A `Stage` each. A single stage is the network itself unless it is a chain with layers to
-        recompute, writes into its weights, or is to be compiled.
+        recompute, writes into its weights or buffers, or is to be compiled.
 
     Raises:
         ValueError: if the network cannot be cut this way, or has no blocks to recompute.
@@ -164,7 +164,6 @@ def _whole(
     model: nn.Module, network: Forward, recording: Recording, blocks: list[str], recompute: bool
 ) -> nn.Module:
     steps = recording.steps
-    writes_weights = recording.written_state & {name for name, _ in model.named_parameters()}
     if recompute and len(steps) > 1 and is_chain(recording):
         (owned,) = leftovers(model, recording, [0, len(steps)])
         return Stage(model, network, 0, len(steps), owned, recompute)
@@ -175,7 +174,7 @@ def _whole(
             "with at least two convolutions or linear layers; leave it out, or call "
             "torch.utils.checkpoint in the network"
         )
-    if writes_weights and not recording.loose:
+    if recording.written_state and not recording.loose:  # it saves copies for backward
         return Stage(model, network, 0, len(steps), leftovers(model, recording, [0, len(steps)])[0])
     if recording.drawing and not recording.loose and "" not in recording.drawing:
         scope_by_name(model, recording)

@@ -352,10 +352,10 @@ class PipelineRuntime:
         waiting.doing("")
         self._wait_sent()
         self.gradients.average()
-        self._context.end(len(microbatches))
         if self.placement.most_tensor_parts > 1:
             for module in self.stages.values():
                 settle(module)
+        self._context.end(len(microbatches))
         # the only wait for peers if nothing before it has synchronized
         return noted("the end of the step", self._comm.world_ranks, float, total)
 

@@ -9,31 +9,24 @@ reduced over all ranks at the end of the step.
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.comm.replay import replaying
 from spatialdl.errors import UnsupportedSpatialOp
-from spatialdl.spatial.recompute import recompute
 from spatialdl.torch_internals import (
     BatchNormBase,
     current_graph_task_id,
     foreach_add_,
     foreach_copy_,
 )
-
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 class _Kept(NamedTuple):
@@ -49,13 +42,14 @@ class SliceStatistics:
     Args:
         stage: its layers get hooks.
         comm: the ranks that have this stage.
-        in_order: whether this rank runs all forwards, in the order of the slices; then only layers
-            that a checkpoint reruns in backward are handled.
+        in_order: whether this rank runs all forwards, in the order of the slices; then, after the
+            first step, only layers that a checkpoint reruns in backward are handled.
     """
 
     def __init__(self, stage: nn.Module, comm: Communicator, in_order: bool = False) -> None:
         self._comm, self._in_order = comm, in_order
-        self._direct: set[BatchNormBase] = set()
+        self._direct: set[BatchNormBase] = set()  # layers that update their own statistics
+        self._again: set[BatchNormBase] = set()  # those that backward reruns
         self._norms = [
             layer
             for layer in stage.modules()
@@ -91,7 +85,8 @@ class SliceStatistics:
         """Set momentum 1 and fresh buffers, which receive the unweighted statistics of a slice."""
         if not (isinstance(norm, BatchNormBase) and norm.training) or replaying():
             return
-        if self._in_order and not self._runs_again(norm):
+        if norm in self._direct:
+            self._check_direct(norm)
             return
         self._before[norm] = norm.momentum, *_buffers(norm)
         norm.momentum = 1.0
@@ -104,29 +99,29 @@ class SliceStatistics:
         if not (isinstance(norm, BatchNormBase) and norm in self._before) or replaying():
             return
         mean, variance, _ = _buffers(norm)
+        if current_graph_task_id() != -1:
+            self._again.add(norm)
         if self._counts:
             self._kept[norm].append(_Kept(self._slice, torch.cat([mean, variance]).double()))
         (norm.momentum, norm.running_mean, norm.running_var, norm.num_batches_tracked) = (
             self._before.pop(norm)
         )
 
-    def _runs_again(self, norm: BatchNormBase) -> bool:
-        if not under_checkpoint():
-            self._direct.add(norm)
-            return False
-        if norm in self._direct:
+    def _check_direct(self, norm: BatchNormBase) -> None:
+        if current_graph_task_id() != -1:
             raise UnsupportedSpatialOp(
-                f"a {type(norm).__name__} is called both inside and outside of "
-                "torch.utils.checkpoint, and micro-batches would update its running statistics in "
-                "another order than a single process: take parallel.microbatches=1, or two layers"
+                f"a {type(norm).__name__} is called under torch.utils.checkpoint, but was not in "
+                "the first step, and micro-batches would update its running statistics in another "
+                "order than a single process: take parallel.microbatches=1, or two layers"
             )
-        return True
 
     @torch.no_grad()
     def fold(self, slices: int) -> None:
         """Fold in the statistics of all slices of the batch; collective."""
         if not self._norms:
             return
+        if self._in_order:
+            self._direct |= {norm for norm, kept in self._kept.items() if kept} - self._again
         own = torch.zeros(len(self._norms), slices, dtype=torch.int64)
         for row, norm in zip(own, self._norms, strict=True):
             for kept in self._kept[norm]:
@@ -158,24 +153,12 @@ class SliceStatistics:
         return total
 
 
-def under_checkpoint() -> bool:
-    """Whether a foreign checkpoint reruns the current call in backward, now or later."""
-    if current_graph_task_id() != -1:
-        return True
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CHECKPOINT and frame.f_back is not None:
-            context = frame.f_locals.get("context_fn")
-            if getattr(context, "__module__", "") != recompute.__module__:
-                return True
-        frame = frame.f_back
-    return False
-
-
 def is_plain(norm: BatchNormBase) -> bool:
-    """Whether the forward is PyTorch's own; `pipeline.affine` handles other ones."""
+    """Whether the forward is PyTorch's own or timm's; `pipeline.forward_state` handles others."""
+    forward = type(norm).forward
     own = (BatchNormBase.forward, nn.SyncBatchNorm.forward)
-    return type(norm).forward in own and "forward" not in vars(norm)
+    is_timm = forward.__module__ == "timm.layers.norm_act"
+    return (forward in own or is_timm) and "forward" not in vars(norm)
 
 
 def _buffers(norm: BatchNormBase) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,11 +71,7 @@ class StepContext:
         self._deferred.pop(action).add_all()
 
     def end(self, microbatches: int) -> None:
-        """Fold the updates of the step's slices into running statistics and other buffers.
-
-        Raises:
-            UnsupportedSpatialOp: on all ranks, if the first step's forward changes a parameter.
-        """
+        """Fold the updates of the step's slices into running statistics and other buffers."""
         self._sharing.fold(microbatches)
 
 

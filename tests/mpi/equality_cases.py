@@ -753,6 +753,7 @@ STREAMED = [
     Case("sp", "odd_volume", (13, 21, 18), ((1, 1, 2),), stream=(2, 1, 1)),
     Case("dp", "odd", (45, 50), ((1, 1),), 2, 2, 8, stream=(2, 2)),
     Case("dp", "random", (37, 29), ((1, 1),), 2, 2, 7, recompute=True, stream=(2, 1)),
+    Case("dp", "moving", (17, 14), ((1, 1),), 2, 2, 7, stream=(2, 2)),
     Case("lp", "resnet18", (70, 93), ((1, 1),) * 2, stream=(2, 2)),
     Case("pp", "odd", (50, 50), ((1, 1),) * 2, 1, 4, 7, ("2",), stream=(3, 1)),
     Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", stream=(2, 2)),

@@ -1,12 +1,14 @@
 """Training steps of a layout, and the same ones on one process.
 
 The reference is plain PyTorch in a loop, without a line of ours: it accumulates over the same
-slices of the batch, micro-batch by micro-batch, within it replica by replica. Only where a network
+slices of the batch, micro-batch by micro-batch, within it replica by replica. Buffers that are not
+BatchNorm's are each replica's own, and the first one's at the end of a step. Only where a network
 draws random numbers it does so by the same keys.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
@@ -130,8 +132,10 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
         optimizer.zero_grad()
         total = 0.0
         pieces = [piece for row in slices(case) for piece in row]
+        own = OwnBuffers(case, model)
         for number, (start, stop) in enumerate(pieces):
             if stop > start:
+                own.take(number)
                 share = (stop - start) / case.batch
                 with keyed(SEED, step, number), autocast(mixed):
                     output = forward(model, images[start:stop])
@@ -140,11 +144,46 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
                     loss = F.cross_entropy(output, labels[start:stop], ignore_index=255) * share
                 loss.backward()
                 total += loss.item()
+        own.settle()
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
         losses.append(total)
     return Outcome(losses, {name: value.cpu() for name, value in model.state_dict().items()})
+
+
+class OwnBuffers:
+    """Buffers of each replica and copy of the network in a step, other than BatchNorm's."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        placement = case._replace(order=()).placement
+        made = make_schedule(case.schedule, placement, case.microbatches, case.times)
+        self._copies = {one.microbatch: one.copy for actions in made.evaluate for one in actions}
+        norms = {n for n, m in model.named_modules() if type(m) in (nn.BatchNorm2d, nn.BatchNorm3d)}
+        self._model, self._data = model, case.data
+        self._names = [n for n, _ in model.named_buffers() if n.rpartition(".")[0] not in norms]
+        self._start, self._now = self._kept(), (-1, -1)
+        self._of: dict[tuple[int, int], list[Tensor]] = {}
+        self._slices: Counter[tuple[int, int]] = Counter()
+
+    def take(self, number: int) -> None:
+        """Before a slice: the buffers of the replica that has it."""
+        self._of[self._now] = self._kept()
+        self._now = self._copies[number // self._data], number % self._data
+        self._slices[self._now] += 1
+        self._set(self._of.get(self._now, self._start))
+
+    def settle(self) -> None:
+        """Those of the first of the replicas with most slices."""
+        self._of[self._now] = self._kept()
+        self._set(self._of[max(self._slices, key=self._slices.__getitem__)])
+
+    def _kept(self) -> list[Tensor]:
+        return [self._model.get_buffer(name).clone() for name in self._names]
+
+    def _set(self, values: list[Tensor]) -> None:
+        for name, value in zip(self._names, values, strict=True):
+            self._model.get_buffer(name).copy_(value)
 
 
 def parallel(

@@ -166,7 +166,7 @@ class Centred(nn.Module):
 
 
 def averages() -> nn.Module:
-    norms = (OwnNorm(6), conv(), LouderNorm(6, momentum=0.2), Checkpointed(Normalised(), conv()))
+    norms = OwnNorm(6), conv(), LouderNorm(6, momentum=0.2), Normalised(), conv()
     instance = nn.InstanceNorm2d(6, track_running_stats=True)
     return chain(Averages(), *norms, Shared(Averages()), instance, conv())
 

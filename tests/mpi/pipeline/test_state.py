@@ -13,7 +13,7 @@ LOCAL = [
     # micro-batches of one sample and of two, for the two ranks of a stage: one has none
     Case("pp", "odd", (33, 29), ONE * 2, 1, 2, 3, ("2",), local=(1, 2)),
     Case("pp", "odd", (33, 29), ONE * 2, 1, 2, 3, ("4",), "", "stage", local=(1, 2)),
-    Case("pp", "spectral", SIZE, ONE * 2, 1, 2, 3, ("3",), local=(1, 2)),
+    Case("pp", "spectral", SIZE, ONE * 2, 1, 2, 4, ("3",), local=(1, 2)),
 ]
 CHECKPOINTED = [  # layers under a checkpoint count twice
     Case("none", "checkpointed", SIZE, ONE, 1, 3, 7),
@@ -37,7 +37,7 @@ SPECTRAL = [  # each slice has its own power iteration
     Case("pp", "spectral", SIZE, ONE * 2, 1, 3, 7, schedule="1f1b"),
     Case("dp", "spectral", SIZE, ONE, 2, 1, 4, recompute=True),
     Case("dp", "spectral", SIZE, ONE, 3, 2, 4),  # some have none
-    Case("gems", "spectral", SIZE, ONE * 3, 1, 2, 5, schedule="mast"),
+    Case("gems", "spectral", SIZE, ONE * 4, 1, 2, 5, schedule="mast"),
     Case("dp+pp", "spectral", SIZE, ONE * 2, 2, 2, 8, shard=True),
     Case("dp+pp", "spectral", SIZE, ONE * 2, 2, 2, 6, sync=True, recompute="stage"),
     Case("dp+sp", "spectral", SIZE, ((1, 2),), 2, 2, 8),

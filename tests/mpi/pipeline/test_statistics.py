@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
@@ -14,13 +15,28 @@ from spatialdl.parallel.layout import even_bounds
 from spatialdl.pipeline.statistics import SliceStatistics
 
 
+class Act(nn.BatchNorm2d):
+    """BatchNorm and what follows it in one layer, as timm has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.momentum
+        if self.training:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / float(self.num_batches_tracked) if factor is None else factor
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, None, None, self.training, factor or 0.0).tanh()
+
+
+Act.forward.__module__ = "timm.layers.norm_act"
+
+
 class Twice(nn.Module):
     """Calls one of its layers twice."""
 
     def __init__(self, momentum: float | None) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(3, momentum=momentum)
-        self.once = nn.BatchNorm2d(3, momentum=momentum, affine=False)
+        self.once = Act(3, momentum=momentum, affine=False)
         self.untracked = nn.BatchNorm2d(3, track_running_stats=False)
 
     def forward(self, x: Tensor) -> Tensor:

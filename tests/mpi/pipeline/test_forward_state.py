@@ -1,4 +1,4 @@
-"""A forward that changes a parameter is refused where it would differ from one process."""
+"""State that a forward changes, and that replicas cannot follow, is refused by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
@@ -23,10 +25,8 @@ pytestmark = [pytest.mark.usefixtures("ends_process_group"), pytest.mark.world(2
 
 
 class Data(nn.Conv2d):
-    """Changes no value at first."""
-
     def forward(self, x: Tensor) -> Tensor:
-        self.weight.data.clamp_(-1, 1)
+        self.weight.data.clamp_(-0.01, 0.01)
         return super().forward(x)
 
 
@@ -76,6 +76,33 @@ class Hooked(nn.Conv2d):
         self.register_forward_pre_hook(shrink)
 
 
+class Larger(nn.Conv2d):
+    """Has a buffer that grows."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = torch.cat([self.mean, x.detach().mean()[None].to(self.mean)])
+        return super().forward(x)
+
+
+class Rerun(nn.Conv2d):
+    """Updates a buffer, which PyTorch's counter does not see, again in backward."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.normalised, x, use_reentrant=False)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        statistics = self.mean, torch.ones_like(self.mean)
+        return super().forward(F.batch_norm(x, *statistics, training=True))
+
+
 def shrink(module: nn.Module, args: object) -> None:
     module.weight.data.mul_(0.99)  # type: ignore[union-attr, operator]
 
@@ -90,7 +117,7 @@ def train(model: nn.Module, world: Communicator, layout: str, steps: int = 3) ->
     row, column = ((1, 1),) * world.size, (world.size, 1)
     placement = {
         "gems": Placement(1, row, mirrored=True),
-        "local_dp": Placement(1, ((1, 1), (1, 1)), batch=(1, world.size - 1)),
+        "local_dp": Placement(1, ((1, 1), (1, 1)), batch=(1, max(1, world.size - 1))),
         "sp": Placement(1, (column,)),
         "pp": Placement(1, row),
     }.get(layout, Placement(world.size, ((1, 1),)))
@@ -147,6 +174,20 @@ def test_one_that_begins_later_is_refused_by_its_version(layout: str, world: Com
     train(network(Late), world, layout, steps=2)
     with pytest.raises(UnsupportedSpatialOp, match=REFUSED):
         train(network(Late), world, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "what"),
+    [
+        ("dp", Larger, r"Larger changes the shape of its buffer '2\.mean'"),
+        *((one, Rerun, r"Rerun updates its buffer '2\.mean' again") for one in ("dp", "alone")),
+    ],
+)
+def test_buffers_that_no_replica_can_take_over_are_refused(
+    layout: str, kind: type[nn.Conv2d], what: str, world: Communicator
+) -> None:
+    with pytest.raises(UnsupportedSpatialOp, match=what):
+        train(network(kind), SingleProcess() if layout == "alone" else world, layout, steps=1)
 
 
 @pytest.mark.parametrize("layout", ["sp", "pp"])
