@@ -127,8 +127,8 @@ _FUNCTIONS = """
     upsample_nearest2d upsample_nearest3d upsample_trilinear3d
 """
 _MODULE = """
-    _backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks
-    _load_from_state_dict _modules _non_persistent_buffers_set _parameters
+    _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks
+    _forward_pre_hooks _load_from_state_dict _modules _non_persistent_buffers_set _parameters
 """
 _TENSOR = "_backward_hooks _base _is_view _post_accumulate_grad_hooks _version"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ALWAYS = frozenset(vars(nn.Module())) - {"training"}
+_ALWAYS = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 """Attributes of every module, whose content is handled separately."""
 
 

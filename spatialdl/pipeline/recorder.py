@@ -126,43 +126,37 @@ class CallRecorder:
 
     @contextmanager
     def _recorded_calls(self) -> Iterator[None]:
-        original = nn.Module.__call__
-        recorder = self
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return recorder._module(original, module, args, kwargs)
-
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            return recorder._function(own_apply.__get__(None, kind), args, kwargs)
+            return self._function(own_apply.__get__(None, kind), args, kwargs)
 
         own_apply = torch.autograd.Function.__dict__["apply"]
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        for module in self.model.modules():  # what `nn.Module.compile` sets is called instead
+            module._compiled_call_impl = partial(self._module, module)
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         try:
             with _Functions(self._function):
                 yield
         finally:
             torch.autograd.Function.apply = own_apply  # type: ignore[method-assign]
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+            for module in self.model.modules():
+                module._compiled_call_impl = None
 
-    def _module(
-        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        path = self._paths.get(id(module))
-        if self._inside or path is None:
-            return original(module, *args, **kwargs)
+    def _module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path, call = self._paths[id(module)], module._call_impl
+        if self._inside:
+            return call(*args, **kwargs)
         if not self._is_whole(module, path):
             if module is self.model:
-                return original(module, *args, **kwargs)
+                return call(*args, **kwargs)
             self.opened.add(path)
             self.owners.append(path)
-            result = original(module, *args, **kwargs)
+            result = call(*args, **kwargs)
             self.owners.pop()
             return result
         nth, self._calls[path] = self._calls[path], self._calls[path] + 1
         before = numbers_drawn()
         self.state.enter(path)
-        result = self._step(path, lambda: original(module, *args, **kwargs), args, kwargs, nth)
+        result = self._step(path, lambda: call(*args, **kwargs), args, kwargs, nth)
         self.state.leave(path)
         if numbers_drawn() != before:
             self._drawing.add(path)
