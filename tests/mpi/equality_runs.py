@@ -152,6 +152,9 @@ def alone(case: Case, dtype: torch.dtype, mixed: torch.dtype | None) -> Outcome:
     return Outcome(losses, {name: value.cpu() for name, value in model.state_dict().items()})
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
 class OwnBuffers:
     """Buffers of each replica and copy of the network in a step, other than BatchNorm's."""
 
@@ -159,7 +162,7 @@ class OwnBuffers:
         placement = case._replace(order=()).placement
         made = make_schedule(case.schedule, placement, case.microbatches, case.times)
         self._copies = {one.microbatch: one.copy for actions in made.evaluate for one in actions}
-        norms = {n for n, m in model.named_modules() if type(m) in (nn.BatchNorm2d, nn.BatchNorm3d)}
+        norms = {n for n, m in model.named_modules() if type(m) in BATCH_NORMS}
         self._model, self._data = model, case.data
         self._names = [n for n, _ in model.named_buffers() if n.rpartition(".")[0] not in norms]
         self._start, self._now = self._kept(), (-1, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -154,7 +155,8 @@ REFUSED = r"the forward changes the parameter '2\.weight'"
 WRITING = [
     ("uneven", Unseen),  # in other layouts PyTorch refuses it, or the network is not cut
     *product(("uneven",), (Data, Clamped, Swapped, Hooked)),
-    *product(("gems",), (Clamped, Swapped)),
+    # on three ranks the middle one has this stage in both copies, once, as a single process has
+    *product(["gems"] * (MPI.COMM_WORLD.size % 2 == 0), (Clamped, Swapped)),
     *product(("shard",), (Data, Hooked)),
     # others are refused before training, as samples that depend on each other
     *product(["local_dp"] * (MPI.COMM_WORLD.size > 2), (Data,)),
@@ -162,11 +164,13 @@ WRITING = [
 
 
 @pytest.mark.parametrize(("layout", "kind"), WRITING)
-def test_a_forward_that_changes_a_parameter_is_refused_on_all_ranks(
+def test_a_forward_that_changes_a_parameter_is_refused_on_all_ranks_that_hold_it(
     layout: str, kind: type[nn.Conv2d], world: Communicator
 ) -> None:
-    with pytest.raises(UnsupportedSpatialOp, match=REFUSED):
-        train(network(kind), world, layout, steps=1)
+    holds = layout != "local_dp" or world.rank > 0
+    with pytest.raises(UnsupportedSpatialOp, match=REFUSED) if holds else nullcontext():
+        # with local_dp a try before the first step has clamped them already
+        train(network(kind), world, layout, steps=2 if layout == "local_dp" else 1)
 
 
 @pytest.mark.parametrize("layout", ["dp", "shard"])
