@@ -142,7 +142,8 @@ class CallRecorder:
                 module._compiled_call_impl = None
 
     def _module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path, call = self._paths[id(module)], module._call_impl
+        path = self._paths[id(module)]
+        call: Callable[..., Any] = module._call_impl
         if self._inside:
             return call(*args, **kwargs)
         if not self._is_whole(module, path):

@@ -155,7 +155,7 @@ class Forward:
                 )
             if not lost:
                 return recording, not (state.changed() or state.outside)
-            self._whole |= {recorder.around(key) for key in lost}
+            self._whole |= {recorder.around(key) for key in sorted(lost)}
 
     def _note_outside(self, paths: Iterable[str]) -> None:
         for path in paths:
