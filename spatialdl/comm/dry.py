@@ -5,7 +5,7 @@ Moves no data, and records each communication for subscribers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
@@ -20,22 +20,6 @@ from spatialdl.comm.single_process import Completed, SingleProcess
 
 Kind = Literal["exchange", "sum", "gather"]
 Axis = Literal["grid", "tensor"]
-Givers = tuple[tuple[int, ...], ...]
-"""For each virtual rank of a process the ranks of the same process that send to it."""
-
-
-class DryEvent(NamedTuple):
-    """Step of a virtual rank in a call: other virtual ranks run while it waits.
-
-    Attributes:
-        kind: "bring" enters a call; "wait" for an exchange, or for all in a sum or gather.
-        pieces: bytes of each piece of its contribution to an exchange.
-        givers: senders of an exchange.
-    """
-
-    kind: Literal["bring", "wait", "wait for all"]
-    pieces: tuple[int, ...] = ()
-    givers: Givers = ()
 
 
 class Talk(NamedTuple):
@@ -85,7 +69,6 @@ class Dry(SingleProcess):
 
 
 _talk_lists: list[list[Talk]] = []
-_followers: list[Callable[[DryEvent], None]] = []
 
 
 @contextmanager
@@ -99,16 +82,6 @@ def record_talks() -> Iterator[list[Talk]]:
         _talk_lists.remove(talks)
 
 
-@contextmanager
-def follow_events(follower: Callable[[DryEvent], None]) -> Iterator[None]:
-    """Context that calls `follower` where a virtual rank enters a call, and where it waits."""
-    _followers.append(follower)
-    try:
-        yield
-    finally:
-        _followers.remove(follower)
-
-
 def record(comm: object, kind: Kind, ranks: int, size: int) -> None:
     """Record a sum or gather, unless backward replays it.
 
@@ -119,8 +92,6 @@ def record(comm: object, kind: Kind, ranks: int, size: int) -> None:
     if replaying():
         return
     if isinstance(comm, Dry) and comm.processes:
-        _emit(DryEvent("bring"))
-        _emit(DryEvent("wait for all"))
         ranks = len(comm.processes)
         if kind == "gather":  # a sum is first reduced within the process
             size *= len(comm.processes[comm.process_of[comm.rank]])
@@ -132,23 +103,11 @@ def exchange(comm: object, what: Exchange) -> Completed:
     if replaying():
         return Completed()
     if isinstance(comm, Dry) and comm.processes:
-        pieces = tuple(view.nbytes for view in what.leaving())
-        _emit(DryEvent("bring", pieces, _givers(comm, what.plan, what.adjoint)))
         _record_talk(comm, "exchange", *_crossing(comm, what))
-        return _Awaited()
+        return Completed()
     peers = {piece.peer for piece in (*what.outgoing, *what.incoming)}
     _record_talk(comm, "exchange", len(peers), sum(view.nbytes for view in what.leaving()))
     return Completed()
-
-
-class _Awaited(Completed):
-    def wait(self) -> None:
-        _emit(DryEvent("wait"))
-
-
-def _emit(event: DryEvent) -> None:
-    for follower in _followers:
-        follower(event)
 
 
 def _record_talk(comm: object, kind: Kind, ranks: int, size: int) -> None:
@@ -179,10 +138,3 @@ def _crossing_pixels(comm: Dry, plan: Plan, adjoint: bool) -> tuple[int, int]:
     )
     peers = {*process[takers[leaves]], *process[givers[arrives]]} - {here}
     return len(peers), pixels
-
-
-@lru_cache(maxsize=4096)
-def _givers(comm: Dry, plan: Plan, adjoint: bool) -> Givers:
-    here = comm.processes[comm.process_of[comm.rank]]
-    links = (plan.links.T if adjoint else plan.links)[np.ix_(here, here)]
-    return tuple(tuple(map(int, links[:, taker].nonzero()[0])) for taker in range(len(here)))

@@ -9,7 +9,6 @@ from spatialdl.pipeline.steps import Value
 from spatialdl.planning.costs import LayerCosts, NetworkCosts
 from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.peaks import lives_between
-from spatialdl.planning.touches import touches_between
 
 
 def with_stage(whole: NetworkCosts, own: NetworkCosts, which: DividedStage) -> NetworkCosts:
@@ -35,15 +34,12 @@ def between(a: NetworkCosts, b: NetworkCosts, share: float) -> NetworkCosts | No
     loss, made = _between(a.loss, b.loss, share), lives_between(a.lives, b.lives, share)
     if loss is None or made is None or any(layer is None for layer in layers):
         return None
-    if a.touches is not None and touches_between(a.touches, b.touches, share) is None:
-        return None
     return NetworkCosts(
         [layer for layer in layers if layer is not None],
         round(a.input + share * (b.input - a.input)),
         loss,
         a.uses,
         made,
-        touches=touches_between(a.touches, b.touches, share),
     )
 
 

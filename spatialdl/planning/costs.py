@@ -8,20 +8,18 @@ change of grid, tiles may differ by a pixel from those counted here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from spatialdl.channels.tensor import ChannelTensor, on_tile
 from spatialdl.checking.preflight import dry_loss
 from spatialdl.comm.allocator import MAPPED_FROM
-from spatialdl.comm.dry import DryEvent, Talk, follow_events, record_talks
+from spatialdl.comm.dry import Talk, record_talks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.own_tile import enter
 from spatialdl.pipeline.steps import IMAGE, Recording, Value
@@ -30,7 +28,6 @@ from spatialdl.planning.parts import DividedStage, NetworkParts
 from spatialdl.planning.peaks import Lives, lives
 from spatialdl.planning.program import Program
 from spatialdl.planning.tile import LargestTile, local
-from spatialdl.planning.touches import Touches
 from spatialdl.random import keyed
 
 
@@ -80,7 +77,6 @@ class NetworkCosts:
         uses: parts that take a value, in order.
         lives: lifetimes of allocated memory.
         refused: why parts after the listed ones are not supported on this grid.
-        touches: memory accesses of a virtual tile; None without virtual tiles.
         heap, mapped: on a CPU the same costs, counting only memory in the C library's heap, or
             only memory mapped by itself, see `spatialdl.comm.allocator`.
     """
@@ -91,7 +87,6 @@ class NetworkCosts:
     uses: dict[Value, list[int]]
     lives: Lives = field(compare=False)
     refused: str | None = None
-    touches: Touches | None = field(default=None, compare=False)
     heap: NetworkCosts | None = None
     mapped: NetworkCosts | None = None
 
@@ -170,12 +165,10 @@ class _Run:
         self._shape, self._segments = shape, segments
         self._tile, self._mesh = tile, tile.mesh
         self._split = tile.mesh.parts > 1
-        touches = Touches() if tile.is_virtual else None
-        self._ledger = Ledger(whole_pages=on_cpu, touches=touches)
+        self._ledger = Ledger(whole_pages=on_cpu)
         self._state = [tensor for state in parts.state for tensor in state]
         for tensor in self._state:
             self._ledger.own(tensor)
-        self._hooks = self._gradient_hooks() if touches is not None else []
         self._sent: dict[tuple[Phase, int], list[Talk]] = {}
         self._refused: str | None = None
         self._entering = {value: _arrived(value, tensor) for value, tensor in entering.items()}
@@ -190,24 +183,11 @@ class _Run:
         self._attributed = 0
         self._forwarded = 0
 
-    def _gradient_hooks(self) -> list[RemovableHandle]:
-        def hook(weight: Tensor) -> None:
-            touches, grad = self._ledger.touches, weight.grad
-            memory = None if grad is None else self._ledger.memory_of(grad)
-            if memory is not None and touches is not None:
-                touches.add_up(self._ledger.part, memory.number)
-
-        learn = (weight for weight in self._state if weight.requires_grad and weight.is_leaf)
-        return [
-            weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for weight in learn
-        ]
-
     def forward(self) -> None:
         for tensor in self._entering.values():
-            self._ledger.own(local(tensor), enters=True)
+            self._ledger.own(local(tensor))
         names = self._parts.names
-        with self._watched(), keyed(0, 0, 0):
+        with self._ledger.watch(), torch.device("meta"), keyed(0, 0, 0):
             for number in self._parts.span:
                 if not self._run_part(number, names[number]):
                     return
@@ -217,15 +197,6 @@ class _Run:
             with record_talks() as talks:
                 self._loss = dry_loss(self._output, self._segments, self._shape, self._mesh)
             self._record_messages("forward", len(names), talks)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        with self._ledger.watch(), torch.device("meta"), follow_events(self._follow):
-            yield
-
-    def _follow(self, event: DryEvent) -> None:
-        if self._ledger.touches is not None:
-            self._ledger.touches.note_event(self._ledger.part, event)
 
     def _run_part(self, number: int, name: str) -> bool:
         self._begin("forward", number)
@@ -270,16 +241,14 @@ class _Run:
         last = max(self._outcomes, default=0)
         self._begin("backward", last + (self._loss is not None))
         self._forwarded = len(self._ledger.moments)
-        if self._ledger.touches is not None:
-            self._ledger.touches.since = len(self._ledger.touches.steps)
         roots = list(self._values.values()) if self._loss is None else [self._loss]
         roots = [root for root in roots if root.requires_grad]
         self._output = None
         self._values.clear()
         seeds = [] if self._loss is not None else [torch.ones_like(root) for root in roots]
         for root in seeds:  # sent by the next stage
-            self._ledger.own(local(root), enters=True)
-        with self._watched(), record_talks() as talks:
+            self._ledger.own(local(root))
+        with self._ledger.watch(), torch.device("meta"), record_talks() as talks:
             self._messages = talks
             grads = seeds or [torch.ones_like(root) for root in roots]
             if roots:
@@ -289,9 +258,6 @@ class _Run:
         self._loss = None
 
     def result(self, on_cpu: bool) -> NetworkCosts:
-        touches = self._ledger.touches
-        if touches is not None:
-            touches.made = [memory.number for memory in self._ledger.memories]
         costs = self._result(MemorySizes(0, math.inf), on_cpu)
         if on_cpu:
             costs.heap = self._result(MemorySizes(0, MAPPED_FROM), on_cpu)
@@ -311,8 +277,7 @@ class _Run:
         has_loss = not self._refused and self._parts.span.stop == last
         loss = self._layer(last, sizes) if has_loss else None
         entering = self.input if sizes.hold(self.input) else 0
-        touches = self._ledger.touches
-        return NetworkCosts(costs, entering, loss, self._uses, lives_made, self._refused, touches)
+        return NetworkCosts(costs, entering, loss, self._uses, lives_made, self._refused)
 
     def _layer(self, number: int, sizes: MemorySizes) -> LayerCosts:
         is_loss = number == len(self._parts.names)
@@ -350,11 +315,9 @@ class _Run:
         return gradients
 
     def forget(self) -> None:
-        """Free weight gradients and remove hooks for the next run."""
+        """Free weight gradients for the next run."""
         for tensor in self._state:
             tensor.grad = None
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _arrived(value: Value, x: Tensor) -> Tensor:

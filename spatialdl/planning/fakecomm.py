@@ -266,19 +266,16 @@ class _Table:
 
     def _virtual_tiles(self, prediction: Prediction) -> Iterator[str]:
         """Store use of virtual tiles, and the time of a step."""
-        job, most = self._job, max(prediction.stores, key=lambda use: use.written + use.read)
+        job, most = self._job, max(prediction.stores, key=lambda use: use.moved)
         where = "pinned host memory" if job.store == "host" else "a file on disk"
         if job.limit is None:
             yield "virtual tiles: all activations stay in memory, without trainer.memory_limit_gb"
         else:
             yield (
                 f"virtual tiles: activations within {job.limit / 1e9:g} GB, "
-                f"{most.stored / 1e9:.3f} GB stored in {where}"
+                f"at least {most.stored / 1e9:.3f} GB stored in {where}"
             )
-            yield (
-                f"  per step a rank writes {most.written / 1e9:.3f} GB to it and reads "
-                f"{most.read / 1e9:.3f} GB"
-            )
+            yield f"  per step a rank writes to it, and reads, at least {most.moved / 1e9:.3f} GB"
         cluster = self._cluster
         if cluster.cores is not None:
             if measured() is None:

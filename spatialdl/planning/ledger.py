@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from spatialdl.planning.touches import Touches, written
 from spatialdl.spatial.meta import run, tensors_in
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import TorchDispatchMode
@@ -46,7 +45,6 @@ class StorageRecord:
 
     Attributes:
         taken: bytes including the unused rest of its last page.
-        number: its number in `Touches`; -1 if not tracked.
     """
 
     bytes: int
@@ -55,7 +53,6 @@ class StorageRecord:
     part: int
     born: int
     died: int | None = None
-    number: int = -1
 
 
 PAGE = 2 * 2**20
@@ -85,7 +82,6 @@ class Ledger:
         moments: all operations in order.
         memories: storages that operations have allocated.
         whole_pages: whether large tensors take whole pages, as on CPUs.
-        touches: memory accesses of a virtual tile, recorded if given.
     """
 
     phase: Phase = "forward"
@@ -94,20 +90,12 @@ class Ledger:
     moments: list[RecordedOperation] = field(default_factory=list)
     memories: list[StorageRecord] = field(default_factory=list)
     whole_pages: bool = False
-    touches: Touches | None = None
     _known: dict[int, StorageRecord] = field(default_factory=dict)
 
-    def own(self, tensor: Tensor, enters: bool = False) -> None:
-        """Exclude a tensor's memory, such as weights, which are counted elsewhere.
-
-        Args:
-            enters: whether it is an input of a virtual tile.
-        """
+    def own(self, tensor: Tensor) -> None:
+        """Exclude a tensor's memory, such as weights, which are counted elsewhere."""
         size = tensor.nbytes
-        memory = StorageRecord(size, size, self.phase, self.part, -1)
-        if enters and self.touches is not None:
-            memory.number = self.touches.add(size)
-        self._known[_key(tensor)] = memory
+        self._known[_key(tensor)] = StorageRecord(size, size, self.phase, self.part, -1)
 
     def memory_of(self, tensor: Tensor) -> StorageRecord | None:
         """Memory of a tensor (of a tile, if it is split); None if the run has not allocated it."""
@@ -129,8 +117,6 @@ class Ledger:
                 self.own(tensor)
             else:
                 self._remember(tensor)
-        if self.touches is not None:
-            self._touch(self.touches, before, outputs, written(func, args, kwargs) * changes)
         if is_view or func in _FREE:
             return
         works = list(_works(func, args, kwargs, result, _bytes(inputs + outputs), changes))
@@ -138,22 +124,6 @@ class Ledger:
         self.moments.append(
             RecordedOperation(self.phase, self.part, _workspace(func, args, result))
         )
-
-    def _touch(
-        self,
-        touches: Touches,
-        before: dict[int, None],
-        outputs: list[Tensor],
-        changed: list[Tensor],
-    ) -> None:
-        uses = [self._known[key].number for key in before if key in self._known]
-        writes = [
-            self._known[_key(tensor)].number for tensor in changed if _key(tensor) in self._known
-        ]
-        makes = [
-            self._known[_key(tensor)].number for tensor in outputs if _key(tensor) not in before
-        ]
-        touches.note(self.part, uses, writes, makes)
 
     def _remember(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -163,16 +133,12 @@ class Ledger:
         size = storage.nbytes()
         whole = taken(size) if self.whole_pages else size
         memory = StorageRecord(size, whole, self.phase, self.part, len(self.moments))
-        if self.touches is not None:
-            memory.number = self.touches.add(size)
         self._known[key] = memory
         self.memories.append(memory)
         weakref.finalize(storage, self._forget, key, memory)
 
     def _forget(self, key: int, memory: StorageRecord) -> None:
         memory.died = len(self.moments)
-        if self.touches is not None:
-            self.touches.forget(memory.number)
         if self._known.get(key) is memory:
             del self._known[key]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Kind, Schedule
+from spatialdl.pipeline.action import Action, Schedule
 from spatialdl.pipeline.simulate import (
     ActionSpan,
     SimulatedTimeline,
@@ -21,10 +22,22 @@ from spatialdl.planning.job import PlannedJob, Recompute
 from spatialdl.planning.ledger import RankOperation
 from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import StageCosts, stage_costs
-from spatialdl.planning.store_use import Replay, StoreUse
 
 Held = tuple[tuple[int, int], ...]
 """(copy, stage) pairs of a rank."""
+
+
+@dataclass(frozen=True)
+class StoreUse:
+    """Least use of a rank's store in a step, in bytes.
+
+    Attributes:
+        stored: activations above the memory limit at their peak.
+        moved: written to the store, and as much read from it.
+    """
+
+    stored: float
+    moved: float
 
 
 @dataclass(frozen=True)
@@ -38,8 +51,7 @@ class Prediction:
         bubble: fraction of the time, 0 to 1, in which ranks wait for each other's micro-batches.
         timeline: of each rank of a replica, without averaging gradients and the optimizer.
         reducing, updating: seconds of these two.
-        stores: memory and store use of virtual tiles, per rank of a replica; () without virtual
-            tiles.
+        stores: store use of virtual tiles, per rank of a replica; () without virtual tiles.
         storing: seconds per step for the store on the rank that uses it most; part of `seconds`.
     """
 
@@ -75,40 +87,32 @@ def predict(
         for rank in range(placement.replica_size)
     ]
     distinct = list(dict.fromkeys(kinds))
-    stores: dict[Held, StoreUse] = {}
-    storing = 0.0
-    if placement.stream:
-        lists = {kind: _actions(schedule, kind) for kind in distinct}
-        replays = {kind: _replayed(job, placement, stages, lists[kind]) for kind in distinct}
-        stores = {kind: use for kind, (use, _) in replays.items()}
-        rate = cluster.store_bytes_per_second(job.store, placement.world_size)
-        storing = max(use.written + use.read for use in stores.values()) / rate
-        stages = [_stored(stage, n, rate, replays) for n, stage in enumerate(stages)]
     timeline = _simulated(cluster, placement, schedule, stages, distinct, kinds)
     reducing = _reducing(cluster, placement, stages)
     updating = _updating(job, cluster, placement, stages, distinct, recompute == "block")
     layers: list[list[StageCosts]] = [stages]
-    if cluster.cores is not None and not stores:
+    if cluster.cores is not None and not placement.stream:
         # freed heap memory stays in the heap while other memory is mapped, so peaks add up
         layers = [
             stage_costs(job, cluster, placement, schedule.microbatches, recompute, memory)
             for memory in ("heap", "mapped")
         ]
-    of_kind = {
-        kind: _static(job, cluster, placement, schedule, stages, kind)
-        + (
-            _virtual_peak(stages, kind, stores[kind])
-            if stores
-            else sum(_peak(layer, spans, kind) for layer in layers)
-        )
-        for kind, spans in zip(distinct, timeline.spans, strict=True)
-    }
+    of_kind, stores, storing = {}, {}, 0.0
+    for kind, spans in zip(distinct, timeline.spans, strict=True):
+        peak = sum(_peak(layer, spans, kind) for layer in layers)
+        if placement.stream:
+            stores[kind] = _store_use(job.limit, stages, spans, peak)
+            peak -= stores[kind].stored
+        of_kind[kind] = _static(job, cluster, placement, schedule, stages, kind) + peak
+    if stores:
+        rate = cluster.store_bytes_per_second(job.store, placement.world_size)
+        storing = max(2 * use.moved for use in stores.values()) / rate
     of_ranks = SimulatedTimeline(tuple(timeline.spans[distinct.index(kind)] for kind in kinds))
     return Prediction(
         placement=placement,
         schedule=schedule,
         recompute=recompute,
-        seconds=timeline.seconds + reducing + updating,
+        seconds=timeline.seconds + reducing + updating + storing,
         memory=tuple(of_kind[kind] for kind in kinds),
         sent=max(_sent(placement, schedule, stages, kind) for kind in distinct),
         bubble=max(0.0, of_ranks.bubble),
@@ -141,47 +145,23 @@ def _actions(schedule: Schedule, kind: Held) -> list[Action]:
     return [action for action in merged(schedule.train) if (action.copy, action.stage) in kind]
 
 
-Moved = Mapping[tuple[int, Kind], float]
-"""Bytes to and from the store per forward, or backward, of a stage on a rank."""
+def _store_use(
+    limit: int | None, stages: Sequence[StageCosts], spans: Sequence[ActionSpan], peak: float
+) -> StoreUse:
+    """Store use of a rank that would take `peak` bytes beside the static ones without a limit.
 
-
-def _replayed(
-    job: PlannedJob, placement: Placement, stages: Sequence[StageCosts], actions: Sequence[Action]
-) -> tuple[StoreUse, Moved]:
-    """Replay a rank's step; return store use, and moved bytes per action."""
-    steps = {n: stage.steps for n, stage in enumerate(stages) if stage.steps is not None}
-    replay, moved = Replay(steps, placement.stream, job.limit), dict[tuple[int, Kind], float]()
-    for action in actions:
-        key = action.stage, action.kind
-        moved[key] = moved.get(key, 0.0) + replay.run(action)
-    counts = {key: sum((a.stage, a.kind) == key for a in actions) for key in moved}
-    return replay.room.use, {key: size / counts[key] for key, size in moved.items()}
-
-
-def _stored(
-    stage: StageCosts,
-    number: int,
-    rate: float,
-    replays: Mapping[Held, tuple[StoreUse, Moved]],
-) -> StageCosts:
-    """Add store time to a stage; it does not overlap with computation."""
-    forward, backward = (
-        max(moved.get((number, kind), 0.0) for _, moved in replays.values()) / rate
-        for kind in _KINDS
-    )
-    return replace(stage, forward=stage.forward + forward, backward=stage.backward + backward)
-
-
-_KINDS: tuple[Kind, Kind] = ("forward", "backward")
-
-
-def _virtual_peak(stages: Sequence[StageCosts], kind: Held, use: StoreUse) -> float:
-    """Like `_peak`, but with the memory of all tiles managed together."""
-    numbers = {stage for _, stage in kind}
-    weights = sum(stages[n].weights for n in numbers)
-    handed_over = max(sum(stages[n].arriving) for n in numbers)
-    workspace = max(stages[n].workspace for n in numbers)
-    return max(use.here + workspace + handed_over + weights, 2.0 * weights)
+    What is above the limit at the peak is stored once each time that the rank holds that many
+    micro-batches. Memory that is loaded and stored again in between is not predicted.
+    """
+    if limit is None:
+        return StoreUse(0.0, 0.0)
+    own = [stages[number] for number in {action.stage for action, _, _ in spans}]
+    weights = sum(stage.weights for stage in own)
+    beside = weights + max(stage.workspace + sum(stage.arriving) for stage in own)
+    kept = beside + max(limit, *(stage.largest for stage in own))
+    stored = max(0.0, peak - max(kept, 2.0 * weights))
+    changes = [1 if action.kind == "forward" else -1 for action, _, _ in spans]
+    return StoreUse(stored, stored * changes.count(1) / max(accumulate(changes)))
 
 
 def _reducing(cluster: Cluster, placement: Placement, stages: Sequence[StageCosts]) -> float:

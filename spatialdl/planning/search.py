@@ -304,16 +304,16 @@ def _orders(
 
 
 def _stores(rows: Sequence[Row], job: PlannedJob) -> Iterator[str]:
-    """Store traffic of virtual tiles on the rank that stores most, row by row."""
+    """Least store traffic of virtual tiles on the rank that stores most, row by row."""
     where = "pinned host memory" if job.store == "host" else "a file on disk"
     limit = "no limit" if job.limit is None else f"{job.limit / 1e9:g} GB"
-    yield f"virtual tiles, activations of a rank within {limit}, the rest stored in {where}:"
-    yield f"{'GB stored':>9}{'written':>10}{'read':>10}{'seconds':>10}  virtual tiles per rank"
+    yield f"virtual tiles, activations of a rank within {limit}; stored in {where}, at least:"
+    yield f"{'GB stored':>9}{'GB moved':>10}{'seconds':>10}  virtual tiles per rank"
     for row in rows:
         prediction = row.prediction
-        most = max(prediction.stores, key=lambda use: use.written + use.read)
+        most = max(prediction.stores, key=lambda use: use.moved)
         yield (
-            f"{most.stored / 1e9:9.2f}{most.written / 1e9:10.2f}{most.read / 1e9:10.2f}"
+            f"{most.stored / 1e9:9.2f}{most.moved / 1e9:10.2f}"
             f"{prediction.storing:10.4g}  {by(prediction.placement.stream)}"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal
 
@@ -17,7 +17,6 @@ from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
 from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.peaks import Sum
-from spatialdl.planning.store_use import StageSteps, steps_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class StageCosts:
         channels: part of `sent` to the ranks that divide its channels.
         layers: its first step, and the one after its last.
         workspace: peak workspace of an operation.
-        steps: of a virtual tile; None without virtual tiles.
+        largest: inputs and outputs of the largest operation, on a virtual tile if there are some.
     """
 
     forward: float
@@ -57,7 +56,7 @@ class StageCosts:
     channels: int
     layers: tuple[int, int]
     workspace: int = 0
-    steps: StageSteps | None = field(default=None, compare=False)
+    largest: int = 0
 
 
 def stage_costs(
@@ -121,15 +120,17 @@ class _Stage:
         self._cluster, self._placement, self._stage = cluster, placement, stage
         self._first, self._after = parts
         self._own, self._lives, self._uses = costs.layers[slice(*parts)], costs.lives, costs.uses
-        self._tiles, self._touches = prod(placement.stream), costs.touches
-        if self._touches is not None:
+        self._tiles = prod(placement.stream)
+        if placement.stream:
             self._lives = costs.lives.repeated(self._tiles)
         self._is_last = stage == placement.stages - 1
         self._loss = costs.loss if self._is_last else None
         self._input = costs.input
         self._before = {b: _sizes(costs, v) for b, v in borders.items() if b.taker == stage}
         self._behind = {b: _sizes(costs, v) for b, v in borders.items() if b.giver == stage}
-        self._entering = _total(self._before.values())
+        self._entering = self._received = _total(self._before.values())
+        if placement.stream and not stage:
+            self._entering += costs.input  # read tile by tile, and kept like other activations
         passing = {value for values in self._behind.values() for value in values}
         if self._is_last:
             passing = {output.value for output in self._own[-1].outputs} if self._own else set()
@@ -164,14 +165,14 @@ class _Stage:
         return StageCosts(
             forward=forward,
             backward=backward + forward * recompute,
-            input=self._entering if self._stage else self._input,
+            input=self._received if self._stage else self._input,
             held=self._entering + self._output if recompute else held,
             forward_peak=self._entering + self._lives.forward_peak(*parts),
             backward_peak=later + weights,
             first_backward_peak=first,
             weights=weights,
             buffers=self._tiles * sum(layer.buffers for layer in self._own),
-            arriving=(self._entering, _total(returning) + largest),
+            arriving=(self._received, _total(returning) + largest),
             sent=sum(message.bytes for message in messages) + self._handed_over(),
             halos=sum(
                 message.bytes
@@ -181,15 +182,11 @@ class _Stage:
             channels=sum(message.bytes for message in messages if message.axis == "tensor"),
             layers=layers,
             workspace=int(self._lives.rooms.max(initial=0)),
-            steps=self._steps(kept, recompute),
+            largest=max(
+                (work.bytes for layer in self._own for work in (*layer.forward, *layer.backward)),
+                default=0,
+            ),
         )
-
-    def _steps(self, kept: set[int], recompute: bool) -> StageSteps | None:
-        if self._touches is None:
-            return None
-        numbers = [self._touches.made[memory] for memory in kept]
-        parts = (self._first, self._after)
-        return steps_of(self._touches, parts, numbers, self._loss is not None, recompute)
 
     @staticmethod
     def _gradients(borders: Mapping[Border, Mapping[Value, int]]) -> list[dict[Value, int]]:

@@ -56,10 +56,6 @@ class LargestTile:
         layout = Layout.even(shape[0], shape[2:], fine)
         self.mesh = dry_mesh(fine, largest_part(layout, processes[self.rank]), processes)
 
-    @property
-    def is_virtual(self) -> bool:
-        return bool(self._stream)
-
     def image(self, dtype: torch.dtype) -> Tensor:
         """The tile of the images, without data."""
         if self.mesh.parts == 1:

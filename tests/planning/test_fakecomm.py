@@ -253,7 +253,7 @@ def test_virtual_tiles_have_memory_and_a_store(capsys):
     text = capsys.readouterr().out
     assert "each rank processes its part as 2x2 virtual tiles in turn" in text
     assert "130 x 256" in text
-    assert "activations within 0.01 GB, 0.0" in text
+    assert "activations within 0.01 GB, at least 0.0" in text
     assert "GB stored in pinned host memory" in text
     assert " s on ranks of cluster=infiniband, " in text
     assert max(map(len, text.splitlines())) <= 100

@@ -10,7 +10,6 @@ from torch import nn
 from spatialdl.comm.mesh import dry_mesh
 from spatialdl.parallel.layout import Layout
 from spatialdl.planning.ledger import PAGE, Ledger
-from spatialdl.planning.touches import EVER, TouchedStep, Touches
 from spatialdl.spatial.tensor import SpatialTensor
 
 X = 4 * 2 * 16 * 6 * 8
@@ -170,43 +169,3 @@ def test_large_tensors_take_whole_pages_where_they_are_said_to(whole, taken):
         held = torch.empty(PAGE // 4 + 1, device="meta"), torch.empty(7, device="meta")
     assert [memory.taken for memory in ledger.memories] == [taken, 28]
     del held
-
-
-# --- touches
-
-
-def followed(run) -> Touches:
-    ledger = Ledger(touches=Touches())
-    image = torch.empty(4, 8, device="meta")
-    ledger.own(image, enters=True)
-    with ledger.watch(), torch.device("meta"):
-        run(image)
-    assert ledger.touches is not None
-    return ledger.touches
-
-
-def test_operations_use_write_and_make_memories():
-    def run(image):
-        twice = image + image
-        twice[0].mul_(3)
-        return image * twice
-
-    found = followed(run)
-    assert found.sizes == [128] * 3
-    assert found.steps == [
-        TouchedStep(0, None, (0,), (), (1,)),
-        TouchedStep(0, None, (1,)),  # views need what they view, too
-        TouchedStep(0, None, (1,), (1,)),
-        TouchedStep(0, None, (0, 1), (), (2,)),
-    ]
-    assert found.gone[0] == EVER
-    assert found.gone[1:] == [4, 4]
-
-
-def test_what_is_no_longer_held_is_gone_before_the_next_step():
-    def run(image):
-        first = image + 1
-        first = first + 1
-        return first + 1
-
-    assert followed(run).gone[1:] == [2, 3, 3]

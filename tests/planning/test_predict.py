@@ -5,15 +5,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 
+from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
 from spatialdl.pipeline.simulate import StageSeconds, simulate
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import CannotWork
 from spatialdl.planning.predict import predict
+from spatialdl.planning.setup import job_of
 from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import stage_costs
+from spatialdl.training.layouts import placement_of, schedule_of
+from spatialdl.training.trainer import Trainer
+from tests.fitting import fit
 
 ONE = (1, 1)
 CONV = 2 * (8 * 16 * 12) * (8 * 3 * 3)
@@ -143,6 +149,62 @@ def test_the_optimizer_changes_what_a_rank_has(job, figures):
     cluster = cluster_of(figures | {"rates": rates})
     one, two = (layout(job, cluster, Placement(1, (ONE,), tensor=(n,))) for n in (1, 2))
     assert two.updating == pytest.approx(one.updating / 2, rel=1e-2)
+
+
+# --- virtual tiles
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "task=segmentation model=unet model.width=8 model.depth=2 parallel.stream=[3,4] "
+        "data.batch_size=2 parallel.microbatches=2 data.image_size=[400,420] "
+        "trainer.memory_limit_gb=0.015",
+        "model=resnet18 model.width=16 parallel.stream=[2,2] data.batch_size=1 "
+        "data.image_size=[512,480] trainer.memory_limit_gb=0.01",
+    ],
+)
+def test_a_training_step_stores_at_least_what_is_predicted(words, paper, tmp_path):
+    with initialize_config_module("spatialdl.conf", version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *(*words.split(), f"parallel.stream_to={tmp_path}", "device=cpu", "data.samples=2"),
+                *("trainer.max_steps=1", "data.validation_samples=0", "trainer.report=false"),
+            ],
+        )
+    placement = placement_of(config.parallel, 2)
+    schedule, planned = schedule_of(config.parallel, placement), job_of(config, paper)
+    (use,) = predict(planned, paper, placement, schedule, config.parallel.recompute).stores
+    trainer = Trainer(config, SingleProcess())
+    fit(trainer, tmp_path / "run")
+    memory = trainer.parts.pipeline.options.memory
+    assert memory is not None
+    assert memory.store is not None
+    assert 0.95 * use.stored < memory.store.peak < 1.4 * use.stored
+    for moved in (memory.store.written, memory.store.read):
+        assert 0.95 * use.moved < moved < 2 * use.moved
+
+
+def test_what_is_above_the_limit_is_stored_for_each_micro_batch(job, paper):
+    placement = Placement(1, (ONE,), stream=(2, 2))
+    plain = layout(job, paper, placement, "1f1b", 2)
+    assert (plain.stores[0].stored, plain.storing) == (0, 0)
+    limited = replace(job, limit=4 * MAP, store="host")
+    found, disk = (
+        layout(replace(limited, store=store), paper, placement, "1f1b", 2)
+        for store in ("host", "disk")
+    )
+    (use,) = found.stores
+    assert found.memory[0] + use.stored == plain.memory[0]
+    assert use.moved == 2 * use.stored > 0
+    assert found.storing == pytest.approx(2 * use.moved / paper.host_bytes_per_second)
+    assert disk.storing == pytest.approx(2 * use.moved / paper.disk_bytes_per_second)
+    assert found.seconds == pytest.approx(plain.seconds + found.storing)
+    ordered, together = (layout(limited, paper, placement, name, 2) for name in ("1f1b", "gpipe"))
+    assert ordered.stores[0].stored < together.stores[0].stored == together.stores[0].moved
+    # memory is never below that of the largest operation
+    assert layout(replace(job, limit=1), paper, placement).memory[0] > 2 * 8 * MAP / 4
 
 
 # --- shared
