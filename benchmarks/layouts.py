@@ -93,7 +93,6 @@ SETS: dict[str, dict[str, str]] = {
         "layer parallel": f"{STAGES} parallel=lp data.batch_size=1",
         "GPipe": f"{STAGES} parallel=pp {EIGHT}",
         "1F1B": f"{STAGES} parallel=pp {EIGHT} parallel.schedule=1f1b",
-        "zero bubble": f"{STAGES} parallel=pp {EIGHT} parallel.schedule=zero_bubble",
         "interleaved": f"{STAGES} parallel=pp {EIGHT} parallel.schedule=interleaved "
         "parallel.stages=4 parallel.interleave=2",
         "GEMS mast": f"{STAGES} parallel=gems data.batch_size=2",

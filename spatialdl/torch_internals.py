@@ -48,7 +48,6 @@ with _known_versions():
     OpOverload = torch._ops.OpOverload
     OpOverloadPacket = torch._ops.OpOverloadPacket
     TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-    are_functorch_transforms_active = torch._C._are_functorch_transforms_active
     current_graph_task_id = torch._C._current_graph_task_id
     disable_current_modes = torch.utils._python_dispatch._disable_current_modes
     disable_dynamo = torch._compile._disable_dynamo

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "weight"]
+Kind = Literal["forward", "backward"]
 
 
 class Action(NamedTuple):
     """One unit of work of a stage's ranks.
 
     Attributes:
-        kind: weight actions are optional; each follows its backward, which then leaves the
-            weight gradients to it.
         copy: of the network; only GEMS has a second one.
     """
 

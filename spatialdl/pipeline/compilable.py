@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
 
 LEAST_TIMEOUT_S = 600
 """Minimum ``comm.timeout``, as ranks wait while one compiles."""
 
 
-def check_compilable(
-    placement: Placement, schedule: Schedule, recompute: str, shard_state: bool
-) -> None:
+def check_compilable(placement: Placement, recompute: str, shard_state: bool) -> None:
     """Refuse layouts that cannot be compiled, or whose results would change.
 
     Raises:
@@ -42,12 +39,6 @@ def check_compilable(
     if shard_state:
         raise _refused(
             "parallel.shard_state=true", "FSDP2 gathers weights by hooks", "leave one of them out"
-        )
-    if any(action.kind == "weight" for actions in schedule.train for action in actions):
-        raise _refused(
-            "parallel.schedule=zero_bubble",
-            "compiled backwards compute weight gradients at once",
-            "take gpipe, 1f1b or interleaved",
         )
 
 

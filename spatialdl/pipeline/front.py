@@ -58,7 +58,7 @@ class Pipeline:
             the keywords `grid` to `interleave`.
         image_size: (channels, *size) of the whole images.
         criterion: the mean loss of outputs and targets.
-        schedule: "gpipe", "1f1b", "zero_bubble", "interleaved" (ranks hold several stages each),
+        schedule: "gpipe", "1f1b", "interleaved" (ranks hold several stages each),
             "gems" or "mast", or "basic" (a second copy of the network in reverse order).
         microbatches: number of micro-batches in a batch; even with GEMS.
         grid: number of parts along each spatial dim, in stages that cut images.

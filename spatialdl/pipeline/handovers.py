@@ -178,7 +178,5 @@ def keeps_order(lists: Lists) -> bool:
         for kind, stage, microbatch, copy in actions:
             orders.setdefault((kind, copy), {}).setdefault(stage, []).append(microbatch)
     return all(
-        len({tuple(order) for order in by_stage.values()}) == 1
-        for (kind, _), by_stage in orders.items()
-        if kind != "weight"
+        len({tuple(order) for order in by_stage.values()}) == 1 for by_stage in orders.values()
     )

@@ -47,7 +47,7 @@ from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.stage_groups import stage_groups, stage_reducers
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
-from spatialdl.pipeline.step_context import StepContext, defers_weight_gradients
+from spatialdl.pipeline.step_context import StepContext
 from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.streaming.memory import Memory
@@ -95,9 +95,9 @@ class PipelineRuntime:
     ) -> None:
         self.options = options = options or PipelineOptions()
         if options.shard_state:
-            check_shardable(placement, schedule)
+            check_shardable(placement)
         if options.compiled:
-            check_compilable(placement, schedule, options.recompute, options.shard_state)
+            check_compilable(placement, options.recompute, options.shard_state)
             check_compiler(options.device or torch.device("cpu"))
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.mixed = image_size, options.mixed
@@ -124,11 +124,10 @@ class PipelineRuntime:
         self.divided = self._divided_parameters(meshes)  # after sharding, which replaces some
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
-        deferred = defers_weight_gradients(self._train)
         backend = None if self.sharded else options.backend
         nodes = None if self.sharded else options.nodes
         reducers = stage_reducers(groups, meshes, placement, comm, backend, nodes)
-        replicated = self._replicated(meshes, reducers, deferred)
+        replicated = self._replicated(meshes, reducers)
         channels = {stage: mesh.tensor for stage, mesh in meshes.items()}
         self.gradients = Gradients(
             *(replicated, self.sharded, comm, self.device), channels, self.divided
@@ -136,7 +135,7 @@ class PipelineRuntime:
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
         sharing = Sharing(placed, self.stages, groups, placement, sync, microbatches, comm, units)
-        self._context = StepContext(sharing, placement, self.replica, options.seed, deferred)
+        self._context = StepContext(sharing, placement, self.replica, options.seed)
         self._batch_loss: BatchLoss | None = None
         if options.batch_loss is not None:
             check_forwards_first(schedule.train)
@@ -238,17 +237,15 @@ class PipelineRuntime:
         return shards
 
     def _replicated(
-        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator], deferred: bool
+        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator]
     ) -> dict[int, Replicated]:
         """This rank's stages in stage order, so that ranks sharing several create them alike."""
         replicated = {}
         for stage, comm in sorted(reducers.items()):
             stage_weights = meshes[stage].replicated(self.stages[stage], bool(self.sharded))
             if not self.sharded:
-                # no hooks on weights whose gradients are deferred to weight actions
-                lane = None if deferred else lane_of(comm)
                 copies = stage_weights.copies * self.placement.copies
-                stage_weights = replace(stage_weights, comm=comm, copies=copies, lane=lane)
+                stage_weights = replace(stage_weights, comm=comm, copies=copies, lane=lane_of(comm))
             replicated[stage] = stage_weights
         return replicated
 
@@ -335,17 +332,15 @@ class PipelineRuntime:
                             outputs[action.microbatch] = self._run(
                                 placed, action.microbatch, microbatch
                             ).output
-                elif action.kind == "backward":
+                else:
                     criteria = (
                         self._criteria(outputs, microbatches) if criteria is None else criteria
                     )
                     self.gradients.before_backward(action.stage, number == last[action.stage])
-                    with self._context.backward(placed, action):
+                    with self._context.backward(placed, action.microbatch):
                         total += self._backward(
                             placed, action.microbatch, microbatch, criteria[action.microbatch]
                         )
-                else:
-                    self._context.add_weights(action)
         if criteria is None:  # this replica has no samples
             self._criteria(outputs, microbatches)
         self.doing = None
@@ -427,8 +422,8 @@ class PipelineRuntime:
     def _post_first_receive(
         self, todo: Sequence[Action], microbatches: Sequence[Microbatch]
     ) -> deque[Action]:
-        """Return the actions that need received tensors; post the receives of the first."""
-        pending = deque(action for action in todo if action.kind != "weight")
+        """Return the actions to come; post the receives of the first."""
+        pending = deque(todo)
         self._post_next(pending, microbatches)
         return pending
 
@@ -436,9 +431,8 @@ class PipelineRuntime:
         self, action: Action, pending: deque[Action], microbatches: Sequence[Microbatch]
     ) -> None:
         """Post the receives of the action after this one, to overlap them with it."""
-        if action.kind != "weight":
-            pending.popleft()
-            self._post_next(pending, microbatches)
+        pending.popleft()
+        self._post_next(pending, microbatches)
 
     def _post_next(self, pending: deque[Action], microbatches: Sequence[Microbatch]) -> None:
         if pending:

@@ -21,21 +21,6 @@ stages 2 and 3 have primes:
     group 0 (stages 0, 2)  F0 F1 F0' F1' F2 .  F3 .. B0' ...
     group 1 (stages 1, 3)  .  F0 F1  F0' B0' F1' B1' ...
 
-Zero bubble (ZB-H1; Qi et al. 2024, "Zero bubble pipeline parallelism", section 2): 1F1B with
-deferred weight gradients, which fill the time in which ranks would wait. Only the optimizer needs
-the gradient of a weight, so a backward computes that of the stage's input, and the gradients of
-its weights are an action of their own. Every action takes one unit of time:
-
-    stage 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
-    stage 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
-    stage 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-
-Gradients reach the first stage as early as possible, as weight gradients of stage s are deferred
-by s micro-batches. With P stages, at least P micro-batches and even costs F, B, W of a forward, a
-backward and a weight action (W no larger than F and B), a rank waits for (P - 1)(F + B - W) (table
-1), with 1F1B for (P - 1)(F + B + W). A rank holds the activations of P - s micro-batches as with
-1F1B, and the deferred inputs and gradients of s + 1.
-
 GEMS (Jain et al. 2020, "GEMS: GPU-enabled memory-aware model-parallelism system for distributed DNN
 training"): a second copy of the network on the same ranks, in reverse order. A batch is cut into
 chunks that alternate between the copies; ranks that finish early with one copy begin with the
@@ -68,7 +53,7 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Kind, Lists, Schedule
 from spatialdl.pipeline.simulate import ActionSpan, StageSeconds, simulate
 
-SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 GEMS = ("basic", "mast", "master")
 
 
@@ -89,14 +74,18 @@ def make_schedule(name: str, placement: Placement, microbatches: int, times: int
     if name == "interleaved":
         train = interleaved(groups, microbatches, placement.interleave)
     else:
-        simple = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
-        train = simple[name](groups, microbatches)
+        train = (gpipe if name == "gpipe" else one_f_one_b)(groups, microbatches)
     evaluate = forward_only(groups, microbatches, placement.interleave)
     return Schedule(train, evaluate, microbatches)
 
 
 def _check(name: str, placement: Placement, times: int) -> None:
     known = GEMS if placement.mirrored else SCHEDULES
+    if name == "zero_bubble":
+        raise ValueError(
+            "parallel.schedule=zero_bubble no longer exists: it was as fast as 1F1B; use "
+            "parallel.schedule=1f1b"
+        )
     if name not in known:
         raise ValueError(f"unknown schedule {name} for this layout: take one of {', '.join(known)}")
     if times != 1 and name != "master":
@@ -187,30 +176,6 @@ def _in_blocks(stages: Sequence[int], bounds: Sequence[int]) -> list[tuple[int, 
         for stage in stages
         for m in range(start, stop)
     ]
-
-
-# --- zero bubble
-
-
-def zero_bubble(stages: int, microbatches: int) -> Lists:
-    """1F1B with the weight gradients of stage s deferred by s micro-batches.
-
-    Weight gradients accumulate in the order of the micro-batches.
-    """
-    return [_zero_bubble_stage(stage, stages, microbatches) for stage in range(stages)]
-
-
-def _zero_bubble_stage(stage: int, stages: int, microbatches: int) -> list[Action]:
-    ahead = min(stages - stage, microbatches)
-    actions = [Action("forward", stage, m) for m in range(ahead)]
-    for m in range(microbatches):
-        actions.append(Action("backward", stage, m))
-        if m >= stage:
-            actions.append(Action("weight", stage, m - stage))
-        if ahead + m < microbatches:
-            actions.append(Action("forward", stage, ahead + m))
-    late = range(max(0, microbatches - stage), microbatches)
-    return actions + [Action("weight", stage, m) for m in late]
 
 
 # --- GEMS

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
 
 
-def check_shardable(placement: Placement, schedule: Schedule) -> None:
+def check_shardable(placement: Placement) -> None:
     """Refuse layouts that sharding over FSDP2 does not support.
 
     Raises:
         ValueError: with the incompatible setting.
     """
-    kinds = {action.kind for actions in schedule.train for action in actions}
     reasons = {
         "parallel.data=1, as state is sharded over replicas: set parallel.data": (
             placement.data == 1
@@ -22,9 +20,6 @@ def check_shardable(placement: Placement, schedule: Schedule) -> None:
         ),
         f"parallel.interleave={placement.interleave}: take one stage per rank": (
             placement.interleave > 1
-        ),
-        "parallel.schedule=zero_bubble, which defers weight gradients: take 1f1b": (
-            "weight" in kinds
         ),
         f"parallel.local_dp={placement.most_batch_parts}, which may leave a rank without "
         "samples: leave it out": placement.most_batch_parts > 1,

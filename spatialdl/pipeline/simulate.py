@@ -1,8 +1,7 @@
 """Simulates a schedule: its timeline, its bubble, its peak of held micro-batches.
 
 An action starts when its rank is free and its inputs have arrived: the output of the stage before
-for a forward, the gradient of the stage after for a backward. A weight action needs its own
-backward only. Messages take no rank's time.
+for a forward, the gradient of the stage after for a backward. Messages take no rank's time.
 """
 
 from __future__ import annotations
@@ -21,27 +20,16 @@ from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a micro-batch in each stage, and of a hand-over between two stages.
-
-    Attributes:
-        backward: including weight gradients, unless the schedule has weight actions.
-        weight: of weight actions; empty for schedules without them.
-    """
+    """Seconds of a micro-batch in each stage, and of a hand-over between two stages."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     handover: float = 0.0
-    weight: Sequence[float] = ()
 
     @classmethod
-    def even(
-        cls, stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 1.0
-    ) -> StageSeconds:
-        """Equal stages; a backward takes two forwards, as in most networks.
-
-        If weight actions take half of the backward, pass ``backward=1.0``.
-        """
-        return cls((forward,) * stages, (backward,) * stages, weight=(weight,) * stages)
+    def even(cls, stages: int, forward: float = 1.0, backward: float = 2.0) -> StageSeconds:
+        """Equal stages; a backward takes two forwards, as in most networks."""
+        return cls((forward,) * stages, (backward,) * stages)
 
     def of(self, action: Action) -> float:
         costs: Sequence[float] = getattr(self, action.kind)
@@ -153,8 +141,6 @@ def actions_of(rank: int, placement: Placement, schedule: Lists) -> list[Action]
 
 def needs(action: Action, stages: int) -> set[Action]:
     """Actions that must have ended before `action` can start."""
-    if action.kind == "weight":
-        return {action._replace(kind="backward")}
     neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
     needed = {action._replace(stage=neighbour)} if 0 <= neighbour < stages else set()
     return needed if action.kind == "forward" else needed | {action._replace(kind="forward")}
@@ -174,7 +160,7 @@ def _waiting(todo: Sequence[Sequence[Action]]) -> str:
 
 
 def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> StageSeconds:
-    """Median seconds of forwards, backwards and weight actions over the micro-batches.
+    """Median seconds of forwards and backwards over the micro-batches.
 
     Waits for other stages do not count.
 
@@ -190,7 +176,7 @@ def measured_costs(ranks: Sequence[Sequence[trace.Span]], stages: int) -> StageS
     def of(kind: Kind) -> list[float]:
         return [median(seconds.get((kind, stage), [0.0])) for stage in range(stages)]
 
-    return StageSeconds(of("forward"), of("backward"), weight=of("weight"))
+    return StageSeconds(of("forward"), of("backward"))
 
 
 def busy_times(spans: Sequence[trace.Span]) -> list[tuple[Action, float]]:

@@ -7,9 +7,9 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,12 +31,10 @@ from spatialdl.spatial.channel_conv import (
     passes_unsplit_dims,
 )
 from spatialdl.spatial.conv_window import Convolution, conv_of_window
-from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.halo_geometry import Cut, Strip, cut_dim
 from spatialdl.spatial.span import split_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 from spatialdl.spatial.window import autocast_cast, check_image, check_output, per_dim, window_move
-from spatialdl.spatial.window_function import bias_gradient
 from spatialdl.text import counted
 
 
@@ -190,7 +188,7 @@ class _TileConvolution(torch.autograd.Function):
             edge.outputs_of(y).add_(part)
         ctx.save_for_backward(tile, weight, *strips)
         ctx.conv, ctx.geometry, ctx.plan, ctx.mesh = conv, geometry, plan, mesh
-        ctx.alone_shape, ctx.parameter = alone.shape, weight
+        ctx.alone_shape = alone.shape
         return y
 
     @staticmethod
@@ -199,8 +197,6 @@ class _TileConvolution(torch.autograd.Function):
         tile, weight, *strips = ctx.saved_tensors
         conv, geometry, plan = ctx.conv, ctx.geometry, ctx.plan
         needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        waiting = deferred(ctx.parameter) if needs_weight else None
-        needs_weight = needs_weight and waiting is None
         grad_strips, weight_parts = _strip_gradients(
             conv, geometry, grad, weight, strips, needs_tile, needs_weight
         )
@@ -213,48 +209,17 @@ class _TileConvolution(torch.autograd.Function):
             padded = empty_for(grad, ctx.alone_shape).zero_()
             geometry.wanted(padded).copy_(grad)
             grad = padded
-        if waiting is not None:
-            args = (conv, geometry, grad, tile, weight, strips)
-            waiting.leave(ctx.parameter, (grad, tile, *strips), partial(_weight_gradient, *args))
-        needs = (needs_tile, needs_weight, needs_bias and waiting is None)
+        needs = (needs_tile, needs_weight, needs_bias)
         grad_tile, grad_weight, grad_bias = conv.backward(
             grad, tile, weight, geometry.padding, needs
         )
-        if waiting is not None and needs_bias:
-            # Separately: `conv.backward` would compute the weight gradient for it.
-            grad_bias = bias_gradient(grad)
         if grad_weight is not None:
-            _add_parts(grad_weight, weight_parts)
+            for edge, part in weight_parts:
+                edge.taps_of(grad_weight).add_(part)
         if exchange is not None and grad_tile is not None:
             exchange.wait()
             add_up(grad_tile, plan, arrivals)
         return grad_tile, grad_weight, grad_bias, None, None, None, None
-
-
-def _add_parts(grad_weight: Tensor, parts: Sequence[tuple[Edge, Tensor]]) -> None:
-    for edge, part in parts:
-        edge.taps_of(grad_weight).add_(part)
-
-
-def _weight_gradient(
-    conv: Convolution,
-    geometry: TileGeometry,
-    grad: Tensor,
-    tile: Tensor,
-    weight: Tensor,
-    strips: list[Tensor],
-) -> Tensor:
-    """The deferred gradient of the weight.
-
-    Args:
-        grad: of all outputs of the tile alone.
-    """
-    own = geometry.wanted(grad)
-    parts = _strip_gradients(conv, geometry, own, weight, strips, False, True)[1]
-    grad_weight = conv.backward(grad, tile, weight, geometry.padding, (False, True, False))[1]
-    assert grad_weight is not None
-    _add_parts(grad_weight, parts)
-    return grad_weight
 
 
 def _present(geometry: TileGeometry, strips: list[Tensor]) -> Iterator[tuple[Edge, Tensor]]:

@@ -19,7 +19,6 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_sum
 from spatialdl.parallel.layout import Interval
 from spatialdl.spatial.autocast import HALF
-from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.dims import SpatialDims
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
@@ -83,7 +82,7 @@ class _OwnColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tile: Tensor, weight: Tensor, columns: Columns, mixed: bool) -> Tensor:
         ctx.save_for_backward(tile, weight)
-        ctx.columns, ctx.parameter, ctx.mixed = columns, weight, mixed
+        ctx.columns, ctx.mixed = columns, mixed
         return F.linear(tile, _cast(columns.taken(weight), tile, mixed))
 
     @staticmethod
@@ -93,20 +92,14 @@ class _OwnColumns(torch.autograd.Function):
         needs_tile, needs_weight = ctx.needs_input_grad[:2]
         columns: Columns = ctx.columns
         count = math.prod(grad.shape[:-1])  # -1 is ambiguous for an empty tile
-        rows = grad.reshape(count, grad.shape[-1])
-
-        def grad_weight() -> Tensor:
+        grad_tile = grad_weight = None
+        if needs_weight:
+            rows = grad.reshape(count, grad.shape[-1])
             own = rows.t() @ tile.reshape(count, tile.shape[-1]).conj()
-            return columns.placed(own.to(weight.dtype), weight.shape[1])
-
-        grad_tile = None
+            grad_weight = columns.placed(own.to(weight.dtype), weight.shape[1])
         if needs_tile:
             grad_tile = grad @ _cast(columns.taken(weight), tile, ctx.mixed).conj()
-        waiting = deferred(ctx.parameter) if needs_weight else None
-        if waiting is not None:
-            waiting.leave(ctx.parameter, (rows, tile), grad_weight)
-            needs_weight = False
-        return grad_tile, grad_weight() if needs_weight else None, None, None
+        return grad_tile, grad_weight, None, None
 
 
 def _cast(own: Tensor, tile: Tensor, mixed: bool) -> Tensor:

@@ -6,8 +6,6 @@ anyway, and the halo, not the copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +22,6 @@ from spatialdl.comm.repartition import (
     view_of,
 )
 from spatialdl.spatial.autocast import HALF
-from spatialdl.spatial.deferred_gradients import deferred
 from spatialdl.spatial.window import empty_output, holds_all, read_window
 
 
@@ -109,7 +106,7 @@ class _WindowFunction(torch.autograd.Function):
     ) -> Tensor:
         window = read_window(tile, mesh, plan, name)
         ctx.function, ctx.plan, ctx.mesh, ctx.name = function, plan, mesh, name
-        ctx.window_shape, ctx.parameter = window.shape, weight
+        ctx.window_shape = window.shape
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(weight, tile, _arrived(window, plan))
         else:
@@ -121,11 +118,6 @@ class _WindowFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *inputs = ctx.saved_tensors
         _, needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        waiting = deferred(ctx.parameter) if needs_weight else None
-        if waiting is not None:
-            arguments = (ctx.function, grad, weight, inputs, ctx.plan)
-            waiting.leave(ctx.parameter, (grad, *inputs), partial(_weight_gradient, *arguments))
-            needs_weight = False
         if needs_weight:
             tile, others = inputs
             window = _window_again(tile, others, ctx.plan)
@@ -141,19 +133,6 @@ class _WindowFunction(torch.autograd.Function):
             grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad_window, ctx.name)
         grad_bias = bias_gradient(grad) if needs_bias else None
         return None, grad_tile, grad_weight if needs_weight else None, grad_bias, None, None, None
-
-
-def _weight_gradient(
-    function: WindowFunction, grad: Tensor, weight: Tensor, inputs: Sequence[Tensor], plan: Plan
-) -> Tensor:
-    """The deferred gradient of the weight."""
-    tile, others = inputs
-    window = _window_again(tile, others, plan)
-    if window.numel() == 0 or grad.numel() == 0:
-        return torch.zeros_like(weight)
-    grad_weight = function.backward(grad, window, weight, (False, True))[1]
-    assert grad_weight is not None
-    return grad_weight
 
 
 def _arrived(window: Tensor, plan: Plan) -> Tensor:

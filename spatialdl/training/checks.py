@@ -82,7 +82,7 @@ def check_config(config: DictConfig) -> Placement:
     check_task(config.task, placement)
     if config.trainer.compile:
         parallel = config.parallel
-        check_compilable(placement, schedule, parallel.recompute, parallel.shard_state)
+        check_compilable(placement, parallel.recompute, parallel.shard_state)
         check_compiling(config.comm.timeout, bool(config.trainer.deterministic))
     check_loggers(config.get("logger") or {})
     if isinstance(size, ListConfig) and not is_bags:

@@ -85,7 +85,6 @@ def _stream(
         f"parallel.tensor={parallel.tensor}": bool(tensor),
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
         "parallel.shard_state=true": parallel.shard_state,
-        f"parallel.schedule={parallel.schedule}": parallel.schedule == "zero_bubble",
     }
     for setting, is_set in refused.items():
         if is_set:
@@ -203,7 +202,7 @@ def schedule_of(
     if not isinstance(parallel.shard_state, bool):
         raise ValueError(f"parallel.shard_state={parallel.shard_state} must be true or false")
     if parallel.shard_state:
-        check_shardable(placement, schedule)
+        check_shardable(placement)
     return repeated(schedule, accumulate)
 
 

@@ -222,7 +222,7 @@ FLATTENED = [
     Case("sp+pp", "vgg", (50, 34), ((2, 1), (2, 1)), 1, 2, 4, ("classifier.1",)),
     Case(
         *("sp+pp", "vgg", (50, 34), ((1, 2), (1, 2)), 1, 2, 4, ("classifier.1",)),
-        schedule="zero_bubble",
+        schedule="1f1b",
     ),
     Case("dp+sp", "vgg", (50, 34), ((1, 2),), data=2, shard=True),
 ]
@@ -266,30 +266,9 @@ SCHEDULED = [
         Case("dp+pp", "random", (37, 29), ((1, 1), (1, 1)), 2, 3, 8, ("block1",)),
         Case("sp+pp", "odd", (70, 93), ((2, 2), (1, 1)), microbatches=3),
         Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), data=2, microbatches=3, batch=9),
-    )
-]
-
-
-ZERO_BUBBLE = [
-    case._replace(schedule="zero_bubble")
-    for case in (
-        Case("none", "odd", (45, 50), ((1, 1),), microbatches=3, batch=7),
-        Case("sp", "odd", (41, 67), ((2, 1),), microbatches=2, batch=7),
-        Case("pp", "odd", (50, 50), ((1, 1),) * 2, microbatches=5, batch=7, cut=("2",)),
-        Case("pp", "resnet18", (70, 93), ((1, 1),) * 2, microbatches=2, recompute=True),
-        Case("pp", "skips", (33, 29), ((1, 1),) * 2, 1, 3, 7, ("2",)),
-        Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), microbatches=4, batch=6),
-        Case("sp+pp", "odd", (101, 50), ((1, 1), (2, 1)), microbatches=4, batch=9, cut=("4",)),
         Case("sp+pp", "vgg", (50, 34), ((2, 1), (1, 1)), 1, 3, 6, ("features.3",), "classifier"),
-        Case("sp+pp", "random", (37, 29), ((2, 1), (1, 1)), 1, 3, 7, ("block1",), recompute=True),
         Case("pp", "random", (37, 29), ((1, 1),) * 3, 1, 5, 7, ("conv2", "block2"), "", "stage"),
-        Case("pp", "odd", (50, 50), ((1, 1),) * 4, microbatches=6, batch=9),
-        Case("sp+pp", "odd", (101, 50), ((2, 1), (2, 1)), microbatches=3, batch=6, recompute=True),
-        Case("sp+pp", "resnet18", (101, 50), ((2, 1), (1, 1), (1, 1)), microbatches=4, batch=6),
         Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 3, 7),  # some have none
-        Case("dp+pp", "odd", (64, 64), ((1, 1),) * 2, 2, 3, 8, recompute="stage", sync=True),
-        Case("sp+pp", "odd", (70, 93), ((2, 2), (1, 1)), microbatches=3),
-        Case("dp+sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 2, 3, 9, recompute=True),
     )
 ]
 
@@ -435,7 +414,7 @@ LOCAL = [
     Case("pp", "resnet18", (33, 35), ((1, 1),) * 3, 1, 2, 3, local=(1, 2, 1)),  # a rank has none
     Case("pp", "skips", (33, 29), ((1, 1),) * 3, 1, 2, 5, ("2", "3"), local=(1, 2, 1)),
     Case("pp", "odd", (64, 64), ((1, 1),) * 3, 1, 2, 7, ("4", "8"), local=(1, 2, 2)),
-    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="zero_bubble", local=(1, 2)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="1f1b", local=(1, 2)),
     Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), 1, 2, 5, local=(1, 2)),
     Case("sp+lp", "odd", (64, 64), ((1, 2), (1, 1)), 1, 1, 5, ("10",), local=(1, 2)),
     Case("sp+pp", "random", (37, 29), ((2, 1), (1, 1)), 1, 3, 7, recompute="stage", local=(1, 2)),
@@ -554,7 +533,7 @@ SIGNALS = [
     Case("sp", "odd_signal", (103,), ((3,),), clip=0.05),
     Case("sp+pp", "odd_signal", (101,), ((2,), (1,)), 1, 3, 6),
     Case("sp+gems", "odd_signal", (101,), ((2,), (1,)), 1, 4, 6, schedule="mast"),
-    Case("sp+pp", "odd_signal", (101,), ((1,), (2,)), 1, 3, 6, schedule="zero_bubble"),
+    Case("sp+pp", "odd_signal", (101,), ((1,), (2,)), 1, 3, 6, schedule="1f1b"),
     Case("sp", "odd_signal", (211,), ((4,),)),
     Case("dp+sp", "odd_signal", (67,), ((2,),), 2, 2, 9, sync=True),
     Case("sp+pp", "odd_signal", (101,), ((2,), (2,)), 1, 3, 6),
@@ -593,7 +572,7 @@ VOLUMES = [
     Case("dp+sp", "unet3d", (13, 11, 10), ((2, 1, 1),), 2, 2, 7),
     Case("dp+sp", "odd_volume", (13, 21, 18), ((1, 2, 1),), 2, 2, 9, shard=True, clip=0.05),
     Case("sp+pp", "odd_volume", (13, 21, 18), ((2, 1, 1), (1, 2, 1)), 1, 3, 6),
-    Case("sp+pp", "unet3d", (13, 11, 10), ((2, 1, 1), (1, 1, 2)), 1, 2, 3, schedule="zero_bubble"),
+    Case("sp+pp", "unet3d", (13, 11, 10), ((2, 1, 1), (1, 1, 2)), 1, 2, 3, schedule="1f1b"),
     # more, up to a cut of all three
     Case("sp+pp", "odd_volume", (13, 21, 18), ((2, 2, 1), (1, 1, 1)), 1, 3, 6, schedule="1f1b"),
     Case("sp", "odd_volume", (13, 21, 18), ((2, 2, 2),)),
@@ -623,7 +602,7 @@ TOKENS = [
     Case("sp+pp", "transformer", (36, 28), ((3, 1), (1, 2)), 1, 2, 5, ("second",)),
     Case(
         *("sp+pp", "transformer", (36, 28), ((2, 1), (1, 2), (1, 1)), 1, 2, 5, ("last", "second")),
-        schedule="zero_bubble",
+        schedule="1f1b",
     ),
 ]
 
@@ -640,7 +619,7 @@ VIT = [
     Case("sp", "vit_volume", (12, 20, 8), ((1, 2, 1),)),
     Case("dp", "vit", (36, 28), ((1, 1),), 2, 2, 7),
     Case("pp", "vit", (36, 28), ((1, 1),) * 2, 1, 2, 5, ("blocks.1",), schedule="1f1b"),
-    Case("pp", "vit_mean_registers", (36, 28), ((1, 1),) * 2, 1, 3, 7, schedule="zero_bubble"),
+    Case("pp", "vit_mean_registers", (36, 28), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b"),
     # three ranks
     Case("sp", "vit", (36, 28), ((3, 1),)),
     Case("sp", "vit_mean", (28, 16), ((3, 1),)),
@@ -701,7 +680,7 @@ CHANNELS = [
     Case("dp", "norms", (17, 14), ((1, 1),), 2, 2, 7, tensor=(2,)),
     Case("pp", "odd", (50, 50), ((1, 1),) * 2, 1, 4, 7, ("2",), tensor=(2, 2)),
     Case("pp", "resnet18", (33, 35), ((1, 1),) * 2, 1, 3, 7, schedule="1f1b", tensor=(1, 3)),
-    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="zero_bubble", tensor=(2, 2)),
+    Case("pp", "random", (37, 29), ((1, 1),) * 2, 1, 3, 8, schedule="1f1b", tensor=(2, 2)),
     Case("pp", "vit", (36, 28), ((1, 1),) * 2, 1, 2, 5, ("blocks.1",), tensor=(2, 2)),
     Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, 5, tensor=(1, 2)),
     Case("sp+lp", "vgg", (50, 34), ((2, 1), (1, 1)), cut=("classifier.0",), tensor=(1, 2)),
@@ -774,7 +753,7 @@ STREAMED = [
 
 
 LAYOUTS = [
-    *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *FLATTENED, *RANDOM, *SCHEDULED, *ZERO_BUBBLE),
+    *(*CASES, *SEGMENTATION, *RECOMPUTED, *GATHERED, *FLATTENED, *RANDOM, *SCHEDULED),
     *(*INTERLEAVED, *MIRRORED, *SYNCED, *SKIPS, *OWN_FORWARD, *CLIPPED, *LOCAL),
     *(*ORDERED, *TOKENS, *VIT, *CHANNELS, *STREAMED),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),

@@ -23,7 +23,7 @@ from spatialdl.pipeline.stage_groups import stage_groups
 ONE, TWO = (1, 1), (2, 1)
 SIMPLE = [
     (name, Placement(1, grids), microbatches, 1)
-    for name in ("gpipe", "1f1b", "zero_bubble")
+    for name in ("gpipe", "1f1b")
     for grids in ((TWO, ONE), (ONE, TWO, ONE), (ONE,) * 4)
     for microbatches in (1, 5)
 ]
@@ -39,12 +39,12 @@ MIRRORED = [
 ]
 BY_SAMPLES = [
     (name, Placement(1, grids, batch=batch), 5, 1)
-    for name in ("gpipe", "1f1b", "zero_bubble")
+    for name in ("gpipe", "1f1b")
     for grids, batch in (((TWO, ONE), (1, 2)), ((ONE,) * 3, (1, 3, 2)))
 ]
 BY_CHANNELS = [
     (name, Placement(1, grids, tensor=tensor), 5, 1)
-    for name in ("gpipe", "1f1b", "zero_bubble")
+    for name in ("gpipe", "1f1b")
     for grids, tensor in (((TWO, ONE), (1, 3)), ((ONE, TWO), (3, 1)), ((ONE,) * 3, (1, 4, 2)))
 ]
 BY_CHANNELS.append(("mast", Placement(1, (ONE,) * 3, mirrored=True, tensor=(2,) * 3), 4, 1))
@@ -118,7 +118,7 @@ class Ranks:
             if any(rank in self.at_work(a.stage, a.microbatch, a.copy, n) for n in parts)
         ]
         numbers, left = count(), []
-        coming = deque(action for action in todo if action.kind != "weight")
+        coming = deque(todo)
 
         def expect(computed: Item) -> None:
             for message in self.given(rank, coming[0], leaving=False) if coming else ():
@@ -128,9 +128,8 @@ class Ranks:
         self.put(rank, "compute", computed)
         expect(("wait", computed[1]))
         for action in todo:
-            if action.kind != "weight":
-                coming.popleft()
-                expect(("wait", computed[1]))
+            coming.popleft()
+            expect(("wait", computed[1]))
             arriving = list(self.given(rank, action, leaving=False))
             self.put(rank, "compute", *(("wait", (rank, message)) for message in arriving))
             computed = ("done", (rank, next(numbers)))
@@ -201,10 +200,9 @@ def test_all_messages_of_a_step_meet(case: tuple[str, Placement, int, int]) -> N
             assert ranks.run() == []
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
-def test_one_lane_for_both_directions_waits_for_ever(name: str) -> None:
+def test_one_lane_for_both_directions_waits_for_ever() -> None:
     placement = Placement(1, (ONE, ONE))
-    schedule = make_schedule(name, placement, 3)
+    schedule = make_schedule("1f1b", placement, 3)
     stuck = Ranks(placement, schedule, schedule.train, [1] * 3, shared=True).run()
     assert {rank for rank, _ in stuck} == {0, 1}
 

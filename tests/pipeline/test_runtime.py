@@ -18,7 +18,6 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Schedule
 from spatialdl.pipeline.batch_loss import Width, check_forwards_first
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import OwnTile, TileRegion, enter
@@ -87,57 +86,6 @@ def test_a_checkpoint_of_the_network_itself_draws_again():
 def test_a_checkpoint_that_would_draw_other_numbers_is_refused(reentrant):
     with pytest.raises(RuntimeError, match=r"differ from that of forward.*checkpoint_contexts"):
         trained(partial(checkpoint, use_reentrant=reentrant))
-
-
-def weights_after(train: list[Action], recompute: str = "none") -> tuple[Tensor, list[bool]]:
-    """The gradients of a step, and after each backward whether the weights have one."""
-    torch.manual_seed(0)
-    one = Placement(1, ((1, 1),))
-    evaluate = [[action for action in train if action.kind == "forward"]]
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    pipeline = PipelineRuntime(
-        model,
-        one,
-        Schedule([train], evaluate, 3),
-        SingleProcess(),
-        F.cross_entropy,
-        (3, 2, 2),
-        PipelineOptions(recompute=recompute),
-    )
-    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    found: list[bool] = []
-    layers[0].bias.register_hook(lambda grad: found.append(layers[1].weight.grad is not None))
-    images = torch.linspace(-1, 1, 60, dtype=torch.float64).view(5, 3, 2, 2)
-    target = torch.tensor([0, 1, 2, 0, 1])
-    cuts = ((0, 2), (2, 3), (3, 5))
-    batch = [Microbatch(b - a, (b - a) / 5, images[a:b], target[a:b]) for a, b in cuts]
-    pipeline.train_step(batch, 0)
-    return torch.cat([p.grad.flatten() for p in pipeline.parameters()]), found
-
-
-def actions(text: str) -> list[Action]:
-    kinds = {"F": "forward", "B": "backward", "W": "weight"}
-    return [Action(kinds[word[0]], 0, int(word[1])) for word in text.split()]
-
-
-@pytest.mark.parametrize("recompute", ["none", "stage"])
-def test_weights_have_their_gradients_after_weight_actions_and_not_before(recompute):
-    plain, at_once = weights_after(actions("F0 B0 F1 B1 F2 B2"), recompute)
-    ours, late = weights_after(actions("F0 B0 F1 F2 B1 W0 B2 W1 W2"), recompute)
-    torch.testing.assert_close(ours, plain, rtol=1e-14, atol=1e-14)
-    assert at_once == [True] * 3
-    assert late == [False, False, True]
-
-
-def test_a_schedule_that_leaves_weights_out_is_told():
-    with pytest.raises(ValueError, match="weights of backward 1, stage 0 without gradients"):
-        weights_after(actions("F0 B0 F1 F2 B1 W0 B2 W2"))
-
-
-@pytest.mark.parametrize("wrong", ["F0 B0 W0 F1 B1 W0 W1 F2 B2 W2", "F0 W0 B0 F1 B1 W1 F2 B2 W2"])
-def test_weights_twice_or_before_their_backward_are_told(wrong):
-    with pytest.raises(ValueError, match="deadlocks, ranks are stuck: stage 0 before weight 0"):
-        weights_after(actions(wrong))
 
 
 # --- stage runtime

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate, product
+from itertools import product
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,11 +11,9 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline import schedule as module
 from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.schedule import (
     GEMS,
@@ -28,11 +26,10 @@ from spatialdl.pipeline.schedule import (
     make_schedule,
     mast,
     one_f_one_b,
-    zero_bubble,
 )
 from spatialdl.pipeline.simulate import StageSeconds, simulate
 
-SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
+SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 @pytest.mark.parametrize("name", SCHEDULES + GEMS)
@@ -49,7 +46,6 @@ def test_every_stage_sees_every_microbatch_once_in_one_copy_and_in_order(name, p
         simulate(lists, StageSeconds.even(stages))
         done = [(a.kind, a.stage, a.microbatch) for actions in lists for a in actions]
         kinds = ("forward", "backward") if part == "train" else ("forward",)
-        kinds += ("weight",) * (part == "train" and name == "zero_bubble")
         assert sorted(done) == sorted(product(kinds, range(stages), range(microbatches)))
         copies = {(a.microbatch, a.copy) for actions in lists for a in actions}
         assert len(copies) == microbatches
@@ -66,8 +62,6 @@ def test_every_stage_sees_every_microbatch_once_in_one_copy_and_in_order(name, p
 KINDS = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
-    "BACKWARD_INPUT": "backward",
-    "BACKWARD_WEIGHT": "weight",
 }
 
 
@@ -87,14 +81,14 @@ def run_of_pytorch(kind, stages, stage, microbatches):
     return done
 
 
-def order_of_pytorch(kind, groups, group, interleave, microbatches):
+def order_of_pytorch(groups, group, interleave, microbatches):
     """The same as computed for stages of paper."""
     stages = []
     for number in range(interleave):
         stage = MagicMock(group_size=groups, group_rank=group, is_last=False)
         stage.num_stages, stage.stage_index = groups * interleave, group + number * groups
         stages.append(stage)
-    schedule = kind(stages, microbatches, loss_fn=lambda output, target: None)
+    schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda output, target: None)
     actions = [action for action in schedule.pipeline_order[group] if action is not None]
     return [(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in actions]
 
@@ -105,9 +99,8 @@ def test_the_order_is_that_of_pytorchs_own_pipelines(name):
         interleave = 2 + (groups == 4) if name == "interleaved" else 1
         blocks = max(1, microbatches // groups)
         # PyTorch's takes as many micro-batches as stages, and blocks of one size
-        if (microbatches < groups and name in ("1f1b", "zero_bubble")) or (
-            microbatches % (blocks if name == "interleaved" else groups)
-            and name in ("interleaved", "zero_bubble")
+        if (microbatches < groups and name == "1f1b") or (
+            microbatches % blocks and name == "interleaved"
         ):
             continue
         if name == "interleaved":
@@ -119,9 +112,7 @@ def test_the_order_is_that_of_pytorchs_own_pipelines(name):
                 kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
                 expected = run_of_pytorch(kind, groups, group, microbatches)
             else:
-                kind = ScheduleInterleavedZeroBubble
-                kind = ScheduleInterleaved1F1B if name == "interleaved" else kind
-                expected = order_of_pytorch(kind, groups, group, interleave, microbatches)
+                expected = order_of_pytorch(groups, group, interleave, microbatches)
             assert [(a.kind, a.stage, a.microbatch) for a in actions] == expected
 
 
@@ -143,8 +134,7 @@ def test_names_make_the_schedules_of_their_functions() -> None:
     [
         (
             *("mast", Placement(1, ((1, 1),) * 2), 1),
-            "unknown schedule mast for this layout: take one of gpipe, 1f1b, zero_bubble, "
-            "interleaved",
+            "unknown schedule mast for this layout: take one of gpipe, 1f1b, interleaved",
         ),
         (
             *("mast", Placement(1, ((1, 1),) * 2, 1, True), 2),
@@ -183,58 +173,6 @@ def test_interleaved_waits_and_holds_as_was_published():
             for group in range(groups):  # those of the warm-up and one more
                 warm_up = (interleave - 1) * groups + 2 * (groups - 1 - group)
                 assert timeline.peak_held[group] == min(warm_up + 1, microbatches * interleave)
-
-
-SHAPES = list(product(range(1, 9), range(1, 17)))
-
-
-def drawn_in_units(stages, microbatches):
-    """As in the docstring, with one unit of time for every action."""
-    timeline = simulate(zero_bubble(stages, microbatches), StageSeconds.even(stages, backward=1.0))
-    lines = []
-    for stage, spans in enumerate(timeline.spans):
-        cells = ["."] * round(timeline.seconds)
-        for span in spans:
-            cells[round(span.start)] = f"{span.action.kind[0].upper()}{span.action.microbatch}"
-        lines.append(f"stage {stage}  " + " ".join(f"{cell:2}" for cell in cells).rstrip(" ."))
-    return lines
-
-
-def test_the_drawing_of_zero_bubble_is_what_it_does():
-    text = module.__doc__.partition("Zero bubble")[2].partition("GEMS")[0]
-    lines = [line.strip() for line in text.splitlines()]
-    assert [line for line in lines if line.startswith("stage ")] == drawn_in_units(3, 4)
-
-
-@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)])
-def test_the_bubble_of_zero_bubble_is_what_was_published(costs):
-    """Qi et al. 2024, table 1; 1F1B's backward is ours and the weights' together."""
-    forward, backward, weight = costs
-    for stages, microbatches in SHAPES:
-        if microbatches < stages:
-            continue
-        even = StageSeconds.even(stages, forward, backward, weight)
-        timeline = simulate(zero_bubble(stages, microbatches), even)
-        work, waits = microbatches * sum(costs), (stages - 1) * (forward + backward - weight)
-        assert timeline.seconds == pytest.approx(work + waits)
-        assert timeline.bubble == pytest.approx(waits / (work + waits))
-        whole = StageSeconds.even(stages, forward, backward + weight)
-        plain = simulate(one_f_one_b(stages, microbatches), whole)
-        assert plain.seconds - timeline.seconds == pytest.approx(2 * (stages - 1) * weight)
-
-
-def test_zero_bubble_holds_what_1f1b_holds_and_weights_wait_for_few():
-    for stages, microbatches in SHAPES:
-        timeline = simulate(
-            zero_bubble(stages, microbatches), StageSeconds.even(stages, backward=1.0)
-        )
-        held = simulate(one_f_one_b(stages, microbatches), StageSeconds.even(stages)).peak_held
-        assert timeline.peak_held == held
-        assert list(held) == [min(microbatches, stages - stage) for stage in range(stages)]
-        waiting = [min(microbatches, stage + 1) for stage in range(stages)]
-        change = {"backward": 1, "weight": -1}
-        changes = ((change.get(span.action.kind, 0) for span in one) for one in timeline.spans)
-        assert [max(accumulate(rank)) for rank in changes] == waiting
 
 
 # --- GEMS

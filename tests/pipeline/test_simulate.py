@@ -42,24 +42,6 @@ def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
     ]
 
 
-def test_weights_wait_for_their_own_backward_only():
-    """Worked out on paper: the first stage's weights come while it waits for the second."""
-    kinds = ("forward", "backward", "weight")
-    lists = [[Action(kind, stage, 0) for kind in kinds] for stage in (0, 1)]
-    costs = StageSeconds((1.0, 1.0), (2.0, 2.0), handover=0.5, weight=(4.0, 3.0))
-    first, second = simulate(lists, costs).spans
-    assert [(span.start, span.end) for span in first] == [(0.0, 1.0), (5.0, 7.0), (7.0, 11.0)]
-    assert [(span.start, span.end) for span in second] == [(1.5, 2.5), (2.5, 4.5), (4.5, 7.5)]
-
-
-def test_costs_without_weights_are_for_schedules_without_weight_actions():
-    actions = [Action(kind, 0, 0) for kind in ("forward", "backward", "weight")]
-    costs = StageSeconds((1.0,), (2.0,))
-    assert simulate([actions[:2]], costs).seconds == 3.0
-    with pytest.raises(ValueError, match=r"have 0 stages for weight.*give StageSeconds\(weight="):
-        simulate([actions], costs)
-
-
 def test_nothing_takes_no_time():
     timeline = simulate([[], []], StageSeconds.even(2))
     assert (timeline.seconds, timeline.bubble, timeline.peak_held) == (0.0, 0.0, (0, 0))
@@ -101,7 +83,6 @@ FIRST = [
 ]
 SECOND = [
     action("forward", 1, 0, 2.0, 2.5),
-    action("weight", 1, 0, 2.5, 3.0),
     action("forward", 0, 2, 3.0, 12.0, copy=1),
 ]
 
@@ -114,7 +95,6 @@ def test_costs_are_medians_over_all_that_was_done():
     costs = measured_costs([FIRST, SECOND], stages=3)
     assert list(costs.forward) == [2.0, 0.5, 0.0]
     assert list(costs.backward) == [1.5, 0.0, 0.0]
-    assert list(costs.weight) == [0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("ranks", [[], [[]], [[Span("data", "wait", 0.0, 1.0)]]])
@@ -132,7 +112,6 @@ BACK = [[Action("backward", stage, 0)] for stage in (0, 1)]
 @pytest.mark.parametrize(
     ("lists", "stuck"),
     [
-        ([[*forwards(0), Action("weight", 0, 0), *BACK[0]]], "stage 0 before weight 0"),
         (
             [[*forwards(0), *BACK[0], *forwards(1)], [*forwards(1, 0, stage=1), *BACK[1]]],
             "stage 0 before backward 0, stage 1 before forward 1",

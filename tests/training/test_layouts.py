@@ -54,15 +54,6 @@ def test_the_shipped_layouts_mean_these_ranks():
     assert sorted([*SHIPPED, "auto"]) == sorted(names)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_pipelines_take_these_schedules(schedule):
-    for name in ("none", "dp", "sp", "sp+pp", "dp+pp"):
-        found = parallel(f"parallel={name} parallel.schedule={schedule}")
-        train = schedule_of(found, placement_of(found)).train
-        kinds = {action.kind for actions in train for action in actions}
-        assert ("weight" in kinds) == (schedule == "zero_bubble")
-
-
 SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.data=2"
 
 
@@ -152,11 +143,7 @@ WHOLE = "must be a whole number of at least"
         ("parallel.gems.variant=mast", "1 stages on one group of ranks has no other group"),
         ("parallel.gems.variant=huge", "variant=huge is unknown: use one of none, basic, mast, ma"),
         ("parallel=gems parallel.schedule=1f1b", "schedule=1f1b cannot be combined with GEMS"),
-        ("parallel=sp+gems parallel.schedule=zero_bubble", "zero_bubble cannot be .* with GEMS"),
-        (
-            f"{TWICE} parallel.schedule=zero_bubble",
-            "schedule=zero_bubble with parallel.interleave=2: ranks that hold several stages need",
-        ),
+        ("parallel.schedule=zero_bubble", "zero_bubble no longer .* use parallel.schedule=1f1b"),
         (
             "parallel=sp parallel.cut=[layer2]",
             r"cut=\['layer2'\] sets .* but parallel=sp has one stage: use parallel=lp or pp",
@@ -164,10 +151,6 @@ WHOLE = "must be a whole number of at least"
         (SHARDED, r"shard_state=true cannot be combined with parallel\.data=1"),
         ("parallel=dp parallel.shard_state=2", "shard_state=2 must be true or false"),
         (f"parallel=dp+gems {SHARDED}", "shard_state=true .* with GEMS"),
-        (
-            f"parallel=dp+pp {SHARDED} parallel.schedule=zero_bubble",
-            "shard_state=true cannot be combined with parallel.schedule=zero_bubble",
-        ),
         (
             f"parallel=dp+pp {SHARDED} {TWICE} parallel.schedule=interleaved",
             "shard_state=true cannot be combined with parallel.interleave=2",
@@ -240,7 +223,6 @@ PER_DIM = r"stream must be \[rows,columns\], or \[slices,rows,columns\] for volu
         (f"{LATE} parallel.late=local_dp", 2, "late=local_dp does not support"),
         (f"{ON_TILES} parallel.sync_batchnorm=true", 2, "sync_batchnorm=true does not support"),
         (f"{ON_TILES} {SHARDED}", 2, "shard_state=true does not support"),
-        (f"{ON_TILES} parallel.schedule=zero_bubble", 2, "schedule=zero_bubble does not support"),
     ],
 )
 def test_grids_and_virtual_tiles_that_cannot_be(words, dims, sentence):

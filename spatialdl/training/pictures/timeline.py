@@ -30,7 +30,6 @@ STEPS = 3
 COLOURS = {
     "forward": "#6baed6",
     "backward": "#2171b5",
-    "weight": "#08306b",
     "halo": "#e6550d",
     "hand-over": "#d9d9d9",
     "reduce": "#756bb1",

@@ -186,7 +186,7 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
     if found["interleave"] > 1:
         schedule = "interleaved"
     elif variant == "none":
-        schedule = one("gpipe", "1f1b", "zero_bubble")
+        schedule = one("gpipe", "1f1b")
     can_shard = found["data"] > 1 and schedule == "gpipe" and variant == "none"
     return {
         **found,

@@ -20,7 +20,7 @@ SIZE, BATCH, STEPS = (3, 13, 11), 7, 3
 PP = {"stages": 2, "microbatches": 3}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
-        *({**PP, "schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")),
+        *({**PP, "schedule": name} for name in ("gpipe", "1f1b")),
         {"stages": 2, "microbatches": 2, "schedule": "gems"},
         {"stages": 2, "microbatches": 4, "schedule": "basic", "clip": 0.05},
         {"stages": 4, "microbatches": 4, "schedule": "interleaved", "clip": 0.05},
@@ -32,7 +32,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
     3: [
         {"stages": 2, "grid": (2, 1), "microbatches": 2, "schedule": "1f1b"},
-        {"stages": 3, "microbatches": 3, "schedule": "zero_bubble", "only_needed": True},
+        {"stages": 3, "microbatches": 3, "schedule": "1f1b", "only_needed": True},
         {"stages": 2, "grid": (2, 1), "microbatches": 2, "schedule": "gems"},
     ],
     4: [

@@ -130,7 +130,6 @@ STEPS: dict[tuple[int, str], Counts] = {
     (2, f"{BY_NAME}sample_networks.averages parallel=dp"): Counts(5, 3, 3, 0, 7, 566),
     (2, f"{RESNET18} parallel=lp"): Counts(3, 1, 1, 1, 1, 423),
     (2, f"{RESNET18} {PP} parallel.schedule=1f1b"): Counts(6, 4, 4, 4, 1, 1135),
-    (2, f"{RESNET18} {PP} parallel.schedule=zero_bubble"): Counts(6, 4, 4, 4, 1, 1231),
     (2, f"{RESNET18} {PP4} parallel.schedule=interleaved parallel.interleave=2"): Counts(
         14, 12, 12, 12, 1, 1169
     ),

@@ -47,7 +47,7 @@ def first(world: Communicator, folder, *words: str) -> tuple[str, Trainer]:
         ),
         (
             3,
-            f"{THREE} +model.kind=backward parallel.cut=[conv2] parallel.schedule=zero_bubble",
+            f"{THREE} +model.kind=backward parallel.cut=[conv2] parallel.schedule=1f1b",
             f"step 1: {BACKWARD}, micro-batch 0, stage 0, rank 0 on",
         ),
         (
@@ -105,7 +105,7 @@ def test_what_others_saw_is_told_as_well(world, tmp_path):
         (
             3,
             f"{THREE} parallel.cut=[conv2] +model.kind=backward +model.call=2 "
-            "parallel.schedule=zero_bubble",
+            "parallel.schedule=1f1b",
             f"step 2: {BACKWARD}, micro-batch 0, stage 0, rank 0 on",
         ),
         (
