@@ -64,6 +64,8 @@ def cut(
             raise _cannot_compile(model, str(reason)) from reason
         raise cannot_cut(model, len(widths), str(reason)) from reason
     _check_divided(model, network, divided)
+    if compiled:
+        _check_blocks(model, recording)
     if len(widths) == 1 and not compiled:
         return [_whole(model, network, recording, blocks, recompute)]
     if len(widths) == 1:
@@ -88,13 +90,20 @@ def _one_stage(model: nn.Module, recording: Recording) -> list[int]:
             "nn.Dropout or similar",
         )
     if any(step.call == "" for step in recording.steps):
-        raise _cannot_compile(model, "it is a single layer, or has hooks")
+        raise _cannot_compile(model, "it has hooks")
     return [0, len(recording.steps)]
+
+
+def _check_blocks(model: nn.Module, recording: Recording) -> None:
+    """Refuse to compile networks without blocks."""
+    called = (step.call for step in recording.steps if isinstance(step.call, str))
+    if not any(any(model.get_submodule(path).children()) for path in called):
+        raise _cannot_compile(model, "no Sequential or ModuleList has modules of several layers")
 
 
 def _cannot_compile(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"trainer.compile=true cannot record the steps of {type(model).__name__}: {reason}; "
+        f"trainer.compile=true cannot compile blocks of {type(model).__name__}: {reason}; "
         "leave it out"
     )
 

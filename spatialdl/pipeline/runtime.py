@@ -32,17 +32,16 @@ from spatialdl.pipeline.action import Action, Schedule, describe
 from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_loss import BatchLoss, check_forwards_first
 from spatialdl.pipeline.batch_norm import Sharing
-from spatialdl.pipeline.compilable import check_compilable
 from spatialdl.pipeline.compiled import check_compiler, compile_stages
 from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
+from spatialdl.pipeline.layout_checks import check_compilable, check_shardable
 from spatialdl.pipeline.moving import moved
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion, Made
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
-from spatialdl.pipeline.shardable import check_shardable
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.stage_groups import stage_groups, stage_reducers

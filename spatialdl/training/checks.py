@@ -12,8 +12,7 @@ from spatialdl.comm.limit import check_timeout
 from spatialdl.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.compilable import check_compilable
-from spatialdl.pipeline.compilable import check_run as check_compiling
+from spatialdl.pipeline.layout_checks import check_compilable
 from spatialdl.training.best import check_metric
 from spatialdl.training.callbacks import callback_plugins
 from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -81,9 +80,13 @@ def check_config(config: DictConfig) -> Placement:
         check_batch(config.data.batch_size, microbatches, placement)
     check_task(config.task, placement)
     if config.trainer.compile:
-        parallel = config.parallel
-        check_compilable(placement, parallel.recompute, parallel.shard_state)
-        check_compiling(config.comm.timeout, bool(config.trainer.deterministic))
+        check_compilable(
+            placement,
+            config.parallel.recompute,
+            config.parallel.shard_state,
+            config.comm.timeout,
+            bool(config.trainer.deterministic),
+        )
     check_loggers(config.get("logger") or {})
     if isinstance(size, ListConfig) and not is_bags:
         check_image(tuple(size), placement)

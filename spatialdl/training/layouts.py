@@ -14,8 +14,8 @@ from spatialdl.parallel.layout import by, spatial_names
 from spatialdl.parallel.partition import FORMS
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Schedule, repeated
+from spatialdl.pipeline.layout_checks import check_shardable
 from spatialdl.pipeline.schedule import GEMS, make_schedule
-from spatialdl.pipeline.shardable import check_shardable
 
 RECOMPUTE = ("none", "block", "stage")
 LATE = ("local_dp", "tensor")

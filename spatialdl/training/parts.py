@@ -12,7 +12,7 @@ from spatialdl.comm.processes import Nodes
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.views import Views
 from spatialdl.parallel.node_order import placed_by_nodes
-from spatialdl.pipeline.shardable import check_samples
+from spatialdl.pipeline.layout_checks import check_samples
 from spatialdl.training.layouts import (
     AUTO,
     check_batch,

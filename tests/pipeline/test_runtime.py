@@ -19,11 +19,11 @@ from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.batch_loss import Width, check_forwards_first
+from spatialdl.pipeline.layout_checks import check_samples
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import OwnTile, TileRegion, enter
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
-from spatialdl.pipeline.shardable import check_samples
 from spatialdl.pipeline.stage import OUTPUT
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.pipeline.steps import IMAGE
@@ -286,7 +286,7 @@ def test_backwards_before_the_last_forward_are_refused() -> None:
         check_forwards_first(one_f_one_b(1, 3))
 
 
-# --- shardable
+# --- layout checks
 
 
 def test_every_replica_needs_samples_in_every_microbatch():

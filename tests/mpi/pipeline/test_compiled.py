@@ -13,16 +13,13 @@ from tests.mpi.equality_cases import Case
 from tests.mpi.equality_runs import check_equality
 
 ONE = ((1, 1),)
-PLAIN = "plain", (19, 17)
+RESIDUAL = "residual", (19, 17)
 
 CASES = [
-    Case("pp", *PLAIN, ONE * 2, 1, 2, 4, compiled=True),
-    Case("dp", *PLAIN, ONE, 2, 1, 4, compiled=True),
-    Case("lp", "counting", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
-    Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 6, compiled=True),
-    Case("dp", "norm_eval", (21, 19), ONE, 2, 2, 8, sync=True, compiled=True),
-    Case("gems", *PLAIN, ONE * 2, 1, 2, 4, schedule="mast", compiled=True),
-    Case("pp", "random", (19, 17), ONE * 2, 1, 2, 4, schedule="1f1b", compiled=True),
+    Case("pp", *RESIDUAL, ONE * 2, 1, 2, 4, ("block2",), compiled=True),
+    Case("dp", *RESIDUAL, ONE, 2, 2, 6, compiled=True),
+    Case("dp", *RESIDUAL, ONE, 2, 2, 8, sync=True, compiled=True),
+    Case("gems", *RESIDUAL, ONE * 2, 1, 2, 4, schedule="mast", compiled=True),
     Case("lp", "skips", (19, 17), ONE * 2, 1, 1, 4, compiled=True),
 ]
 FIRST = 1
@@ -39,10 +36,11 @@ def test_compiled_stages_equal_one_process(case: Case, world: Communicator) -> N
     counters.clear()
     check_equality(case, world)
     if case.placement.world_size == world.size:
-        assert sum(world.allgather(counters["stats"]["unique_graphs"])) > 0
+        graphs = sum(world.allgather(counters["stats"]["unique_graphs"]))
+        assert (graphs > 0) != case.sync  # BatchNorm over replicas communicates
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_statistics_are_kept_around_what_is_compiled(
     case: Case, world: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
