@@ -175,10 +175,10 @@ class _Block:
     @contextmanager
     def counted(self) -> Iterator[Counter[nn.Module]]:
         """Count calls of BatchNorm; those in a checkpoint, which repeats them, as two."""
-        calls = Counter[nn.Module]()
+        calls, outside = Counter[nn.Module](), top_saved_tensors_hooks(False)
 
         def count(norm: nn.Module, args: Any) -> None:
-            calls[norm] += 1 + under_checkpoint()
+            calls[norm] += 1 + (top_saved_tensors_hooks(False) != outside)
 
         handles = [norm.register_forward_pre_hook(count) for norm in self._norms]
         try:
