@@ -13,12 +13,12 @@ from importlib import import_module
 
 import pytest
 import torch
-from tests.simulated_device.autoload import python_path
 
 from benchmarks import io_worker, layouts, memory, spatial, stream
 from spatialdl.comm.mesh import dry_mesh
 from tests import simulated_device
 from tests.comm.programs import run
+from tests.simulated_device import python_path
 
 
 @pytest.mark.parametrize(
