@@ -77,6 +77,7 @@ class ForwardState:
         # norms may be frozen for a while
         self._moving = {one.full for one in self._buffers if isinstance(one.module, NormBase)}
         self._written: set[str] = set()  # weights, while they are gathered
+        self._late: set[str] = set()  # changed since ranks last told each other
         self._steps, self._looks_at_values = 0, True
         self._forward: set[int] = set()
         self._start: tuple[list[Tensor | None], list[_Mark]] = [], []
@@ -128,13 +129,18 @@ class ForwardState:
         Replicas without samples in some micro-batch do not count.
 
         Raises:
-            UnsupportedSpatialOp: on all ranks, if a forward changes a parameter, or the shape of a
-                buffer.
+            UnsupportedSpatialOp: if a forward changes a parameter, or the shape of a buffer; on all
+                ranks that hold the stage in steps in which they tell each other, which are those
+                that look at values, and all where buffers move.
         """
         size = self._comm.size
         if size == 1:
             return
-        changed = self._changed()
+        self._late |= self._changed()
+        if not self._looks_at_values and not self._moving:
+            self._check_parameters(self._late)
+            return
+        changed = self._late
         own = torch.zeros(size + len(self._names), dtype=torch.int64)
         # the rank with most slices, of these the one that has the first
         own[self._comm.rank] = (len(self._forward) << 32) - min(self._forward, default=0)
@@ -144,6 +150,7 @@ class ForwardState:
         changed = {name for name, n in zip(self._names, flags, strict=True) if n}
         self._check_parameters(changed)
         self._moving |= changed
+        self._late = set()
         self._copy(int(table[:size].argmax()))
 
     def _changed(self) -> set[str]:

@@ -26,6 +26,7 @@ from spatialdl.torch_internals import (
     current_graph_task_id,
     foreach_add_,
     foreach_copy_,
+    top_saved_tensors_hooks,
 )
 
 
@@ -42,14 +43,14 @@ class SliceStatistics:
     Args:
         stage: its layers get hooks.
         comm: the ranks that have this stage.
-        in_order: whether this rank runs all forwards, in the order of the slices; then, after the
-            first step, only layers that a checkpoint reruns in backward are handled.
+        in_order: whether this rank runs all forwards, in the order of the slices; then only layers
+            that a checkpoint may rerun in backward are handled.
     """
 
     def __init__(self, stage: nn.Module, comm: Communicator, in_order: bool = False) -> None:
         self._comm, self._in_order = comm, in_order
         self._direct: set[BatchNormBase] = set()  # layers that update their own statistics
-        self._again: set[BatchNormBase] = set()  # those that backward reruns
+        self._hooks: object = None  # on saved tensors, outside of the stage
         self._norms = [
             layer
             for layer in stage.modules()
@@ -79,14 +80,14 @@ class SliceStatistics:
             counts: True on exactly one of the ranks that share the slice.
         """
         self._slice, self._counts = number, counts
+        self._hooks = top_saved_tensors_hooks(False)
         yield
 
     def _start(self, norm: nn.Module, args: Any) -> None:
         """Set momentum 1 and fresh buffers, which receive the unweighted statistics of a slice."""
         if not (isinstance(norm, BatchNormBase) and norm.training) or replaying():
             return
-        if norm in self._direct:
-            self._check_direct(norm)
+        if self._in_order and not self._may_run_again(norm):
             return
         self._before[norm] = norm.momentum, *_buffers(norm)
         norm.momentum = 1.0
@@ -99,29 +100,34 @@ class SliceStatistics:
         if not (isinstance(norm, BatchNormBase) and norm in self._before) or replaying():
             return
         mean, variance, _ = _buffers(norm)
-        if current_graph_task_id() != -1:
-            self._again.add(norm)
         if self._counts:
             self._kept[norm].append(_Kept(self._slice, torch.cat([mean, variance]).double()))
         (norm.momentum, norm.running_mean, norm.running_var, norm.num_batches_tracked) = (
             self._before.pop(norm)
         )
 
-    def _check_direct(self, norm: BatchNormBase) -> None:
-        if current_graph_task_id() != -1:
+    def _may_run_again(self, norm: BatchNormBase) -> bool:
+        """Whether backward reruns a call, or is doing so.
+
+        A checkpoint sets hooks on saved tensors, or disables gradients.
+        """
+        is_inside = top_saved_tensors_hooks(False) != self._hooks or not torch.is_grad_enabled()
+        if not is_inside and current_graph_task_id() == -1:
+            self._direct.add(norm)
+            return False
+        if norm in self._direct:
             raise UnsupportedSpatialOp(
-                f"a {type(norm).__name__} is called under torch.utils.checkpoint, but was not in "
-                "the first step, and micro-batches would update its running statistics in another "
-                "order than a single process: take parallel.microbatches=1, or two layers"
+                f"a {type(norm).__name__} is called both inside and outside of "
+                "torch.utils.checkpoint, and micro-batches would update its running statistics in "
+                "another order than a single process: take parallel.microbatches=1, or two layers"
             )
+        return True
 
     @torch.no_grad()
     def fold(self, slices: int) -> None:
         """Fold in the statistics of all slices of the batch; collective."""
         if not self._norms:
             return
-        if self._in_order:
-            self._direct |= {norm for norm, kept in self._kept.items() if kept} - self._again
         own = torch.zeros(len(self._norms), slices, dtype=torch.int64)
         for row, norm in zip(own, self._norms, strict=True):
             for kept in self._kept[norm]:
