@@ -99,4 +99,5 @@ def test_steps_of_the_training_command(keys: str, world: Communicator) -> None:
     assert min(found["rounds"]) > 0
     assert found["device"] == harness.describe(HERE)
     assert len(found["ideal"]) == 2 * ("stages" in keys)
-    assert all(0 < ideal <= seconds for ideal, seconds in found["ideal"])
+    # The ideal is made of mean times of actions: on a busy machine it may exceed the one step.
+    assert all(ideal > 0 and seconds > 0 for ideal, seconds in found["ideal"])
