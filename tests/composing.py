@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import spatialdl.conf
@@ -39,7 +39,32 @@ def _chooses(word: str) -> bool:
 
 @cache
 def _of_groups(command: str, *words: str) -> DictConfig:
-    return compose_anew(command, *words)
+    """The choice of several files is put together of choices of one, if each sets its own group."""
+    if len(words) < 2:
+        return compose_anew(command, *words)
+    groups = dict(_group_of(command, word) for word in words)
+    if "" in groups or len(groups) < len(words):
+        return compose_anew(command, *words)
+    found = deepcopy(_of_groups(command))
+    with open_dict(found):
+        found.update(deepcopy(groups))
+    return found
+
+
+@cache
+def _group_of(command: str, word: str) -> tuple[str, DictConfig | None]:
+    """The only key that a choice of a file sets, and its value; "" where it sets others, too."""
+    group = word.partition("=")[0]
+    before, after = _of_groups(command), _of_groups(command, word)
+    same = all(
+        _plain(before).get(key) == value for key, value in _plain(after).items() if key != group
+    )
+    alone = same and group in before and list(before) == list(after)
+    return (group, after._get_node(group)) if alone else ("", None)
+
+
+def _plain(config: DictConfig) -> dict[str, object]:
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def compose_anew(command: str, *words: str, with_hydra: bool = False) -> DictConfig:

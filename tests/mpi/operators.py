@@ -102,7 +102,8 @@ def _samples(op: OpInfo) -> Iterator[tuple[str, Sample]]:
     dtype = _dtype(op)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        drawn = op.sample_inputs("cpu", dtype, requires_grad=_differentiable(op, dtype))
+        # not by sample_inputs(), which reads the source of each frame that it was called from
+        drawn = op.sample_inputs_func(op, "cpu", dtype, _differentiable(op, dtype))
         samples = [Sample.of((one.input, one.args, one.kwargs)) for one in drawn]
     with_image = [s for s in samples if s.tensors and s.tensors[0].dim() == 4]
     for number, sample in enumerate(with_image):

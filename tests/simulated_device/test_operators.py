@@ -197,7 +197,7 @@ def results(op: Any, args: Any, kwargs: Any) -> list[Tensor | None]:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_samples(op):
-    samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
+    samples = list(op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd))
     for sample in samples[:MOST]:
         if has_dropout(sample):
             continue
