@@ -78,10 +78,17 @@ test-serial: $(READY)
 test-docs: $(READY)
 	$(SERIAL) $(OF_DOCS)
 
+# what surrounds the split step, or is tried on each dim alone: two ranks show what four would
+ON_TWO := $(addprefix tests/mpi/, benchmarks evaluating features integrations predicting/test_bag_run.py \
+    predicting/test_results.py spatial/test_losses.py spatial/test_op_db.py training/pictures \
+    training/tasks/test_own_metrics.py)
 test-mpi: $(READY)
-	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi
+	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi $(addprefix --ignore , $(ON_TWO))
 
-	# layouts of three ranks, messages and channels on a number that divides nothing; of two: test-device
+	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" $(ON_TWO) tests/mpi/comm/test_handover.py \
+	    tests/mpi/fuzz tests/mpi/planning
+
+	# layouts, messages and channels on three ranks, which divide nothing; layouts on two: test-device
 	$(RUN) 600 -n 3 $(MPI_TESTS) -m "not slow" tests/mpi/pipeline/test_equal_numbers.py \
 	    tests/mpi/channels tests/mpi/comm \
 	    $(addprefix --ignore tests/mpi/, channels/test_networks.py channels/test_parallel.py \
@@ -90,13 +97,9 @@ test-mpi: $(READY)
 	    test_samples_apart.py test_sharded.py) training/test_not_finite.py training/test_staging.py \
 	    training/tasks/test_task.py::test_parts_of_a_micro_batch_count_by_their_known_labels_in_float64)
 
-	# other numbers of ranks: stages of one rank beside stages of many; of eight: test-slow
-	set -e; for ranks in 1 5; do \
-	    $(RUN) 1200 -n $$ranks $(MPI_TESTS) -m "not slow" \
-	        tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz; \
-	done
-	$(RUN) 1200 -n 2 $(MPI_TESTS) -m "not slow" tests/mpi/comm/test_handover.py tests/mpi/fuzz \
-	    tests/mpi/planning
+	# more ranks than a grid has rows: stages of one rank beside stages of many; of one, eight: test-slow
+	$(RUN) 1200 -n 5 $(MPI_TESTS) -m "not slow" tests/mpi/pipeline/test_equal_numbers.py \
+	    tests/mpi/comm/test_handover.py tests/mpi/fuzz
 
 # on a device, by each way in which its tensors travel: by nccl on one for each rank, by host and mpi
 # all ranks on one; what a machine lacks for it is skipped with its reason. GPU=sim: the simulated one
@@ -161,6 +164,8 @@ test-slow: $(READY)
 	        tests/mpi/fuzz tests/mpi/pipeline tests/mpi/spatial tests/mpi/training; \
 	done
 	SPATIALDL_GRIDS=all $(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi/spatial
+	$(RUN) 3000 -n 4 $(MPI_TESTS) -m "not slow" $(ON_TWO)
+	$(RUN) 3000 -n 1 $(MPI_TESTS) -m "not slow" tests/mpi/comm/test_handover.py tests/mpi/fuzz
 	$(RUN) 3000 -n 6 $(MPI_TESTS) tests/mpi/pipeline/test_equal_numbers.py
 	$(RUN) 3000 -n 8 $(MPI_TESTS) -m "not slow" \
 	    tests/mpi/pipeline/test_equal_numbers.py tests/mpi/comm/test_handover.py tests/mpi/fuzz
