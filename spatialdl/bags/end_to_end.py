@@ -25,8 +25,7 @@ from spatialdl.bags.encoding import (
 )
 from spatialdl.bags.tiles import OwnTiles, ReadTiles
 from spatialdl.channels.parallel import average_gradients
-from spatialdl.comm.agreement import is_due
-from spatialdl.comm.broadcast import broadcast_state
+from spatialdl.comm.agreement import broadcast_state, is_due
 from spatialdl.comm.mesh import Mesh
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.random import keyed

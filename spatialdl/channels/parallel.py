@@ -24,7 +24,7 @@ from spatialdl.channels.weights import (
     whole_outputs,
     whole_state,
 )
-from spatialdl.comm.broadcast import broadcast_state
+from spatialdl.comm.agreement import broadcast_state
 from spatialdl.comm.gradients import Reducer, lane_of
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.reduce import max_over_ranks, sum_over_ranks

@@ -70,71 +70,78 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def install_abort_hook() -> None:
-    """Abort the job on all ranks on an uncaught exception in the main thread."""
-    sys.excepthook = _hook
-
-
-def _hook(kind: type[BaseException], error: BaseException, where: TracebackType | None, /) -> None:
-    if isinstance(error, KeyboardInterrupt):
-        end_job(130)
-    info = launched()
-    rank = info.rank if info else 0
-    is_lost = _is_lost_connection(error)
-    if rank != 0 or is_lost:
-        time.sleep(_HEAD_START_S)
-    for handler in logging.getLogger().handlers:
-        handler.flush()  # messages buffered for rank 0
-    where_text = f"rank {rank} on {socket.gethostname()}" if info else "error"
-    text = f"{where_text}: {describe_error(error)}"
-    if is_lost:
-        print_stderr(text)  # the other rank's error matters more, and must come last
-    else:
-        print_last(text)
-        record_ending(text)
-        if info and info.launcher == "torchrun":
-            _record_for_torchrun(error)
-    end_job(1)
+    """Abort the job of a command on all ranks on an uncaught exception in the main thread."""
+    sys.excepthook = functools.partial(_end, None)
 
 
 def end_job_on_errors() -> None:
-    """Abort all ranks of a program on an uncaught exception in its main thread.
+    """Abort all ranks of a user's program on an uncaught exception in its main thread.
 
     The previous hook prints it first. Interactive sessions are not aborted. Exceptions in other
     threads are left to Python, which does not end the program for them.
     """
     before = sys.excepthook
-    if before is not _hook and getattr(before, "func", None) is not _end_after:
-        sys.excepthook = functools.partial(_end_after, before)
+    if getattr(before, "func", None) is not _end:
+        sys.excepthook = functools.partial(_end, before)
 
 
-def _end_after(
-    before: Callable[..., object],
+def _end(
+    before: Callable[..., object] | None,
     kind: type[BaseException],
     error: BaseException,
     where: TracebackType | None,
     /,
 ) -> None:
-    if hasattr(sys, "ps1") or sys.flags.interactive:
+    if before is not None and (hasattr(sys, "ps1") or sys.flags.interactive):
         before(kind, error, where)
         return
+    is_interrupt = isinstance(error, KeyboardInterrupt)
     info = launched()
-    rank = f"rank {info.rank} on {socket.gethostname()}" if info else "this process"
     try:
-        if not isinstance(error, KeyboardInterrupt) and (info is None or info.rank != 0):
+        if not is_interrupt and (_is_lost_connection(error) or (info and info.rank != 0)):
             time.sleep(_HEAD_START_S)  # or all ranks print an error that all have
-        if not _is_lost_connection(error):
-            before(kind, error, where)
-            if info and info.launcher == "torchrun":
-                _record_for_torchrun(error)
-        first = describe_error(error) if _is_lost_connection(error) else str(error)
-        text = f"aborts the job: {kind.__name__}: {first.strip().partition(chr(10))[0]}"
-        if isinstance(error, CommMismatch):
-            from spatialdl.comm.watchdog import end_job_with_reports  # imports PyTorch
-
-            end_job_with_reports(text)
-        print_stderr(f"{rank} {text}")
+        if before is not None:
+            _print_in_program(before, kind, error, where)
+        elif not is_interrupt:
+            _print_in_command(error)
+        if info and info.launcher == "torchrun":
+            _record_for_torchrun(error)
     finally:
-        end_job(130 if isinstance(error, KeyboardInterrupt) else 1)
+        end_job(130 if is_interrupt else 1)
+
+
+def _print_in_command(error: BaseException) -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # messages buffered for rank 0
+    text = f"{_this_rank('error')}: {describe_error(error)}"
+    if _is_lost_connection(error):
+        print_stderr(text)  # the other rank's error matters more, and must come last
+    else:
+        print_last(text)
+        record_ending(text)
+
+
+def _print_in_program(
+    before: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
+) -> None:
+    is_lost = _is_lost_connection(error)
+    if not is_lost:
+        before(kind, error, where)
+    first = (describe_error(error) if is_lost else str(error)).strip().partition("\n")[0]
+    text = f"aborts the job: {kind.__name__}: {first}"
+    if isinstance(error, CommMismatch):
+        from spatialdl.comm.watchdog import end_job_with_reports  # imports PyTorch
+
+        end_job_with_reports(text)
+    print_stderr(f"{_this_rank('this process')} {text}")
+
+
+def _this_rank(alone: str) -> str:
+    info = launched()
+    return f"rank {info.rank} on {socket.gethostname()}" if info else alone
 
 
 def _record_for_torchrun(error: BaseException) -> None:

@@ -16,10 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, TypeVarTuple
 
-import torch
-from torch import Tensor
-
-from spatialdl.comm import limit
+from spatialdl.comm.waiting import setting
 from spatialdl.errors import CommMismatch
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
-TEXT_BYTES = 256
 KEPT, KEPT_GROUPS, KEPT_CHARACTERS = 8, 3, 70
 _VARIABLE = "SPATIALDL_COMM_CHECK"
 _TRANSPORT_ERRORS = (  # of gloo and MPICH, for messages of unexpected size
@@ -60,12 +56,10 @@ def agree(comm: Communicator, what: object) -> None:
     if not _Switch.on:
         _record(comm, what)
         return
-    mine = encode(str(what))
-    gathered = comm.all_gather(as_tensor(mine))
-    for rank in range(comm.size):
-        theirs = bytes(gathered[rank].numpy())
-        if theirs != mine:
-            raise CommMismatch(_mismatch(comm.rank, str(what), rank, decode(theirs)))
+    own = str(what)
+    for rank, other in enumerate(comm.allgather(own)):
+        if other != own:
+            raise CommMismatch(_mismatch(comm.rank, own, rank, other))
 
 
 def _mismatch(rank: int, text: str, other: int, other_text: str) -> str:
@@ -73,20 +67,6 @@ def _mismatch(rank: int, text: str, other: int, other_text: str) -> str:
         f"ranks call different operations: rank {rank} is at '{text}', rank {other} at "
         f"'{other_text}'; look for control flow that depends on the rank"
     )
-
-
-def encode(text: str) -> bytes:
-    """Encode `text` as a message of fixed length."""
-    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-
-
-def as_tensor(message: bytes) -> Tensor:
-    """Convert a message to a uint8 tensor, as transports expect."""
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
-
-
-def decode(message: bytes) -> str:
-    return message.rstrip(b"\0").decode(errors="replace")
 
 
 # --- without the check: the last calls of this rank
@@ -191,7 +171,7 @@ def run_checked(
 
 def how_to_switch_on() -> str:
     return (
-        f"{limit.setting('check', True)}, or {_VARIABLE}=1 in the environment, compares the "
+        f"{setting('check', True)}, or {_VARIABLE}=1 in the environment, compares the "
         "operations of ranks before each communication and names both sides"
     )
 

@@ -19,10 +19,9 @@ from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator, Message, Messages, Pending, Start, UnderWay
 from spatialdl.comm.device_group import device_group
 from spatialdl.comm.device_path import DevicePath, device_path
-from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.plan import Piece
 from spatialdl.comm.single_process import Completed
-from spatialdl.comm.waiting import noted
+from spatialdl.comm.waiting import noted, timeout_of_groups
 
 
 class DeviceTransport(Protocol):

@@ -25,10 +25,9 @@ from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import Message, Messages, Pending, UnderWay, fold
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceTransport, ThroughHost
-from spatialdl.comm.limit import timeout_of_groups
 from spatialdl.comm.processes import machine
 from spatialdl.comm.single_process import Completed
-from spatialdl.comm.waiting import noted
+from spatialdl.comm.waiting import noted, timeout_of_groups
 from spatialdl.torch_internals import default_store, group_names, naming_groups
 
 _open: WeakSet[TorchCommunicator] = WeakSet()
@@ -41,16 +40,13 @@ class TorchCommunicator:
     Args:
         ranks: world ranks, in the order of their numbers here. All of them must create
             communicators of these ranks in the same order.
-        group: process group of these ranks for host tensors; by default a new one over gloo.
-        by_host: send tensors on accelerators through the host, independent of `device_path`.
     """
 
-    def __init__(self, ranks: Sequence[int], group: Any = None, by_host: bool = False) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.world_ranks = tuple(ranks)
-        self._gloo: Any = group or _gloo_group(self.world_ranks)
-        self._by_host = by_host
+        self._gloo: Any = _gloo_group(self.world_ranks)
         self._to_self = _ToSelf()
         _open.add(self)
         check.name_group(self)
@@ -106,13 +102,13 @@ class TorchCommunicator:
 
     @property
     def overlaps(self) -> bool:  # gloo's threads compete with computation for cores
-        return not self._by_host and device_path().name == "nccl"
+        return device_path().name == "nccl"
 
     @cached_property
     def _on_device(self) -> DeviceTransport:
         """Device transport; the first access is collective."""
         path = device_path()
-        if self._by_host or path.name != "nccl":
+        if path.name != "nccl":
             return ThroughHost(self)
         return ByGroup(self, path, current_device(), ThroughHost(self))
 

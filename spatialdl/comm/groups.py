@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,34 +17,10 @@ from spatialdl.comm.device_group import backend_for
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.distributed import TorchCommunicator, local_group
 from spatialdl.comm.launch import launched
-from spatialdl.comm.limit import timeout_of_groups
+from spatialdl.comm.waiting import noted, timeout_of_groups
 from spatialdl.comm.world import end_process_group, start_process_group
 
 BACKENDS = ("mpi4py", "gloo", "nccl")
-
-
-class BackendCommunicator(TorchCommunicator):
-    """A `Communicator` over a backend.
-
-    Args:
-        ranks: world ranks; collective over exactly these.
-        name: one of `BACKENDS`.
-
-    Raises:
-        ValueError: if the backend is unavailable.
-    """
-
-    def __init__(self, ranks: Sequence[int], name: str) -> None:
-        start(name)
-        self._name = name
-        group = new_group(name, ranks) if name == "mpi4py" else None
-        super().__init__(ranks, group, by_host=name != "nccl")
-
-    def subset(self, ranks: Sequence[int]) -> BackendCommunicator:
-        return BackendCommunicator([self.world_ranks[rank] for rank in ranks], self._name)
-
-    def duplicate(self) -> BackendCommunicator:
-        return BackendCommunicator(self.world_ranks, self._name)
 
 
 def backend_of(comm: Communicator, device: torch.device) -> str:
@@ -96,10 +73,17 @@ def start(name: str) -> None:
         start_process_group(info)
 
 
+def _noted(call: Any, job: Callable[[], object]) -> None:
+    """Record a call of the backend for hang reports."""
+    noted(call.group, call.group.ranks, noted, call, None, job)
+
+
 def _register() -> None:
     from mpi4py import MPI
 
-    import spatialdl.comm.backend  # noqa: F401  (registers it)
+    from spatialdl.comm.backend import calls
+
+    calls.around = _noted
 
     if dist.is_initialized() and dist.get_world_size() != MPI.COMM_WORLD.size:
         raise ValueError(

@@ -222,7 +222,7 @@ class Handover:
         direction: Direction,
     ) -> PlanMessages:
         lane = self.lanes.get(direction)
-        # lanes match messages by order, and so do the lines of text if the check is on
+        # lanes match messages by order
         tag = self._tag(0 if lane else microbatch, direction)
         route = Route((*self.senders, *self.receivers), tag)
         is_adjoint = direction == "backward"

@@ -13,33 +13,23 @@ import selectors
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Self
 
 SWITCH = "SPATIALDL_ROLL_CALL"
-HELD_BACK_S = 5.0
-"""How long final messages wait for the launcher to exit."""
-
 _SIGNAL = "signal"  # file beside the socket
 _MOST, _MOST_BYTES = 20_000, 200_000
-_CREDENTIALS = struct.Struct("3i")
-_OOM_KILLS = {  # of cgroups(7), version 2 and 1
-    "": "/sys/fs/cgroup{}/memory.events",
-    "memory": "/sys/fs/cgroup/memory{}/memory.oom_control",
-}
 
 # --- a rank
 
 
 def report_start(rank: int) -> None:
     """Report to the starting process that this rank runs."""
-    _send({"rank": rank})
+    _send({"rank": rank, "pid": os.getpid()})
 
 
 def report_exit() -> None:
@@ -106,7 +96,6 @@ class Liveness:
         self._exits: list[list[int]] = []
         self._messages: list[str] = []
         self._expected = self._explained = False
-        self._oom_before = _oom_kills()
 
     def __enter__(self) -> Self:
         if sys.platform != "linux":
@@ -118,7 +107,6 @@ class Liveness:
             self._socket.bind(path)
         except OSError:  # the path is too long
             return self
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.environment = {SWITCH: path}
         self._ends, self._end = os.pipe()
         self._thread = Thread(target=self._listen, name="roll call", daemon=True)
@@ -136,7 +124,9 @@ class Liveness:
         if self._folder is not None:
             self._socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._print_messages()
+        for text in self._messages:
+            print_stderr(text)
+        self._messages = []
 
     def vanished(self) -> str | None:
         """Description of the first rank that died without a message; None if unknown."""
@@ -144,8 +134,7 @@ class Liveness:
             return None
         ranks = [f"rank {rank} (process {self._pids[rank]})" for rank in sorted(self._exits[0])]
         first = ranks[0] if len(ranks) == 1 else f"one of {', '.join(ranks)}"
-        out_of_memory = _oom_kills() - self._oom_before
-        cause = "killed by the kernel: out of memory" if out_of_memory else "by SIGKILL or a crash"
+        cause = "by SIGKILL, as when the kernel runs out of memory, or by a crash"
         return f"{first} on {socket.gethostname()} died without an error message, {cause}"
 
     @property
@@ -162,13 +151,8 @@ class Liveness:
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._ends, selectors.EVENT_READ)
-            print_at: float | None = None
             while True:
-                pause = None if print_at is None else max(0.0, print_at - time.monotonic())
-                ready = [key for key, _ in selector.select(pause)]
-                if not ready:
-                    self._print_messages()
-                    print_at = None
+                ready = [key for key, _ in selector.select()]
                 exited = [key for key in ready if key.data is not None]
                 for key in exited:
                     selector.unregister(key.fileobj)
@@ -177,44 +161,21 @@ class Liveness:
                     self._exits.append([key.data for key in exited])
                 if any(key.fileobj is self._socket for key in ready):
                     self._receive(selector)
-                    if self._messages and print_at is None:
-                        print_at = time.monotonic() + HELD_BACK_S
                 elif any(key.fd == self._ends for key in ready):
                     return
 
     def _receive(self, selector: selectors.BaseSelector) -> None:
-        size = socket.CMSG_SPACE(_CREDENTIALS.size)
-        data, ancillary, *_ = self._socket.recvmsg(_MOST_BYTES, size)
-        with suppress(ValueError, KeyError, IndexError, OSError):
-            message = json.loads(data)
+        with suppress(ValueError, KeyError, OSError):
+            message = json.loads(self._socket.recv(_MOST_BYTES))
             if "said" in message:
                 self._expected = True
                 self._explained |= bool(message["said"])
                 if message["said"] and message["said"] not in self._messages:
                     self._messages.append(str(message["said"]))
                 return
-            rank = int(message["rank"])
-            pid = _CREDENTIALS.unpack(ancillary[0][2])[0]  # in this process's pid namespace
+            rank, pid = int(message["rank"]), int(message["pid"])
             descriptor = os.pidfd_open(pid)
             selector.register(descriptor, selectors.EVENT_READ, rank)
             self._pids[rank] = pid
             if len(self._pids) == self._world_size:
                 self.complete.set()
-
-    def _print_messages(self) -> None:
-        messages, self._messages = self._messages, []
-        for text in messages:
-            print_stderr(text)
-
-
-def _oom_kills() -> int:
-    """Number of OOM kills in the cgroup of this process."""
-    total = 0
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            file = Path(_OOM_KILLS.get(controllers, "/none").format(group))
-            with suppress(OSError, StopIteration):
-                counts = file.read_text().splitlines()
-                total += int(next(one for one in counts if one.startswith("oom_kill ")).split()[1])
-    return total

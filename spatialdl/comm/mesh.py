@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from spatialdl.comm.agreement import Agreement
+from spatialdl.comm import check as comm_check
+from spatialdl.comm.abort import end_job_on_errors
+from spatialdl.comm.agreement import Agreement, check_same
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import choose_device_path, current_device
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.gradients import Replicated
 from spatialdl.comm.launch import check_mpi_world, program_command
-from spatialdl.comm.limit import check_timeout
 from spatialdl.comm.processes import Nodes
-from spatialdl.comm.protection import (
-    Timeout,
-    check_same_arguments,
-    limit_program,
-    protect,
-)
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.comm.waiting import Timeout, check_timeout, limit_program
+from spatialdl.comm.watchdog import start_watchdog
 from spatialdl.comm.world import as_communicator
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.parallel.axes import Axes
@@ -159,8 +156,8 @@ def init_mesh(
     it fits, independent of the launcher's order; ranks of an explicit `comm` keep their order.
 
     From then on the failure of one rank aborts all ranks, instead of a hang: after an uncaught
-    exception, when a rank exits while other ranks wait for it, and when a rank waits longer than
-    `timeout`, all ranks report where they are. A single rank is not watched.
+    exception, and when a rank waits longer than `timeout`, also for one that has exited: then all
+    ranks report where they are. A single rank is not watched.
 
     Args:
         grid: number of parts along each spatial dim: one number for signals, two (rows,
@@ -240,12 +237,25 @@ def start_placement(
     alone = comm is None and world.size == 1
     command = program_command(placement.world_size) if alone else None
     placement.check_world(world.size, what, "data", command)
-    check_same_arguments(world, function, arguments)
-    protect(world, timeout, check)
+    what = f"ranks call {function} with different arguments"
+    check_same(world, what, arguments, "use the same on all ranks")
+    if check is not None:
+        comm_check.enable(check)
+    if world.size > 1:
+        _end_together(world, timeout)
     choose_device_path(world, current_device())
     if comm is None:
         placement = placed_by_nodes(placement, Nodes(world).of)
     return world, placement
+
+
+def _end_together(world: Communicator, timeout: Timeout) -> None:
+    """Abort all ranks together from now on; waits are watched if `world` has all of them."""
+    end_job_on_errors()
+    launched_ranks = all_ranks()
+    if launched_ranks.size == world.size:
+        limit_program(timeout)
+        start_watchdog(launched_ranks)
 
 
 def stage_mesh(placement: Placement, position: Position, comm: Communicator) -> Mesh:

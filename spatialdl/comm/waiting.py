@@ -1,7 +1,8 @@
-"""Records what each thread of this process waits for, for hang reports.
+"""What each thread of this process waits for, for hang reports, and how long it may: the limit.
 
-No clock is read: each record has a number, and a number that is unchanged at the next poll means
-that the thread still waits. The position in the code is looked up only then. See `comm.watchdog`.
+Imports no PyTorch. No clock is read: each record has a number, and a number that is unchanged at
+the next poll means that the thread still waits. The position in the code is looked up only then.
+See `comm.watchdog`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple, cast
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -84,13 +86,11 @@ class Wait(NamedTuple):
         number: differs for each wait.
         what: operations, outermost first.
         ranks: world ranks of the innermost operation that has some; empty if no communication.
-        limit_s: ``timeout_s`` of the innermost operation that has one; else infinite.
     """
 
     number: int
     what: tuple[str, ...]
     ranks: tuple[int, ...]
-    limit_s: float = math.inf
 
 
 def numbers() -> dict[int, int]:
@@ -104,15 +104,13 @@ def wait_of(thread: int) -> Wait | None:
     if note is None:
         return None
     number, _, ranks, _ = note
-    texts, limits = [], []
+    texts = []
     while note is not None:
         texts.append(str(note[1]))
-        limits.append(getattr(note[1], "timeout_s", None))
         ranks = note[2] if ranks is None else ranks
         note = note[3]
     world_ranks = ranks() if callable(ranks) else ranks
-    limit_s = next((limit for limit in limits if limit is not None), math.inf)
-    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(world_ranks or ()), limit_s)
+    return Wait(number, tuple(dict.fromkeys(reversed(texts))), tuple(world_ranks or ()))
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
@@ -149,3 +147,80 @@ def module_of(thread: int) -> str:
     name = next((name for name, child in root.named_modules() if child is module), "")
     kind = type(module).__name__
     return f"module {name} ({kind})" if name else kind
+
+
+# --- the limit: ``comm.timeout``, or an argument of `init_mesh`
+
+DEFAULT_S = 1800.0
+"""As of torch.distributed over gloo, and of ``comm.timeout``."""
+LATER_S = 60.0
+"""Margin that timeouts of other libraries get, so that this watchdog reports first."""
+
+Timeout = float | Literal["default"] | None
+
+
+class _Limit:
+    seconds: float | None = None
+    is_set = False
+    by_command = False
+
+
+def check_timeout(value: object, by_command: bool = True) -> None:
+    """Check ``comm.timeout``, or the argument of ``init_mesh``.
+
+    Raises:
+        ValueError: if it is neither a number of seconds nor null.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 <= float(value) < math.inf):  # type: ignore[arg-type]
+        raise ValueError(
+            f"{'comm.timeout' if by_command else 'timeout'}={value} must be the seconds that a "
+            f"rank may wait for other ranks, or {'null' if by_command else 'None'} for no limit"
+        )
+
+
+def limit_waits(seconds: float | None, by_command: bool = True) -> None:
+    """Set the limit of this process before its first communication; None or 0 for none.
+
+    Args:
+        by_command: whether it is a key of a command; else an argument of ``init_mesh``.
+    """
+    _Limit.seconds, _Limit.is_set, _Limit.by_command = seconds or None, True, by_command
+
+
+def limit_program(timeout: Timeout) -> None:
+    """Set the limit of a user's program; ``default`` keeps an earlier value."""
+    if timeout != "default":
+        limit_waits(timeout, by_command=False)
+    elif not _Limit.is_set:
+        limit_waits(DEFAULT_S, by_command=False)
+
+
+def setting(key: str, value: object) -> str:
+    """How the user sets a key: ``comm.check=true``, or ``init_mesh(check=True)``."""
+    if _Limit.by_command:
+        return f"comm.{key}={str(value).lower() if isinstance(value, bool) else value}"
+    return f"init_mesh({key}={value})"
+
+
+def limit_seconds() -> float | None:
+    """Limit of this process, None for none."""
+    return _Limit.seconds
+
+
+def how_to_raise() -> str:
+    """Name of the limit, and the value for no limit."""
+    return (
+        "comm.timeout, null for no limit"
+        if _Limit.by_command
+        else "init_mesh(timeout=), None for no limit"
+    )
+
+
+def timeout_of_groups() -> timedelta | None:
+    """Timeout for torch.distributed, above this limit; None for its own default."""
+    if not _Limit.is_set:
+        return None
+    if _Limit.seconds is None:
+        return timedelta(days=365)
+    return timedelta(seconds=_Limit.seconds + LATER_S)

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from spatialdl.comm.launch import LaunchInfo, check_mpi_world, initialise_mpi, launched
-from spatialdl.comm.limit import timeout_of_groups
+from spatialdl.comm.waiting import timeout_of_groups
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +27,7 @@ class _Chosen:
 def start_world(transport: str = "auto") -> Communicator:
     """Join the ranks that the launcher started; collective.
 
-    Starts the watchdog with the limit of `comm.limit`, if one was set.
+    Starts the watchdog with the limit of `comm.waiting`, if one was set.
 
     Args:
         transport: ``mpi``, ``torch`` (torch.distributed), or ``auto``: torch under torchrun,
@@ -66,6 +66,8 @@ def _has_address() -> bool:
 
 def _check_by_mpi(info: LaunchInfo, transport: str) -> None:
     """Check that all ranks chose the same transport; a mismatch would hang."""
+    from spatialdl.comm.agreement import check_same
+
     needs_no_mpi = transport == "torch" and _has_address()
     try:
         initialise_mpi()
@@ -83,14 +85,8 @@ def _check_by_mpi(info: LaunchInfo, transport: str) -> None:
         own["the address of torch.distributed"] = (
             ":".join(os.environ[name] for name in names) if _has_address() else "not set"
         )
-    gathered = MPI.COMM_WORLD.allgather(own)
-    for what, first in gathered[0].items():
-        for rank, other in enumerate(gathered):
-            if other[what] != first:
-                raise ValueError(
-                    f"ranks differ: {what} is {first} on rank 0, {other[what]} on rank "
-                    f"{rank}: give all ranks the same overrides and environment"
-                )
+    advice = "give all ranks the same overrides and environment"
+    check_same(as_communicator(MPI.COMM_WORLD), "ranks differ", own, advice)
 
 
 def world() -> Communicator:

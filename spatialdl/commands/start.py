@@ -21,14 +21,19 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from spatialdl.comm.abort import exit_with, install_abort_hook
-from spatialdl.comm.early_signals import Stopped, let_end
-from spatialdl.comm.ending import end_job, forget_run, note_run, record_ending
+from spatialdl.comm.ending import (
+    Stopped,
+    end_job,
+    forget_run,
+    note_run,
+    record_ending,
+    stop_on_signals,
+)
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
-from spatialdl.comm.limit import limit_waits
 from spatialdl.comm.liveness import print_last, report_start
+from spatialdl.comm.waiting import limit_waits
 from spatialdl.comm.world import start_world
 from spatialdl.configuring.overrides import check_overrides, flags_of
-from spatialdl.consistency.compare import check_alike
 from spatialdl.consistency.rank_state import RankState, code, configuration, versions
 from spatialdl.training.console import run_log
 from spatialdl.training.run_lock import held
@@ -45,7 +50,7 @@ _CHECKED = "hydra.output_subdir=null"  # has no effect: it is the default of our
 def run_single_process(work: Callable[[], object]) -> None:
     """Run a process without a launcher; print errors in one line."""
     try:
-        let_end()
+        stop_on_signals()
         work()
     except Stopped as stop:
         print(stop, file=sys.stderr)
@@ -193,6 +198,8 @@ def check_same_start(world: Communicator, composed: DictConfig, files: RankState
     Raises:
         ValueError: on all ranks, naming the differences and their ranks.
     """
+    from spatialdl.comm.agreement import difference
+
     if world.size == 1:
         return
     subjects = {
@@ -201,7 +208,10 @@ def check_same_start(world: Communicator, composed: DictConfig, files: RankState
         "code": code(without_hydra(composed)),
         "files": files,
     }
-    check_alike(world, subjects)
+    differ = {name: difference(world, subject.items) for name, subject in subjects.items()}
+    texts = [f"{name}: {text}: {subjects[name].advice}" for name, text in differ.items() if text]
+    if texts:
+        raise ValueError(f"ranks differ: {'; '.join(texts)}")
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:

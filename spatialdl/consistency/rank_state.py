@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
@@ -41,12 +41,10 @@ class RankState(NamedTuple):
     Attributes:
         items: values by name.
         advice: how to make ranks consistent.
-        place: where this rank has the state from.
     """
 
     items: Mapping[str, str]
     advice: str
-    place: str = ""
 
 
 def code(config: DictConfig) -> RankState:
@@ -60,7 +58,7 @@ def code(config: DictConfig) -> RankState:
     for key, value in _leaves(OmegaConf.to_container(config)):
         for target in _targets(key, value):
             items |= _named_by(target)
-    return RankState(items, "install the same version on all machines", str(package))
+    return RankState(items, "install the same version on all machines")
 
 
 def _targets(key: str, value: Any) -> Iterator[str]:
@@ -104,7 +102,7 @@ def versions() -> RankState:
         items["torch"] = str(torch.__version__)  # includes the build
     if mpi is not None:
         items["MPI"] = mpi.Get_library_version().partition("\0")[0].splitlines()[0]
-    return RankState(items, "start all ranks in the same environment", sys.prefix)
+    return RankState(items, "start all ranks in the same environment")
 
 
 def configuration(composed: DictConfig) -> RankState:
@@ -169,13 +167,11 @@ def evaluation_files(config: DictConfig) -> RankState:
     labels = {} if config.labels is None else {"labels": Path(config.labels).expanduser()}
     predicted = prediction_files(config)
     own = _files(labels, "synchronise the copies")
-    places = ", ".join(filter(None, (predicted.place, own.place)))
-    return RankState({**predicted.items, **own.items}, predicted.advice, places)
+    return RankState({**predicted.items, **own.items}, predicted.advice)
 
 
 def _files(files: Mapping[str, Path], advice: str) -> RankState:
-    places = ", ".join(str(path.absolute()) for path in files.values())
-    return RankState({name: _sum_of(path) for name, path in files.items()}, advice, places)
+    return RankState({name: _sum_of(path) for name, path in files.items()}, advice)
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,9 +190,3 @@ def _sum_of(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
     except OSError as error:
         return f"not readable ({error.strerror})"
-
-
-def sum_of_items(items: Mapping[str, str]) -> str:
-    """Short digest of all items."""
-    pairs: Sequence[tuple[str, str]] = sorted(items.items())
-    return hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from spatialdl.comm.broadcast import broadcast_state
+from spatialdl.comm.agreement import broadcast_state
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import lane_of
 from spatialdl.comm.launch import launched
 from spatialdl.comm.mesh import Mesh, init_mesh
-from spatialdl.comm.protection import Timeout
 from spatialdl.comm.reduce import differentiable_gather, gather_over_ranks
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.comm.waiting import Timeout
 from spatialdl.comm.world import start_world
 from spatialdl.comm.world import world as all_ranks
 from spatialdl.integrations.batches import Split, split_batch

@@ -4,31 +4,20 @@ Launchers distribute ranks in blocks, round-robin, or unevenly. A labelling assi
 place. Several are generated and the cheapest is used, the launcher's own unless another is better:
 
 - the launcher's nodes one after another;
-- packings: as many replicas, or groups of communicating ranks, as possible lie within a node each,
-  and the rest is spread over the remaining places. As a smaller group fits wherever a larger one
-  does, the smallest are packed; a search finds which of them fit together, exact up to `_TRIES`.
-
-The number of groups across nodes is then minimal; where two copies of a network put groups of
-different sizes on the same ranks, this is guaranteed only if none needs to cross nodes. The nodes
-of consecutive stages are chosen greedily: in the order of places, on nodes in the launcher's order.
+- packings: replicas, or groups of communicating ranks, go to the first node with room for them, as
+  many of the smallest as fit, and the rest is spread over the remaining places.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
 from spatialdl.parallel.placement import Placement
-
-_TRIES = 3000
-"""Maximum number of node fills that a search tries."""
-
-Fill = Counter[int]
-"""Number of groups of each size within a node."""
 
 
 class Cost(NamedTuple):
@@ -208,36 +197,48 @@ def _stage_of(placement: Placement, piece: range) -> int:
 
 
 def _packed(widths: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """A node for each place of the pieces, with most pieces within one node, in order.
+    """A node for each place of the pieces: many of them, the smallest, lie within one node each.
 
     Args:
         widths: number of places of each piece.
         sizes: number of ranks of each node; the same in total.
     """
     by_width = sorted(range(len(widths)), key=widths.__getitem__)
-    fills = [Fill() for _ in sizes]
+    within, left = dict[int, int](), list(sizes)
     least, beyond = 0, 1 + sum(width <= max(sizes) for width in widths)
     most = beyond - 1
     while beyond - least > 1:
-        packed = _fitted([widths[piece] for piece in sorted(by_width[:most])], sizes)
-        if packed is None:
+        fitted = _fitted(sorted(by_width[:most]), widths, sizes)
+        if fitted is None:
             beyond = most
         else:
-            least, fills = most, packed
+            least, (within, left) = most, fitted
         most = (least + beyond) // 2
-    by_size: dict[int, deque[int]] = {}
-    for piece in sorted(by_width[:least]):
-        by_size.setdefault(widths[piece], deque()).append(piece)
-    nodes_of = {
-        by_size[width].popleft(): [node] * width
-        for node, fill in enumerate(fills)
-        for width in fill.elements()
-    }
-    left = [size - _places(fill) for size, fill in zip(sizes, fills, strict=True)]
+    labels: list[int] = []
     for piece, width in enumerate(widths):
-        if piece not in nodes_of:
-            nodes_of[piece] = sorted(_spread(width, left))
-    return [node for piece in range(len(widths)) for node in nodes_of[piece]]
+        whole = [within[piece]] * width if piece in within else sorted(_spread(width, left))
+        labels += whole
+    return labels
+
+
+def _fitted(
+    pieces: Sequence[int], widths: Sequence[int], sizes: Sequence[int]
+) -> tuple[dict[int, int], list[int]] | None:
+    """The first node with room for each piece, and the room left on each; None if one has none.
+
+    Pieces are tried in their order, which keeps adjacent ones together, then the widest first.
+    """
+    for order in (pieces, sorted(pieces, key=lambda piece: -widths[piece])):
+        within, left = dict[int, int](), list(sizes)
+        for piece in order:
+            node = next((n for n, room in enumerate(left) if room >= widths[piece]), None)
+            if node is None:
+                break
+            within[piece] = node
+            left[node] -= widths[piece]
+        else:
+            return within, left
+    return None
 
 
 def _spread(width: int, left: list[int]) -> Iterator[int]:
@@ -249,94 +250,3 @@ def _spread(width: int, left: list[int]) -> Iterator[int]:
         left[node] -= taken
         width -= taken
         yield from [node] * taken
-
-
-def _fitted(widths: Sequence[int], sizes: Sequence[int]) -> list[Fill] | None:
-    """Fill of each node if every piece fits within one, else None."""
-    return _searched(widths, sizes, _in_order) or _searched(widths, sizes, _largest_first)
-
-
-def _searched(
-    widths: Sequence[int],
-    sizes: Sequence[int],
-    first: Callable[[Sequence[int], Fill, int], Fill],
-) -> list[Fill] | None:
-    """Depth-first search, node by node, with a table of dead ends.
-
-    Only maximal fills are tried: a piece that still fits on a node may move there from another.
-
-    Args:
-        first: preferred fill, from the remaining pieces and the room of a node.
-    """
-    todo, dead = Counter(widths), set[tuple[int, frozenset[tuple[int, int]]]]()
-    rooms = [*accumulate(sizes[::-1], initial=0)][::-1]  # from each node on
-    fills: list[Fill] = []
-    tries: list[Iterator[Fill]] = [_fills(first, widths, todo, sizes[0])]
-    for _ in range(_TRIES + len(sizes)):
-        if not todo:
-            return fills + [Fill()] * (len(sizes) - len(fills))
-        if not tries:
-            return None
-        fill = next(tries[-1], None)
-        if fill is None:
-            dead.add((len(fills), frozenset(todo.items())))
-            tries.pop()
-            if fills:
-                todo = todo + fills.pop()
-            continue
-        rest, node = todo - fill, len(fills) + 1
-        if _places(rest) <= rooms[node] and (node, frozenset(rest.items())) not in dead:
-            fills.append(fill)
-            todo = rest
-            room = sizes[node] if node < len(sizes) else 0
-            tries.append(_fills(first, widths, todo, room))
-    return None
-
-
-def _fills(
-    first: Callable[[Sequence[int], Fill, int], Fill],
-    widths: Sequence[int],
-    todo: Fill,
-    room: int,
-) -> Iterator[Fill]:
-    """All maximal fills of a node, the preferred one first."""
-    best = first(widths, todo, room)
-    yield best
-    yield from (fill for fill in _full(sorted(todo, reverse=True), todo, room) if fill != best)
-
-
-def _full(widths: Sequence[int], todo: Fill, room: int) -> Iterator[Fill]:
-    """Maximal fills with some widths, the largest first."""
-    if not widths:
-        yield Fill()
-        return
-    width, *smaller = widths
-    for count in range(min(todo[width], room // width), -1, -1):
-        left = room - count * width
-        for more in _full(smaller, todo, left):
-            rest = left - _places(more)
-            if rest < width or count == todo[width]:
-                yield more + Fill({width: count})
-
-
-def _in_order(widths: Sequence[int], todo: Fill, room: int) -> Fill:
-    """Pieces in order, while there is room, which keeps adjacent pieces together."""
-    placed, least = Counter(widths) - todo, min(todo, default=0)
-    fill = Fill()
-    for width in widths:
-        if placed[width] > 0:
-            placed[width] -= 1
-        elif width <= room:
-            fill[width] += 1
-            room -= width
-            if room < least:
-                break
-    return fill
-
-
-def _places(fill: Fill) -> int:
-    return sum(width * count for width, count in fill.items())
-
-
-def _largest_first(widths: Sequence[int], todo: Fill, room: int) -> Fill:
-    return next(_full(sorted(todo, reverse=True), todo, room))

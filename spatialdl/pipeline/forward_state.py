@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.channels.tensor import ChannelTensor
+from spatialdl.comm.agreement import digest
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.digest import digest
 from spatialdl.comm.reduce import sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.torch_internals import DisableTorchFunction, NormBase

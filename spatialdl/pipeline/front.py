@@ -12,12 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.channels.weights import own_state
-from spatialdl.comm.agreement import HOW_TO_SWITCH_OFF, is_due
-from spatialdl.comm.broadcast import broadcast_state
+from spatialdl.comm.agreement import (
+    HOW_TO_SWITCH_OFF,
+    broadcast_state,
+    check_same,
+    first_difference,
+    is_due,
+)
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.digest import first_difference
 from spatialdl.comm.mesh import Mesh, start_placement
-from spatialdl.comm.protection import Timeout
+from spatialdl.comm.waiting import Timeout
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
@@ -303,23 +307,19 @@ class Pipeline:
         if not self._compares or self._world.size == 1 or not is_due(self.steps + 1):
             return
         whole = images is not None and tuple(images.shape[1:]) == self._size
-        own = (count, whole and not isinstance(images, SpatialTensor), targets is not None)
+        what = "ranks have batches of different size"
+        check_same(self._world, what, {"its samples": count}, "give all ranks the same batch")
+        own = (whole and not isinstance(images, SpatialTensor), targets is not None)
         batches = self._world.allgather(own)
-        for rank, (other, _, _) in enumerate(batches):
-            if other != count:
-                raise ValueError(
-                    f"ranks have batches of different size: {count} on rank {self._world.rank}, "
-                    f"{other} on rank {rank}: give all ranks the same batch"
-                )
         named = {}
-        if images is not None and all(batch[1] for batch in batches):
+        if images is not None and all(batch[0] for batch in batches):
             named["images"] = images
-        if targets is not None and all(batch[2] for batch in batches):
+        if targets is not None and all(batch[1] for batch in batches):
             named["targets"] = targets
-        difference = first_difference(self._world, named) if named else None
-        if difference:
+        found = first_difference(self._world, named) if named else ""
+        if found:
             raise ValueError(
-                f"{difference}: give every rank the same whole batch, of which it takes its part; "
+                f"{found}: give every rank the same whole batch, of which it takes its part; "
                 "load, shuffle and augment identically on all ranks ("
                 f"{HOW_TO_SWITCH_OFF.replace('init_mesh', 'Pipeline')})"
             )

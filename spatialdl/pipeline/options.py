@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from spatialdl.channels.uses import Plan
-from spatialdl.comm.processes import Nodes
 from spatialdl.pipeline.batch_loss import Width
 from spatialdl.spatial.gather import Names
 from spatialdl.streaming.memory import Memory
@@ -27,13 +26,12 @@ class PipelineOptions:
         recompute: "block" or "stage" to recompute these in backward, see `spatial.recompute`.
         sync_batchnorm: whether BatchNorm normalizes over the samples of all data replicas.
         seed: of the random numbers that the network draws in training.
-        backend: of torch.distributed, to average gradients; must span all ranks of the world.
-            None for that of the pipeline's ranks, see `comm.groups`.
-        shard_state: whether data replicas shard parameters, gradients and optimizer state, over
-            `backend` or that of the ranks, see `pipeline.sharded`.
+        shard_state: whether data replicas shard parameters, gradients and optimizer state, see
+            `pipeline.sharded`.
+        backend: of torch.distributed, to shard state; must span all ranks of the world. None for
+            that of the pipeline's ranks, see `comm.groups`.
         device: of stages and tensors; by default the CPU.
         mixed: float16 or bfloat16 to run stages and loss under autocast.
-        nodes: of the ranks, to average gradients hierarchically where that saves time.
         compiled: whether stages are compiled, see `pipeline.compiled`.
         tensor_plan: how weights are divided by channels where it cannot be inferred, see
             `channels.uses.check_plan`.
@@ -54,7 +52,6 @@ class PipelineOptions:
     shard_state: bool = False
     device: torch.device | None = None
     mixed: torch.dtype | None = None
-    nodes: Nodes | None = None
     compiled: bool = False
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None

@@ -44,7 +44,7 @@ from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
 from spatialdl.pipeline.simulate import actions_of
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
-from spatialdl.pipeline.stage_groups import stage_groups, stage_reducers
+from spatialdl.pipeline.stage_groups import stage_groups
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.pipeline.step_context import StepContext
 from spatialdl.spatial.gather import gather_before as gather
@@ -123,10 +123,7 @@ class PipelineRuntime:
         self.divided = self._divided_parameters(meshes)  # after sharding, which replaces some
         self._train = actions_of(comm.rank, placement, schedule.train)
         self._evaluate = actions_of(comm.rank, placement, schedule.evaluate)
-        backend = None if self.sharded else options.backend
-        nodes = None if self.sharded else options.nodes
-        reducers = stage_reducers(groups, meshes, placement, comm, backend, nodes)
-        replicated = self._replicated(meshes, reducers)
+        replicated = self._replicated(meshes, groups)
         channels = {stage: mesh.tensor for stage, mesh in meshes.items()}
         self.gradients = Gradients(
             *(replicated, self.sharded, comm, self.device), channels, self.divided
@@ -236,11 +233,11 @@ class PipelineRuntime:
         return shards
 
     def _replicated(
-        self, meshes: Mapping[int, Mesh], reducers: Mapping[int, Communicator]
+        self, meshes: Mapping[int, Mesh], groups: Mapping[int, Communicator]
     ) -> dict[int, Replicated]:
         """This rank's stages in stage order, so that ranks sharing several create them alike."""
         replicated = {}
-        for stage, comm in sorted(reducers.items()):
+        for stage, comm in sorted(groups.items()):
             stage_weights = meshes[stage].replicated(self.stages[stage], bool(self.sharded))
             if not self.sharded:
                 copies = stage_weights.copies * self.placement.copies

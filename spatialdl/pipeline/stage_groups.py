@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.hierarchical import by_nodes
 from spatialdl.comm.mesh import Mesh
-from spatialdl.comm.processes import Nodes
 from spatialdl.parallel.placement import Placement
 
 
@@ -43,40 +41,3 @@ def stage_groups(
         stage: comm.subset(stage_ranks(placement, stage, meshes[stage].channels))
         for stage in sorted(meshes)
     }
-
-
-def stage_reducers(
-    holders: Mapping[int, Communicator],
-    meshes: Mapping[int, Mesh],
-    placement: Placement,
-    comm: Communicator,
-    backend: str | None,
-    nodes: Nodes | None,
-) -> Mapping[int, Communicator]:
-    """Communicators of the same ranks as `stage_groups`, for averaging gradients; collective.
-
-    Args:
-        meshes: by the stages of this rank.
-        comm: all ranks of the placement.
-        backend: of torch.distributed, if it is to reduce gradients.
-        nodes: of the ranks, to reduce gradients hierarchically where that saves time.
-
-    Raises:
-        ValueError: if the backend is not available.
-    """
-    if backend is not None and comm.size > 1:
-        from spatialdl.comm.groups import BackendCommunicator, start
-
-        start(backend)
-        return {
-            stage: BackendCommunicator(
-                stage_ranks(placement, stage, meshes[stage].channels), backend
-            )
-            if holder.size > 1
-            else holder
-            for stage, holder in holders.items()
-        }
-    if nodes is not None:
-        node = nodes.of[comm.rank]
-        return {stage: by_nodes(holders[stage], node) for stage in sorted(holders)}
-    return holders

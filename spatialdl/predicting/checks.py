@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from spatialdl.comm.limit import check_timeout
+from spatialdl.comm.waiting import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
 from spatialdl.data.predicted_table import need_pyarrow

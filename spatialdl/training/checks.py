@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from spatialdl.comm.limit import check_timeout
+from spatialdl.comm.waiting import check_timeout
 from spatialdl.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.parallel.placement import Placement
@@ -64,6 +64,11 @@ def check_config(config: DictConfig) -> Placement:
     check_choices(config, CHOICES)
     check_device(config.device)
     check_timeout(config.comm.timeout)
+    if config.comm.backend is not None and not config.parallel.shard_state:
+        raise ValueError(
+            f"comm.backend={config.comm.backend} chooses what parallel.shard_state=true shards "
+            "over; gradients are averaged over comm.transport and comm.device_path: remove it"
+        )
     size, is_bags = config.data.image_size, config.data.name == "bags"
     dims = len(size) if isinstance(size, ListConfig) else 1 if is_bags else None
     placement = placement_of(config.parallel, dims)

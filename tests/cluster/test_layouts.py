@@ -139,12 +139,10 @@ import torch
 from mpi4py import MPI
 from spatialdl.comm.launch import launched
 from spatialdl.comm.processes import Nodes
-from spatialdl.comm.hierarchical import by_nodes
 from spatialdl.comm.world import as_communicator, torch_world
 
 for world in (as_communicator(MPI.COMM_WORLD), torch_world(launched())):
     nodes = Nodes(world)
-    comm = by_nodes(world, nodes.of[world.rank])
     draw = torch.Generator().manual_seed(world.rank)
     values = torch.randn(1001, dtype=torch.float64, generator=draw)
     found = {
@@ -152,9 +150,8 @@ for world in (as_communicator(MPI.COMM_WORLD), torch_world(launched())):
         "nodes": nodes.of,
         "own": nodes.own.allgather(world.rank),
         "of node": nodes.own.all_reduce(torch.tensor([world.rank])).tolist(),
-        "class": type(comm).__name__,
-        "sum": comm.all_reduce(values).tolist(),
-        "whole": comm.all_reduce(torch.arange(1001) * (world.rank + 1)).tolist(),
+        "sum": world.all_reduce(values).tolist(),
+        "whole": world.all_reduce(torch.arange(1001) * (world.rank + 1)).tolist(),
     }
     told = world.gather(found)
     if told is not None:
@@ -176,14 +173,12 @@ def test_a_node_has_a_communicator_of_its_ranks(dealt, nodes, tmp_path):
     assert done.returncode == 0, done.stderr
     draws = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
     total = sum(torch.randn(1001, dtype=torch.float64, generator=draw) for draw in draws)
-    kinds = ("MpiCommunicator", "HierarchicalCommunicator")
-    for kind, line in zip(kinds, done.stdout.splitlines(), strict=True):
+    for line in done.stdout.splitlines():
         told = json.loads(line)
         assert [one["host"] for one in told] == [f"node{1 + node}" for node in nodes]
         for node, one in zip(nodes, told, strict=True):
             own = [rank for rank in range(RANKS) if nodes[rank] == node]
             assert (one["nodes"], one["own"], one["of node"]) == (nodes, own, [sum(own)])
-            assert one["class"] == kind
             assert one["whole"] == [6 * number for number in range(1001)]
             assert one["sum"] == told[0]["sum"]
             found = torch.tensor(one["sum"], dtype=torch.float64)

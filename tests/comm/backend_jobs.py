@@ -7,11 +7,6 @@ import signal
 import sys
 from datetime import timedelta
 
-if "serialized" in sys.argv or "funneled" in sys.argv:
-    import mpi4py
-
-    mpi4py.rc.thread_level = sys.argv[2]
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,30 +37,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.step()
 
 
-def one_thread(level: str) -> None:
-    """An MPI that takes one thread at a time."""
-    from mpi4py import MPI
-
-    assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
-    rank = init()
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.0001)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for number in range(3):
-        step(model, optimizer, number)
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    assert work.is_completed()
-    landed = torch.zeros(1)
-    works = [dist.isend(torch.ones(1) * rank, 1 - rank), dist.irecv(landed, 1 - rank)]
-    for work in works:
-        work.wait()
-    assert landed.item() == 1 - rank
-    import threading
-
-    assert not [thread for thread in threading.enumerate() if "mpi4py group" in thread.name]
-    dist.barrier()
-    print(f"{level} works", flush=True)
-
-
 def leave_without_goodbye() -> None:
     """Nobody destroys anything, and a collective is still under way."""
     rank = init()
@@ -89,7 +60,7 @@ def freeze() -> None:
     """A rank stops for ever, as on a machine that hangs: nobody hears of it."""
     rank = init(SHORT)
     dist.barrier()
-    if rank == int(sys.argv[2]):
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(3, 5))
 
@@ -122,16 +93,6 @@ def wait_for_a_group() -> None:
         dist.recv(torch.ones(1), 0)
 
 
-def wait_for_a_group_of_some() -> None:
-    """The first group over MPI is of some ranks: they watch without the others."""
-    dist.init_process_group("gloo")  # by the same rendezvous
-    group = dist.new_group([0, 1], timeout=SHORT, backend="mpi4py")
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(3, 5), group=group)
-    else:
-        signal.pause()
-
-
 def die() -> None:
     rank = init(timedelta(seconds=20))
     dist.barrier()
@@ -140,14 +101,5 @@ def die() -> None:
     dist.all_reduce(torch.ones(3, 5))
 
 
-def mismatch() -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    rank = init()
-    dist.all_reduce(torch.ones(3))
-    work = dist.all_reduce(torch.ones(3 + rank), async_op="started" in sys.argv)
-    if work is not None:
-        work.wait()
-
-
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:3] if sys.argv[1] == "one_thread" else ())
+    globals()[sys.argv[1]]()

@@ -82,22 +82,6 @@ def test_half_precision_cannot_be_added():
         reduction_type(torch.zeros(1, dtype=torch.bfloat16))
 
 
-texts = st.text("a z'ä€🙂", max_size=300)
-
-
-@given(texts)
-def test_a_message_has_a_fixed_length_and_gives_the_text_back(text):
-    message = check.encode(text)
-    assert len(message) == check.TEXT_BYTES
-    if len(text.encode()) <= check.TEXT_BYTES:
-        assert check.decode(message) == text
-
-
-def test_a_text_cut_within_a_letter_is_still_readable():
-    text = "a" * (check.TEXT_BYTES - 1) + "ä"
-    assert check.decode(check.encode(text)).startswith("a" * (check.TEXT_BYTES - 1))
-
-
 def test_switched_off_one_rank_remembers_nothing(monkeypatch):
     monkeypatch.setattr(check._Switch, "on", False)
     before = check.last_calls()

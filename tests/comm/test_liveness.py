@@ -29,30 +29,6 @@ def test_a_rank_that_is_killed_is_named_last(tmp_path):
     assert who in said.splitlines()[-1], said
 
 
-@pytest.fixture
-def little_memory() -> Iterator[Path]:
-    """A group of processes (cgroups(7), version 1 or 2) of which the kernel kills one."""
-    is_old = Path("/sys/fs/cgroup/memory").is_dir()
-    group = Path("/sys/fs/cgroup", "memory" * is_old, f"spatialdl-{os.getpid()}")
-    try:
-        group.mkdir()
-        limit = group / ("memory.limit_in_bytes" if is_old else "memory.max")
-        limit.write_text(str(2 * 2**30))
-    except OSError:
-        pytest.skip("needs the right to limit the memory of processes")
-    yield group
-    group.rmdir()
-
-
-@pytest.mark.slow
-def test_a_rank_for_which_there_is_no_memory_is_named_last(little_memory, tmp_path):
-    inside = ["bash", "-c", f'echo $$ >{little_memory}/cgroup.procs; exec "$@"', "inside"]
-    with running([*inside, *by_itself()], tmp_path, "parallel=dp", *with_failing("eats")) as run:
-        said = run.end()
-    who = f"error: rank 1 (process {run.ranks[1]}) on {HOST} died without an error message, "
-    assert said.splitlines()[-1] == f"{who}killed by the kernel: out of memory", said
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "layout"), [(by_mpiexec, "pp"), (by_torchrun, "sp")])
 def test_launchers_name_a_rank_that_is_killed(start, layout, tmp_path):

@@ -124,6 +124,7 @@ def addresses(hosts: Hosts, commands: dict[str, list[str]], **more: str) -> dict
     return dict(found)
 
 
+@pytest.mark.slow
 def test_ranks_that_mpiexec_starts_listen_at_the_address_of_their_host(hosts, tmp_path):
     agent = hosts.agent(tmp_path / "agent")
     where = ["--host", "host-a:1,host-b:1", "-x", "OMP_NUM_THREADS", "-x", "PYTHONPATH"]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread, get_ident
@@ -92,15 +91,6 @@ def test_the_place_is_told_with_what_is_done_there():
     assert waiting.place() == "step 4"
     waiting.at("")
     assert waiting.place() == ""
-
-
-def test_the_closest_timeout_counts():
-    class Call:
-        timeout_s = 3.0
-
-    inner = noted("group", (0, 1), noted, Call(), None, lambda: wait_of(get_ident()))
-    assert (inner.ranks, inner.limit_s) == ((0, 1), 3.0)
-    assert noted("other", (0, 1), lambda: wait_of(get_ident())).limit_s == math.inf
 
 
 class Waits(nn.Module):

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import pytest
 
-from spatialdl.comm import limit
+from spatialdl.comm import waiting
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.comm.limit import check_timeout
+from spatialdl.comm.waiting import check_timeout
 from tests.comm.programs import run as run_python
 from tests.comm.running import (
     Run,
@@ -62,7 +62,7 @@ def assert_told(said: str, run: Run, stopped: int) -> dict[int, str]:
         ("sp+pp", by_mpiexec, [], 1, {0: HALO, 2: HANDOVER}),
         slow("sp", by_mpiexec, ["comm.transport=torch"], 1, {0: HALO}),
         slow("pp", by_mpiexec, [], 0, {1: HANDOVER}),
-        slow("dp", by_mpiexec, ["comm.backend=mpi4py"], 1, {0: SUM}),
+        slow("dp", by_mpiexec, [], 1, {0: SUM}),
         slow("dp", by_torchrun, [], 0, {1: SUM}),
     ],
 )
@@ -92,7 +92,7 @@ OVERLAPPED = """
 import os, signal
 import torch
 import spatialdl
-from spatialdl.comm.limit import limit_waits
+from spatialdl.comm.waiting import limit_waits
 from spatialdl.comm.world import start_world
 
 limit_waits(SECONDS)
@@ -182,17 +182,17 @@ def test_a_timeout_that_is_none_is_refused(value):
 @pytest.mark.parametrize("value", [None, 0, 0.5, 90])
 def test_a_timeout_is_seconds_or_null_and_groups_give_up_later(value, monkeypatch):
     """Torch keeps its own timeouts until a limit is set."""
-    monkeypatch.setattr(limit._Limit, "seconds", None)
-    monkeypatch.setattr(limit._Limit, "is_set", False)
-    assert limit.timeout_of_groups() is limit.seconds() is None
+    monkeypatch.setattr(waiting._Limit, "seconds", None)
+    monkeypatch.setattr(waiting._Limit, "is_set", False)
+    assert waiting.timeout_of_groups() is waiting.limit_seconds() is None
     check_timeout(value)
-    limit.limit_waits(value)
-    assert limit.seconds() == (value or None)
+    waiting.limit_waits(value)
+    assert waiting.limit_seconds() == (value or None)
     later = timedelta(seconds=value + 60) if value else timedelta(days=30)
-    assert limit.timeout_of_groups() >= later
+    assert waiting.timeout_of_groups() >= later
 
 
 def test_a_limit_needs_no_pytorch():
     """It is asked before ranks are started."""
-    code = "import spatialdl.comm.limit, sys; sys.exit('torch' in sys.modules)"
+    code = "import spatialdl.comm.waiting, sys; sys.exit('torch' in sys.modules)"
     assert run_python("-c", code).returncode == 0

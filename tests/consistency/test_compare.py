@@ -17,12 +17,10 @@ import torch
 import spatialdl
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.commands.start import without_hydra
-from spatialdl.consistency.compare import ranks_and_hosts
 from spatialdl.consistency.rank_state import (
     code,
     configuration,
     prediction_files,
-    sum_of_items,
     training_files,
     versions,
 )
@@ -119,12 +117,6 @@ def test_a_prediction_has_the_checkpoint_and_the_manifest(tmp_path):
     assert len(set(found.items.values())) == 1
 
 
-@pytest.mark.parametrize("other", [{}, {"a": "2"}, {"b": "1"}, {"a": "1", "b": ""}])
-def test_a_sum_tells_items_apart(other):
-    assert sum_of_items({"a": "1"}) != sum_of_items(other)
-    assert sum_of_items({"a": "1", "b": "2"}) == sum_of_items({"b": "2", "a": "1"})
-
-
 HOST = socket.gethostname()
 NETWORKS = """
 from torch import nn
@@ -180,7 +172,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def each(one: str, other: str) -> str:
-    return f"{one} on rank 0 ({HOST}), {other} on rank 1 ({HOST})"
+    return f"{one} on rank 0, {other} on rank 1"
 
 
 def test_all_that_differs_is_told_before_there_is_a_run_directory(start, folders, tmp_path):
@@ -201,14 +193,12 @@ def test_all_that_differs_is_told_before_there_is_a_run_directory(start, folders
     assert (
         f"configuration: seed is {each('3', '4')}, optimizer.lr is {each('0.05', '0.5')}: " in text
     )
-    assert f", 0.9 on rank 1 ({HOST}): start all ranks in the same environment" in text
+    assert ", 0.9 on rank 1: start all ranks in the same environment" in text
     code = text.partition("code: ")[2].partition("files: ")[0]
     assert code.count(" is ") == 2
     assert "spatialdl/parallel/layout.py is " in code
     assert "networks.network in networks.py is " in code
-    assert f"rank 1 has {folder / 'spatialdl'})" in code
     assert "files: manifest.json of data.path is " in text
-    assert f"rank 1 has {folder / 'set' / 'manifest.json'})" in text
     assert not (tmp_path / "run").exists()
 
 
@@ -238,16 +228,3 @@ def test_predicting_needs_the_same_network_everywhere(start, folders, tmp_path):
     text = refused(start(words, words, command="predict"))
     assert "files: checkpoint.json of ckpt_path is " in text
     assert "configuration" not in text
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
-        ([2], "rank 2 (b)"),
-        ([0, 1, 3], "ranks 0-1 (a), 3 (b)"),
-        ([0, 1, 2, 3], "ranks 0-1 (a), 2-3 (b)"),
-        (list(range(12)), "ranks 0-1 (a), 2-3 (b), 4-5 (c), 6-7 (d), and 4 more"),
-    ],
-)
-def test_ranks_are_told_with_their_hosts(ranks, said):
-    assert ranks_and_hosts(ranks, list("aabbccddeeff")) == said

@@ -34,7 +34,6 @@ def settings(case: Case) -> dict[str, Hashable]:
         "clip": bool(case.clip),
         "local": bool(case.local),
         "order": bool(case.order),
-        "backend": case.backend,
         "gather": bool(case.gather_before),
         "balance": case.balance,
         "compiled": case.compiled,

@@ -31,7 +31,6 @@ class Case(NamedTuple):
     clip: float = 0.0
     balance: str = "time"
     local: tuple[int, ...] = ()
-    backend: str | None = None
     shard: bool = False
     order: tuple[int, ...] = ()
     compiled: bool = False
@@ -61,7 +60,6 @@ class Case(NamedTuple):
             + "-local" * bool(self.local)
             + "+".join(map(str, self.local))
             + f"-{self.balance}" * (self.balance != "time")
-            + f"-{self.backend}" * (self.backend is not None)
             + "-shard" * self.shard
             + "-order" * bool(self.order)
             + "".join(map(str, self.order))
@@ -427,31 +425,6 @@ LOCAL = [
 ]
 
 
-BACKENDS = [
-    case._replace(backend=backend)
-    for backend in ("mpi4py", "gloo")
-    for case in (
-        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5),
-        Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
-        Case("sp+pp", "resnet18", (70, 93), ((2, 1), (1, 1)), microbatches=2),  # a stage of one
-        Case("gems", "plain", (37, 29), ((1, 1),) * 3, 1, 4, 5, schedule="mast"),
-        # ranks have made different numbers of groups before they make one together
-        Case(
-            "sp+gems",
-            "odd",
-            (45, 50),
-            ((1, 1), (2, 1)),
-            1,
-            2,
-            4,
-            ("4",),
-            schedule="basic",
-            pinned=True,
-        ),
-    )
-]
-
-
 SHARDED = [
     case._replace(shard=True)
     for case in (
@@ -465,7 +438,6 @@ SHARDED = [
         Case("dp", "plain", (37, 29), ((1, 1),), 2, 2, 5),
         Case("dp", "frozen_start", (37, 29), ((1, 1),), 2, 2, 5),
         Case("dp", "unet", (37, 29), ((1, 1),), data=2, batch=5),
-        Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5, backend="gloo"),
         # three ranks, four and more
         Case("dp", "odd", (64, 64), ((1, 1),), data=3, batch=9),
         Case("dp", "resnet18", (33, 35), ((1, 1),), 3, 2, 7, recompute=True, clip=0.05),
@@ -506,10 +478,6 @@ ORDERED = [
         **{"schedule": "interleaved", "interleave": 2, "order": (2, 0, 3, 1)},
     ),
     Case("dp+sp+pp", "random", (37, 29), ((2, 1), (1, 2)), 2, 2, 9, order=(7, 0, 2, 5, 1, 4, 6, 3)),
-]
-BACKENDS += [
-    Case("dp", "odd", (45, 50), ((1, 1),), data=3, batch=5, backend="gloo", order=(1, 2, 0)),
-    Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 1)), 1, 2, backend="mpi4py", order=(2, 1, 0)),
 ]
 SHARDED += [
     Case("dp", "odd", (64, 64), ((1, 1),), 3, batch=9, shard=True, clip=0.05, order=(2, 0, 1)),
@@ -758,4 +726,3 @@ LAYOUTS = [
     *(*ORDERED, *TOKENS, *VIT, *CHANNELS, *STREAMED),
     *(*EIGHT_RANKS, *SIGNALS, *VOLUMES),
 ]
-OVER_A_BACKEND = [*BACKENDS, *SHARDED]

@@ -212,7 +212,6 @@ def parallel(
             recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
             sync_batchnorm=case.sync,
             seed=SEED,
-            backend=case.backend,
             shard_state=case.shard,
             mixed=mixed,
             device=DEVICE,
@@ -266,8 +265,6 @@ def own_target(case: Case, mesh: Mesh, target: Tensor) -> Tensor:
 def check_equality(case: Case, world: MPI.Intracomm) -> None:
     if case.placement.world_size != world.size:
         pytest.skip(f"needs {case.placement.describe()}")
-    if DEVICE.type != "cpu" and case.backend == "gloo":
-        pytest.skip("gloo averages what is on a CPU")
     ours = parallel(case, world)
     # statistics over all replicas are those of one process that does not cut micro-batches
     plain = reference(case._replace(data=1) if case.sync else case)

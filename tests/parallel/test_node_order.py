@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -60,57 +59,6 @@ def test_an_order_has_every_rank_once_and_is_never_worse(job):
     assert after(placement, nodes) <= before
     assert (after(placement, nodes) < before) == bool(order)
     assert order == order_by_nodes(placement, [f"another {name}" for name in nodes])
-
-
-def dealt(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All ways to put places on nodes."""
-    if not any(sizes):
-        yield ()
-    for node, size in enumerate(sizes):
-        if size:
-            for rest in dealt((*sizes[:node], size - 1, *sizes[node + 1 :])):
-                yield (node, *rest)
-
-
-@pytest.mark.parametrize(
-    ("placement", "sizes"),
-    [
-        (Placement(1, ((2, 2), (1, 1), (1, 1), (2, 1))), (3, 5)),
-        (Placement(2, ((3, 1), (1, 1))), (5, 3)),
-        (Placement(2, ((3, 1), (1, 1))), (2, 2, 4)),
-        (Placement(3, ((1, 2), (1, 1))), (4, 4, 1)),
-        (Placement(2, ((2, 2),)), (3, 3, 2)),
-        (Placement(1, ((3, 1), (2, 1), (2, 1), (1, 1))), (4, 4)),
-        (Placement(1, ((2, 1), (3, 1), (2, 1), (1, 1), (1, 1))), (5, 4)),
-        (Placement(1, ((2, 2), (1, 1)), mirrored=True), (3, 2)),
-        (Placement(1, ((2, 1), (1, 1), (1, 1), (1, 1)), mirrored=True), (3, 2)),
-        (Placement(2, ((2, 1), (1, 1), (1, 1)), mirrored=True), (3, 3, 2)),
-        (Placement(1, ((1, 1),) * 4, interleave=2), (1, 1)),
-    ],
-)
-def test_no_order_has_fewer_groups_across_nodes(placement, sizes):
-    least = min(cost(placement, labels).groups for labels in dealt(sizes))
-    for kind in ("block", "cyclic"):
-        assert after(placement, launched(kind, list(sizes))).groups == least
-
-
-@st.composite
-def that_fit(draw: st.DrawFn) -> tuple[Placement, list[int]]:
-    """Stages of several widths, and nodes that some of their groups fill."""
-    widths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    placement = Placement(draw(st.integers(1, 12)), tuple((width, 1) for width in widths))
-    groups = draw(st.permutations(widths * placement.data))
-    on = draw(st.lists(st.integers(0, 9), min_size=len(groups), max_size=len(groups)))
-    sizes = [sum(g for g, n in zip(groups, on, strict=True) if n == node) for node in range(10)]
-    ranks = [node for node, size in enumerate(sizes) for _ in range(size)]
-    return placement, draw(st.permutations(ranks))
-
-
-@settings(max_examples=100)
-@given(that_fit())
-def test_no_group_lies_across_nodes_if_sizes_allow_it(job):
-    placement, nodes = job
-    assert after(placement, nodes).groups == 0
 
 
 @pytest.mark.parametrize("kind", ["block", "cyclic"])

@@ -88,9 +88,9 @@ SECONDS = 5
 STEPS = f"""
 import torch
 from torch import nn
-from spatialdl.comm import limit
+from spatialdl.comm import waiting
 from spatialdl.comm.world import start_world
-limit.limit_waits({SECONDS})
+waiting.limit_waits({SECONDS})
 world = start_world("mpi")
 from tests.mpi.device import put_on
 device = put_on(world)

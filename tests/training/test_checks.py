@@ -44,6 +44,7 @@ def test_what_fits(words, ranks):
         ("task.name=guessing", "task.name=guessing is not supported"),
         ("comm.transport=pigeon", "comm.transport=pigeon is not supported"),
         ("comm.backend=nothing", "use one of null, mpi4py, gloo, nccl"),
+        ("comm.backend=gloo", "chooses what parallel.shard_state=true shards over"),
         ("parallel=lp parallel.balance=luck", "parallel.balance=luck is not supported"),
         ("comm.timeout=-1", "comm.timeout"),
         ("trainer.compile=true comm.timeout=60", "trainer.compile=true .* comm.timeout=60"),

@@ -1,13 +1,16 @@
-"""Calls of this process over MPI, recorded for hang reports.
+"""Calls of this process over MPI, each with a timeout after which the job ends.
 
-Every operation of the `mpi4py` backend is recorded while it runs, with its timeout, see
-`comm.watchdog`.
+A thread looks at the calls that have begun. A call that takes too long ends the job, because MPI
+cannot undo it, and is named.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
+from threading import Thread, get_ident
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -15,9 +18,12 @@ from torch import Tensor
 
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.liveness import print_stderr
-from spatialdl.comm.waiting import noted
 
 MANY = 32
+
+LOOK_S = 0.5
+OTHERS_S = 2.0
+"""How long other ranks, whose calls take too long as well, have to say so."""
 
 Job = Callable[[], object]
 
@@ -70,15 +76,23 @@ class Call:
         self.timeout_s, self.options, self.words = timeout_s, options, words
 
     def run(self, job: Job) -> None:
-        """Run the job, recorded as a wait.
+        """Run the job, and end all ranks if it exceeds the timeout.
 
         Raises:
             RuntimeError: if MPI fails, naming the operation.
         """
+        thread = get_ident()
+        outer = _begun.get(thread)
+        _begun[thread] = self, _Clock.seconds + self.timeout_s
         try:
-            noted(self.group, self.group.ranks, noted, self, None, job)
+            around(self, job)
         except MPI.Exception as error:
             raise RuntimeError(f"{self} in {self.group} failed: {error}") from error
+        finally:
+            if outer is None:
+                del _begun[thread]
+            else:
+                _begun[thread] = outer
 
     def __str__(self) -> str:
         shown = [describe(tensor) for tensor in self.tensors[:4]]
@@ -110,10 +124,43 @@ def seconds(timeout: timedelta, default: float) -> float:
 _NONE = timedelta(0)
 
 
-def fail(call: Call, error: BaseException) -> None:
-    """Abort the job because of an error in a thread whose exceptions are not propagated."""
+class _Clock:
+    seconds = 0.0
+    """Since the start of the thread; a job that is suspended as a whole stops it."""
+
+
+_begun: dict[int, tuple[Call, float]] = {}
+"""The call that each thread has begun, and when it must have ended."""
+
+
+def _run(call: Call, job: Job) -> None:
+    job()
+
+
+around: Callable[[Call, Job], object] = _run
+"""Runs the job of a call; a program may record it as well."""
+
+
+@cache
+def watch_calls() -> None:
+    """Start the thread that ends the job if a call exceeds its timeout."""
+    Thread(target=_watch, name="mpi4py timeouts", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(LOOK_S)
+        _Clock.seconds += LOOK_S
+        for call, until in list(_begun.values()):
+            if _Clock.seconds > until:
+                raise_limit = "raise the timeout of init_process_group or new_group"
+                fail(call, f"took longer than the timeout of {call.timeout_s:g} s, {raise_limit}")
+
+
+def fail(call: Call, why: str) -> None:
+    """End the job because of a call in a thread whose exceptions are not propagated."""
     print_stderr(
-        f"spatialdl: rank {call.group.rank}: {call} in {call.group} failed: {error}; "
-        "aborting the job"
+        f"spatialdl: rank {call.group.rank}: {call} in {call.group} {why}; aborting the job"
     )
+    time.sleep(OTHERS_S)
     end_job_for_sure()

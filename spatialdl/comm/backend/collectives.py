@@ -8,6 +8,7 @@ track, as in gloo.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def reduce(comm: Comm, tensor: Tensor, root: int, op: Any) -> Job:
     is_root = comm.rank == root
 
     def job() -> None:
-        opened = how.opened(held, own=is_root)
+        opened = how.opened(held)
         for part in portions(opened):
             if is_root:
                 comm.Reduce(MPI.IN_PLACE, how.message(part), how.mpi, root)
@@ -189,8 +190,8 @@ def _reduce_scatter(
     is_even = len(set(counts)) == 1
 
     def job() -> None:
-        taken = how.landing(received)
-        sent = copy_if_aliased(how.opened(held, own=False), taken)
+        taken = how.opened(received)
+        sent = copy_if_aliased(how.opened(held), taken)
         if is_even:
             comm.Reduce_scatter_block(how.message(sent, comm.size), how.message(taken), how.mpi)
         else:
@@ -250,6 +251,22 @@ def all_to_all(comm: Comm, outputs: Sequence[Tensor], tensors: Sequence[Tensor])
 def barrier(comm: Comm) -> Job:
     """Synchronise all ranks."""
     return comm.Barrier
+
+
+def when_all_are_here(comm: Comm, job: Job) -> Job:
+    """A job that sleeps until all ranks have come to it.
+
+    MPI waits by polling, which would take the cores from a backward that runs meanwhile.
+    """
+
+    def waiting() -> None:
+        all_here, pause = comm.Ibarrier(), 20e-6
+        while not all_here.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 500e-6)
+        job()
+
+    return waiting
 
 
 def all_of(jobs: Sequence[Job]) -> Job:

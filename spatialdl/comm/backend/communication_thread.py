@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread, get_ident
 
 import torch
 from torch import Tensor
 
-from spatialdl.comm.backend.arrivals import Arrivals
 from spatialdl.comm.backend.calls import Call, Job, fail
 from spatialdl.torch_internals import Work
 
@@ -100,17 +98,10 @@ class CommunicationThread:
 
     Args:
         name: name of the thread.
-        arrivals: arrival counters of the ranks.
-        threaded: whether a separate thread is allowed; if not, everything runs in the caller.
-        lock: held while a collective runs in the caller. Where MPI allows one thread at a time,
-            all groups share it.
     """
 
-    def __init__(
-        self, name: str, arrivals: Arrivals, threaded: bool, lock: Lock | None = None
-    ) -> None:
-        self._name, self._arrivals, self._threaded = name, arrivals, threaded
-        self._lock = lock or Lock()
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, Lock()
         self._unfinished = 0
         self._queue: SimpleQueue[tuple[Job, CollectiveWork] | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -118,11 +109,11 @@ class CommunicationThread:
     def run(self, call: Call, job: Job) -> Work:
         """Run a collective now, after everything that was started before."""
         if self._inside():
-            self._now(call, job)
+            call.run(job)
             return FINISHED
         with self._lock:
             if self._unfinished == 0:
-                self._now(call, job)
+                call.run(job)
                 return FINISHED
         work = self.start(call, job, ())
         work.wait()
@@ -136,11 +127,7 @@ class CommunicationThread:
         """
         work = CollectiveWork(call, tensors)
         if self._inside():
-            self._now(call, job)
-            work.finish()
-        elif not self._threaded:
-            with self._lock:
-                self._now(call, job)
+            call.run(job)
             work.finish()
         else:
             with self._lock:
@@ -158,14 +145,6 @@ class CommunicationThread:
             self._thread.join()
             self._thread = None
 
-    def _now(self, call: Call, job: Job) -> None:
-        self._arrivals.arrive()
-        call.run(job)
-
-    def _after_arrivals(self, job: Job) -> None:
-        self._arrivals.sleep()
-        job()
-
     def _inside(self) -> bool:
         return self._thread is not None and self._thread.ident == get_ident()
 
@@ -173,9 +152,9 @@ class CommunicationThread:
         while (item := self._queue.get()) is not None:
             job, work = item
             try:
-                self._now(work.call, partial(self._after_arrivals, job))
+                work.call.run(job)
             except BaseException as error:  # no thread may be waiting, and other ranks would hang
-                fail(work.call, error)
+                fail(work.call, f"failed: {error}")
             with contextlib.suppress(Exception):  # errors of callbacks are stored in their futures
                 work.finish()
             del item, job, work  # or the last tensors would be kept until the next call

@@ -10,8 +10,6 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from spatialdl.comm.device_transport import pinned_copy
-
 MOST = 2**31 - 1
 """Maximum number of elements of a message: MPI counts are 32-bit."""
 
@@ -33,7 +31,6 @@ _Kind: Any = ReduceOp.RedOpType
 _OPS = {
     _Kind.SUM: MPI.SUM,
     _Kind.AVG: MPI.SUM,
-    _Kind.PREMUL_SUM: MPI.SUM,
     _Kind.PRODUCT: MPI.PROD,
     _Kind.MIN: MPI.MIN,
     _Kind.MAX: MPI.MAX,
@@ -50,7 +47,7 @@ _ON_BOOL = {  # bytes of 0 and 1
     _Kind.BOR: MPI.MAX,
     _Kind.BXOR: MPI.BXOR,
 }
-_LINEAR = (_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM)
+_LINEAR = (_Kind.SUM, _Kind.AVG)
 _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
 
 
@@ -65,8 +62,8 @@ def dense(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_cpu:
         return plain.contiguous()
-    copy, ready = pinned_copy(plain)
-    ready.synchronize()
+    copy = room(plain.shape, plain).copy_(plain.contiguous(), non_blocking=True)
+    torch.accelerator.current_stream(plain.device).synchronize()
     return copy
 
 
@@ -168,7 +165,7 @@ def reduction(op: Any, tensor: Tensor, ranks: int) -> Reduction:
     """Reduction `op` for tensors like this one, cached.
 
     Args:
-        op: a ReduceOp or its kind: SUM, AVG, PREMUL_SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+        op: a ReduceOp or its kind: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
         ranks: number of participating ranks.
 
     Raises:
@@ -177,11 +174,7 @@ def reduction(op: Any, tensor: Tensor, ranks: int) -> Reduction:
     key = (hash(op), tensor.dtype, ranks)  # both kinds of operators hash to their number
     known = _known.get(key)
     if known is None:
-        kind = getattr(op, "op", op)
-        factor = op.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
-        known = Reduction(kind, tensor.dtype, ranks, factor)
-        if factor is None:
-            _known[key] = known
+        known = _known[key] = Reduction(getattr(op, "op", op), tensor.dtype, ranks)
     return known
 
 
@@ -196,17 +189,13 @@ class Reduction:
     Args:
         kind: of operator.
         ranks: number of ranks, for the average.
-        factor: multiplier applied on every rank before the sum.
     """
 
-    __slots__ = ("_bool", "_factor", "_half", "_ranks", "mpi", "plain", "type")
+    __slots__ = ("_bool", "_half", "_ranks", "mpi", "plain", "type")
 
-    def __init__(
-        self, kind: Any, dtype: torch.dtype, ranks: int, factor: float | Tensor | None = None
-    ) -> None:
+    def __init__(self, kind: Any, dtype: torch.dtype, ranks: int) -> None:
         self._half, self._bool = dtype in _HALF, dtype is torch.bool
         self._ranks = ranks if kind == _Kind.AVG else 1
-        self._factor = factor.cpu() if isinstance(factor, Tensor) else factor
         real = dtype.to_real() if dtype.is_complex else dtype
         real = torch.float32 if self._half else torch.uint8 if self._bool else real
         ops = _ON_BOOL if self._bool else _OPS
@@ -215,34 +204,15 @@ class Reduction:
             kind not in ops
             or real not in _REDUCED
             or (kind in _BITWISE and inexact)
-            or (kind in (_Kind.AVG, _Kind.PREMUL_SUM) and not inexact)
+            or (kind == _Kind.AVG and not inexact)
             or (dtype.is_complex and kind not in _LINEAR)
         ):
             raise TypeError(f"mpi4py does not reduce tensors of {dtype} by {kind.name}")
         self.type, self.mpi = _REDUCED[real], ops[kind]
-        self.plain = real is dtype and kind not in (_Kind.AVG, _Kind.PREMUL_SUM)
+        self.plain = real is dtype and kind != _Kind.AVG
 
-    def opened(self, tensor: Tensor, own: bool = True) -> Tensor:
-        """Convert a dense tensor for the operator: itself, a view, or a copy.
-
-        Args:
-            own: whether its memory may be modified.
-        """
-        if self.plain:
-            return tensor
-        tensor = tensor.detach()
-        if self._bool:
-            tensor = tensor.view(torch.uint8)
-        elif self._half:
-            tensor = tensor.float()
-        else:
-            tensor = _real(tensor)
-        if self._factor is None:
-            return tensor
-        return tensor.mul_(self._factor) if own or self._half else tensor * self._factor
-
-    def landing(self, tensor: Tensor) -> Tensor:
-        """Receive buffer for a reduction, to be passed to `close`."""
+    def opened(self, tensor: Tensor) -> Tensor:
+        """Convert a dense tensor for the operator, or for its result: itself, a view, or a copy."""
         if self.plain:
             return tensor
         tensor = tensor.detach()

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import count
-from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl.comm import check
-from spatialdl.comm.backend import collectives, matching
-from spatialdl.comm.backend.arrivals import Arrivals
+from spatialdl.comm.backend import collectives
 from spatialdl.comm.backend.calls import Call, Group, Job, seconds
 from spatialdl.comm.backend.communication_thread import CommunicationThread
 from spatialdl.comm.backend.host import device_kinds, queued_before, wait_in_stream
@@ -37,9 +33,6 @@ from spatialdl.torch_internals import (
 
 NAME = "mpi4py"
 Tensors = Sequence[Tensor]
-
-_one_at_a_time = Lock()
-
 
 _Group: Any = ProcessGroup  # its stubs lack the constructor's arguments
 
@@ -71,18 +64,10 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         self._rank, self._size = comm.rank, comm.size
         self._group = Group(name, ranks, ranks[comm.rank])
         self._timeout_s = timeout.total_seconds()
-        self._compares = matching.is_requested()
-        level = MPI.Query_thread()
-        threaded = level == MPI.THREAD_MULTIPLE
-        self._arrivals = Arrivals(comm)
-        self._thread = CommunicationThread(
-            f"mpi4py group {name}", self._arrivals, threaded, None if threaded else _one_at_a_time
-        )
+        self._thread = CommunicationThread(f"mpi4py group {name}")
         self._messages = GroupMessages(lambda: self._comm)
-        self._numbers = count(1)
         self._on_close = on_close
         self._open = True
-        self._usable = level >= MPI.THREAD_SERIALIZED
 
     # interface of torch.distributed
 
@@ -149,7 +134,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
         """Complete pending operations and free the communicator; collective."""
         if self._open:
             self.drain()
-            self._open = self._usable = False
+            self._open = False
             self._on_close(self)
             self._communicator.Free()
 
@@ -161,7 +146,7 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
     def abort(self) -> None:
         """Forget the group without waiting for pending operations."""
         if self._open:
-            self._open = self._usable = False
+            self._open = False
             self._on_close(self)
 
     # collectives
@@ -280,30 +265,22 @@ class MpiProcessGroup(_Group):  # type: ignore[misc]
     def _do(self, name: str, tensors: Tensors, results: Tensors, job: Job, opts: Any) -> Work:
         """Run a collective, or start it if it is asynchronous."""
         call = Call(self._group, name, tensors, seconds(opts.timeout, self._timeout_s), opts)
-        if self._compares or check.enabled():
-            job = matching.checked(self._comm, call, self._numbers, job)
         if before := queued_before(results):
             job = _after(before, job)
         if opts.asyncOp:
+            job = collectives.when_all_are_here(self._comm, job)
             return self._thread.start(call, job, results)
         return self._thread.run(call, job)
 
     @property
     def _comm(self) -> MPI.Intracomm:
-        """The communicator, if it is open and this thread may use it.
+        """The communicator, if it is open.
 
         Raises:
             RuntimeError: otherwise.
         """
-        if self._usable:
-            return self._communicator
         if not self._open:
             raise RuntimeError(f"{self._group} was destroyed; create a new one")
-        if current_thread() is not main_thread():
-            raise RuntimeError(
-                f"{self._group}: this MPI supports calls from the main thread only; initialise it "
-                "with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level)"
-            )
         return self._communicator
 
     # messages

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -15,13 +16,12 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 from mpi4py import MPI
 
+from spatialdl.comm.backend.calls import watch_calls
 from spatialdl.comm.backend.host import device_kinds
 from spatialdl.comm.backend.process_group import NAME, MpiProcessGroup
 from spatialdl.comm.ending import end_job_for_sure
 from spatialdl.comm.launch import check_mpi_world
-from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.store import store_by_mpi
-from spatialdl.comm.watchdog import watch_calls
 from spatialdl.torch_internals import backend_plugins, rendezvous_handlers, self_recording_backends
 
 Rendezvous = Iterator[tuple[Any, int, int]]
@@ -77,6 +77,11 @@ def _check_place(rank: int, size: int) -> None:
 
 def _make_group(options: Any, _: object) -> MpiProcessGroup:
     """Constructor of a group, called by torch.distributed on its ranks."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            "the mpi4py backend needs an MPI that is initialised with MPI_THREAD_MULTIPLE: do not "
+            "change mpi4py.rc.thread_level"
+        )
     ranks = list(options.global_ranks_in_group)
     if ranks:
         world_group = MPI.COMM_WORLD.Get_group()
@@ -89,10 +94,9 @@ def _make_group(options: Any, _: object) -> MpiProcessGroup:
         ranks = list(range(options.group_size))
         comm = MPI.COMM_WORLD.Dup()
     if not _open:
-        world = None if options.global_ranks_in_group else MpiCommunicator(MPI.COMM_WORLD)
-        watch_calls(MPI.COMM_WORLD.rank, world)
+        watch_calls()
         atexit.unregister(_drain)
-        atexit.register(_drain)  # before the watchdog ends
+        atexit.register(_drain)
         _end_job_on_exceptions()
     group = MpiProcessGroup(comm, options.store, options.group_id, ranks, options.timeout, _closed)
     _open.append(group)
@@ -110,6 +114,7 @@ def _drain() -> None:
         group.drain()
 
 
+@cache
 def _end_job_on_exceptions() -> None:
     """Abort the job on an uncaught exception, as other ranks may wait for this one."""
     before = sys.excepthook

@@ -203,7 +203,6 @@ def make_pipeline(
             shard_state=bool(parallel.shard_state),
             device=device,
             mixed=precision.mixed,
-            nodes=nodes,
             compiled=bool(config.trainer.compile),
             tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,

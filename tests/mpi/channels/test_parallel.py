@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import spatialdl
-from spatialdl.comm import broadcast, gradients
+from spatialdl.comm import agreement, gradients
 from spatialdl.models import resnet18
 
 
@@ -95,7 +95,7 @@ def assert_equal(ours: nn.Module, plain: nn.Module) -> None:
 def test_weights_and_buffers_become_those_of_the_first_rank(
     world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "PORTION_BYTES", 24)  # less than a tensor has
+    monkeypatch.setattr(agreement, "PORTION_BYTES", 24)  # less than a tensor has
     mesh = spatialdl.init_mesh((1, world.size))
     model = small(seed=world.rank).to(memory_format=torch.channels_last)
     model[1].running_mean.add_(world.rank)

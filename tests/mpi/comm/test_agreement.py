@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
@@ -22,8 +23,7 @@ from spatialdl import (
     shard,
 )
 from spatialdl.comm import check
-from spatialdl.comm.agreement import FIRST, is_due
-from spatialdl.comm.digest import digest, first_difference
+from spatialdl.comm.agreement import FIRST, difference, digest, first_difference, is_due
 from spatialdl.spatial import agreed
 
 pytestmark = pytest.mark.world(2, 3, 4)
@@ -74,7 +74,7 @@ def test_tiles_of_other_images_are_refused(mesh: Mesh) -> None:
     size = (20, 12) if LAST else (16, 12)
     row0, row1, col0, col1 = mesh.box(size)
     tile = image(RANK, 2, 3, row1 - row0, col1 - col0)
-    with pytest.raises(ValueError, match=r"tiles of different images: float64, \(2, 3\) x \(\d+"):
+    with pytest.raises(ValueError, match=r"of different images: .* is float64, \(2, 3\) x \(\d+"):
         from_local(tile, mesh, size)
     samples = 1 if LAST else 2
     row0, row1, col0, col1 = mesh.box((16, 12))
@@ -91,7 +91,7 @@ def test_tiles_of_signals_and_volumes_may_be_of_other_sizes_but_not_channels(
     first, last = mesh.box(size)[:2]
     tile = image(RANK, 2, 3, last - first, *size[1:])
     assert from_local(tile, mesh, size).shape == (2, 3, *size)
-    with pytest.raises(ValueError, match=r"tiles of different images: float64, \(2, [23]\) x \(17"):
+    with pytest.raises(ValueError, match=r"of different images: .* is float64, \(2, [23]\) x \(17"):
         from_local(tile[:, :2] if LAST else tile, mesh, size)
 
 
@@ -104,6 +104,18 @@ def test_tiles_and_replicas_have_images_of_their_own(mesh: Mesh) -> None:
     loss = F.cross_entropy(model(shard(image(RANK), replicas)), torch.tensor([0, RANK % 3]))
     loss.backward()
     average_gradients(model, replicas)
+
+
+def test_a_program_with_accelerate_is_told_what_to_do_with_its_loader(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `prepare` gives each process other samples, with other labels."""
+    monkeypatch.setitem(sys.modules, "accelerate", sys)
+    advice = "do not pass it the DataLoader, and use DistributedSampler"
+    with pytest.raises(ValueError, match=f"image .*different values on rank.*{advice}"):
+        shard(image(seed=RANK), mesh)
+    with pytest.raises(ValueError, match=f"gradient of the loss.*{advice}"):
+        of_classes(mesh, LAST)
 
 
 def of_classes(mesh: Mesh, last: bool) -> None:
@@ -267,11 +279,29 @@ def test_a_digest_depends_on_places_and_not_on_memory(dtype: torch.dtype) -> Non
 def test_a_difference_is_named() -> None:
     comm = init_mesh((SIZE, 1)).comm
     named = {"a": image(), "b": image(seed=1) if LAST else image(), "c": image()}
-    assert first_difference(comm, {"a": image()}) is None
+    assert first_difference(comm, {"a": image()}) == ""
     said = first_difference(comm, named)
     assert (
         said == f"b (float64 (2, 3, 16, 12)) has different values on rank {SIZE - 1} than on rank 0"
     )
+
+
+def test_values_that_differ_are_named_with_the_ranks_and_hosts_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = init_mesh((SIZE, 1)).comm
+    assert difference(comm, {"a": 1}) == ""
+    others = f"rank{'s' * (SIZE > 2)} {', '.join(map(str, range(SIZE - 1)))}"
+    own = {"a": 1, "b": 3 if LAST else 2} | ({} if LAST else {"c": 4})
+    said = f"b is 2 on {others}, 3 on rank {SIZE - 1}, c is 4 on {others}, missing on rank "
+    assert difference(comm, own) == f"{said}{SIZE - 1}"
+    monkeypatch.setattr("socket.gethostname", lambda: f"node{int(LAST)}")
+    said = f"b is 2 on {others} (node0), 3 on rank {SIZE - 1} (node1)"
+    assert difference(comm, {"a": 1, "b": 3 if LAST else 2}) == said
+    much = difference(comm, {f"k{n}": f"{RANK}" * 200 for n in range(9)})
+    assert much.count(" is ") == 5
+    assert much.endswith(", and 4 more")
+    assert len(much) < 2500
 
 
 @pytest.fixture

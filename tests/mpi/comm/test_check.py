@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,16 +15,8 @@ from torch import Tensor
 
 from spatialdl import CommMismatch, init_mesh, shard
 from spatialdl.comm import check
-from spatialdl.comm.alarm import (
-    MOST,
-    Alarm,
-    AlarmReport,
-    ByMessages,
-    ByStore,
-    Unheard,
-    alarm_between,
-)
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.watchdog import MOST, Report, Reports
 
 pytestmark = pytest.mark.world(2, 3, 4)
 
@@ -37,7 +30,7 @@ OPERATIONS: dict[str, Callable[[Tensor], object]] = {
     "sum": lambda x: x.sum(),
     "full_tensor": lambda x: x.full_tensor(),
 }
-PAIRS = [(one, other) for one in OPERATIONS for other in OPERATIONS if one < other]
+PAIRS = list(pairwise([*OPERATIONS, "conv2d"]))
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -115,7 +108,7 @@ def test_the_first_rank_that_differs_is_named(world: MPI.Intracomm) -> None:
 )
 def test_different_arguments_are_refused(name: str, arguments: Any, world: MPI.Intracomm) -> None:
     before = check.enabled()
-    with pytest.raises(ValueError, match=f"init_mesh with different arguments: {name}="):
+    with pytest.raises(ValueError, match=f"init_mesh with different arguments: {name} is "):
         init_mesh(**arguments(world.size, world.rank))
     assert check.enabled() == before
 
@@ -138,100 +131,18 @@ def test_the_check_is_switched(world: MPI.Intracomm) -> None:
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
-def report(rank: int, raised: bool) -> AlarmReport:
-    text = f"rank {rank} waits ".ljust(MOST, ".")  # the longest there is
-    return AlarmReport(rank, text, raised, rank > 0, {"1": "stopped"})
-
-
-def by_store() -> Alarm:
-    return ByStore(RANK, SIZE)
-
-
-@pytest.fixture(params=[ByMessages, by_store])
-def alarm(
-    request: pytest.FixtureRequest, over_mpi4py: object, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Alarm]:
-    monkeypatch.setattr(ByStore, "LOOK_S", 0.1)
-    # of the store each test has keys of its own
-    place = request.node.name
-    monkeypatch.setattr("torch.distributed.PrefixStore", prefixed(place))
-    made = request.param()
-    yield made
-    MPI.COMM_WORLD.Barrier()
-    made.close()
-
-
-def prefixed(place: str) -> Callable[..., object]:
-    from torch.distributed import PrefixStore
-
-    return lambda prefix, store: PrefixStore(f"{prefix}/{place}", store)
-
-
-def until(alarm: Alarm, ranks: set[int]) -> dict[int, AlarmReport]:
-    """What is heard when these have been heard; what does not come runs out of the test's time."""
-    while not ranks <= alarm.received().keys():
-        pass
-    return dict(alarm.received())
-
-
-def test_all_hear_an_alarm_and_who_raised_it_hears_all(alarm: Alarm) -> None:
-    assert alarm.received() == {}
-    MPI.COMM_WORLD.Barrier()
-    last, others = SIZE - 1, set(range(SIZE)) - {RANK}
-    if last == RANK:
-        alarm.send(report(RANK, raised=True))
-        heard = until(alarm, others)
-        assert heard == {rank: report(rank, raised=False) for rank in others}
-    else:
-        assert until(alarm, {last})[last] == report(last, raised=True)
-        alarm.send(report(RANK, raised=False))
-    assert alarm.reaches
-    MPI.COMM_WORLD.Barrier()
-    assert RANK not in alarm.received()
-    if isinstance(alarm, ByMessages) and last != RANK:
-        assert alarm.received().keys() == {last}  # who raised none needs no answer
-
-
-def test_several_may_raise_it_at_once(alarm: Alarm) -> None:
-    alarm.send(report(RANK, raised=True))
-    others = set(range(SIZE)) - {RANK}
-    assert until(alarm, others) == {rank: report(rank, raised=True) for rank in others}
-
-
-def test_an_answer_is_heard_by_those_that_raised_the_alarm_after_it(alarm: Alarm) -> None:
-    others = set(range(SIZE)) - {RANK}
-    if RANK > 0:
-        alarm.send(report(RANK, raised=RANK == 1))
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        alarm.send(report(0, raised=True))
-    if RANK < 2:
-        assert until(alarm, others).keys() == others
-    else:
-        assert until(alarm, {0, 1})[1] == report(1, raised=True)
-    MPI.COMM_WORLD.Barrier()
-
-
-def test_messages_are_taken_where_mpi_lets_threads_talk(world: Communicator) -> None:
-    talks = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    alarm = alarm_between(world)
-    assert isinstance(alarm, ByMessages if talks else Unheard)
-    assert alarm.reaches == talks
-
-
-def test_a_rank_that_has_ended_says_so_when_asked(over_mpi4py: object) -> None:
+def test_reports_of_hangs_reach_all_ranks(world: Communicator) -> None:
+    """Also the longest there is, which nobody may receive for long."""
+    reports = Reports.between(world)
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("MPI takes calls from one thread only")
-    alarm = ByMessages()
-    others = [rank for rank in range(SIZE) if rank != RANK]
-    alarm.query_exit(others)  # before it ends
+    text, calls = "waits ".ljust(MOST, "."), check.last_calls()
     MPI.COMM_WORLD.Barrier()
-    assert (alarm.received(), alarm.exited()) == ({}, set())
+    assert reports.poll() == {}
     MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        alarm.serve_until_all_exit()  # returns when all have ended
-        return
-    while 0 not in alarm.exited():
-        alarm.received()
-    alarm.query_exit([0])  # and afterwards
-    alarm.serve_until_all_exit()
+    reports.send(Report(RANK, text, RANK == 0, RANK > 0, {1: "stopped"}, calls))
+    while len(reports.poll()) < SIZE:  # what does not come runs out of the test's time
+        pass
+    assert [reports.of[rank].raised for rank in range(SIZE)] == [True] + [False] * (SIZE - 1)
+    assert {(one.text, one.stopped[1]) for one in reports.of.values()} == {(text, "stopped")}
+    reports.wait_for_exits()

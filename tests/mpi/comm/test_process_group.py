@@ -5,15 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 from datetime import timedelta
-from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-
-from spatialdl.comm.backend.arrivals import Arrivals
 
 pytestmark = pytest.mark.usefixtures("over_mpi4py")
 
@@ -145,35 +141,6 @@ def test_a_store_of_the_program_is_used():
     dist.init_process_group("mpi4py", store=store, rank=world.rank, world_size=world.size)
     assert total() == 2**world.size - 1
     assert store.num_keys() > 0
-
-
-def test_a_rank_sleeps_until_the_others_have_come():
-    world = MPI.COMM_WORLD
-    arrivals = Arrivals(world)
-    for last in range(world.size):
-        if world.rank != last:
-            arrivals.arrive()
-            sleeper = Thread(target=arrivals.sleep, daemon=True)
-            sleeper.start()
-            assert sleeper.is_alive()
-        world.Barrier()  # everybody has seen that
-        if world.rank == last:
-            arrivals.arrive()
-            arrivals.sleep()
-        else:
-            sleeper.join()
-        world.Barrier()
-
-
-def test_the_memory_has_no_name_left():
-    world = MPI.COMM_WORLD
-    kept = Arrivals(world)
-    world.Barrier()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line for line in maps if "spatialdl-" in line]
-    assert all(line.endswith("(deleted)") for line in mapped)
-    assert len(mapped) >= 1
-    del kept
 
 
 def test_a_program_that_waits_needs_no_thread():

@@ -138,7 +138,8 @@ def draw_case(one: Callable[..., Any], ranks: int) -> Case:
         "ema": one(None, None, 0.8),
     }
     optimizer = one(*(OPTIMIZERS[:3] if parallel["shard_state"] else OPTIMIZERS))
-    comm = {"backend": one(None, None, None, "gloo", "mpi4py")}
+    backend = one(None, None, None, "gloo", "mpi4py")
+    comm = {"backend": backend if parallel["shard_state"] else None}
     model, head = {"kind": one("chain", "graph")}, "labels"
     if task["name"] == "segmentation":
         model["kind"], head = "graph", "masks"

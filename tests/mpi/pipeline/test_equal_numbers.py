@@ -7,13 +7,13 @@ from mpi4py import MPI
 
 from tests.mpi.covering import cover
 from tests.mpi.equality import slow_cases
-from tests.mpi.equality_cases import LAYOUTS, OVER_A_BACKEND, Case
+from tests.mpi.equality_cases import LAYOUTS, SHARDED, Case
 from tests.mpi.equality_runs import check_equality
 
 RANKS_OF_MAKE_TEST = 5
 """Of `make test`; rows of more are run where there are so many ranks, each of them."""
 
-QUICK = [case for case in (*LAYOUTS, *OVER_A_BACKEND) if not case.takes_long]
+QUICK = [case for case in (*LAYOUTS, *SHARDED) if not case.takes_long]
 COVERING = {
     *cover([case for case in QUICK if case.placement.world_size <= RANKS_OF_MAKE_TEST]),
     *(case for case in QUICK if case.placement.world_size > RANKS_OF_MAKE_TEST),
@@ -32,8 +32,8 @@ def test_equals_one_process(case: Case, world: MPI.Intracomm) -> None:
     check_equality(case, world)
 
 
-@pytest.mark.parametrize("case", here(OVER_A_BACKEND), ids=str)
-def test_equals_one_process_over_a_backend(
+@pytest.mark.parametrize("case", here(SHARDED), ids=str)
+def test_equals_one_process_with_sharded_state(
     case: Case, world: MPI.Intracomm, ends_process_group: None
 ) -> None:
     check_equality(case, world)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
-from spatialdl.comm.early_signals import STOPPING
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.errors import ShardError
 from spatialdl.training import signals
 from spatialdl.training.console import run_log
+from spatialdl.training.signals import STOPPING
 from spatialdl.training.step_sync import StepSync
 from spatialdl.training.time_split import COUNTS
 from tests.mpi.training.small import trained
