@@ -23,10 +23,15 @@ from benchmarks.harness import describe, time_calls
 from spatialdl.comm.backend.communication_thread import FINISHED
 from spatialdl.comm.boxed import BoxedTensor, Exchange, views_of
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.datatypes import buffer, mpi_type
-from spatialdl.comm.device_group import backend_for, device_group
-from spatialdl.comm.device_path import choose_device_path, device_of, device_path
+from spatialdl.comm.device_path import (
+    backend_for,
+    choose_device_path,
+    device_group,
+    device_of,
+    device_path,
+)
 from spatialdl.comm.exchange import start_exchange
+from spatialdl.comm.exchange_strategies import buffer, mpi_type
 from spatialdl.comm.plan import Plan, plan_for
 from spatialdl.comm.repartition import view_of
 from spatialdl.comm.single_process import Completed, SingleProcess

@@ -48,8 +48,7 @@ from benchmarks.harness import (
 from spatialdl import models
 from spatialdl.checking.network import find_builder
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_group import backend_for
-from spatialdl.comm.device_path import choose_device_path, device_of
+from spatialdl.comm.device_path import backend_for, choose_device_path, device_of
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.single_process import Completed

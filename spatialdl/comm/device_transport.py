@@ -17,8 +17,7 @@ from torch import Tensor
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange
 from spatialdl.comm.communicator import Communicator, Message, Messages, Pending, Start, UnderWay
-from spatialdl.comm.device_group import device_group
-from spatialdl.comm.device_path import DevicePath, device_path
+from spatialdl.comm.device_path import DevicePath, device_group, device_path
 from spatialdl.comm.plan import Piece
 from spatialdl.comm.single_process import Completed
 from spatialdl.comm.waiting import noted, timeout_of_groups

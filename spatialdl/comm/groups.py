@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_group import backend_for
-from spatialdl.comm.device_path import current_device, device_path
+from spatialdl.comm.device_path import backend_for, current_device, device_path
 from spatialdl.comm.distributed import TorchCommunicator, local_group
 from spatialdl.comm.launch import launched
 from spatialdl.comm.waiting import noted, timeout_of_groups

@@ -17,15 +17,16 @@ from torch import Tensor
 from spatialdl.comm import check
 from spatialdl.comm.boxed import Exchange
 from spatialdl.comm.communicator import Messages, Pending, UnderWay, fold
-from spatialdl.comm.datatypes import buffer, reduction_type
 from spatialdl.comm.device_path import current_device, device_path
 from spatialdl.comm.device_transport import ByGroup, DeviceAware, DeviceTransport, ThroughHost
 from spatialdl.comm.exchange_strategies import (
     STRATEGIES,
     Neighbours,
     Strategy,
+    buffer,
     by_messages,
     fastest,
+    reduction_type,
     under_way,
 )
 from spatialdl.comm.waiting import noted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.replay import once
 from spatialdl.comm.waiting import noted
+
+Result = TypeVar("Result")
 
 # dtypes that MPI cannot sum, or not without overflow or rounding
 _SUMMED_AS = {
@@ -37,21 +40,26 @@ def sum_over_ranks(comm: Communicator, values: Tensor, name: str = "sum") -> Ten
         return torch.view_as_complex(parts)
 
     def compute() -> Tensor:
-        check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
-        wider = _SUMMED_AS.get(values.dtype, values.dtype)
-        with trace.span("reduce", name):
-            wide = values.to(wider)
-            total = noted(name, None, check.run_checked, comm, comm.all_reduce, wide)
-            return total.to(values.dtype)
+        wide = values.to(_SUMMED_AS.get(values.dtype, values.dtype))
+        what = f"{name} over ranks, {values.dtype}, {values.numel()} values"
+        return _together(comm, name, what, comm.all_reduce, wide).to(values.dtype)
 
     return once(compute)
 
 
 def add_over_ranks_(comm: Communicator, values: Tensor, name: str = "sum") -> None:
     """Sum a contiguous tensor in place; the transport must support its dtype."""
-    check.agree(comm, f"{name} over ranks, {values.dtype}, {values.numel()} values")
+    what = f"{name} over ranks, {values.dtype}, {values.numel()} values"
+    _together(comm, name, what, comm.all_reduce_, values)
+
+
+def _together(
+    comm: Communicator, name: str, what: str, do: Callable[[Tensor], Result], values: Tensor
+) -> Result:
+    """A collective that is checked, traced, and recorded for hang reports."""
+    check.agree(comm, what)
     with trace.span("reduce", name):
-        noted(name, None, check.run_checked, comm, comm.all_reduce_, values)
+        return noted(name, None, check.run_checked, comm, do, values)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -82,10 +90,8 @@ def gather_over_ranks(comm: Communicator, values: Tensor, name: str = "gather") 
         return values.detach().expand(comm.size, *values.shape).clone()
 
     def compute() -> Tensor:
-        check.agree(comm, f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}")
-        with trace.span("reduce", name):
-            own = values.detach().resolve_conj()
-            return noted(name, None, check.run_checked, comm, comm.all_gather, own)
+        what = f"{name} of all ranks, {values.dtype}, {tuple(values.shape)}"
+        return _together(comm, name, what, comm.all_gather, values.detach().resolve_conj())
 
     return once(compute)
 

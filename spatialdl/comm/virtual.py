@@ -50,7 +50,6 @@ class _Room:
         self.turns, self.here, self.world_ranks = turns, tuple(here), tuple(world_ranks)
         self.across = across
         self.calls: dict[int, _Call] = {}
-        self.rooms: dict[tuple[object, ...], _Room] = {}
 
     def bring(self, number: int, rank: int, what: object, settle: Settle | None) -> _Call:
         """Add the contribution of a rank to call `number`.
@@ -73,13 +72,6 @@ class _Room:
         self.calls[number].pending -= 1
         if not self.calls[number].pending:
             del self.calls[number]
-
-    def within(self, key: tuple[object, ...], ranks: Sequence[int]) -> _Room:
-        """Room of a subset of ranks, shared by all callers with the same key."""
-        if self.across is not None:
-            raise NotImplementedError("virtual ranks of several processes cannot form subsets")
-        names = [self.world_ranks[rank] for rank in ranks]
-        return self.rooms.setdefault(key, _Room(self.turns, range(len(ranks)), names))
 
 
 Settle = Callable[[list[Any]], Any]
@@ -107,12 +99,10 @@ class Virtual:
         return self._room.world_ranks
 
     def subset(self, ranks: Sequence[int]) -> Virtual:
-        self._calls += 1
-        room = self._room.within((self._calls, tuple(ranks)), ranks)
-        return Virtual(room, list(ranks).index(self.rank))
+        raise NotImplementedError("virtual ranks cannot form subsets")
 
     def duplicate(self) -> Virtual:
-        return self.subset(range(self.size))
+        return self
 
     def nodes(self) -> list[int]:
         return [0] * self.size

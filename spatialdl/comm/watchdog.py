@@ -96,10 +96,14 @@ class Reports:
 
     Args:
         comm: None if MPI may not be called from a second thread: then nothing is exchanged.
+
+    Attributes:
+        of: reports so far, by rank.
+        reaches: whether ranks hear of each other.
     """
 
     def __init__(self, comm: Any) -> None:
-        self._comm = comm
+        self._comm, self.reaches = comm, comm is not None
         self.of: dict[int, Report] = {}
         self._sent: list[Any] = []  # never waited for: a hanging rank receives nothing
 
@@ -266,7 +270,7 @@ class Watchdog:
         stopped = {rank: why for one in reports.values() for rank, why in one.stopped.items()}
         busy = sorted(rank for rank, one in reports.items() if not one.waits)
         missing = [rank for rank in range(len(self._processes)) if rank not in reports]
-        if len(reports) == 1:  # perhaps no rank can be reached
+        if not self._reports.reaches:
             missing = sorted(stopped)
         parts = []
         for rank in missing[:MANY]:
@@ -278,7 +282,7 @@ class Watchdog:
         mismatch = check.first_mismatch({rank: one.calls for rank, one in reports.items()})
         if mismatch:
             parts.append(f"{mismatch}; {check.how_to_switch_on()}")
-        elif not parts and len(reports) > 1 and not failed:
+        elif not parts and self._reports.reaches and not failed:
             parts.append(
                 "all ranks wait for each other: look for control flow that depends on the rank, "
                 f"which {setting('check', True)} detects"

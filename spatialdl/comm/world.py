@@ -37,9 +37,7 @@ def start_world(transport: str = "auto") -> Communicator:
         The future result of `world`; a single-process communicator without a launcher.
 
     Raises:
-        ValueError: if MPI and the launcher disagree on the number of ranks, or ranks choose
-            different transports. Ranks of srun that have an address of torch.distributed need
-            no MPI, and may not detect it.
+        ValueError: if MPI and the launcher disagree on the number of ranks.
     """
     from spatialdl.comm.single_process import SingleProcess
     from spatialdl.comm.watchdog import start_watchdog
@@ -48,12 +46,10 @@ def start_world(transport: str = "auto") -> Communicator:
     if info is None:
         _Chosen.world = SingleProcess()
     elif transport == "torch" or (transport == "auto" and info.launcher == "torchrun"):
-        if info.launcher == "mpiexec" or (info.launcher == "srun" and not _has_address()):
-            _check_by_mpi(info, "torch")
         _Chosen.world = torch_world(info)
     else:
-        _check_by_mpi(info, "mpi")
         _Chosen.world = _mpi_world()
+        check_mpi_world(_Chosen.world.size)
     if info is not None:
         start_watchdog(_Chosen.world)
     return _Chosen.world
@@ -62,31 +58,6 @@ def start_world(transport: str = "auto") -> Communicator:
 def _has_address() -> bool:
     """Whether the environment has the rendezvous address of torch.distributed."""
     return {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
-def _check_by_mpi(info: LaunchInfo, transport: str) -> None:
-    """Check that all ranks chose the same transport; a mismatch would hang."""
-    from spatialdl.comm.agreement import check_same
-
-    needs_no_mpi = transport == "torch" and _has_address()
-    try:
-        initialise_mpi()
-        from mpi4py import MPI
-    except ImportError:
-        if needs_no_mpi:
-            return
-        raise
-    if needs_no_mpi and MPI.COMM_WORLD.size != info.size:
-        return
-    check_mpi_world(MPI.COMM_WORLD.size)
-    own = {"comm.transport": transport}
-    if transport == "torch":
-        names = ("MASTER_ADDR", "MASTER_PORT")
-        own["the address of torch.distributed"] = (
-            ":".join(os.environ[name] for name in names) if _has_address() else "not set"
-        )
-    advice = "give all ranks the same overrides and environment"
-    check_same(as_communicator(MPI.COMM_WORLD), "ranks differ", own, advice)
 
 
 def world() -> Communicator:
@@ -153,8 +124,7 @@ def start_process_group(info: LaunchInfo) -> None:
     """Initialise torch.distributed at the address in the environment, or else one from MPI."""
     import torch.distributed as dist
 
-    from spatialdl.comm.device_group import backend_for
-    from spatialdl.comm.device_path import current_device
+    from spatialdl.comm.device_path import backend_for, current_device
 
     device = current_device()
     of_device = backend_for(device)

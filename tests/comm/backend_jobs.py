@@ -74,15 +74,6 @@ def freeze_overlapped() -> None:
     model(torch.ones(1, 7, dtype=torch.float64)).sum().backward()
 
 
-def part_ways() -> None:
-    """Ranks call different things."""
-    rank = init(SHORT)
-    if rank == 0:
-        dist.all_reduce(torch.ones(4))
-    else:
-        dist.recv(torch.ones(2), 0, tag=9)
-
-
 def wait_for_a_group() -> None:
     """The timeout of a group counts in it."""
     rank = init()
@@ -91,14 +82,6 @@ def wait_for_a_group() -> None:
         dist.all_gather_into_tensor(torch.empty(8, dtype=torch.int64), torch.ones(4).long(), group)
     else:
         dist.recv(torch.ones(1), 0)
-
-
-def die() -> None:
-    rank = init(timedelta(seconds=20))
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(3, 5))
 
 
 if __name__ == "__main__":

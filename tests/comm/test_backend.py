@@ -46,10 +46,6 @@ def test_an_exception_on_one_rank_ends_the_job():
 
 
 GROUP_OF_ALL = "all_reduce of float64 (174,) by SUM in group 'default_pg' (ranks 0, 1) took longer"
-PARTED = (
-    "all_reduce of float32 (4,) by SUM in group 'default_pg' (ranks 0, 1) took longer",
-    "recv of float32 (2,) from rank 0, tag 9 in group 'default_pg' (ranks 0, 1) took longer",
-)
 OF_A_GROUP = (
     "rank 0: all_gather_into_tensor of int64 (4,) in group",
     "(ranks 0, 1) took longer than the timeout of 2 s",
@@ -66,7 +62,6 @@ FROZEN = tuple(
     [
         ("freeze", 3, FROZEN),
         slow("freeze_overlapped", 2, (GROUP_OF_ALL,)),  # a thread that waits
-        slow("part_ways", 2, PARTED),
         slow("wait_for_a_group", 2, OF_A_GROUP),
     ],
 )
@@ -74,10 +69,3 @@ def test_what_was_waited_for_is_told_after_the_timeout(name, ranks, expected):
     said = ended(job(ranks, name))
     for words in expected:
         assert words in said
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_job():
-    said = ended(job(3, "die"))
-    assert "Killed" in said or "signal 9" in said or "KILLED BY SIGNAL" in said
-    assert "longer than the timeout" not in said  # nobody waited for that

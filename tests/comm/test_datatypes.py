@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spatialdl.comm import check
 from spatialdl.comm.check import CommCall
-from spatialdl.comm.datatypes import mpi_type, reduction_type
+from spatialdl.comm.exchange_strategies import mpi_type, reduction_type
 from spatialdl.comm.world import as_communicator
 
 MOVED = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

@@ -61,20 +61,6 @@ def test_sums_and_stacks_of_tensors():
         assert values == [3, 3]
 
 
-def test_subsets_talk_among_themselves():
-    def work(comm: Virtual) -> Any:
-        ranks = [2, 0] if comm.rank != 1 else [1]
-        few = comm.subset(ranks)
-        again = few.duplicate()
-        return few.rank, list(again.world_ranks), few.allgather(comm.rank), again.allgather(5)
-
-    assert on(3, work) == [
-        (1, [2, 0], [2, 0], [5, 5]),
-        (0, [1], [1], [5]),
-        (0, [2, 0], [2, 0], [5, 5]),
-    ]
-
-
 def test_a_move_and_its_adjoint():
     """<R x, y> == <x, R* y> of tiles with halos, some of them empty."""
     owned = tuple(Box(((0, 1), bounds)) for bounds in ((0, 4), (4, 4), (4, 9)))

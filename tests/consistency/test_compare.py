@@ -210,16 +210,6 @@ def test_the_same_data_in_different_places_are_the_same(start, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", [False, True])
-def test_ranks_with_different_transports_do_not_wait_for_each_other(start, address, monkeypatch):
-    if address:
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", "29417")
-    text = refused(start([*SMALL, "comm.transport=torch"], [*SMALL, "comm.transport=mpi"]))
-    assert "comm.transport is torch on rank 0, mpi on rank 1: give all ranks the same" in text
-
-
-@pytest.mark.slow
 def test_predicting_needs_the_same_network_everywhere(start, folders, tmp_path):
     write_slide(tmp_path / "slide.tif", 200, 260, seed=0)
     for folder, seed in zip(folders, "01", strict=True):

@@ -13,8 +13,7 @@ import spatialdl
 from benchmarks import communication_worker, harness, layouts_worker, spatial
 from benchmarks.communication import CALL, MEMCPY, NEW_STRIPS, NOTHING, OURS, RAW
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_group import backend_for
-from spatialdl.comm.device_path import device_path
+from spatialdl.comm.device_path import backend_for, device_path
 from tests.composing import composed
 from tests.mpi.conftest import TRANSPORT
 from tests.mpi.device import DEVICE, current_device

@@ -11,13 +11,11 @@ from functools import partial, reduce
 import pytest
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch import Tensor, zeros
 from torch.distributed.distributed_c10d import ReduceOp as Op
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from spatialdl.comm.backend import collectives, host
+from spatialdl.comm.backend import host
 from tests.mpi.device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("over_mpi4py")
@@ -475,82 +473,6 @@ def test_objects():
     found = [None]
     dist.scatter_object_list(found, everybody if rank() == root else None, root)
     assert found == [own]
-
-
-class _Copies(TorchDispatchMode):
-    """Counts copies between the host and a device, and those of memory that is not pinned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to_host = self.to_device = self.pageable = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
-            to, source = (result, args[0]) if func.name() == "aten::_to_copy" else args[:2]
-            if to.is_cpu != source.is_cpu:
-                self.to_host += to.is_cpu
-                self.to_device += source.is_cpu
-                self.pageable += not (to if to.is_cpu else source).is_pinned()
-        return result
-
-
-ON_DEVICE: dict[str, tuple[Callable[[MPI.Intracomm, Tensor, Tensor], Callable], int, int]] = {
-    "all_reduce": (lambda comm, x, wide: collectives.all_reduce(comm, [x], Op.SUM), 1, 1),
-    "broadcast": (
-        lambda comm, x, wide: collectives.broadcast(comm, [x], 0),
-        *(int(MPI.COMM_WORLD.rank == 0), int(MPI.COMM_WORLD.rank != 0)),
-    ),
-    "all_gather": (
-        lambda comm, x, wide: collectives.all_gather(comm, list(wide.unbind()), x),
-        *(1, MPI.COMM_WORLD.size),
-    ),
-    "all_gather_single": (
-        lambda comm, x, wide: collectives.all_gather_single(comm, wide, x),
-        *(1, 1),
-    ),
-    "reduce_scatter": (
-        lambda comm, x, wide: collectives.reduce_scatter_single(comm, x, wide, Op.SUM),
-        *(1, 1),
-    ),
-    "all_to_all": (
-        lambda comm, x, wide: collectives.all_to_all_single(comm, wide, wide.clone(), (), ()),
-        *(1, 1),
-    ),
-}
-"""What is called with a tensor and one of a row a rank, copies to the host and to the device."""
-
-
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no device")
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_tensors_of_a_device_are_copied_once_and_only_where_they_go(name):
-    call, to_host, to_device = ON_DEVICE[name]
-    comm = MPI.COMM_WORLD
-    for dtype in (torch.float64, torch.bfloat16):
-        own = values((5, 3), dtype, rank())
-        wide = torch.stack([values((5, 3), dtype, rank() + of) for of in range(size())])
-        there = own.to(DEVICE), wide.to(DEVICE)
-        with _Copies() as copies:
-            job = call(comm, *there)
-            job()
-        call(comm, own, wide)()
-        alike(there[0].cpu(), own)
-        alike(there[1].cpu(), wide)
-        assert (copies.to_host, copies.to_device, copies.pageable) == (to_host, to_device, 0)
-
-
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no device")
-def test_a_message_of_a_device_is_copied_on_one_side_each():
-    x, peer = values((4, 3), torch.float32, rank()).to(DEVICE), rank() ^ 1
-    if peer >= size():
-        pytest.skip("it has no peer")
-    landed = torch.empty_like(x)
-    with _Copies() as copies:
-        works = [dist.isend(x, peer), dist.irecv(landed, peer)]
-        for work in works:
-            work.wait()
-    alike(landed.cpu(), values((4, 3), torch.float32, peer))
-    assert (copies.to_host, copies.to_device, copies.pageable) == (1, 1, 0)
 
 
 def fill_late(tensor: Tensor, value: float) -> None:

@@ -9,7 +9,6 @@ import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 import spatialdl
-from spatialdl.comm import device_transport
 from spatialdl.comm.communicator import Communicator
-from spatialdl.comm.device_group import backend_for
-from spatialdl.comm.device_path import DevicePath, _Chosen, choose_device_path, device_path
-from spatialdl.comm.device_transport import Lane, PackedExchange
+from spatialdl.comm.device_path import (
+    DevicePath,
+    _Chosen,
+    backend_for,
+    choose_device_path,
+    device_path,
+)
+from spatialdl.comm.device_transport import Lane
 from spatialdl.comm.groups import start
 from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverShape
 from spatialdl.comm.plan import Plan
@@ -233,88 +236,6 @@ def test_how_often_the_host_waits(what: str) -> None:
         calls[what]()
     waits = {"nccl": 0, "mpi": 2 if what == "hand-over" else 1}.get(device_path().name, 1)
     assert sum(sites.values()) == waits, dict(sites)
-
-
-class Careless(torch.Stream):
-    """A stream that waits for no other."""
-
-    def wait_stream(self, other: torch.Stream) -> None:
-        pass
-
-
-_current_stream = torch.accelerator.current_stream
-
-
-def careless_current(device: torch.device) -> torch.Stream:
-    current = _current_stream(device)
-    number, index, kind = current.stream_id, current.device_index, current.device_type
-    return Careless(stream_id=number, device_index=index, device_type=kind)
-
-
-class NoEvent:
-    """One that has always happened."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-def forgetting(exchange: PackedExchange) -> PackedExchange:
-    """An exchange that does not know when it is packed."""
-    exchange._packed = NoEvent()  # type: ignore[assignment]
-    return exchange
-
-
-@on_sim
-@pytest.mark.parametrize("moves", [moved_there_and_back, handed_over_and_back])
-@pytest.mark.parametrize("wait", ["before packing", "after packing", "after unpacking"])
-def test_a_wait_that_is_left_out_is_found(
-    wait: str, moves: Moves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of them, on purpose, with streams that dawdle: some number is wrong."""
-    if wait == "after packing" and device_path().name == "nccl":
-        pytest.skip("nothing waits on the host there")
-    is_whole = moves is handed_over_and_back
-    if wait == "after unpacking" and is_whole and device_path().name == "mpi":
-        pytest.skip("MPI puts whole tiles where they belong")
-    ranks, own = as_communicator(MPI.COMM_WORLD), torch.device("sim", torch.sim.current_device())
-    if wait == "before packing":
-        careless = Careless(own)
-        monkeypatch.setattr(device_transport, "side_stream", lambda device: careless)
-    elif wait == "after packing":
-        started = PackedExchange._started
-        monkeypatch.setattr(PackedExchange, "_started", lambda self: started(forgetting(self)))
-    else:
-        monkeypatch.setattr(torch.accelerator, "current_stream", careless_current)
-    assert not right_on_all(ranks, moves)
-
-
-def right_on_all(ranks: Communicator, moves: Moves) -> bool:
-    """While streams dawdle."""
-    torch.sim.set_delay(3000, seed=ranks.rank)
-    try:
-        right = moves(ranks)
-    finally:
-        torch.sim.set_delay(0)
-        torch.sim.synchronize()
-    return all(all(one) for one in ranks.allgather(right))
-
-
-@on_sim
-def test_memory_that_is_given_back_before_it_is_sent_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if device_path().name != "nccl":
-        pytest.skip("MPI has its messages before the host goes on")
-    leave = Handover._leave
-
-    def forgetful(self: Handover, *arguments: Any) -> None:
-        leave(self, *arguments)
-        self._leaving.clear()
-
-    ranks = as_communicator(MPI.COMM_WORLD)
-    assert right_on_all(ranks, handed_over_and_back)
-    monkeypatch.setattr(Handover, "_leave", forgetful)
-    assert not right_on_all(ranks, handed_over_and_back)
 
 
 # --- the choice
