@@ -30,18 +30,6 @@ def test_a_rank_that_is_killed_is_named_last(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("start", "layout"), [(by_mpiexec, "pp"), (by_torchrun, "sp")])
-def test_launchers_name_a_rank_that_is_killed(start, layout, tmp_path):
-    with running(start(2), tmp_path, f"parallel={layout}") as run:
-        run.send(1, signal.SIGKILL)
-        said = run.end()
-    pid = run.ranks[1]
-    assert re.search(
-        rf"rank 1 with PID {pid}\b|\(exitcode: -9\) local_rank: 1 \(pid: {pid}\)", said
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "words"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from datetime import timedelta
@@ -15,7 +14,6 @@ from spatialdl.comm.waiting import check_timeout
 from tests.comm.programs import run as run_python
 from tests.comm.running import (
     Run,
-    below,
     by_itself,
     by_mpiexec,
     by_torchrun,
@@ -139,38 +137,6 @@ def test_a_rank_that_does_something_else_says_where_it_is(tmp_path):
     assert re.search(alone + r"tests/comm/running.py:\d+ in forward", said), said
     last = said.splitlines()[-1]
     assert "rank 1 did not enter the communication, see above" in last, said
-
-
-@pytest.mark.slow
-def test_a_rank_whose_data_do_not_come_says_so(tmp_path):
-    words = ["parallel=dp", "data.workers=1", TIMEOUT]
-    with running(by_itself(), tmp_path, *words) as run:
-        readers = below(run.ranks[1])
-        assert readers
-        for pid in readers:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            said = run.end()
-        finally:
-            for pid in readers:
-                os.kill(pid, signal.SIGKILL)
-    assert re.search(r"rank 0 on .*: waits for \d+ s in .* with rank 1", said), said
-    alone = r"rank 1 on \S+, step \d+: does not wait for other ranks; for \d+ s it is in "
-    assert re.search(alone + "the next batch of data, at ", said), said
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_to_the_end_says_where_it_is(tmp_path):
-    """It opens a file, and the file system does not answer."""
-    with running(by_itself(), tmp_path, "parallel=dp", TIMEOUT) as run:
-        read_at_the_end = tmp_path / ".hydra" / "overrides.yaml"
-        read_at_the_end.unlink()
-        os.mkfifo(read_at_the_end)
-        run.process.send_signal(signal.SIGUSR1)
-        said = run.end()
-    assert re.search(r"rank 1 on \S+, end of the run, .*: waits for \d+ s in barrier", said), said
-    assert re.search(r"rank 0 on .*: does not wait for other ranks; at \S+:\d+ in ", said), said
-    assert "rank 0 did not enter the communication, see above" in said.splitlines()[-1], said
 
 
 @pytest.mark.parametrize("value", ["soon", -1, float("nan"), float("inf"), True, [3]])

@@ -28,7 +28,6 @@ CASES = [
     Case("sp", "odd", (41, 67), ((1, 2),), microbatches=3, batch=7),
     Case("pp", "resnet18", (33, 35), ((1, 1), (1, 1)), microbatches=2),
     Case("sp+pp", "odd", (101, 50), ((1, 1), (2, 1)), microbatches=2, cut=("4",)),
-    Case("sp", "resnet18", (70, 93), ((2, 2),)),
     Case("dp+sp", "odd", (41, 67), ((1, 2),), data=2, microbatches=2, batch=9),
     Case("sp+pp", "odd", (101, 50), ((2, 1), (1, 2)), microbatches=2, cut=("4",)),
 ]
