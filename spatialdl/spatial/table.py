@@ -77,6 +77,15 @@ def register_op(
     return register
 
 
+def register_refusal(advice: str, *functions: Callable[..., Any]) -> None:
+    """Refuse functions by name on split images, with this advice."""
+    for function in functions:
+
+        @register_op(function, prefix=True)
+        def refused(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+            raise refusal(function, spatial_in((args, kwargs)), advice)
+
+
 def _check_new(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
     """Warn before a handler of the package is replaced by one from elsewhere."""
     package, _, _ = __name__.partition(".")

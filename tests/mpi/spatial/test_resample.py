@@ -16,7 +16,6 @@ from tests.mpi.equality import (
     check,
     check_keyed,
     draw,
-    drawn,
     every_mesh,
     in_all_dims,
     same,
@@ -66,14 +65,6 @@ def test_interpolate(mode: str, dims: int, seed: int) -> None:
             resize(shard(s.image.requires_grad_(), s.mesh))
         return
     check(resize, s.image, [], s.mesh, f"{s}, {mode}, {options}")
-
-
-def test_scaling_to_the_same_size_is_exact_forward(meshes: dict) -> None:
-    image = drawn(0, 1, 2, 23, 20)
-    expected = F.interpolate(image, scale_factor=1.04, mode="bicubic")
-    for mesh in meshes.values():
-        ours = F.interpolate(shard(image, mesh), scale_factor=1.04, mode="bicubic")
-        torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-9, atol=1e-9)
 
 
 def pooled(x: Tensor) -> Tensor:
