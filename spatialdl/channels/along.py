@@ -19,7 +19,7 @@ from spatialdl.channels.tensor import (
 from spatialdl.random.generator import TensorRegion
 from spatialdl.random.plain import Drawing, dropouts
 from spatialdl.random.streams import next_key, whole
-from spatialdl.spatial.dropout import region_of
+from spatialdl.spatial.along import region_of
 from spatialdl.spatial.span import without_dims
 from spatialdl.spatial.tensor import SpatialTensor, to_tile
 

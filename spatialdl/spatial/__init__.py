@@ -5,7 +5,6 @@ from spatialdl.spatial import (  # noqa: F401  (imported to register handlers)
     along,
     attention,
     conv,
-    dropout,
     extremes,
     fold,
     index,

@@ -2,12 +2,14 @@
 
 Sorting, cumulative sums and order statistics; gathering and scattering; one-hot maps; pointwise
 functions of torch.nn.functional that need a handler. Most pointwise operations need none: PyTorch
-tags them, and they run on the tiles.
+tags them, and they run on the tiles. Dropout and random numbers: each rank draws those of its own
+pixels by `spatialdl.random`, and whole channels are dropped consistently on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.reduce import max_over_ranks
+from spatialdl.random.generator import TensorRegion
+from spatialdl.random.plain import Drawing, random_functions
+from spatialdl.random.streams import next_key
 from spatialdl.spatial.norm import check_channels
 from spatialdl.spatial.operands import lift, own_box_of
-from spatialdl.spatial.span import checked, dims_of, on_meta, split_dims, without_dims
+from spatialdl.spatial.span import checked, dims_of, on_meta, positions, split_dims, without_dims
 from spatialdl.spatial.table import spatial_in
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
 
@@ -227,3 +232,28 @@ def _register_factory(func: Callable[..., Tensor]) -> None:
 
 for _func in (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full):
     _register_factory(_func)
+
+
+# --- random numbers, by the functions that those of torch.nn.functional call
+
+
+def region_of(x: SpatialTensor) -> TensorRegion:
+    """The region of the whole tensor that the tile of `x` covers."""
+    return TensorRegion(tuple(positions(x, dim) for dim in range(x.dim())), tuple(x.shape))
+
+
+def _register_random(function: Callable[..., Any], handler: Callable[..., Tensor]) -> None:
+    @register_op(function, split=("input",), prefix=True)
+    @wraps(handler)
+    def drawn(input: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("generator") is not None:
+            advice = "it draws from spatialdl.random.keyed, not from a generator"
+            raise refusal(function, [input], advice)
+        return handler(input, *args, **kwargs)
+
+
+_SPLIT = Drawing(
+    region_of, lambda x: next_key(x.mesh), to_tile, lambda x, tile: without_dims(x, tile, ())
+)
+for _function, _handler in random_functions(_SPLIT).items():
+    _register_random(_function, _handler)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from spatialdl.channels.moves import (
     all_gather,
-    gathered,
     own_part,
     reduce_scatter,
 )
@@ -218,17 +217,3 @@ def test_moves_are_the_adjoints_of_each_other(name: str):
     two = (part * reduce_scatter(other, 1, partition, WORLD)).sum()
     sums = sum_over_ranks(WORLD, torch.stack([one, two]))
     torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=1e-12)
-
-
-def test_gradients_of_what_all_ranks_compute_alike_are_not_summed():
-    partition = Partition.even(5, RANKS)
-    whole, weights = on_device(2, 5), on_device(2, 5) + 1
-    part = own_part(whole, 1, partition, WORLD.rank).clone().requires_grad_()
-    (gathered(part, 1, partition, WORLD, alike=True) * weights).sum().backward()
-    torch.testing.assert_close(part.grad, own_part(weights, 1, partition, WORLD.rank))
-    part.grad = None
-    own = weights * (WORLD.rank + 1)
-    (gathered(part, 1, partition, WORLD, alike=False) * own).sum().backward()
-    factor = RANKS * (RANKS + 1) // 2
-    wanted = own_part(weights, 1, partition, WORLD.rank) * factor
-    torch.testing.assert_close(part.grad, wanted, rtol=0, atol=1e-12)

@@ -78,12 +78,6 @@ def test_loaded_weights_are_those_that_forwards_use(assign: bool):
     model(x).sum().backward()
 
 
-def test_layers_give_half_precision_under_autocast():
-    model = spatialdl.SpatialParallel(Block(), spatialdl.init_mesh((1, 1), tensor=RANKS))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(torch.randn(2, 3, 6, 6)).dtype == torch.bfloat16
-
-
 # --- networks that write, share or reshape their weights, over several steps
 
 
@@ -125,18 +119,6 @@ class Shared(nn.Module):
         is_divided = self.how == "two partitions"
         other = self.third(x) if is_divided else x.repeat(1, 3, 1, 1)[:, :8]
         return self.norm(joined) + self.norm(other)
-
-
-class Multiplied(nn.Module):
-    """Weights that only products and functions of their own take stay whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(6, 8))
-        self.second = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(x @ F.normalize(self.first)) @ self.second.weight @ self.first.t()
 
 
 class Tied(nn.Module):
@@ -220,7 +202,6 @@ NETWORKS: dict[str, Network] = {
         f"a norm that is shared, {how}": (functools.partial(Shared, how), MAPS, (), ())
         for how in ("only in training", "two partitions", "whole, too")
     },
-    "weights in products": (Multiplied, (2, 6), (), ["first"]),
     "a weight of two layers": (Tied, (3, 8), ["first.weight"], ()),
     "single channels": (Chosen, (2, 3, 5, 4), (), ()),
     "tokens, positions and scales": (

@@ -53,11 +53,6 @@ def in_windows(x: Tensor, size: int, mask: Tensor | None = None) -> Tensor:
     return attend(x, x.sin(), x.cos(), mask)
 
 
-def along(x: Tensor, order: tuple[int, ...], *shape: int) -> Tensor:
-    one = x.permute(order).reshape(*shape, C)
-    return sdpa(one, one, one)
-
-
 def weighed(channels: int = C, **options: Any) -> Operation:
     """Attention whose weights are kept; dropout draws the same ones in every layout."""
 
@@ -146,7 +141,6 @@ CASES: Cases = {
         IMAGE,
         [(N * 3, 1, 16, 16)],
     ),
-    "along rows": (lambda x: along(x, (0, 3, 2, 1), N * W, H), IMAGE, []),
     **{
         f"module, {first}, {weights}": module(first, weights)
         for first in (True, False)

@@ -37,7 +37,6 @@ DRAWN: dict[str, Operation] = {
     "dropout2d": F.dropout2d,
     "alpha_dropout": F.alpha_dropout,
     "feature_alpha_dropout": F.feature_alpha_dropout,
-    "torch.feature_dropout": lambda x: torch.feature_dropout(x, 0.4, True),
     "rand_like": lambda x: x * torch.rand_like(x),
     "randn_like": lambda x: x + torch.randn_like(x),
     "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),

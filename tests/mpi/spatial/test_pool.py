@@ -113,11 +113,6 @@ def few(pool: Operation) -> Operation:
     return lambda x: pool(F.max_pool2d(x, 3, 3))
 
 
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    average, highest = nn.AdaptiveAvgPool2d(1)(x), nn.AdaptiveMaxPool2d((1, 1))(x)
-    return x * torch.sigmoid(F.conv2d(average, weight) + F.conv2d(highest, weight))
-
-
 def head(pool: Operation, size: Any = 1) -> Operation:
     """As Swin's: tokens are put behind the channels, and pooled to a plain tensor."""
 
@@ -133,7 +128,6 @@ SIZE = (2, 3, 13, 11)
 OF_IMAGES: dict[str, Operation] = {"average": F.adaptive_avg_pool2d, "max": F.adaptive_max_pool2d}
 OF_TOKENS: dict[str, Operation] = {"average": F.adaptive_avg_pool1d, "max": F.adaptive_max_pool1d}
 CASES: Cases = {
-    "a gate": (gate, SIZE, [(3, 3, 1, 1)]),
     **{
         str(layer): (layer, SIZE, [])
         for layer in (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
-from spatialdl import SpatialTensor, UnsupportedSpatialOp, shard
+from spatialdl import SpatialTensor, shard
 from tests.mpi.equality import Operation, check, check_keyed, close, drawn, same
 from tests.mpi.spatial.shared import Cases, tokens
 
@@ -264,23 +264,6 @@ def test_a_dim_is_kept_if_it_is_asked_for(name: str, meshes: dict) -> None:
                 same(run, whole, meshes, what)
             by_name: Operation = lambda x, d=dim, m=moved, p=part: call(m(x), d, keepdim=True)[p]  # noqa: E731
             same(by_name, whole, meshes, f"{name}[{part}] over {dim} by name")
-
-
-def test_the_last_dim_is_taken_where_none_is_named(meshes: dict) -> None:
-    calls: list[Operation] = [
-        lambda x: x.sort()[0],
-        lambda x: x.argsort(descending=True),
-        lambda x: x.topk(2)[1],
-        lambda x: x.kthvalue(1)[0],
-        lambda x: torch.mode(x)[0],
-    ]
-    whole = drawn(5, 2, 3, 9, 7)
-    for number, call in enumerate(calls):
-        same(lambda x, c=call: c(x.permute(0, 2, 3, 1)), whole, meshes, f"call {number}")
-        for mesh in meshes.values():
-            if mesh.grid[1] > 1:
-                with pytest.raises(UnsupportedSpatialOp, match="on one rank; use dims of samples"):
-                    call(shard(whole, mesh))
 
 
 def test_what_a_reduction_gives_is_whole_and_the_same_everywhere(

@@ -102,15 +102,6 @@ def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
 
 
-def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(1, 1, 9, 10), mesh)
-        for mode in ("nearest", "bilinear", "bicubic"):
-            grown = F.interpolate(x, scale_factor=2, mode=mode).spatial_layout
-            for ours, before in zip(grown.cuts, x.spatial_layout.cuts, strict=True):
-                assert ours == tuple(2 * bound for bound in before)
-
-
 def test_bytes(meshes: dict) -> None:
     whole = (torch.arange(2 * 3 * 7 * 10) % 251).view(2, 3, 7, 10).to(torch.uint8)
     for size in ((14, 30), (5, 23)):

@@ -226,9 +226,7 @@ def test_the_gradient_of_the_image_is_the_same_for_shard_and_from_local(mesh: Me
 LEAVES: dict[str, Callable[[SpatialTensor], SpatialTensor]] = {
     "requires_grad = True": lambda x: (setattr(x, "requires_grad", True), x)[1],
     "set, unset and set": lambda x: x.requires_grad_().requires_grad_(False).requires_grad_(),
-    "of a copy": lambda x: copy.deepcopy(x.requires_grad_()),
     "a parameter": torch.nn.Parameter,
-    "zeros_like": lambda x: torch.zeros_like(x, requires_grad=True),
 }
 
 
@@ -340,8 +338,6 @@ def test_an_operation_can_be_taught(mesh: Mesh) -> None:
 NOT_AN_IMAGE = r"\(N, C, H, W\) or \(N, H, W\), got shape"
 MAKING: dict[str, tuple[str, Callable[[Mesh], object]]] = {
     "no samples": (NOT_AN_IMAGE, lambda mesh: shard(torch.zeros(H, W), mesh)),
-    "a row": (NOT_AN_IMAGE, lambda mesh: from_local(torch.zeros(W), mesh, (H, W))),
-    "a volume": (NOT_AN_IMAGE, lambda mesh: shard(torch.zeros(1, 2, 4, H, W), mesh)),
     "a tile of a volume": (
         NOT_AN_IMAGE,
         lambda mesh: from_local(torch.zeros(1, 2, 4, H, W), mesh, (H, W)),
@@ -370,24 +366,6 @@ def test_tiles_and_images_of_another_size_are_refused(mesh: Mesh) -> None:
         from_local(tile, mesh, (H, W))
     assert str(mesh.box((H, W))) in str(error.value)
     assert f"rank {mesh.comm.rank} has a tile of {tile.shape[-2]}x" in str(error.value)
-
-
-@pytest.mark.world(2, 3, 4)
-def test_the_mesh_must_be_the_world(world: MPI.Intracomm) -> None:
-    with pytest.raises(
-        ValueError, match=rf"world has {world.size} ranks: start it with `mpiexec -n 7`"
-    ):
-        init_mesh((7, 1))
-
-
-@pytest.mark.world(4)
-def test_a_mesh_with_replicas(world: MPI.Intracomm) -> None:
-    mesh = init_mesh((1, 2), data=2)
-    assert (mesh.replica, mesh.part) == divmod(world.rank, 2)
-    assert (mesh.size, mesh.comm.size, mesh.grid_comm.size) == (4, 4, 2)
-    assert mesh.grid_comm.allgather(world.rank) == [2 * mesh.replica, 2 * mesh.replica + 1]
-    whole = image(seed=mesh.replica)
-    assert torch.equal(shard(whole, mesh).full_tensor(), whole)
 
 
 @torch.jit.script
