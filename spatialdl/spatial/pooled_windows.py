@@ -133,8 +133,9 @@ class Pool(torch.autograd.Function):
             grad = pooling.backward(grad, ctx.like, *ctx.saved_tensors)
         else:
             grad = torch.zeros_like(ctx.like, device=grad.device)
-        grad_tile = move_back(ctx.mesh.grid_comm, ctx.plan, grad, pooling.name)
-        return grad_tile.to(kind), None, None, None, None, None
+        if ctx.plan.communicates or ctx.plan.need != ctx.plan.own:
+            grad = move_back(ctx.mesh.grid_comm, ctx.plan, grad, pooling.name)
+        return grad.to(kind), None, None, None, None, None
 
 
 def _keep_inside(places: Tensor, need: Box, windows: tuple[Window, ...]) -> None:
