@@ -353,5 +353,6 @@ def group_norm(
     if min(held) == 0 or any(cut % size for cut in cuts):
         input.request(unit=size)
         return NotImplemented
-    own = _own_of((weight, bias), partition, input.comm)
-    return input.like(F.group_norm(input.part, held[input.comm.rank] // size, *own, eps))
+    weight, bias = _own_of((weight, bias), partition, input.comm)
+    groups = held[input.comm.rank] // size
+    return input.like(F.group_norm(input.part, groups, weight, bias, eps))
