@@ -141,9 +141,8 @@ _along(torch.linalg.vector_norm, place=1)
 
 
 @divided_op(Tensor.flip)
-def flip(input: ChannelTensor, *dims: Any, **kwargs: Any) -> Any:
-    given = dims[0] if dims and isinstance(dims[0], Sequence) else dims
-    return torch.flip(input, tuple(given), **kwargs)
+def flip(input: ChannelTensor, *dims: Any) -> Any:
+    return torch.flip(input, tuple(dims[0] if dims and isinstance(dims[0], Sequence) else dims))
 
 
 # --- random numbers

@@ -76,6 +76,7 @@ OF_MAPS = {
     "new tensors": lambda x: x + x.new_ones(7) * x.new_full((1,), 3) + x.new_zeros(5, 1),
     "norm, kept": lambda x: x.norm(dim=(2, 3), keepdim=True),
     "normalized rows": lambda x: F.normalize(x, dim=-1),
+    "flip": lambda x: x.flip(3),
     "largest row": lambda x: x.max(dim=2).values,
     "channels last, pooled": lambda x: x.to(memory_format=torch.channels_last).mean((2, 3)),
 }
@@ -112,6 +113,7 @@ def test_what_stays_where_the_channels_are(name: str):
 
 
 GATHERS = {
+    "flip of channels": lambda x: x.flip(3, 1) + x.flip(dims=(1,)),
     "some channels": lambda x: x[:, 1:4],
     "channels together": lambda x: x.reshape(2, 5, 7, 7),
     "repeat of channels": lambda x: x.repeat(1, 2, 1, 1),
