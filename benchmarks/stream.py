@@ -45,7 +45,7 @@ from benchmarks.memory import STEP, search
 from spatialdl import models
 from spatialdl.comm.allocator import available_memory
 from spatialdl.comm.device_path import device_of
-from spatialdl.spatial.recompute import Recomputed
+from spatialdl.spatial.recompute import recompute_block
 from spatialdl.streaming.streamed import memory_of
 from spatialdl.training.peak_memory import peak_memory_mb
 
@@ -300,10 +300,6 @@ class Picture:
         return (rows.view(-1, 1) * slopes).add(columns * 0.71).frac_()
 
 
-class _Stem(Recomputed, nn.Sequential):
-    """The layers up to the first pooling, recomputed in backward."""
-
-
 def work(options: argparse.Namespace) -> None:
     """Print a line of JSON, with a reason if the step does not fit, and exit."""
     device = device_of(options.device)
@@ -352,7 +348,9 @@ def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     is_small = options.precision == "bfloat16"
     if is_small:
         layers = list(model.children())
-        model = nn.Sequential(_Stem(*layers[:4]), *layers[4:])
+        stem = nn.Sequential(*layers[:4])  # up to the first pooling
+        recompute_block(stem)
+        model = nn.Sequential(stem, *layers[4:])
     model, image = model.to(device), Picture(options.size, device)
     _wait(device)
     began, cpu = time.perf_counter(), time.process_time()

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from spatialdl.comm.mesh import Mesh, init_mesh
     from spatialdl.pipeline.front import Pipeline
     from spatialdl.spatial import SpatialTensor, register_op
-    from spatialdl.spatial.gather import gather_before
     from spatialdl.spatial.recompute import recompute_blocks
-    from spatialdl.spatial.split import from_local, shard
+    from spatialdl.spatial.split import from_local, gather_before, shard
     from spatialdl.streaming.streamed import stream
     from spatialdl.training.callbacks import Callback
 
@@ -85,7 +84,7 @@ _FOUND_IN = {
     "clip_grad_norm_": "spatialdl.channels.parallel",
     "from_local": "spatialdl.spatial.split",
     "full_state_dict": "spatialdl.channels.parallel",
-    "gather_before": "spatialdl.spatial.gather",
+    "gather_before": "spatialdl.spatial.split",
     "init_mesh": "spatialdl.comm.mesh",
     "recompute_blocks": "spatialdl.spatial.recompute",
     "register_op": "spatialdl.spatial",

@@ -211,7 +211,7 @@ def _workaround(
         network: as before the first step; not modified.
     """
     from spatialdl.checking.compare import differences, one_step
-    from spatialdl.spatial.gather import gather_before
+    from spatialdl.spatial.split import gather_before
 
     for name in dict.fromkeys(name for one in recorder.refusals for name in one.around):
         candidate = copy.deepcopy(network)

@@ -14,14 +14,14 @@ from spatialdl.channels.tensor import (
     channel_op,
     divided_op,
     is_divided,
-    on_tile,
     pointwise,
 )
 from spatialdl.random.generator import TensorRegion
-from spatialdl.random.plain import check_probability, dropped
+from spatialdl.random.plain import Drawing, dropouts
 from spatialdl.random.streams import next_key, whole
-from spatialdl.spatial.dropout import region_of
-from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.spatial.along import region_of
+from spatialdl.spatial.span import without_dims
+from spatialdl.spatial.tensor import SpatialTensor, to_tile
 
 
 def _each_channel(function: Any, dims: int | None = None) -> None:
@@ -88,8 +88,8 @@ for _function in (
 
 @channel_op(Tensor.copy_)
 def copy_(input: Tensor, src: Tensor, non_blocking: bool = False) -> Any:
-    """Copy to the part; whole weights and those on trial are written with all channels."""
-    if not is_divided(input) or input.trial is not None:
+    """Copy to the part; whole weights are written with all channels."""
+    if not is_divided(input):
         return NotImplemented
     return pointwise(Tensor.copy_, (input, src, non_blocking), {})
 
@@ -110,12 +110,12 @@ for _name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"):
 # --- reductions, and functions along a dim
 
 
-def _along(function: Any) -> None:
-    """Register a function of (input, dim, ...) for dims other than the channel dim."""
+def _along(function: Any, place: int = 0) -> None:
+    """Register a function along dims other than the channel dim, its argument number `place`."""
 
     @divided_op(function)
     def handler(input: ChannelTensor, *args: Any, **kwargs: Any) -> Any:
-        dims = kwargs.get("dim", args[0] if args else None)
+        dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
         axes = (dims,) if isinstance(dims, int) else dims
         if isinstance(dims, bool) or not isinstance(axes, tuple | list):
             return NotImplemented
@@ -132,37 +132,17 @@ def _along(function: Any) -> None:
 
 
 _REDUCING = ("mean", "sum", "amax", "amin", "var", "std", "logsumexp", "max", "min")
-for _name in (*_REDUCING, "softmax", "log_softmax", "cumsum"):
-    for _holder in (torch, Tensor):
+for _holder in (torch, Tensor):
+    for _name in (*_REDUCING, "softmax", "log_softmax", "cumsum"):
         _along(getattr(_holder, _name))
+    _along(_holder.roll, place=1)
+_along(torch.flip)
+_along(torch.linalg.vector_norm, place=1)
 
 
-@divided_op(torch.linalg.vector_norm)
-def vector_norm(
-    x: ChannelTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Any:
-    dims = (dim,) if isinstance(dim, int) else dim or ()
-    places = {one % x.dim() for one in dims}
-    if not places or x.at in places:
-        return NotImplemented
-    at = x.at - (0 if keepdim else sum(one < x.at for one in places))
-    return x.like(torch.linalg.vector_norm(x.part, ord, dim, keepdim, **kwargs), at)
-
-
-@divided_op(torch.roll, Tensor.roll)
-def roll(input: ChannelTensor, shifts: Any, dims: Any = ()) -> Any:
-    axes = (dims,) if isinstance(dims, int) else dims
-    if not axes or input.at in {dim % input.dim() for dim in axes}:
-        return NotImplemented
-    return input.like(torch.roll(input.part, shifts, dims))
-
-
-@divided_op(torch.flip, Tensor.flip)
+@divided_op(Tensor.flip)
 def flip(input: ChannelTensor, *dims: Any) -> Any:
-    axes = dims[0] if dims and isinstance(dims[0], Sequence) else dims
-    if not axes or input.at in {dim % input.dim() for dim in axes}:
-        return NotImplemented
-    return input.like(input.part.flip(list(axes)))
+    return torch.flip(input, tuple(dims[0] if dims and isinstance(dims[0], Sequence) else dims))
 
 
 # --- random numbers
@@ -178,26 +158,15 @@ def _region(x: ChannelTensor) -> TensorRegion:
     return TensorRegion(tuple(positions), tuple(x.shape))
 
 
-def _dropout(name: str, channels: bool, alpha: bool) -> None:
-    @divided_op(getattr(torch, name))
-    def dropout(input: ChannelTensor, p: float, train: bool) -> Any:
-        check_probability(p)
-        if not train or p == 0:
-            return input
-        region, key = _region(input), next_key()
-        return input.like(
-            on_tile(lambda tile: dropped(tile, region, key, p, channels, alpha), input.part)
-        )
-
-    @divided_op(getattr(torch, name + "_"))
-    def dropout_(input: ChannelTensor, p: float, train: bool) -> Any:
-        result = dropout(input, p, train)
-        if result is not input:
-            input.part.copy_(result.part)
-        return input
+def _tile(x: ChannelTensor) -> Tensor:
+    return to_tile(x.part) if isinstance(x.part, SpatialTensor) else x.part
 
 
-_dropout("dropout", channels=False, alpha=False)
-_dropout("feature_dropout", channels=True, alpha=False)
-_dropout("alpha_dropout", channels=False, alpha=True)
-_dropout("feature_alpha_dropout", channels=True, alpha=True)
+def _like(x: ChannelTensor, tile: Tensor) -> ChannelTensor:
+    part = x.part
+    return x.like(without_dims(part, tile, ()) if isinstance(part, SpatialTensor) else tile)
+
+
+_DIVIDED = Drawing(_region, lambda x: next_key(), _tile, _like)
+for _function, _handler in dropouts(_DIVIDED).items():
+    divided_op(_function)(_handler)

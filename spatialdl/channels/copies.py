@@ -8,16 +8,14 @@ from torch import Tensor
 
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.random.composite import inside
+from spatialdl.spatial.table import name_of
 from spatialdl.torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 
 def refusal(func: Any, advice: str) -> UnsupportedSpatialOp:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # of a property such as Tensor.data
-        name = getattr(func.__self__, "__name__", name)
     return UnsupportedSpatialOp(
-        f"{name} is not supported on a tensor whose channels are divided over ranks: {advice}, or "
-        "use tensor=1"
+        f"{name_of(func)} is not supported on a tensor whose channels are divided over ranks: "
+        f"{advice}, or use tensor=1"
     )
 
 

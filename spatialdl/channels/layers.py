@@ -30,7 +30,7 @@ from spatialdl.channels.tensor import (
 )
 from spatialdl.comm.communicator import Communicator
 from spatialdl.parallel.partition import Partition
-from spatialdl.spatial.layer_norm import standardised
+from spatialdl.spatial.moments import standardised
 from spatialdl.spatial.span import ReductionSpan, on_meta
 
 
@@ -161,54 +161,37 @@ def _by_groups(
     return ChannelTensor(result, 1, of_outputs, comm)
 
 
-def _register_conv(function: Any) -> None:
+def _register_conv(function: Any, out: int, names: str) -> None:
+    """Register a convolution.
+
+    Args:
+        out: the dim of the weight's output channels, if it has one group.
+        names: of the arguments after the bias.
+    """
+
     @channel_op(function)
     def conv(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
+        given = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+        groups = given.pop("groups", 1)
+
         def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
-            y: Tensor = function(x, w, b, stride, padding, dilation, groups)
+            y: Tensor = function(x, w, b, groups=groups, **given)
             return y
 
         if input.dim() < weight.dim():
             return NotImplemented  # without samples
         if groups > 1:
-            return _by_groups(local, input, weight, bias, groups, weight.shape[0])
-        return Layer(local, input, weight, bias, at=1, out=0, into=1).run()
+            outputs = weight.shape[out] * (groups if out else 1)
+            return _by_groups(local, input, weight, bias, groups, outputs)
+        return Layer(local, input, weight, bias, at=1, out=out, into=1 - out).run()
 
 
-def _register_transposed(function: Any) -> None:
-    @channel_op(function)
-    def conv_transpose(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        def local(x: Tensor, w: Tensor, b: Tensor | None, groups: int = 1) -> Tensor:
-            y: Tensor = function(x, w, b, stride, padding, output_padding, groups, dilation)
-            return y
-
-        if input.dim() < weight.dim():
-            return NotImplemented
-        if groups > 1:
-            return _by_groups(local, input, weight, bias, groups, weight.shape[1] * groups)
-        return Layer(local, input, weight, bias, at=1, out=1, into=0).run()
-
-
+_TRANSPOSED = "stride padding output_padding groups dilation"
 for _dims in (1, 2, 3):
-    _register_conv(getattr(torch, f"conv{_dims}d"))
-    _register_transposed(getattr(torch, f"conv_transpose{_dims}d"))
+    _register_conv(getattr(torch, f"conv{_dims}d"), 0, "stride padding dilation groups")
+    _register_conv(getattr(torch, f"conv_transpose{_dims}d"), 1, _TRANSPOSED)
 
 
 @channel_op(F.linear)
@@ -349,3 +332,27 @@ def layer_norm(
         return y if bias is None else y + bias.to(y.dtype)
 
     return input.like(on_tile(normalised, input.part))
+
+
+@divided_op(F.group_norm, torch.group_norm)
+def group_norm(
+    input: ChannelTensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,  # torch.group_norm only
+) -> Any:
+    """GroupNorm of whole groups on each rank; else of all channels."""
+    if input.at != 1:
+        return NotImplemented
+    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
+    size, partition = input.shape[1] // num_groups, input.partition
+    held = [partition.size_of(rank) for rank in range(partition.ranks)]
+    cuts = (bound for bounds in partition.pieces for bound in bounds)
+    if min(held) == 0 or any(cut % size for cut in cuts):
+        input.request(unit=size)
+        return NotImplemented
+    weight, bias = _own_of((weight, bias), partition, input.comm)
+    groups = held[input.comm.rank] // size
+    return input.like(F.group_norm(input.part, groups, weight, bias, eps))

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from spatialdl.channels.uses import Plan, check_plan, uses_of, without_data
 from spatialdl.channels.weights import (
+    Plan,
+    check_plan,
     divide,
     own_state,
     renew,
+    uses_of,
     weights_of,
     whole_outputs,
     whole_state,
+    without_data,
 )
 from spatialdl.comm.agreement import broadcast_state
 from spatialdl.comm.gradients import Reducer, lane_of

@@ -1,11 +1,13 @@
-"""``torch.einsum`` on divided channels: as a layer with a weight, or on each rank's part."""
+"""``torch.einsum`` on divided channels; attention and batched products with heads divided."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.channels.layers import Layer
@@ -16,6 +18,8 @@ from spatialdl.channels.tensor import (
     part_of,
     whole_for_parts,
 )
+from spatialdl.random.plain import attention as spelled_out
+from spatialdl.random.plain import check_probability
 
 
 @channel_op(torch.einsum)
@@ -86,3 +90,77 @@ def _of_own(letters: Sequence[str], result: str, operands: Sequence[Tensor]) -> 
             own.append(whole_for_parts(one, comm))
     output = torch.einsum(f"{','.join(letters)}->{result}", *own)
     return ChannelTensor(output, result.index(letter), first.partition, comm)
+
+
+# --- heads, a batch dim, divided over ranks
+
+
+def _first(operands: Sequence[Tensor]) -> ChannelTensor | None:
+    """The first operand divided along a batch dim, unless another is divided differently."""
+    divided = [one for one in operands if is_divided(one)]
+    places = {one.at - one.dim() for one in divided}
+    return divided[0] if len(places) == 1 and max(places) < -2 else None
+
+
+def _own(x: Tensor, like: ChannelTensor) -> Tensor:
+    """The part of an operand, which may be broadcast, of this rank's heads."""
+    at = x.dim() + like.at - like.dim()
+    if at >= 0 and x.shape[at] == like.shape[like.at]:
+        return part_of(x, at, like.partition, like.comm)
+    own: Tensor = whole_for_parts(x, like.comm)
+    return own
+
+
+def _have_heads(first: ChannelTensor, operands: Sequence[Tensor]) -> bool:
+    """Whether all operands have the divided dim with the same size."""
+    from_end, size = first.at - first.dim(), first.shape[first.at]
+    return all(one.dim() >= -from_end and one.shape[from_end] == size for one in operands)
+
+
+@channel_op(F.scaled_dot_product_attention)
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    check_probability(dropout_p)
+    features = query, key, value
+    first = _first(features)
+    if first is None or not _have_heads(first, features):
+        return NotImplemented
+    if attn_mask is not None and is_divided(attn_mask) and _first([attn_mask]) is None:
+        return NotImplemented
+    if dropout_p > 0:  # dropout is drawn by the position in all heads
+        drop = partial(F.dropout, p=dropout_p)
+        return spelled_out(query, key, value, attn_mask, is_causal, scale, False, drop)
+    q, k, v = (_own(one, first) for one in features)
+    mask = None if attn_mask is None else _own(attn_mask, first)
+    attend: Any = F.scaled_dot_product_attention
+    result = attend(q, k, v, mask, 0.0, is_causal, scale=scale)
+    return first.like(result, result.dim() + first.at - first.dim())
+
+
+@channel_op(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+def matmul(input: Tensor, other: Tensor) -> Any:
+    """The product of tensors divided along a batch dim."""
+    first = _first([input, other])
+    if first is None or min(input.dim(), other.dim()) < 2:
+        return NotImplemented
+    result = torch.matmul(_own(input, first), _own(other, first))
+    return first.like(result, result.dim() + first.at - first.dim())
+
+
+@channel_op(torch.baddbmm, Tensor.baddbmm)
+def baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    first = _first([batch1, batch2])
+    if first is None or (is_divided(input) and _first([input]) is None):
+        return NotImplemented
+    own = [_own(one, first) for one in (input, batch1, batch2)]
+    return first.like(torch.baddbmm(*own, beta=beta, alpha=alpha), 0)

@@ -9,7 +9,7 @@ never wrong.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeGuard, TypeVar
@@ -48,8 +48,6 @@ class ChannelTensor(Tensor):
         partition: of this dim.
         comm: the ranks with the parts.
         origin: the weight whose partition determined this one.
-        trial: the weight on trial from which alone, without activations, this was computed; or
-            None.
     """
 
     part: Tensor
@@ -57,7 +55,6 @@ class ChannelTensor(Tensor):
     partition: Partition
     comm: Communicator
     origin: ChannelTensor | None = None
-    trial: ChannelTensor | None = None
     is_whole = False  # True for a replicated weight
     form: str | None = None  # the division of a weight that tensor_plan requests
     is_open = False  # True for a weight whose division is undecided
@@ -80,12 +77,6 @@ class ChannelTensor(Tensor):
 
     def decide(self, at: int | None = None, partition: Partition | None = None) -> None:
         """Decide the division of a weight by its use; see `weights.Weight`."""
-
-    def try_out(self) -> None:
-        """Divide an undecided weight on trial; see `weights.Weight`."""
-
-    def refuse(self) -> None:
-        """Record that all channels of a weight on trial are needed; see `weights.Weight`."""
 
     def request(self, unit: int = 1, pieces: int = 1) -> None:
         """Request another partition of the origin, for an operation that now needs all channels.
@@ -120,7 +111,7 @@ class ChannelTensor(Tensor):
         """A result of this tensor with `part`, divided likewise except for `at`, `partition`."""
         at = self.at if at is None else at
         other = ChannelTensor(part, at, partition or self.partition, self.comm)
-        other.origin, other.trial = self.origin, self.trial
+        other.origin = self.origin
         return other
 
     def stand_in(self) -> Tensor:
@@ -187,8 +178,6 @@ def divided_op(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         @wraps(handler)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], ChannelTensor):
-                args[0].try_out()
             if not args or not is_divided(args[0]):
                 return NotImplemented
             return handler(*args, **kwargs)
@@ -208,21 +197,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(one, ChannelTensor):
                 _check_history(one)
     result = _handled(func, args, kwargs)
-    if result is NotImplemented:
-        return on_all_channels(func, args, kwargs)
-    _end_trials(result, (args, kwargs))
-    return result
-
-
-def _end_trials(result: Any, arguments: Any) -> None:
-    """Clear `trial` of results that depend on more than the weight on trial."""
-    leaves = [result] if isinstance(result, ChannelTensor) else tree_leaves(result)
-    made = [one for one in leaves if isinstance(one, ChannelTensor)]
-    if all(one.trial is None for one in made):
-        return
-    if sum(isinstance(one, ChannelTensor) for one in tree_leaves(arguments)) > 1:
-        for one in made:
-            vars(one).pop("trial", None)  # weights stay on trial
+    return on_all_channels(func, args, kwargs) if result is NotImplemented else result
 
 
 def _handled(func: Any, args: Any, kwargs: Any) -> Any:
@@ -242,8 +217,7 @@ def _handled(func: Any, args: Any, kwargs: Any) -> Any:
 
 def on_all_channels(func: Any, args: Any, kwargs: Any) -> Any:
     """The operation on whole tensors, replicated on every rank."""
-    written = target_of(func, args, kwargs)
-    if is_divided(written) and written.trial is None:
+    if is_divided(target_of(func, args, kwargs)):
         raise refusal(func, "it would modify a copy; use a call that returns a new tensor")
     wholes = tree_map(whole_of, (args, kwargs))
     result = func(*wholes[0], **wholes[1])
@@ -327,8 +301,6 @@ def whole_of(x: Any, alike: bool = True) -> Any:
     x.decide()
     if x.is_whole:
         return x.part if alike else whole_for_parts(x.part, x.comm)
-    if x.trial is not None:
-        x.trial.refuse()
     return on_tile(lambda tile: gathered(tile, x.at, x.partition, x.comm, alike), x.part)
 
 
@@ -390,8 +362,6 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         return on_all_channels(func, args, kwargs)
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     writes, first = writes_into(func), next(filter(is_divided, operands), None)
-    if first is None and not writes:
-        first = _weight_on_trial(operands)
     if (writes and first is not args[0]) or first is None:
         return on_all_channels(func, args, kwargs)
     from_end, size = first.at - first.dim(), first.shape[first.at]
@@ -414,12 +384,3 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     inner = func(*tree_map(own, args), **tree_map(own, kwargs))
     return args[0] if writes else tree_map(outer, inner)
-
-
-def _weight_on_trial(operands: Sequence[Tensor]) -> ChannelTensor | None:
-    """The weight among the operands, divided on trial, if there is exactly one."""
-    weights = [one for one in operands if isinstance(one, ChannelTensor)]
-    if len(weights) != 1:
-        return None
-    weights[0].try_out()
-    return weights[0] if is_divided(weights[0]) else None

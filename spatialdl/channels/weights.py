@@ -1,39 +1,46 @@
 """Weights of a network divided over the tensor axis.
 
-`channels.uses` determines the division of each. Modules hold this rank's part; their forwards see a
+Modules hold this rank's part; their forwards see a
 weight of the whole shape.
+
+A forward without data determines how each weight is divided. The first layer that uses it chooses
+the division that sends less. A parameter that no layer of `channels.layers` uses, nor a pointwise
+operation with divided channels, is replicated.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from spatialdl.channels import along, group_norm, heads, layers, products, shapes
+from spatialdl.channels import along, layers, products, shapes
 from spatialdl.channels.moves import all_gather, own_part
 from spatialdl.channels.tensor import ChannelTensor, part_of, whole_of
 from spatialdl.comm.communicator import Communicator
-from spatialdl.parallel.partition import Partition
+from spatialdl.comm.dry import Dry
+from spatialdl.comm.mesh import dry_mesh
+from spatialdl.errors import UnsupportedSpatialOp
+from spatialdl.parallel.partition import FORMS, Partition
+from spatialdl.random import keyed
+from spatialdl.spatial.meta import meta_copy, on_meta
+from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import (
     make_wrapper_subclass,
     set_throw_on_mutable_data_ptr,
     tree_map_only,
 )
 
-TRIES = 2
-"""Number of dims along which division of a weight that no layer uses is tried."""
-
 __all__ = [
     "along",
-    "group_norm",
-    "heads",
     "layers",
     "products",
     "shapes",
@@ -50,9 +57,6 @@ class Use:
         is_known: whether the division is decided.
         requested: the partition that later operations request.
         form: the value in the tensor plan, see `check_plan`; None if not planned.
-        on_trial: whether the division holds only if no operation needs the whole weight.
-        refused: whether one did in this forward.
-        tries: number of failed trials in earlier forwards.
     """
 
     at: int | None = None
@@ -60,9 +64,6 @@ class Use:
     is_known: bool = False
     requested: Partition | None = None
     form: str | None = None
-    on_trial: bool = False
-    refused: bool = False
-    tries: int = 0
 
     @property
     def has_new_request(self) -> bool:
@@ -73,7 +74,7 @@ class Use:
         if self.requested is not None:
             self.partition = self.requested
         else:
-            self.at, self.partition, self.on_trial = None, None, False
+            self.at, self.partition = None, None
             self.is_known = self.form == "replicate"
 
 
@@ -130,14 +131,6 @@ class Weight(ChannelTensor):
         return self.use.partition
 
     @property
-    def origin(self) -> ChannelTensor | None:  # type: ignore[override]
-        return self.trial
-
-    @property
-    def trial(self) -> ChannelTensor | None:  # type: ignore[override]
-        return self if self.use.on_trial else None
-
-    @property
     def is_open(self) -> bool:  # type: ignore[override]
         return not self.use.is_known
 
@@ -154,18 +147,6 @@ class Weight(ChannelTensor):
         if fits and self.use.requested is None:  # requests for heads take precedence
             self.use.requested = partition
         return self.use.requested == partition
-
-    def try_out(self) -> None:
-        if not self.use.is_known and self.key in self.module._parameters:
-            dims = [dim for dim, size in enumerate(self.shape) if size >= self.comm.size]
-            # Channels are the last dim of tokens, tables and positions, the first of kernels.
-            order = dims if self.dim() > 3 else dims[::-1]
-            for at in order[:TRIES][self.use.tries : self.use.tries + 1]:
-                self.decide(at, Partition.even(self.shape[at], self.comm.size))
-                self.use.on_trial = True
-
-    def refuse(self) -> None:
-        self.use.refused = True
 
     def divide_for(self, size: int, unit: int, pieces: int) -> None:
         total = self.shape[self.at]
@@ -316,3 +297,114 @@ def own_state(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 def whole_outputs(outputs: Any) -> Any:
     """The outputs of a network, with all channels."""
     return tree_map_only(ChannelTensor, whole_of, outputs)
+
+
+# --- the use of weights in a forward
+
+
+ROUNDS = 8
+"""Maximum number of forwards, repeated while operations after the layers request partitions."""
+
+Plan = Mapping[str, str]
+"""One of `FORMS` by names of modules with ``*`` and ``?``, which include submodules; the last match
+applies."""
+
+
+def check_plan(network: nn.Module, plan: Plan) -> None:
+    """Check the values and the module names of a plan.
+
+    Raises:
+        ValueError: a value or module name is unknown.
+    """
+    paths = [path for path, _, _, _ in places(network)]
+    for pattern, form in plan.items():
+        if form not in FORMS:
+            raise ValueError(
+                f"tensor_plan of '{pattern}' is {form}: must be one of {', '.join(FORMS)}"
+            )
+        if not any(_matches(path, pattern) for path in paths):
+            raise ValueError(
+                f"tensor_plan names '{pattern}', which matches no module of "
+                f"{type(network).__name__} with weights"
+            )
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a parameter is in a module whose name matches."""
+    parents = path.split(".")[:-1]
+    return any(fnmatch(".".join(parents[: n + 1]), pattern) for n in range(len(parents)))
+
+
+def uses_of(
+    network: nn.Module,
+    comm: Communicator,
+    run: Callable[[nn.Module], object],
+    plan: Plan = MappingProxyType({}),
+) -> dict[str, Use]:
+    """The uses of all divided weights in a forward, by all names of the weights.
+
+    Args:
+        network: not modified.
+        comm: the tensor axis.
+        run: calls the forward of a copy of the network on the meta device.
+        plan: fixes the division of some parameters.
+
+    Raises:
+        UnsupportedSpatialOp: the forward cannot run without data.
+        ValueError: a layer cannot be divided as planned.
+    """
+    shadow, dry = meta_copy(network), Dry(comm.rank, comm.size)
+    hooked = {path for path, _, _, held in places(network) if _has_hooks(held)}
+    of_state: dict[int, Use] = {}
+    uses: dict[str, Use] = {}
+    for path, _, _, held in places(shadow):
+        if held.dim() > 0 and held.is_floating_point():
+            uses[path] = use = of_state.setdefault(id(held), Use())
+            if isinstance(held, nn.Parameter):
+                forms = [form for pattern, form in plan.items() if _matches(path, pattern)]
+                use.form = forms[-1] if forms else use.form
+                use.form = "replicate" if path in hooked else use.form
+                use.is_known = use.form == "replicate"
+    install_weights(shadow, uses, dry)
+    for module in shadow.modules():
+        plain = {name: one for name, one in vars(module).items() if type(one) is Tensor}
+        vars(module).update({name: one.to("meta") for name, one in plain.items()})
+    for left in reversed(range(ROUNDS)):
+        try:
+            with torch.no_grad(), on_meta(), keyed(0, 0):
+                run(shadow)
+        except (RuntimeError, TypeError) as error:
+            raise UnsupportedSpatialOp(
+                f"the forward of {type(network).__name__} cannot run without data, so its weights "
+                f"cannot be divided: {error}; use tensor=1"
+            ) from error
+        if not left or not _renewed(of_state.values()):
+            break
+    return {path: use for path, use in uses.items() if use.at is not None}
+
+
+def _has_hooks(held: Tensor) -> bool:
+    """Whether user hooks receive the gradient; they may need all of it."""
+    return bool(held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None))
+
+
+def _renewed(uses: Collection[Use]) -> bool:
+    """Whether partitions were requested, for which all uses are renewed."""
+    if not any(use.has_new_request for use in uses):
+        return False
+    for use in uses:
+        use.renew()
+    return True
+
+
+def without_data(arguments: Any) -> Any:
+    """Arguments of a forward on the meta device."""
+    return tree_map_only(Tensor, _without_data, arguments)
+
+
+def _without_data(x: Tensor) -> Tensor:
+    if not isinstance(x, SpatialTensor):
+        return torch.empty_like(x, device="meta")
+    tile = torch.empty_like(x.to_local().detach(), device="meta")
+    mesh = dry_mesh(x.mesh.grid, x.mesh.part)
+    return SpatialTensor(tile, x.spatial_layout, mesh, x.spatial_dims)

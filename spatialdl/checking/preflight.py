@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl.channels.uses import Plan, uses_of
-from spatialdl.channels.weights import divide, whole_outputs
+from spatialdl.channels.weights import Plan, divide, uses_of, whole_outputs
 from spatialdl.checking.record import Recorder, Refusal
 from spatialdl.comm.dry import Dry
 from spatialdl.comm.mesh import Mesh, dry_mesh
@@ -30,8 +29,8 @@ from spatialdl.pipeline.source_lines import users_line_of
 from spatialdl.pipeline.stage import OUTPUT, run_stage
 from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.random import keyed
-from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.meta import meta_copy, on_meta
+from spatialdl.spatial.split import gather_before as gather
 from spatialdl.spatial.tensor import SpatialTensor
 
 Criterion = Callable[[Any, Tensor], Tensor]

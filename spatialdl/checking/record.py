@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.pipeline.source_lines import users_line
 from spatialdl.spatial import SpatialTensor
-from spatialdl.spatial.dims import from_image, to_image
-from spatialdl.spatial.prefix import apart
+from spatialdl.spatial.dims import apart, from_image, to_image
 from spatialdl.spatial.split import shard
 from spatialdl.spatial.tensor import from_tile, to_tile
 from spatialdl.torch_internals import tree_flatten, tree_map

@@ -28,7 +28,7 @@ from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import GEMS, SCHEDULES, make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
-from spatialdl.spatial.gather import Names
+from spatialdl.spatial.split import Names
 from spatialdl.spatial.tensor import SpatialTensor
 
 if TYPE_CHECKING:

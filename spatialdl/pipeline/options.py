@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spatialdl.channels.uses import Plan
+from spatialdl.channels.weights import Plan
 from spatialdl.pipeline.batch_loss import Width
-from spatialdl.spatial.gather import Names
+from spatialdl.spatial.split import Names
 from spatialdl.streaming.memory import Memory
 
 

@@ -13,8 +13,8 @@ from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
 from spatialdl.pipeline.steps import Joint, Recording, Step
-from spatialdl.spatial.gather import Names, module_names
 from spatialdl.spatial.recompute import recompute_blocks
+from spatialdl.spatial.split import Names, module_names
 from spatialdl.torch_internals import BatchNormBase
 
 

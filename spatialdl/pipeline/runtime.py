@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spatialdl.channels.uses import check_plan, uses_of
-from spatialdl.channels.weights import divide, settle, weights_of, whole_state
+from spatialdl.channels.weights import check_plan, divide, settle, uses_of, weights_of, whole_state
 from spatialdl.comm import trace, waiting
 from spatialdl.comm.across import Across
 from spatialdl.comm.communicator import Communicator
@@ -47,8 +46,8 @@ from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
 from spatialdl.pipeline.stage_groups import stage_groups
 from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
 from spatialdl.pipeline.step_context import StepContext
-from spatialdl.spatial.gather import gather_before as gather
 from spatialdl.spatial.recompute import blocks_of
+from spatialdl.spatial.split import gather_before as gather
 from spatialdl.streaming.memory import Memory
 
 if TYPE_CHECKING:

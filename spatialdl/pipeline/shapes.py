@@ -19,9 +19,8 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.autocast import value_types
 from spatialdl.pipeline.stage import Stage, run_stage, takes_of
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.spatial.dims import SpatialDims, from_image, to_image
+from spatialdl.spatial.dims import SpatialDims, apart, from_image, to_image
 from spatialdl.spatial.meta import meta_copy, on_meta
-from spatialdl.spatial.prefix import apart
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
 
 

@@ -16,7 +16,7 @@ from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.source_lines import replays
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value, output_of, run_step
 from spatialdl.random import scope
-from spatialdl.spatial.recompute import WEIGHTS, Recomputed, recompute, weight_layers
+from spatialdl.spatial.recompute import WEIGHTS, is_recomputed, recompute, weight_layers
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import DisableTorchFunction, tree_leaves
 
@@ -170,7 +170,7 @@ class Stage(nn.Module):
             return False
         module = self.get_submodule(str(self._steps[numbers[0]].call))
         saves = len(numbers) > 1 or weight_layers(module) >= WEIGHTS
-        return saves and not isinstance(module, Recomputed)
+        return saves and not is_recomputed(module)
 
     def _recomputed(self) -> list[list[int]]:
         """Step numbers in groups that are recomputed together."""
@@ -290,7 +290,7 @@ def pieces(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     weights = WEIGHTS  # of the piece at the end of `found`
     for layer in layers:
         own = weight_layers(layer)
-        is_block = isinstance(layer, Recomputed)
+        is_block = is_recomputed(layer)
         begins = own > 0 and weights + own > WEIGHTS
         if is_block or begins or not result or weights == 0:
             result.append([layer])

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.channels.tensor import whole_of
-from spatialdl.channels.uses import uses_of
-from spatialdl.channels.weights import divide, whole_outputs
+from spatialdl.channels.weights import divide, uses_of, whole_outputs
 from spatialdl.comm.dry import Dry
 from spatialdl.pipeline.stage import Stage, values_in
 from spatialdl.pipeline.steps import IMAGE, Recording, Value, output_of

@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from spatialdl.channels.uses import check_plan
+from spatialdl.channels.weights import check_plan
 from spatialdl.data.image_source import whole_box
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import PlannedJob
-from spatialdl.spatial.gather import gather_before
+from spatialdl.spatial.split import gather_before
 from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import AUTO
 from spatialdl.training.network.building import build_model

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,36 +70,138 @@ def check_probability(p: float) -> None:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-def _dropout(channels: bool = False, alpha: bool = False, unbatched: int = 0) -> Any:
-    """`unbatched`: number of dims of an input without a batch dim; 0 if not supported."""
-
-    def dropout(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        check_probability(p)
-        if not training or p == 0 or input.numel() == 0:
-            return input
-        x = input.unsqueeze(0) if input.dim() == unbatched else input
-        if channels and x.dim() < 2:
-            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-        y = dropped(x, whole(x.shape), next_key(), p, channels, alpha).view(input.shape)
-        return input.copy_(y) if inplace else y
-
-    return dropout
+# --- functions of a tensor, whole, split or divided
 
 
-def _in_place(function: Callable[..., Tensor]) -> Any:
-    def dropout_(input: Tensor, p: float, train: bool) -> Tensor:
-        return function(input, p, train, True)
+class Drawing(NamedTuple):
+    """How numbers are drawn for the elements of a kind of tensor.
 
-    return dropout_
+    Attributes:
+        region: the region of the whole tensor that this rank holds.
+        key: of the next call.
+        tile: this rank's elements, differentiable.
+        like: a tensor such as the given one, of new elements of this rank.
+    """
+
+    region: Callable[[Any], TensorRegion]
+    key: Callable[[Any], int]
+    tile: Callable[[Any], Tensor]
+    like: Callable[[Any, Tensor], Tensor]
 
 
-def _by_position(function: Callable[..., Tensor]) -> Any:
+Functions = dict[Callable[..., Any], Callable[..., Any]]
+
+
+def dropouts(on: Drawing) -> Functions:
+    """The dropout functions that those of ``torch.nn.functional`` call."""
+    table: Functions = {}
+    for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
+        dropout = _dropout(on, "feature" in name, "alpha" in name)
+        table[getattr(torch, name)] = dropout
+        table[getattr(torch, name + "_")] = _in_place_variant(dropout)
+    return table
+
+
+def _dropout(on: Drawing, channels: bool, alpha: bool) -> Callable[..., Tensor]:
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-        return function(input, p, train)
+        check_probability(p)
+        if not train or p == 0 or input.numel() == 0:
+            return input
+        if channels and input.dim() < 2:
+            raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
+        region, key = on.region(input), on.key(input)
+        return on.like(input, dropped(on.tile(input), region, key, p, channels, alpha))
 
     return dropout
+
+
+def _in_place_variant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(function)
+    def function_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = function(input, *args, **kwargs)
+        return input if y is input else input.copy_(y)
+
+    return function_
+
+
+def random_functions(on: Drawing) -> Functions:
+    """All functions of a tensor that draw random numbers."""
+    rand_like = _drawn_like(on, uniform)
+
+    def of_chances(input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
+        tile = on.tile(input).detach()
+        chances = tile if p is None else torch.full_like(tile, p)
+        return on.like(input, bernoulli(chances, on.region(input), on.key(input)))
+
+    def bernoulli_(input: Tensor, p: Any = 0.5, *, generator: None = None) -> Tensor:
+        tile = on.tile(input).detach()
+        chances = torch.as_tensor(p, dtype=torch.float64, device=tile.device).expand(tile.shape)
+        ones = bernoulli(chances, on.region(input), on.key(input))
+        return input.copy_(on.like(input, ones.to(tile.dtype)))
+
+    def rrelu(
+        input: Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        generator: None = None,
+    ) -> Tensor:
+        """Saves signs and slopes for backward, not `input`, which may be overwritten."""
+        slopes = rand_like(input) * (upper - lower) + lower if training else (lower + upper) / 2
+        return torch.where(input > 0, input, input * slopes)
+
+    return {
+        **dropouts(on),
+        torch.rand_like: rand_like,
+        torch.randn_like: _drawn_like(on, normal),
+        torch.bernoulli: of_chances,
+        Tensor.bernoulli: of_chances,
+        Tensor.bernoulli_: bernoulli_,
+        Tensor.uniform_: _filled(
+            on, uniform, {"from": 0.0, "to": 1.0}, lambda x, low, high: x * (high - low) + low
+        ),
+        Tensor.normal_: _filled(
+            on, normal, {"mean": 0.0, "std": 1.0}, lambda x, mean, std: x * std + mean
+        ),
+        Tensor.exponential_: _filled(on, exponential, {"lambd": 1.0}, lambda x, rate: x / rate),
+        torch.rrelu: rrelu,
+        torch.rrelu_: _in_place_variant(rrelu),
+    }
+
+
+def _drawn_like(on: Drawing, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def drawn(
+        input: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        memory_format: torch.memory_format | None = None,
+    ) -> Tensor:
+        place = torch.device(device or input.device)
+        tile = draw(on.region(input), on.key(input), dtype or input.dtype, place)
+        return on.like(input, tile).requires_grad_(requires_grad)
+
+    return drawn
+
+
+def _filled(
+    on: Drawing,
+    draw: Callable[..., Tensor],
+    defaults: dict[str, float],
+    scaled: Callable[..., Tensor],
+) -> Callable[..., Tensor]:
+    """A function that fills a tensor in place with numbers that its arguments scale."""
+
+    def fill(input: Tensor, *args: float, **kwargs: Any) -> Tensor:
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        dtype = input.dtype if input.dtype.is_floating_point else torch.float64
+        numbers = draw(on.region(input), on.key(input), dtype, input.device)
+        numbers = scaled(numbers, *(given[name] for name in defaults))
+        return input.copy_(on.like(input, numbers.to(input.dtype)))
+
+    return fill
 
 
 def _native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -109,7 +212,7 @@ def _native_dropout(input: Tensor, p: float, train: bool | None) -> tuple[Tensor
     return y, keep
 
 
-# --- factories
+# --- factories, and dropout of whole tensors
 
 
 def _shape(size: tuple[Any, ...]) -> Sequence[int]:
@@ -126,79 +229,6 @@ def _factory(draw: Callable[..., Tensor], function: Callable[..., Tensor]) -> An
         return numbers.requires_grad_(requires_grad)
 
     return factory
-
-
-def _factory_like(draw: Callable[..., Tensor]) -> Any:
-    def factory(
-        input: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        device: Any = None,
-        requires_grad: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        place = torch.device(device or input.device)
-        numbers = draw(whole(input.shape), next_key(), dtype or input.dtype, place)
-        return numbers.requires_grad_(requires_grad)
-
-    return factory
-
-
-def _bernoulli(input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
-    chances = input.detach() if p is None else torch.full_like(input, p)
-    return bernoulli(chances, whole(input.shape), next_key())
-
-
-def _bernoulli_(self: Tensor, p: Any = 0.5, *, generator: None = None) -> Tensor:
-    chances = torch.as_tensor(p, dtype=torch.float64, device=self.device).expand(self.shape)
-    return self.copy_(bernoulli(chances, whole(self.shape), next_key()))
-
-
-def float_type(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of numbers that are drawn for a tensor of `dtype`."""
-    return dtype if dtype.is_floating_point else torch.float64
-
-
-def _uniform_(self: Tensor, from_: float = 0, to: float = 1, **kwargs: Any) -> Tensor:
-    low, high = kwargs.get("from", from_), to
-    numbers = uniform(whole(self.shape), next_key(), float_type(self.dtype), self.device)
-    return self.copy_(numbers * (high - low) + low)
-
-
-def _normal_(self: Tensor, mean: float = 0, std: float = 1, *, generator: None = None) -> Tensor:
-    numbers = normal(whole(self.shape), next_key(), float_type(self.dtype), self.device)
-    return self.copy_(numbers * std + mean)
-
-
-def _exponential_(self: Tensor, lambd: float = 1, *, generator: None = None) -> Tensor:
-    numbers = exponential(whole(self.shape), next_key(), float_type(self.dtype), self.device)
-    return self.copy_(numbers / lambd)
-
-
-def rrelu_with(
-    rand_like: Callable[[Tensor], Tensor], input: Tensor, lower: float, upper: float, training: bool
-) -> Tensor:
-    """`torch.rrelu` of a whole or a split tensor, depending on `rand_like`.
-
-    Saves signs and slopes for backward, not `input`, which may be overwritten.
-    """
-    slopes = rand_like(input) * (upper - lower) + lower if training else (lower + upper) / 2
-    return torch.where(input > 0, input, input * slopes)
-
-
-def _rrelu(
-    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: None
-) -> Tensor:
-    return rrelu_with(_factory_like(uniform), input, lower, upper, training)
-
-
-def in_place_variant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """In-place variant of a function of one tensor."""
-
-    def function_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return input.copy_(function(input, *args, **kwargs))
-
-    return function_
 
 
 # --- attention
@@ -281,37 +311,11 @@ def explicit_attention(
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, drop)
 
 
-_PIXELS, _CHANNELS = _dropout(), _dropout(channels=True)
-_ALPHA_PIXELS = _dropout(alpha=True)
-_ALPHA_CHANNELS = _dropout(channels=True, alpha=True)
-
-PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.dropout: _PIXELS,
-    F.dropout1d: _dropout(channels=True, unbatched=2),
-    F.dropout2d: _CHANNELS,
-    F.dropout3d: _dropout(channels=True, unbatched=4),
-    F.alpha_dropout: _ALPHA_PIXELS,
-    F.feature_alpha_dropout: _ALPHA_CHANNELS,
-    torch.dropout: _by_position(_PIXELS),
-    torch.dropout_: _in_place(_PIXELS),
-    torch.feature_dropout: _by_position(_CHANNELS),
-    torch.feature_dropout_: _in_place(_CHANNELS),
-    torch.alpha_dropout: _by_position(_ALPHA_PIXELS),
-    torch.alpha_dropout_: _in_place(_ALPHA_PIXELS),
-    torch.feature_alpha_dropout: _by_position(_ALPHA_CHANNELS),
-    torch.feature_alpha_dropout_: _in_place(_ALPHA_CHANNELS),
+_WHOLE = Drawing(lambda x: whole(x.shape), lambda x: next_key(), lambda x: x, lambda x, tile: tile)
+PLAIN: Functions = {
+    **random_functions(_WHOLE),
     torch.native_dropout: _native_dropout,
     torch.rand: _factory(uniform, torch.rand),
     torch.randn: _factory(normal, torch.randn),
-    torch.rand_like: _factory_like(uniform),
-    torch.randn_like: _factory_like(normal),
-    torch.bernoulli: _bernoulli,
-    Tensor.bernoulli: _bernoulli,
-    Tensor.bernoulli_: _bernoulli_,
-    Tensor.uniform_: _uniform_,
-    Tensor.normal_: _normal_,
-    Tensor.exponential_: _exponential_,
-    torch.rrelu: _rrelu,
-    torch.rrelu_: in_place_variant(_rrelu),
     F.scaled_dot_product_attention: attention_of_whole,
 }

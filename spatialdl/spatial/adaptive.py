@@ -28,7 +28,7 @@ from spatialdl.parallel.layout import Box, Layout, empty_box, even_bounds, last_
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pooled_windows import with_rows, without_rows
-from spatialdl.spatial.table import refusal, register_op, spatial_in
+from spatialdl.spatial.table import refusal, register_op, register_refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, image_of, to_tile
 from spatialdl.spatial.window import check_image
 from spatialdl.torch_internals import nn_functions
@@ -195,6 +195,10 @@ def _pixels_of_cells(pixels: tuple[int, ...], size: tuple[int, ...], own: Box) -
 
 # --- max
 
+_NO_INDICES = (
+    "indices into a split image are not supported; call the function of torch.nn.functional "
+    "without return_indices"
+)
 _HIGHEST = {2: aten.adaptive_max_pool2d, 3: aten.adaptive_max_pool3d}
 
 
@@ -295,7 +299,7 @@ def _max(
     function: Any, input: SpatialTensor, output_size: Any, return_indices: bool, dims: int
 ) -> Tensor:
     if return_indices:
-        raise _no_indices(function, input)
+        raise refusal(function, [input], _NO_INDICES)
     size = _output_size(function, input, output_size, dims)
     moved = cell_move(input.spatial_layout, size, input.mesh.part)
     best = _AdaptiveMax.apply(to_tile(input), input.mesh, moved)  # type: ignore[no-untyped-call]
@@ -322,15 +326,8 @@ _register((F.adaptive_avg_pool2d, nn_functions.adaptive_avg_pool2d), F.adaptive_
 _register((F.adaptive_avg_pool3d, nn_functions.adaptive_avg_pool3d), F.adaptive_max_pool3d, 3)
 
 
-def _refuse(*functions: Any) -> None:
-    for function in functions:
-
-        @register_op(function)
-        def refused(*args: Any, function: Any = function, **kwargs: Any) -> Tensor:
-            raise _no_indices(function, *args, **kwargs)
-
-
-_refuse(
+register_refusal(
+    _NO_INDICES,
     F.adaptive_max_pool2d_with_indices,
     nn_functions.adaptive_max_pool2d,
     F.adaptive_max_pool3d_with_indices,
@@ -370,15 +367,6 @@ def adaptive_max_pool1d(
         input = _image_of_tokens(function, input, output_size)
     pooled = _max(function, input, output_size, return_indices, dims)
     return pooled.flatten(2)
-
-
-def _no_indices(func: Any, *args: Any, **kwargs: Any) -> Exception:
-    return refusal(
-        func,
-        spatial_in((args, kwargs)),
-        "indices into a split image are not supported; call the function of torch.nn.functional "
-        "without return_indices",
-    )
 
 
 def _output_size(func: Any, x: SpatialTensor, output_size: Any, dims: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.once import once_differentiable
-from spatialdl.spatial.blockwise import wide
+from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
 from spatialdl.spatial.ring import Returning, Ring, circulate
 from spatialdl.spatial.span import positions_of

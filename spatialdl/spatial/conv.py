@@ -3,16 +3,19 @@
 The convolution of the tile overlaps with the halo exchange; see `halo_geometry` for how the results
 are combined. If any tile has no pixels or no outputs, the tile is copied together with its halo
 first.
+
+Convolutions that read no neighbours along the spatial dims are local. Kernels of one pixel mix
+channels, of tokens (N, C, H*W) and of windows (N, C, pixels, windows). Larger kernels are local if
+each window is a sample, (N*H*W, C, rows, columns).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.comm.boxed import BoxedTensor, Exchange
@@ -20,144 +23,124 @@ from spatialdl.comm.exchange import start_exchange
 from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.plan import Plan
-from spatialdl.comm.repartition import add_up, empty_for, rooms_back, shape_of
-from spatialdl.parallel.layout import Box, Layout, Window, last_slices
-from spatialdl.spatial.channel_conv import (
-    check_channels,
-    conv_beside,
-    conv_of_channels,
-    conv_of_samples,
-    is_of_one_pixel,
-    passes_unsplit_dims,
-)
-from spatialdl.spatial.conv_window import Convolution, conv_of_window
-from spatialdl.spatial.halo_geometry import Cut, Strip, cut_dim
-from spatialdl.spatial.span import split_dims
+from spatialdl.comm.repartition import add_up, empty_for, rooms_back
+from spatialdl.parallel.layout import Window
+from spatialdl.spatial.halo_geometry import Edge, TileGeometry, tile_geometry
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, refusal, register_op, to_tile
-from spatialdl.spatial.window import autocast_cast, check_image, check_output, per_dim, window_move
+from spatialdl.spatial.window import (
+    autocast_cast,
+    check_image,
+    check_output,
+    empty_output,
+    per_dim,
+    window_move,
+)
+from spatialdl.spatial.window_function import Convolution, conv_of_window
 from spatialdl.text import counted
 
+# --- without neighbours
 
-@dataclass(frozen=True)
-class Edge:
-    """A halo strip of the tile, and the outputs and kernel taps that read it.
 
-    Attributes:
-        box: the pixels of the strip.
-        strips: the strip in each spatial dim.
+def is_of_one_pixel(weight: Tensor, stride: Any, padding: Any) -> bool:
+    """Whether each output of a convolution reads only the pixel at its position."""
+    no_padding = padding in ("same", "valid") or _are_all(padding, 0)
+    return _are_all(weight.shape[2:], 1) and _are_all(stride, 1) and no_padding
+
+
+def _are_all(values: Any, wanted: int) -> bool:
+    return all(v == wanted for v in ([values] if isinstance(values, int) else values))
+
+
+def check_channels(name: str, input: Tensor, weight: Tensor, groups: int) -> None:
+    """Refuse a weight for a different number of channels, as PyTorch does."""
+    if input.shape[1] != weight.shape[1] * groups:
+        raise ValueError(
+            f"{name}: the image has {input.shape[1]} channels, but the weight "
+            f"{tuple(weight.shape)} with groups={groups} expects {weight.shape[1] * groups}"
+        )
+
+
+def conv_of_channels(
+    function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, groups: int
+) -> Tensor:
+    """`function` (`torch.conv1d`, ...) with a kernel of one pixel."""
+    if input.dim() != weight.dim() or 1 in split_dims(input):
+        return _conv_of_tokens(function, input, weight, bias, groups)
+    check_channels(function.__name__, input, weight, groups)
+    return conv_of_samples(function, input, weight, bias, groups=groups)
+
+
+def _conv_of_tokens(
+    function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, groups: int
+) -> Tensor:
+    """A convolution whose channels are the tokens (an MLP mixer): a linear layer over them."""
+    if input.dim() != weight.dim() or split_dims(input) != (1,) or groups > 1:
+        raise refusal(function, [input], "dim 1 (channels) must not be split; permute it")
+    check_channels(function.__name__, input, weight, groups)
+    return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+
+
+def conv_of_samples(
+    function: Any, input: SpatialTensor, weight: Tensor, bias: Tensor | None, **steps: Any
+) -> SpatialTensor:
+    """`function` on every tile, if no convolved dim is split."""
+    # Cast here, so that ranks with and without pixels have results of one dtype.
+    tile, weight, bias = autocast_cast(to_tile(input), weight, bias)
+    if tile.numel() > 0:
+        y = function(tile, weight, bias, **steps)
+    else:
+        size = tile.shape[2:]
+        if tile.shape[0] == 0:
+            one = tile.new_empty(1, *tile.shape[1:])
+            size = on_meta(function, one, weight, bias, **steps).shape[2:]
+        shape = (tile.shape[0], weight.shape[0], *size)
+        y = empty_output(shape, tile, weight, *(() if bias is None else (bias,)))
+    return without_dims(input, y, ())
+
+
+def passes_unsplit_dims(input: SpatialTensor, weight: Tensor, stride: Any, padding: Any) -> bool:
+    """Whether a convolution covers all spatial dims and dims that are not split.
+
+    The latter must have a kernel of size 1, stride 1 and no padding.
     """
-
-    box: Box
-    strips: tuple[Strip, ...]
-
-    def outputs_of(self, y: Tensor) -> Tensor:
-        return y[last_slices(strip.outputs for strip in self.strips)]
-
-    def taps_of(self, weight: Tensor) -> Tensor:
-        return weight[last_slices(strip.taps for strip in self.strips)]
-
-    def read_from(self, buffer: Tensor) -> Tensor:
-        """The part of the strip's buffer that the taps read."""
-        return buffer[last_slices(slice(strip.first, strip.last) for strip in self.strips)]
-
-
-@dataclass(frozen=True)
-class TileGeometry:
-    """The geometry of a convolution of one rank's tile, and its halo strips.
-
-    Attributes:
-        cuts: one per spatial dim.
-        edges: before and after the tile in the first dim, in the second, and so on.
-        outside: for each strip its number, its part outside the tile (None: all), and its box.
-    """
-
-    cuts: tuple[Cut, ...]
-    edges: tuple[Edge | None, ...]
-    outside: tuple[tuple[int, tuple[slice, ...] | None, Box], ...]
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        return tuple(cut.padding for cut in self.cuts)
-
-    @property
-    def skips(self) -> bool:
-        """Whether convolving the tile alone yields outputs before this rank's."""
-        return any(cut.skip for cut in self.cuts)
-
-    def wanted(self, y: Tensor) -> Tensor:
-        """This rank's outputs, of all outputs of the tile alone."""
-        return y[last_slices(slice(cut.skip, cut.skip + cut.outputs) for cut in self.cuts)]
-
-    def strips(self, like: Tensor) -> list[Tensor]:
-        """A zero buffer per strip, empty if there is none: all ranks save as many tensors."""
-        return [
-            like.new_zeros(shape_of(like, edge.box)) if edge else _no_strip(like.dtype, like.device)
-            for edge in self.edges
-        ]
-
-    def held(self, strips: list[Tensor]) -> list[BoxedTensor]:
-        """The parts of the strips outside the tile, which receive halos, with their boxes.
-
-        Strips of the first dim come first and hold the corners. A strip may span the whole tile
-        and extend beyond it, if this rank owns outputs of a neighbour's pixels: the pixels beyond
-        belong to another strip.
-        """
-        return [
-            BoxedTensor(strips[side] if inner is None else strips[side][last_slices(inner)], box)
-            for side, inner, box in self.outside
-        ]
-
-
-@lru_cache(maxsize=64)
-def _no_strip(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty buffer, cached: creating one takes some microseconds of an exchange."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=device)
-
-
-def _outside(box: Box, own: Box, side: int) -> Box:
-    """The part of `box` before the tile `own` (even sides) or after it in its dim ``side // 2``."""
-    dim = 1 + side // 2
-    (start, stop), (first, last) = box[dim], own[dim]
-    return box.but(dim, (max(start, last), stop) if side % 2 else (start, min(stop, first)))
-
-
-@lru_cache(maxsize=4096)
-def tile_geometry(
-    layout: Layout, output: Layout, windows: tuple[Window, ...], part: int
-) -> TileGeometry | None:
-    """This rank's geometry; None on all ranks if `cut_dim` does not support any tile."""
-    cuts = []
-    for tiles, outputs, window, place in zip(
-        layout.cuts, output.cuts, windows, layout.part_at(part), strict=True
-    ):
-        of_all = cut_dim(tiles, outputs, window)
-        if of_all is None:
-            return None
-        cuts.append(of_all[place])
-    edges = tuple(
-        _edge(tuple(cuts), dim, strip, layout.samples)
-        for dim, cut in enumerate(cuts)
-        for strip in (cut.before, cut.after)
+    split, dims = split_dims(input), weight.dim() - 2
+    others = [n - 2 for n in range(2, weight.dim()) if n not in split]
+    if input.dim() != weight.dim() or not others or min(split) < 2:
+        return False
+    return input.spatial_dims.apart and all(
+        weight.shape[2 + n] == per_dim(stride, dims)[n] == 1
+        and (isinstance(padding, str) or per_dim(padding, dims)[n] == 0)
+        for n in others
     )
-    return TileGeometry(tuple(cuts), edges, tuple(_outside_parts(edges, layout.boxes[part])))
 
 
-def _edge(cuts: tuple[Cut, ...], dim: int, strip: Strip | None, samples: int) -> Edge | None:
-    """The strip of one dim, over the full extent of the other dims."""
-    if strip is None:
-        return None
-    strips = tuple(strip if number == dim else cut.full for number, cut in enumerate(cuts))
-    return Edge(Box(((0, samples), *((one.start, one.stop) for one in strips))), strips)
+def conv_beside(
+    input: SpatialTensor, weight: Tensor, bias: Tensor | None, steps: Sequence[Any], groups: int
+) -> Tensor:
+    """Convolve with one dim less: entries of a dim that is not split become samples.
+
+    Args:
+        steps: stride, padding and dilation.
+    """
+    dims = weight.dim() - 2
+    place = next(n for n in range(2, weight.dim()) if n not in split_dims(input))
+    fewer = [
+        step if isinstance(step, str) else _without(per_dim(step, dims), place - 2)
+        for step in steps
+    ]
+    function: Any = {1: torch.conv1d, 2: torch.conv2d}[dims - 1]
+    x = input.movedim(place, 1).flatten(0, 1)
+    y = function(x, weight.squeeze(place), bias, *fewer, groups)
+    apart: Tensor = y.unflatten(0, (input.shape[0], input.shape[place]))
+    return apart.movedim(1, place)
 
 
-def _outside_parts(
-    edges: tuple[Edge | None, ...], own: Box
-) -> Iterator[tuple[int, tuple[slice, ...] | None, Box]]:
-    for side, edge in enumerate(edges):
-        if edge is not None:
-            box = _outside(edge.box, own, side)
-            yield side, None if box == edge.box else box.slices_in(edge.box)[1:], box
+def _without(values: tuple[int, ...], place: int) -> tuple[int, ...]:
+    return (*values[:place], *values[place + 1 :])
+
+
+# --- with halos
 
 
 class _TileConvolution(torch.autograd.Function):

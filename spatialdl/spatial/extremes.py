@@ -87,14 +87,14 @@ def _amax(func: Function, x: SpatialTensor, dim: Any, keepdim: bool, sign: int) 
     return without_dims(x, func(to_tile(x), dim, keepdim), () if keepdim else span.dims)
 
 
-@reduction(torch.amax, Tensor.amax)
-def amax(func: Function, input: SpatialTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return _amax(torch.amax, input, dim, keepdim, 1)
+def _register_amax(name: str, sign: int) -> None:
+    @reduction(getattr(torch, name), getattr(Tensor, name))
+    def amax(func: Function, input: SpatialTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+        return _amax(getattr(torch, name), input, dim, keepdim, sign)
 
 
-@reduction(torch.amin, Tensor.amin)
-def amin(func: Function, input: SpatialTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return _amax(torch.amin, input, dim, keepdim, -1)
+_register_amax("amax", 1)
+_register_amax("amin", -1)
 
 
 @reduction(torch.aminmax, Tensor.aminmax)
@@ -211,21 +211,16 @@ _register_max_and_min(torch.min, torch.minimum, -1)
 _register_max_and_min(Tensor.min, torch.minimum, -1)
 
 
-@reduction(Tensor.argmax, torch.argmax)
-def argmax(
-    func: Function, input: SpatialTensor, dim: int | None = None, keepdim: bool = False
-) -> Tensor:
-    return _place(func, input, dim, keepdim, 1)
+def _register_argmax(name: str, sign: int) -> None:
+    @reduction(getattr(Tensor, name), getattr(torch, name))
+    def argmax(
+        func: Function, input: SpatialTensor, dim: int | None = None, keepdim: bool = False
+    ) -> Tensor:
+        if dim is None or dim % input.dim() in split_dims(input):
+            return first_extreme(input, dim, sign)[0]
+        places = func(to_tile(input), dim, keepdim)
+        return without_dims(input, places, () if keepdim else dims_of(input, dim))
 
 
-@reduction(Tensor.argmin, torch.argmin)
-def argmin(
-    func: Function, input: SpatialTensor, dim: int | None = None, keepdim: bool = False
-) -> Tensor:
-    return _place(func, input, dim, keepdim, -1)
-
-
-def _place(func: Function, x: SpatialTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
-    if dim is None or dim % x.dim() in split_dims(x):
-        return first_extreme(x, dim, sign)[0]
-    return without_dims(x, func(to_tile(x), dim, keepdim), () if keepdim else dims_of(x, dim))
+_register_argmax("argmax", 1)
+_register_argmax("argmin", -1)

@@ -4,17 +4,23 @@ A convolution is linear in its input. So the tile, padded with zeros, is convolv
 are exchanged. The contributions of the halo strips are added afterwards to the few output rows and
 columns that they touch. No padded copy of the tile is made.
 
-This module computes, in integers and for one dim, the padding with which the tile yields the wanted
-outputs, and the outputs and kernel taps that each strip touches.
+This module computes, in integers, the padding with which the tile yields the wanted outputs, and
+the outputs and kernel taps that each strip touches: for one dim, then for all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from spatialdl.parallel.layout import Bounds, Window
+import torch
+from torch import Tensor
+
+from spatialdl.comm.boxed import BoxedTensor
+from spatialdl.comm.repartition import shape_of
+from spatialdl.parallel.layout import Bounds, Box, Layout, Window, last_slices
 
 
 @dataclass(frozen=True)
@@ -126,3 +132,128 @@ def _after(start: int, stop: int, edge: int, outputs: int, window: Window) -> St
         slice(touched, outputs),
         slice(taps, window.kernel),
     )
+
+
+# --- all dims of a tile
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A halo strip of the tile, and the outputs and kernel taps that read it.
+
+    Attributes:
+        box: the pixels of the strip.
+        strips: the strip in each spatial dim.
+    """
+
+    box: Box
+    strips: tuple[Strip, ...]
+
+    def outputs_of(self, y: Tensor) -> Tensor:
+        return y[last_slices(strip.outputs for strip in self.strips)]
+
+    def taps_of(self, weight: Tensor) -> Tensor:
+        return weight[last_slices(strip.taps for strip in self.strips)]
+
+    def read_from(self, buffer: Tensor) -> Tensor:
+        """The part of the strip's buffer that the taps read."""
+        return buffer[last_slices(slice(strip.first, strip.last) for strip in self.strips)]
+
+
+@dataclass(frozen=True)
+class TileGeometry:
+    """The geometry of a convolution of one rank's tile, and its halo strips.
+
+    Attributes:
+        cuts: one per spatial dim.
+        edges: before and after the tile in the first dim, in the second, and so on.
+        outside: for each strip its number, its part outside the tile (None: all), and its box.
+    """
+
+    cuts: tuple[Cut, ...]
+    edges: tuple[Edge | None, ...]
+    outside: tuple[tuple[int, tuple[slice, ...] | None, Box], ...]
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        return tuple(cut.padding for cut in self.cuts)
+
+    @property
+    def skips(self) -> bool:
+        """Whether convolving the tile alone yields outputs before this rank's."""
+        return any(cut.skip for cut in self.cuts)
+
+    def wanted(self, y: Tensor) -> Tensor:
+        """This rank's outputs, of all outputs of the tile alone."""
+        return y[last_slices(slice(cut.skip, cut.skip + cut.outputs) for cut in self.cuts)]
+
+    def strips(self, like: Tensor) -> list[Tensor]:
+        """A zero buffer per strip, empty if there is none: all ranks save as many tensors."""
+        return [
+            like.new_zeros(shape_of(like, edge.box)) if edge else _no_strip(like.dtype, like.device)
+            for edge in self.edges
+        ]
+
+    def held(self, strips: list[Tensor]) -> list[BoxedTensor]:
+        """The parts of the strips outside the tile, which receive halos, with their boxes.
+
+        Strips of the first dim come first and hold the corners. A strip may span the whole tile
+        and extend beyond it, if this rank owns outputs of a neighbour's pixels: the pixels beyond
+        belong to another strip.
+        """
+        return [
+            BoxedTensor(strips[side] if inner is None else strips[side][last_slices(inner)], box)
+            for side, inner, box in self.outside
+        ]
+
+
+@lru_cache(maxsize=64)
+def _no_strip(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty buffer, cached: creating one takes some microseconds of an exchange."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def _outside(box: Box, own: Box, side: int) -> Box:
+    """The part of `box` before the tile `own` (even sides) or after it in its dim ``side // 2``."""
+    dim = 1 + side // 2
+    (start, stop), (first, last) = box[dim], own[dim]
+    return box.but(dim, (max(start, last), stop) if side % 2 else (start, min(stop, first)))
+
+
+@lru_cache(maxsize=4096)
+def tile_geometry(
+    layout: Layout, output: Layout, windows: tuple[Window, ...], part: int
+) -> TileGeometry | None:
+    """This rank's geometry; None on all ranks if `cut_dim` does not support any tile."""
+    cuts = []
+    for tiles, outputs, window, place in zip(
+        layout.cuts, output.cuts, windows, layout.part_at(part), strict=True
+    ):
+        of_all = cut_dim(tiles, outputs, window)
+        if of_all is None:
+            return None
+        cuts.append(of_all[place])
+    edges = tuple(
+        _edge(tuple(cuts), dim, strip, layout.samples)
+        for dim, cut in enumerate(cuts)
+        for strip in (cut.before, cut.after)
+    )
+    return TileGeometry(tuple(cuts), edges, tuple(_outside_parts(edges, layout.boxes[part])))
+
+
+def _edge(cuts: tuple[Cut, ...], dim: int, strip: Strip | None, samples: int) -> Edge | None:
+    """The strip of one dim, over the full extent of the other dims."""
+    if strip is None:
+        return None
+    strips = tuple(strip if number == dim else cut.full for number, cut in enumerate(cuts))
+    return Edge(Box(((0, samples), *((one.start, one.stop) for one in strips))), strips)
+
+
+def _outside_parts(
+    edges: tuple[Edge | None, ...], own: Box
+) -> Iterator[tuple[int, tuple[slice, ...] | None, Box]]:
+    for side, edge in enumerate(edges):
+        if edge is not None:
+            box = _outside(edge.box, own, side)
+            yield side, None if box == edge.box else box.slices_in(edge.box)[1:], box

@@ -15,10 +15,9 @@ from torch import Tensor
 from spatialdl.comm.plan import plan_for
 from spatialdl.comm.repartition import repartition
 from spatialdl.parallel.layout import Bounds, Box, Layout
-from spatialdl.spatial.dims import SpatialDims, image_dims
+from spatialdl.spatial.dims import SpatialDims, image_dims, whole_tokens
 from spatialdl.spatial.operands import lift
 from spatialdl.spatial.picking import blocks, picked
-from spatialdl.spatial.prefix import whole_tokens
 from spatialdl.spatial.reindex import DimMap, Segment, apart_dims, reindex
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import is_spatial, refusal, register_op

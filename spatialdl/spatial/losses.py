@@ -9,7 +9,7 @@ registered here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,108 +54,49 @@ def _over_ranks(mesh: Mesh, total: Tensor, weight: Tensor | float, name: str) ->
 # --- pixel by pixel
 
 
-def _pixelwise(func: Function, operands: list[Any], reduction: int, *options: Any) -> Tensor:
-    """A loss of tensors that broadcast to one image; `options` follow the reduction."""
-    on_meta(func, *operands, reduction, *options)  # raises PyTorch's errors on all ranks
-    (lifted, _) = on_one_layout(func, operands, {})
-    first = next(x for x in lifted if isinstance(x, SpatialTensor))
-    tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
-    if reduction == _NONE:
-        return without_dims(first, func(*tiles, reduction, *options), ())
-
-    def called(*arguments: Any) -> Tensor:
-        pixels: Tensor = func(*arguments, *options)
-        return pixels
-
-    total, dtype = _added_up(called, tiles[0], *tiles[1:])
-    count = first.numel() if reduction == _MEAN else 1
-    return _over_ranks(first.mesh, total, count, func.__name__).to(dtype)
-
-
-@register_op(nn_functions.mse_loss)
-def mse_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _pixelwise(nn_functions.mse_loss, [input, target], reduction)
+_PIXELWISE: dict[Function, str] = {
+    nn_functions.mse_loss: "input target reduction",
+    nn_functions.l1_loss: "input target reduction",
+    nn_functions.soft_margin_loss: "input target reduction",
+    nn_functions.smooth_l1_loss: "input target reduction beta",
+    nn_functions.huber_loss: "input target reduction delta",
+    nn_functions.binary_cross_entropy: "input target weight reduction",
+    torch.binary_cross_entropy_with_logits: "input target weight pos_weight reduction",
+    torch.kl_div: "input target reduction log_target",
+    torch.poisson_nll_loss: "input target log_input full eps reduction",
+    torch.hinge_embedding_loss: "input target margin reduction",
+    torch.margin_ranking_loss: "input1 input2 target margin reduction",
+}
+"""The parameters of losses of tensors that broadcast to one image."""
+_TENSORS = ("input", "target", "weight", "pos_weight", "input1", "input2")
 
 
-@register_op(nn_functions.l1_loss)
-def l1_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _pixelwise(nn_functions.l1_loss, [input, target], reduction)
+def _register_pixelwise(func: Function, names: Sequence[str]) -> None:
+    @register_op(func)
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        reduction = given.pop("reduction", _MEAN)
+        tensors = {name: given.pop(name) for name in _TENSORS if name in given}
+
+        def called(*arguments: Any) -> Tensor:
+            *operands, reduction = arguments
+            by_name = {**dict(zip(tensors, operands, strict=True)), **given}
+            pixels: Tensor = func(**by_name, reduction=reduction)
+            return pixels
+
+        on_meta(called, *tensors.values(), reduction)  # raises PyTorch's errors on all ranks
+        (lifted, _) = on_one_layout(func, list(tensors.values()), {})
+        first = next(x for x in lifted if isinstance(x, SpatialTensor))
+        tiles = [to_tile(x) if isinstance(x, SpatialTensor) else x for x in lifted]
+        if reduction == _NONE:
+            return without_dims(first, called(*tiles, _NONE), ())
+        total, dtype = _added_up(called, *tiles)
+        count = first.numel() if reduction == _MEAN else 1
+        return _over_ranks(first.mesh, total, count, func.__name__).to(dtype)
 
 
-@register_op(nn_functions.soft_margin_loss)
-def soft_margin_loss(input: Tensor, target: Tensor, reduction: int = _MEAN) -> Tensor:
-    return _pixelwise(nn_functions.soft_margin_loss, [input, target], reduction)
-
-
-@register_op(nn_functions.smooth_l1_loss)
-def smooth_l1_loss(
-    input: Tensor, target: Tensor, reduction: int = _MEAN, beta: float = 1.0
-) -> Tensor:
-    return _pixelwise(nn_functions.smooth_l1_loss, [input, target], reduction, beta)
-
-
-@register_op(nn_functions.huber_loss)
-def huber_loss(input: Tensor, target: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
-    return _pixelwise(nn_functions.huber_loss, [input, target], reduction, delta)
-
-
-@register_op(nn_functions.binary_cross_entropy)
-def binary_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN
-) -> Tensor:
-    return _pixelwise(nn_functions.binary_cross_entropy, [input, target, weight], reduction)
-
-
-@register_op(torch.binary_cross_entropy_with_logits)
-def binary_cross_entropy_with_logits(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    pos_weight: Tensor | None = None,
-    reduction: int = _MEAN,
-) -> Tensor:
-    operands = [input, target, weight, pos_weight]
-    return _pixelwise(torch.binary_cross_entropy_with_logits, operands, reduction)
-
-
-@register_op(torch.kl_div)
-def kl_div(
-    input: Tensor, target: Tensor, reduction: int = _MEAN, log_target: bool = False
-) -> Tensor:
-    def divergence(input: Tensor, target: Tensor, reduction: int) -> Tensor:
-        return torch.kl_div(input, target, reduction, log_target=log_target)
-
-    return _pixelwise(divergence, [input, target], reduction)
-
-
-@register_op(torch.poisson_nll_loss)
-def poisson_nll_loss(
-    input: Tensor, target: Tensor, log_input: bool, full: bool, eps: float, reduction: int
-) -> Tensor:
-    def likelihood(input: Tensor, target: Tensor, reduction: int) -> Tensor:
-        return torch.poisson_nll_loss(input, target, log_input, full, eps, reduction)
-
-    return _pixelwise(likelihood, [input, target], reduction)
-
-
-@register_op(torch.hinge_embedding_loss)
-def hinge_embedding_loss(
-    input: Tensor, target: Tensor, margin: float = 1.0, reduction: int = _MEAN
-) -> Tensor:
-    def hinge(input: Tensor, target: Tensor, reduction: int) -> Tensor:
-        return torch.hinge_embedding_loss(input, target, margin, reduction)
-
-    return _pixelwise(hinge, [input, target], reduction)
-
-
-@register_op(torch.margin_ranking_loss)
-def margin_ranking_loss(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = _MEAN
-) -> Tensor:
-    def ranking(input1: Tensor, input2: Tensor, target: Tensor, reduction: int) -> Tensor:
-        return torch.margin_ranking_loss(input1, input2, target, margin, reduction)
-
-    return _pixelwise(ranking, [input1, input2, target], reduction)
+for _func, _names in _PIXELWISE.items():
+    _register_pixelwise(_func, _names.split())
 
 
 @register_op(torch.broadcast_tensors)

@@ -1,12 +1,16 @@
-"""BatchNorm with the statistics of the whole image.
+"""BatchNorm, GroupNorm and InstanceNorm with the statistics of the whole image.
 
 Each rank computes mean and variance of its tile. Counts, means and squared deviations are combined
 in float64 (Chan, Golub, LeVeque 1979). Raw sums of squares in float32 would be off by 1e-2 where
 the mean is 1,000 times the deviation. The result is bitwise equal on all ranks.
+
+For GroupNorm the channels of all samples become those of one sample, (1, N*C, ...), so that
+BatchNorm's kernels compute the result in one pass. Statistics are those of (1, N*G, ...).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +22,10 @@ from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import gather_over_ranks, sum_over_ranks
 from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import image_shape
-from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.constants import constant
-from spatialdl.spatial.span import split_dims, without_dims
-from spatialdl.spatial.tensor import SpatialTensor, register_op, to_tile
+from spatialdl.spatial.span import on_meta, split_dims, without_dims
+from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 from spatialdl.torch_internals import foreach_lerp_
 
 aten = torch.ops.aten
@@ -82,8 +86,8 @@ def _tile_moments(tile: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-class _BatchNorm(torch.autograd.Function):
-    """Saves the tile and its statistics."""
+class _Standardised(torch.autograd.Function):
+    """Saves the tile and its statistics, of each channel or of groups of consecutive channels."""
 
     @staticmethod
     def forward(
@@ -98,19 +102,27 @@ class _BatchNorm(torch.autograd.Function):
         ctx.comm, ctx.eps, ctx.count = comm, eps, moments.pixels
         _, mean, variance = moments
         ctx.save_for_backward(tile, weight, mean, variance)
+        channels = tile.shape[1]
+        mean, variance = _spread(mean, channels), _spread(variance, channels)
         return normalised(tile, weight, bias, mean, variance, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tile, weight, mean, variance = ctx.saved_tensors
+        tile, weight, of_groups, variance = ctx.saved_tensors
+        channels = tile.shape[1]
+        mean, variance = _spread(of_groups, channels), _spread(variance, channels)
         grad_weight, grad_bias = gradient_sums(grad, tile, mean, variance, ctx.eps)
         needs_tile, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_tile = None
         if needs_tile:
             sums = torch.cat([grad_bias, grad_weight]).double()
-            totals = sum_over_ranks(ctx.comm, sums, "batch_norm backward").div_(ctx.count)
-            if weight is not None:
+            if mean is not of_groups:
+                sums = sums.view(2, -1) * (1 if weight is None else weight)
+                sums = sums.view(2 * len(of_groups), -1).sum(1)
+            totals = sum_over_ranks(ctx.comm, sums, "norm backward").div_(ctx.count)
+            totals = _spread(totals, 2 * channels)
+            if weight is not None and mean is of_groups:
                 totals.view(2, -1).mul_(weight)
             grad_tile = gradient_of_tile(grad, tile, weight, mean, variance, ctx.eps, totals)
         return (
@@ -121,6 +133,12 @@ class _BatchNorm(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _spread(values: Tensor, channels: int) -> Tensor:
+    """Values per group as values per channel."""
+    size = len(values)
+    return values if size == channels else values.repeat_interleave(channels // max(size, 1))
 
 
 def normalised(
@@ -266,23 +284,30 @@ def trained(
         pixels = moments.pixels / copies if copies > 1 else moments.pixels
         once = moments._replace(pixels=pixels)
         update_running(once, running_mean, running_var, momentum)
-    y: Tensor = _BatchNorm.apply(tile, weight, bias, moments, eps, comm)  # type: ignore[no-untyped-call]
+    y: Tensor = _Standardised.apply(tile, weight, bias, moments, eps, comm)  # type: ignore[no-untyped-call]
     return y
 
 
-@register_op(torch.batch_norm, split=("input",))
-def torch_batch_norm(
-    input: SpatialTensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+def in_order_of_torch(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of ``torch.nn.functional`` with the parameters that it has in ``torch``."""
+
+    def torch_norm(
+        input: SpatialTensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn_enabled: bool,
+    ) -> Tensor:
+        return norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+    return torch_norm
+
+
+register_op(torch.batch_norm, split=("input",))(in_order_of_torch(batch_norm))
 
 
 def update_running(
@@ -297,3 +322,96 @@ def update_running(
     kept = [(one, value.to(one.dtype)) for one, value in both if one is not None]
     if kept:
         foreach_lerp_([one for one, _ in kept], [value for _, value in kept], momentum)
+
+
+# --- GroupNorm and InstanceNorm
+
+
+def _check(name: str, x: SpatialTensor) -> None:
+    check_channels(name, x)
+    if 0 in split_dims(x):
+        raise refusal(name, [x], "its samples are merged with rows and columns")
+
+
+def _grouped(
+    x: SpatialTensor,
+    tile: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    name: str,
+) -> tuple[Tensor, ChannelMoments]:
+    """`tile` standardised over the groups of each sample, and their statistics."""
+    samples, channels = tile.shape[:2]
+    count, comm = x.numel() // max(x.shape[0] * groups, 1), x.mesh.grid_comm
+    with torch.no_grad():
+        moments = global_moments(_as_channels(tile, samples * groups), count, comm, name)
+    image = _as_channels(tile, samples * channels)
+    own = (None if one is None else one.repeat(samples) for one in (weight, bias))
+    statistics = ChannelMoments(count, *moments.of(tile))
+    y: Tensor = _Standardised.apply(image, *own, statistics, eps, comm)  # type: ignore[no-untyped-call]
+    return y.view(tile.shape), moments
+
+
+def _as_channels(tile: Tensor, channels: int) -> Tensor:
+    """(N, C, ...) as (1, `channels`, rest); `channels` is N times a divisor of C."""
+    return tile.reshape(1, channels, tile.numel() // max(channels, 1))
+
+
+@register_op(F.group_norm, torch.group_norm, split=("input",))
+def group_norm(
+    input: SpatialTensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,  # torch.group_norm only
+) -> Tensor:
+    _check("group_norm", input)
+    on_meta(F.group_norm, input, num_groups)  # raises PyTorch's errors on all ranks
+    tile = in_float32(to_tile(input))
+    y, _ = _grouped(input, tile, num_groups, weight, bias, eps, "group_norm")
+    return without_dims(input, y, ())
+
+
+@register_op(F.instance_norm, split=("input",))
+def instance_norm(
+    input: SpatialTensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    _check("instance_norm", input)
+    if not use_input_stats:
+        tile = to_tile(input)
+        y = F.instance_norm(tile, running_mean, running_var, weight, bias, False, momentum, eps)
+        return without_dims(input, y, ())
+    on_meta(F.instance_norm, input)
+    tile = to_tile(input)
+    y, moments = _grouped(input, tile, input.shape[1], weight, bias, eps, "instance_norm")
+    if running_mean is not None or running_var is not None:
+        update_running(_mean_over_samples(moments, input), running_mean, running_var, momentum)
+    return without_dims(input, y, ())
+
+
+def _mean_over_samples(moments: ChannelMoments, x: SpatialTensor) -> ChannelMoments:
+    mean, variance = (v.view(x.shape[:2]).mean(0) for v in (moments.mean, moments.variance))
+    return ChannelMoments(moments.pixels, mean, variance)
+
+
+register_op(torch.instance_norm, split=("input",))(in_order_of_torch(instance_norm))
+
+
+@register_op(F.local_response_norm, split=("input",))
+def local_response_norm(
+    input: SpatialTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Tensor:
+    """Normalisation over neighbouring channels of a pixel; local."""
+    _check("local_response_norm", input)
+    y = F.local_response_norm(to_tile(input), size, alpha, beta, k)
+    return without_dims(input, y, ())

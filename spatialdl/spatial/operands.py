@@ -16,9 +16,7 @@ from torch import Tensor
 from spatialdl.parallel.layout import Interval
 from spatialdl.random.composite import inside
 from spatialdl.spatial.agreed import leave_alone
-from spatialdl.spatial.dims import SpatialDims
-from spatialdl.spatial.prefix import apart
-from spatialdl.spatial.sharing import note_view
+from spatialdl.spatial.dims import SpatialDims, apart
 from spatialdl.spatial.table import any_other, refusal, register_op
 from spatialdl.spatial.tensor import SpatialTensor, aligned, from_tile, on_layout, to_tile
 from spatialdl.torch_internals import tree_flatten, tree_map
@@ -65,24 +63,6 @@ def backward(self: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs:
     run = inside(Tensor.backward)
     if run is not None:
         run(self, gradient, *args, **kwargs)
-
-
-@register_op(Tensor.data.__set__, prefix=True)  # type: ignore[attr-defined]
-@torch.no_grad()
-def set_data(self: SpatialTensor, value: Tensor) -> None:
-    """``x.data = value``: the tile becomes that of `value` and shares its memory."""
-    function = Tensor.data.__set__  # type: ignore[attr-defined]
-    if (value.shape, value.dtype) != (self.shape, self.dtype):
-        raise refusal(
-            function,
-            [self],
-            f"it would change {self.dtype} of shape {tuple(self.shape)} to {value.dtype} of "
-            f"shape {tuple(value.shape)}; rebind the variable",
-        )
-    lifted = lift(function, value, self, self.shape)
-    assert isinstance(lifted, SpatialTensor)
-    self._tile = lifted._tile.detach()
-    note_view(self)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from spatialdl.spatial.constants import on
 from spatialdl.spatial.dims import are_tokens
 from spatialdl.spatial.pooled_windows import Pool, Pooling
 from spatialdl.spatial.span import positions
-from spatialdl.spatial.table import refusal, register_op, spatial_in
+from spatialdl.spatial.table import refusal, register_op, register_refusal
 from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
 from spatialdl.spatial.window import (
     WindowMove,
@@ -119,15 +119,7 @@ _register_max(2, F.max_pool2d, torch.max_pool2d)
 _register_max(3, F.max_pool3d, torch.max_pool3d)
 
 
-def _refuse(advice: str, *functions: Any) -> None:
-    for function in functions:
-
-        @register_op(function)
-        def refused(*args: Any, function: Any = function, **kwargs: Any) -> Tensor:
-            raise refusal(function, spatial_in((args, kwargs)), advice)
-
-
-_refuse(
+register_refusal(
     _NO_INDICES,
     F.max_pool1d_with_indices,
     torch.max_pool1d_with_indices,
@@ -141,7 +133,7 @@ _refuse(
     F.max_unpool3d,
     nn_functions.max_unpool3d,
 )
-_refuse(
+register_refusal(
     "its windows are random; use max pooling or adaptive max pooling",
     F.fractional_max_pool2d,
     F.fractional_max_pool2d_with_indices,

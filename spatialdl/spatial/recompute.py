@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -126,50 +126,42 @@ class _Run:
         self.tape = ReplayTape()
         self.random = same_again()
         self.replicas = replicas.same_again()
-        self.buffers = [
-            (module, name, buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self.attributes = [(module, vars(module).copy()) for module in modules]
+        self.modules = modules
+        self.attributes = [{**vars(module), "_buffers": _copies(module)} for module in modules]
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor | None]:
+    buffers = module._buffers.items()
+    return {name: None if one is None else one.detach().clone() for name, one in buffers}
 
 
 class _SecondRun:
     """The context of a recomputation; re-enterable for backward with ``retain_graph``."""
 
     def __init__(self, run: _Run) -> None:
-        self._buffers, self._replaying = run.buffers, run.tape.replay()
-        self._random, self._replicas = run.random, run.replicas
-        self._attributes = run.attributes
-        self._real: list[tuple[nn.Module, str, Tensor | None]] = []
-        self._real_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._run = run
+        self._contexts = run.tape.replay(), run.random, run.replicas
+        self._real: list[dict[str, Any]] = []
         self._versions: dict[int, int] = {}
 
     def __enter__(self) -> None:
-        self._real_attributes = [(module, vars(module).copy()) for module, _ in self._attributes]
-        for module, attributes in self._attributes:
+        self._real = [vars(module).copy() for module in self._run.modules]
+        for module, attributes in zip(self._run.modules, self._run.attributes, strict=True):
             _set_attributes(module, attributes)
+            module._buffers = _copies(module)
         self._versions = self._weight_versions()
-        self._real = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
-        for module, name, start in self._buffers:
-            module._buffers[name] = start.clone()
-        self._replaying.__enter__()
-        self._random.__enter__()
-        self._replicas.__enter__()
+        for context in self._contexts:
+            context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._replicas.__exit__(*raised)
-        self._random.__exit__(*raised)
-        self._replaying.__exit__(*raised)
-        for module, name, buffer in self._real:
-            module._buffers[name] = buffer
-        for module, real in self._real_attributes:
+        for context in reversed(self._contexts):
+            context.__exit__(*raised)
+        for module, real in zip(self._run.modules, self._real, strict=True):
             _set_attributes(module, real)
-        self._real, self._real_attributes = [], []
+        self._real = []
         now = self._weight_versions()  # different tensors if FSDP2 gathered them in between
         if any(now.get(weight, version) != version for weight, version in self._versions.items()):
-            names = sorted({type(module).__name__ for module, _ in self._attributes})
+            names = sorted({type(module).__name__ for module in self._run.modules})
             raise RuntimeError(
                 f"a recomputed forward writes to a weight (of one of {', '.join(names)}): do that "
                 "after the optimizer step, or remove parallel.recompute"
@@ -178,7 +170,7 @@ class _SecondRun:
     def _weight_versions(self) -> dict[int, int]:
         return {
             id(weight): weight._version
-            for module, _ in self._attributes
+            for module in self._run.modules
             for weight in module._parameters.values()
             if weight is not None
         }
@@ -192,17 +184,20 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 # --- blocks of a network
 
 
-class Recomputed:
-    """Mixin of the class of a block: recomputes its forward in backward."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own_forward = super().forward  # type: ignore[misc]
-        return recompute(own_forward, *args, modules=[self], **kwargs)  # type: ignore[list-item]
+def _forward_again(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a block, recomputed in backward."""
+    return recompute(partial(type(block).forward, block), *args, modules=[block], **kwargs)
 
 
-@cache
-def _recomputed_class(kind: Any) -> Any:
-    return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__})
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether a module is a block that is recomputed in backward."""
+    return getattr(vars(module).get("forward"), "func", None) is _forward_again
+
+
+def recompute_block(block: nn.Module) -> None:
+    """Recompute a module in backward; a copy of it recomputes itself."""
+    if "forward" not in vars(block):
+        block.forward = partial(_forward_again, block)
 
 
 def recompute_blocks(model: nn.Module) -> list[str]:
@@ -219,9 +214,7 @@ def recompute_blocks(model: nn.Module) -> list[str]:
     """
     blocks = blocks_of(model)
     for block in blocks.values():
-        if not isinstance(block, Recomputed):
-            kind: Any = type(block)
-            block.__class__ = _recomputed_class(kind)
+        recompute_block(block)
     return list(blocks)
 
 

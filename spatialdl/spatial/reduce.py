@@ -1,4 +1,4 @@
-"""Reductions over any dims: sums, means, products, norms, counts.
+"""Reductions over any dims: sums, means, products, norms, counts; softmax.
 
 Over rows or columns the result is a plain tensor, the same on every rank. Over other dims it is
 split as the input.
@@ -17,17 +17,18 @@ from torch import Tensor
 
 from spatialdl.comm.once import once_differentiable
 from spatialdl.comm.reduce import differentiable_gather, sum_over_ranks
-from spatialdl.spatial.autocast import HALF
+from spatialdl.spatial.autocast import HALF, in_float32
 from spatialdl.spatial.extremes import extreme
 from spatialdl.spatial.span import (
     ReductionSpan,
     dims_of,
     names_no_dims,
+    on_meta,
     reduction,
     span_of,
     without_dims,
 )
-from spatialdl.spatial.tensor import SpatialTensor, refusal, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, refusal, register_op, to_tile
 
 Function = Callable[..., Any]
 
@@ -151,8 +152,6 @@ def log_sum_exp(tile: Tensor, span: ReductionSpan) -> Tensor:
     largest = span.max(highest_of(tile, span), -math.inf, "logsumexp")
     shift = largest.masked_fill(largest.isinf(), 0)
     part = (tile - span.own(shift)).exp().sum(span.dims, keepdim=True)
-    if not span.crosses:
-        return part.log() + shift
     whole = sum_over_ranks(span.comm, span.placed(part), "logsumexp")
     return whole.log() + shift
 
@@ -279,3 +278,78 @@ def image_count_nonzero(func: Function, input: SpatialTensor, dim: Any = None) -
         return span.sum((tile != 0).sum(span.dims, keepdim=True), "count_nonzero")
 
     return reduce_over(input, dim, False, partial(func, dim=dim), across)
+
+
+# --- softmax
+
+
+class _Softmax(torch.autograd.Function):
+    """Saves the result or its logarithm."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: Tensor, span: ReductionSpan, log: bool) -> Tensor:
+        y = tile - span.own(log_sum_exp(tile, span))
+        y = y if log else y.exp()
+        ctx.save_for_backward(y)
+        ctx.span, ctx.log = span, log
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        span = ctx.span
+        weighted = grad if ctx.log else grad * y
+        total = span.own_sum(weighted.sum(span.dims, keepdim=True), "softmax backward")
+        return (grad - y.exp() * total if ctx.log else weighted - y * total), None, None
+
+
+def _softmax(x: SpatialTensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Tensor:
+    function = torch.log_softmax if log else torch.softmax
+    if dim is None:  # PyTorch's deprecated default
+        dim = 0 if x.dim() in (0, 1, 3) else 1
+    like = on_meta(function, x, dim, dtype)  # raises PyTorch's errors on all ranks
+    span, tile = span_of(x, dims_of(x, dim)), to_tile(x)
+    if not span.crosses:
+        return without_dims(x, function(tile, dim, dtype), ())
+    tile = in_float32(tile) if dtype is None else tile.to(dtype)
+    wide = torch.promote_types(tile.dtype, torch.float32)
+    y: Tensor = _Softmax.apply(tile.to(wide), span, log)  # type: ignore[no-untyped-call]
+    result = like.dtype if tile.dtype == like.dtype else tile.dtype
+    return without_dims(x, y.to(result), ())
+
+
+@register_op(torch.softmax, Tensor.softmax, torch.special.softmax, split=("input",), prefix=True)
+def softmax(input: SpatialTensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return _softmax(input, dim, dtype, log=False)
+
+
+@register_op(
+    torch.log_softmax,
+    Tensor.log_softmax,
+    torch.special.log_softmax,
+    split=("input",),
+    prefix=True,
+)
+def log_softmax(input: SpatialTensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return _softmax(input, dim, dtype, log=True)
+
+
+@register_op(F.softmax, split=("input",), prefix=True)
+def f_softmax(
+    input: SpatialTensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _softmax(input, dim, dtype, log=False)
+
+
+@register_op(F.log_softmax, split=("input",), prefix=True)
+def f_log_softmax(
+    input: SpatialTensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _softmax(input, dim, dtype, log=True)

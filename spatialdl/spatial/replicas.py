@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.random.composite import inside
-from spatialdl.spatial.norm import StatisticsOver, trained
+from spatialdl.spatial.norm import StatisticsOver, in_order_of_torch, trained
 from spatialdl.spatial.tensor import SpatialTensor
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
@@ -55,7 +55,7 @@ class BatchNormOver(TorchFunctionMode):
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func is torch.batch_norm:
-            return self._torch_batch_norm(*args, **kwargs)
+            return in_order_of_torch(self._batch_norm)(*args, **kwargs)
         backward = inside(func) if func in _BACKWARDS else None
         if backward is None:
             return func(*args, **kwargs)
@@ -79,22 +79,6 @@ class BatchNormOver(TorchFunctionMode):
             )
         options = (running_mean, running_var, weight, bias, momentum, eps)
         return trained(input, self._comm, None, *options, copies=self._parts)
-
-    def _torch_batch_norm(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Tensor:
-        return self._batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
 
 
 def same_again() -> AbstractContextManager[object]:

@@ -29,7 +29,8 @@ from spatialdl.comm.repartition import add_up, rooms_back
 from spatialdl.comm.replay import aside, once
 from spatialdl.comm.single_process import Completed
 from spatialdl.parallel.layout import Box
-from spatialdl.spatial.blockwise import Scores, backward_block, combined, forward_block, wide
+from spatialdl.spatial.autocast import wide
+from spatialdl.spatial.blockwise import Scores, backward_block, combined, forward_block
 
 
 class Ring(NamedTuple):

@@ -1,18 +1,23 @@
-"""Slicing functions: narrow, select, split, chunk and related ones."""
+"""Slicing functions: narrow, select, split, chunk and related ones; cat and stack."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spatialdl.comm.plan import plan_for
+from spatialdl.parallel.layout import Box, Layout, last_slices
+from spatialdl.spatial.dims import image_dims
+from spatialdl.spatial.operands import own_box_of
 from spatialdl.spatial.picking import picked
+from spatialdl.spatial.reindex import apart_dims, fetch
 from spatialdl.spatial.span import on_meta
 from spatialdl.spatial.table import refusal, register_op
-from spatialdl.spatial.tensor import SpatialTensor, from_tile, to_tile
+from spatialdl.spatial.tensor import SpatialTensor, from_tile, on_layout, to_tile
 
 
 def _at(x: Tensor, dim: int, item: slice | int) -> Tensor:
@@ -80,22 +85,15 @@ def tensor_split(
     return tuple(_at(input, dim, slice(start, stop)) for start, stop in pairwise(edges))
 
 
-@register_op(torch.hsplit, Tensor.hsplit, split=("input",), prefix=True)
-def hsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-    on_meta(torch.hsplit, input, indices_or_sections)
-    return tensor_split(input, indices_or_sections, 1)
+def _register_split(name: str, dim: int) -> None:
+    @register_op(getattr(torch, name), getattr(Tensor, name), split=("input",), prefix=True)
+    def split_along(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
+        on_meta(getattr(torch, name), input, indices_or_sections)
+        return tensor_split(input, indices_or_sections, dim)
 
 
-@register_op(torch.vsplit, Tensor.vsplit, split=("input",), prefix=True)
-def vsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-    on_meta(torch.vsplit, input, indices_or_sections)
-    return tensor_split(input, indices_or_sections, 0)
-
-
-@register_op(torch.dsplit, Tensor.dsplit, split=("input",), prefix=True)
-def dsplit(input: SpatialTensor, indices_or_sections: Any) -> tuple[Tensor, ...]:
-    on_meta(torch.dsplit, input, indices_or_sections)
-    return tensor_split(input, indices_or_sections, 2)
+for _dim, _name in enumerate(("vsplit", "hsplit", "dsplit")):
+    _register_split(_name, _dim)
 
 
 @register_op(torch.index_select, Tensor.index_select, split=("input",), prefix=True)
@@ -115,3 +113,121 @@ def diff(input: SpatialTensor, n: int = 1, dim: int = -1) -> Tensor:
         after, before = _at(result, dim, slice(1, size)), _at(result, dim, slice(0, size - 1))
         result = after.ne(before) if input.dtype == torch.bool else after - before
     return result
+
+
+# --- concatenation
+
+
+CAT_NAMES = (torch.cat, torch.concat, torch.concatenate)
+
+
+@register_op(*CAT_NAMES, split=("tensors",), prefix=True)
+def cat(tensors: Sequence[Tensor], dim: int = 0, axis: int | None = None) -> Tensor:
+    dim = dim if axis is None else axis
+    whole = on_meta(torch.cat, tensors, dim)
+    operands = [x for x in tensors if x.dim() != 1 or x.numel()]  # PyTorch ignores empty vectors
+    first = next(x for x in operands if isinstance(x, SpatialTensor))
+    dim = dim % first.dim() - first.dim()
+    if first.spatial_dims.holds(dim, first.dim()):
+        joined = _along_split_dim(operands, first, dim)
+    else:
+        tiles = [_tile_beside(x, first) for x in operands]
+        layout, mesh, dims = first.spatial_layout, first.mesh, first.spatial_dims
+        joined = from_tile(torch.cat(tiles, dim), layout, mesh, dims)
+    return joined if joined.dtype == whole.dtype else joined.to(whole.dtype)
+
+
+def _tile_beside(x: Tensor, first: SpatialTensor) -> Tensor:
+    """This rank's tile of an operand, split or whole, on the layout of `first`."""
+    _check_dims(x, first)
+    if isinstance(x, SpatialTensor):
+        return to_tile(on_layout(x, first.spatial_layout))
+    return to_tile(own_box_of(torch.cat, x, first, x.shape))
+
+
+def _check_dims(x: Tensor, first: SpatialTensor) -> None:
+    if isinstance(x, SpatialTensor) and x.spatial_dims != first.spatial_dims:
+        raise refusal(
+            torch.cat,
+            [first],
+            f"another operand is split{x.spatial_dims.describe() or ', spatial dims last'}; "
+            "permute it so that the spatial dims are at the same dims",
+        )
+
+
+def _along_split_dim(operands: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
+    """Concatenate images along a spatial dim: each rank fetches its box of every operand."""
+    if list(first.spatial_dims.at).count(dim) > 1:
+        return _beside_pixels(operands, first, dim)
+    dims = apart_dims(torch.cat, first)
+    along, last = dims.index(dim), image_dims(len(dims)).at
+    sizes = [x.shape[dim] for x in operands]
+    output = first.spatial_layout.of_samples(1).resized(along, sum(sizes))
+    starts = accumulate(sizes, initial=0)
+    pieces = [
+        _within(x, first, output, start, along) for x, start in zip(operands, starts, strict=False)
+    ]
+    image = torch.cat(pieces, last[along])
+    return from_tile(image.movedim(last, dims), output, first.mesh, first.spatial_dims)
+
+
+def _beside_pixels(operands: Sequence[Tensor], first: SpatialTensor, dim: int) -> SpatialTensor:
+    """Add whole tensors (class tokens, registers) before and after the tokens of an image."""
+    dims = first.spatial_dims
+    if sum(isinstance(x, SpatialTensor) for x in operands) > 1 or set(dims.outer) != {1}:
+        raise refusal(
+            torch.cat,
+            [first],
+            "tokens of an image can be concatenated with whole tensors only: call full_tensor() on "
+            "all operands but one",
+        )
+    place = next(number for number, x in enumerate(operands) if x is first)
+    sizes = [x.shape[dim] for x in operands]
+    joined = dims._replace(
+        prefix=dims.prefix + sum(sizes[:place]), suffix=dims.suffix + sum(sizes[place + 1 :])
+    )
+    has_tokens = first.mesh.part == 0  # other ranks keep them in their graph
+    tiles = [
+        to_tile(first) if x is first else x if has_tokens else x.narrow(dim, 0, 0) for x in operands
+    ]
+    return from_tile(torch.cat(tiles, dim), first.spatial_layout, first.mesh, joined)
+
+
+def _within(x: Tensor, first: SpatialTensor, output: Layout, start: int, along: int) -> Tensor:
+    """The part of `x`, which begins at `start` of the output, in this rank's output box."""
+    _check_dims(x, first)
+    dims, mesh = first.spatial_dims.at, first.mesh
+    last = image_dims(len(dims)).at
+    size = x.shape[dims[along]]
+    needed = tuple(_shifted(box, start, size, along) for box in output.boxes)
+    if isinstance(x, SpatialTensor):
+        plan = plan_for(x.spatial_layout.of_samples(1).boxes, needed, mesh.part)
+        return fetch(to_tile(x).movedim(dims, last), plan, mesh, name="cat")
+    own = (slice(*interval) for interval in needed[mesh.part].spatial)
+    return x.movedim(dims, last)[last_slices(own)]
+
+
+def _shifted(box: Box, start: int, size: int, along: int) -> Box:
+    low, high = (min(max(edge - start, 0), size) for edge in box.spatial[along])
+    return box.but(1 + along, (low, high))
+
+
+@register_op(torch.stack, split=("tensors",), prefix=True)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    on_meta(torch.stack, tensors, dim)
+    return cat([x.unsqueeze(dim) for x in tensors], dim)
+
+
+@register_op(torch.hstack, split=("tensors",), prefix=True)
+def hstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat(tensors, 1)
+
+
+@register_op(torch.vstack, torch.row_stack, split=("tensors",), prefix=True)
+def vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([x if x.dim() > 1 else x.unsqueeze(0) for x in tensors], 0)
+
+
+@register_op(torch.dstack, split=("tensors",), prefix=True)
+def dstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([x if x.dim() > 2 else x.unsqueeze(-1) for x in tensors], 2)

@@ -60,20 +60,14 @@ class ReductionSpan:
 
     def sum(self, part: Tensor, name: str) -> Tensor:
         """The sum of the parts of all ranks, in the full size; differentiable."""
-        if not self.crosses:
-            return part
         return differentiable_sum(self.comm, self.placed(part), name)
 
     def own_sum(self, part: Tensor, name: str) -> Tensor:
         """This tile's part of the sum over all ranks; not differentiable."""
-        if not self.crosses:
-            return part
         return self.own(sum_over_ranks(self.comm, self.placed(part), name))
 
     def max(self, part: Tensor, lowest: float, name: str) -> Tensor:
         """The maximum over all ranks, in the full size; not differentiable."""
-        if not self.crosses:
-            return part
         return max_over_ranks(self.comm, self.placed(part, lowest), name)
 
 

@@ -77,6 +77,15 @@ def register_op(
     return register
 
 
+def register_refusal(advice: str, *functions: Callable[..., Any]) -> None:
+    """Refuse functions by name on split images, with this advice."""
+    for function in functions:
+
+        @register_op(function, prefix=True)
+        def refused(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+            raise refusal(function, spatial_in((args, kwargs)), advice)
+
+
 def _check_new(function: Callable[..., Any], handler: Callable[..., Any]) -> None:
     """Warn before a handler of the package is replaced by one from elsewhere."""
     package, _, _ = __name__.partition(".")
@@ -86,7 +95,7 @@ def _check_new(function: Callable[..., Any], handler: Callable[..., Any]) -> Non
     )
     if before and not after:
         warnings.warn(
-            f"{_name_of(function)} works on split images already; register_op replaces the "
+            f"{name_of(function)} works on split images already; register_op replaces the "
             f"package's handler by {handler.__module__}.{handler.__qualname__}",
             stacklevel=4,
         )
@@ -152,10 +161,11 @@ def refusal(func: Any, operands: Iterable[SplitOperand], advice: str = "") -> Un
         "compose it of supported operations, or call full_tensor() before it to gather the image "
         "on every rank; in code that is not yours, by spatialdl.register_op"
     )
-    return UnsupportedSpatialOp(f"{_name_of(func)} is not supported{where}: {advice}")
+    return UnsupportedSpatialOp(f"{name_of(func)} is not supported{where}: {advice}")
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """The name of a function, of an operator, or of the property that it gets or sets."""
     if isinstance(func, OpOverload):
         return str(func)
     name = str(getattr(func, "__name__", func))

@@ -34,8 +34,14 @@ from spatialdl.parallel.layout import Layout
 from spatialdl.random.composite import inside
 from spatialdl.spatial.agreed import watched
 from spatialdl.spatial.autocast import as_autocast
-from spatialdl.spatial.dims import SpatialDims, from_image, image_dims, samples_of, to_image
-from spatialdl.spatial.prefix import bring_tokens
+from spatialdl.spatial.dims import (
+    SpatialDims,
+    bring_tokens,
+    from_image,
+    image_dims,
+    samples_of,
+    to_image,
+)
 from spatialdl.spatial.sharing import Family, check_lines, check_write, note_tile, note_view, share
 from spatialdl.spatial.table import (
     HANDLERS,
@@ -43,6 +49,7 @@ from spatialdl.spatial.table import (
     any_other,
     refusal,
     register_op,
+    register_refusal,
     spatial_in,
 )
 from spatialdl.torch_internals import (
@@ -502,29 +509,18 @@ def requires_grad_(self: SpatialTensor, requires_grad: bool = True) -> SpatialTe
     return self
 
 
-def _refuse(func: Any, advice: str) -> None:
-    @register_op(func, prefix=True)
-    def handler(*args: Any, **kwargs: Any) -> Any:
-        raise refusal(func, spatial_in((args, kwargs)), advice)
-
-
-for _func in (
-    Tensor.numpy,
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.data_ptr,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.share_memory_,
-    Tensor.apply_,
-    Tensor.map_,
-):
-    _refuse(_func, "use to_local() for this rank's tile or full_tensor() for the whole tensor")
-for _sampled in (F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d):
-    _refuse(
-        _sampled,
-        "each output may read pixels of any rank; call full_tensor() on the image, or "
-        "gather_before() on the module that samples",
-    )
-for _equal in (Tensor.equal, torch.equal):
-    _refuse(_equal, "ranks would return different results; compare the results of full_tensor()")
+register_refusal(
+    "use to_local() for this rank's tile or full_tensor() for the whole tensor",
+    *(Tensor.numpy, Tensor.item, Tensor.tolist, Tensor.data_ptr, Tensor.__array__),
+    *(Tensor.__dlpack__, Tensor.share_memory_, Tensor.apply_, Tensor.map_),
+)
+register_refusal(
+    "each output may read pixels of any rank; call full_tensor() on the image, or "
+    "gather_before() on the module that samples",
+    *(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d),
+)
+register_refusal("rebind the variable", Tensor.data.__set__)  # type: ignore[attr-defined]
+register_refusal(
+    "ranks would return different results; compare the results of full_tensor()",
+    *(Tensor.equal, torch.equal),
+)

@@ -106,16 +106,11 @@ def view(input: SpatialTensor, *shape: Any, dtype: Any = None) -> Tensor:
     return reshape(input, *shape)
 
 
-@register_op(Tensor.reshape, split=("input",), prefix=True)
-def reshape(input: SpatialTensor, *shape: Any) -> Tensor:
-    sizes = _inferred(input, _flat(shape))
+@register_op(Tensor.reshape, torch.reshape, split=("input",), prefix=True)
+def reshape(input: SpatialTensor, *sizes: Any, shape: Any = ()) -> Tensor:
+    sizes = _inferred(input, _flat(sizes or (shape,)))
     _check_count(input, sizes)
     return regrouped(torch.reshape, input, sizes)
-
-
-@register_op(torch.reshape, split=("input",), prefix=True)
-def reshape_function(input: SpatialTensor, shape: Sizes) -> Tensor:
-    return reshape(input, *shape)
 
 
 @register_op(Tensor.view_as, Tensor.reshape_as, split=("input", "other"), prefix=True)
@@ -162,14 +157,9 @@ def permuted(x: SpatialTensor, order: Sizes) -> SpatialTensor:
     return from_tile(to_tile(x).permute(order), x.spatial_layout, x.mesh, moved)
 
 
-@register_op(Tensor.permute, split=("input",), prefix=True)
-def permute(input: SpatialTensor, *dims: Any) -> Tensor:
-    return permuted(input, _flat(dims))
-
-
-@register_op(torch.permute, split=("input",), prefix=True)
-def permute_function(input: SpatialTensor, dims: Sizes) -> Tensor:
-    return permuted(input, dims)
+@register_op(Tensor.permute, torch.permute, split=("input",), prefix=True)
+def permute(input: SpatialTensor, *order: Any, dims: Any = ()) -> Tensor:
+    return permuted(input, _flat(order or (dims,)))
 
 
 @register_op(
@@ -275,15 +265,12 @@ def _local_sizes(func: Any, x: SpatialTensor, sizes: Sizes) -> list[int]:
     return local
 
 
-@register_op(Tensor.expand, split=("input",), prefix=True)
-def expand(input: SpatialTensor, *sizes: Any, implicit: bool = False) -> Tensor:
-    tile = to_tile(input).expand(_local_sizes(Tensor.expand, input, _flat(sizes)))
+@register_op(
+    *(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to), split=("input",), prefix=True
+)
+def expand(input: SpatialTensor, *sizes: Any, size: Any = (), implicit: bool = False) -> Tensor:
+    tile = to_tile(input).expand(_local_sizes(Tensor.expand, input, _flat(sizes or (size,))))
     return from_tile(tile, input.spatial_layout, input.mesh, input.spatial_dims)
-
-
-@register_op(torch.broadcast_to, Tensor.broadcast_to, split=("input",), prefix=True)
-def broadcast_to(input: SpatialTensor, size: Sizes) -> Tensor:
-    return expand(input, *size)
 
 
 @register_op(Tensor.expand_as, split=("input", "other"), prefix=True)

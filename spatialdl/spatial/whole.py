@@ -225,7 +225,7 @@ _register(
 _register(_on_image, F.batch_norm, torch.batch_norm, F.group_norm, F.instance_norm)
 _register(_on_image, *_CONV_DIMS)
 _register(_detached, Tensor.detach, torch.detach, _getter("data"))
-_register(_not_split, _getter("_base"), Tensor.data.__set__)  # type: ignore[attr-defined]
+_register(_not_split, _getter("_base"))
 _register(_gradient, _getter("grad"))
 _register(_gradients, torch.autograd.grad)
 _register(_hooked, Tensor.register_hook)

@@ -97,11 +97,11 @@ def check_output(name: str, x: SpatialTensor, size: tuple[int, ...]) -> None:
         )
 
 
-def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str) -> Tensor:
+def read_window(tile: Tensor, mesh: Mesh, plan: Plan, name: str, fill: float = 0.0) -> Tensor:
     """The box that this rank needs: a view if no rank sends and the tile contains it."""
     if not plan.communicates and holds_all(plan):
         return view_of(tile, plan.own, plan.need)
-    return move(mesh.grid_comm, plan, tile, name=name)
+    return move(mesh.grid_comm, plan, tile, fill, name)
 
 
 def holds_all(plan: Plan) -> bool:

@@ -6,12 +6,11 @@ import pytest
 
 from spatialdl.comm.plan import plan_for
 from spatialdl.parallel.layout import needed_boxes
-from spatialdl.spatial.bands import parts_of
 from spatialdl.spatial.halo_geometry import cut_dim
-from spatialdl.spatial.interpolation_weights import interpolation_weights
+from spatialdl.spatial.resample import interpolation_weights
 
 
 @pytest.fixture(autouse=True)
 def empty_caches() -> None:
-    for cached in (plan_for, needed_boxes, parts_of, cut_dim, interpolation_weights):
+    for cached in (plan_for, needed_boxes, cut_dim, interpolation_weights):
         cached.cache_clear()

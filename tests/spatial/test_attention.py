@@ -6,14 +6,20 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.random import keyed
 from spatialdl.random.plain import attention_of_whole
 from spatialdl.random.streams import next_key
-from spatialdl.spatial.attention_kernels import KERNELS, kernel_for
-from spatialdl.spatial.blockwise import Dropped, Scores, backward_block, combined, forward_block
+from spatialdl.spatial.blockwise import (
+    KERNELS,
+    Dropped,
+    Scores,
+    backward_block,
+    combined,
+    forward_block,
+    kernel_for,
+)
 
 B, HEADS, L, S, E = 2, 4, 37, 29, 8
 PARTS = (slice(0, 11), slice(11, 11), slice(11, 12), slice(12, S))
@@ -98,39 +104,7 @@ def test_blocks_are_the_whole(name: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_up_in_float32(dtype: torch.dtype) -> None:
-    query, key = drawn(B, HEADS, L, E).to(dtype), drawn(B, HEADS, S, E).to(dtype)
-    columns = tuple(torch.arange(S)[part] for part in PARTS)
-    scores = Scores(1 / math.sqrt(E), False, None, torch.arange(L), columns)
-    ours = in_blocks(query, key, key, query, None, scores)[0]
-    assert ours is not None
-    assert ours.dtype == torch.float32
-    exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, key)))
-    torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=0.01)
-
-
 # --- fused kernels
-
-
-@pytest.mark.parametrize("leading", [(), (2, 3)])
-def test_the_kernel_of_the_cpu_is_attention(leading: tuple[int, ...]) -> None:
-    query, key, value = drawn(*leading, 7, 8), drawn(*leading, 5, 8), drawn(*leading, 5, 8)
-    for one in (query, key, value):
-        one.requires_grad_()
-    grad = drawn(*leading, 7, 8) - 0.5
-    expected = attention_of_whole(query, key, value, scale=0.3)
-    kernel = kernel_for(query, key, value)
-    assert kernel is not None
-    with torch.no_grad():
-        out, spread = kernel.forward(query, key, value, 0.3)
-        grads = kernel.backward(query, key, value, (grad, out, spread), 0.3)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(spread, (query @ key.mT * 0.3).logsumexp(-1))
-    for ours, plain in zip(
-        grads, torch.autograd.grad(expected, [query, key, value], grad), strict=True
-    ):
-        torch.testing.assert_close(ours, plain)
 
 
 def test_what_no_kernel_computes() -> None:

@@ -8,7 +8,6 @@ from math import prod
 import pytest
 import torch
 
-from spatialdl.errors import UnsupportedSpatialOp
 from spatialdl.parallel.layout import last_slices
 from spatialdl.spatial.dims import (
     SpatialDims,
@@ -83,51 +82,6 @@ def check_view(shape: tuple[int, ...], dims: SpatialDims, new_shape: tuple[int, 
     return True
 
 
-@pytest.mark.parametrize(
-    ("form", "new_shape"),
-    [
-        ("image", (2, 3, H * W)),
-        ("image", (2, 3 * H * W)),
-        ("image", (2, 3, 1, H, 1, W)),
-        ("image", (2, 3, 3, 4, 2, 4)),
-        ("channels last", (2, H * W, 3)),
-        ("channels last", (2 * H * W, 3)),
-        ("tokens", (2, H, W, 3)),
-        ("tokens", (2, 3, 4, 2, 4, 3)),
-        ("tokens", (2 * H * W, 3)),
-        ("tokens of all samples", (2, H, W, 3)),
-        ("rows of all samples", (2, H, W, 3)),
-        ("columns of all samples", (3, H, 2, W)),
-        ("volume", (2, 3, D * H * W)),
-        ("volume", (2, 3, 3, 2, 4, 3, 2, 4)),
-        ("volume, channels last", (2, 2, 3, 3, 4, 2, 4, 3)),
-        ("tokens of a volume", (2, D, H, W, 3)),
-        ("tokens of slices", (2, D * H * W, 3)),
-        ("slices of all samples", (2, D, 3, H, W)),
-        ("signal, channels last", (2, 2, 4, 3)),
-        ("signals of all samples", (2, W, 3)),
-    ],
-)
-def test_views_that_networks_make(form: str, new_shape: tuple[int, ...]) -> None:
-    shape, dims = FORMS[form]
-    assert check_view(shape, dims, new_shape)
-
-
-@pytest.mark.parametrize(
-    ("form", "new_shape"),
-    [
-        ("channels last", (2, H, W * 3, 2)),  # other pixels than there are
-        ("image", (2, 3, W, H)),
-        ("rows last", (2, 3, H * W)),  # columns before rows
-        ("tokens", (2, W, H, 3)),
-        ("volume", (2, 3, W, H, D)),
-    ],
-)
-def test_views_that_mix_pixels_are_none(form: str, new_shape: tuple[int, ...]) -> None:
-    shape, dims = FORMS[form]
-    assert not check_view(shape, dims, new_shape)
-
-
 def test_any_view_is_right_or_none() -> None:
     for seed in range(200):
         check_any_view(random.Random(seed))
@@ -183,16 +137,6 @@ BESIDE = SpatialDims.of(-2, -2)._replace(prefix=2, suffix=1)
 COUNT = 2 + H * W + 1
 
 
-def test_tokens_beside_pixels_are_counted() -> None:
-    assert BESIDE.sizes((5, 0, 3), (H, W)) == (5, COUNT, 3)
-    assert BESIDE.of_part(0) == BESIDE
-    assert BESIDE.of_part(1) == BESIDE.of_pixels == SpatialDims.of(-2, -2)
-    assert (
-        BESIDE.describe() == ", rows and columns merged in dim -2 with 2 tokens before them and "
-        "1 tokens after them"
-    )
-
-
 @pytest.mark.parametrize(
     ("new_shape", "dims", "steps", "factors"),
     [
@@ -208,19 +152,3 @@ def test_tokens_beside_pixels_stay_together(new_shape, dims, steps, factors) -> 
     assert (view is None) == (dims is None)
     if view is not None:
         assert view == (dims, new_shape, steps, factors)
-
-
-def test_tokens_beside_pixels_go_back_to_a_dim_of_their_own() -> None:
-    merged = SpatialDims.of(-2, -2)._replace(prefix=4, suffix=2)
-    view = regroup((2 * COUNT, 3), (COUNT, 2, 3), merged, (H, 2 * W))
-    assert view == (BESIDE._replace(at=(-3, -3)), (COUNT, 2, 3), (1, 2), (1, 1))
-    odd = SpatialDims.of(-2, -2)._replace(prefix=5, suffix=1)
-    assert regroup((2 * COUNT, 3), (COUNT, 2, 3), odd, (H, 2 * W)) is None
-
-
-def test_tokens_beside_pixels_are_no_image() -> None:
-    whole = torch.zeros(5, COUNT, 3)
-    with pytest.raises(UnsupportedSpatialOp, match="slice off the tokens that belong to no pixel"):
-        to_image(whole, BESIDE, (H, W))
-    with pytest.raises(UnsupportedSpatialOp, match="slice off"):
-        from_image(torch.zeros(5, 3, H, W), BESIDE, whole.shape)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spatialdl.spatial.interpolation_weights import ResampledDim, interpolation_weights
+from spatialdl.spatial.resample import ResampledDim, interpolation_weights
 
 MODES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
 MODES |= {"cubic": "bicubic"}
@@ -63,19 +62,6 @@ def test_outputs_are_those_of_pytorch(mode: str, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_outside_of_what_is_read_has_a_weight(mode: str) -> None:
-    for (size, count), antialias in product(SIZES, (False, mode in ("linear", "cubic"))):
-        taps = interpolation_weights(
-            ResampledDim(mode, size, count, antialias=antialias), torch.float64
-        )
-        for start, stop in [(0, count), (0, 1), (count - 1, count), (count // 2, count)]:
-            first, last = taps.reads(start, stop)
-            assert 0 <= first < last <= size or start == stop
-            assert set(taps.index[start:stop].flatten().tolist()) <= set(range(first, last))
-        assert taps.reads(1, 1) == (0, 0)
-
-
 @pytest.mark.parametrize(("mode", "radius"), [("linear", 1), ("cubic", 2)])
 @pytest.mark.parametrize(("size", "count"), [(20, 7), (61, 9), (7, 20)])
 def test_antialiasing_reads_no_more_than_its_kernel(
@@ -84,12 +70,3 @@ def test_antialiasing_reads_no_more_than_its_kernel(
     """Pixels with a weight of 0 would be right, and be sent for nothing."""
     taps = interpolation_weights(ResampledDim(mode, size, count, antialias=True), torch.float64)
     assert taps.index.shape[1] <= 2 * radius * max(1, size / count) + 1
-
-
-def test_a_whole_factor_is_known() -> None:
-    def factor(*given: object, **more: object) -> int:
-        return ResampledDim("linear", *given, **more).factor
-
-    assert [factor(7, 14), factor(7, 7), factor(7, 15), factor(14, 7)] == [2, 1, 0, 0]
-    assert [factor(7, 14, scale=2.0), factor(7, 14, scale=2.05)] == [2, 0]
-    assert [factor(7, 14, align_corners=True), factor(7, 14, antialias=True)] == [0, 0]

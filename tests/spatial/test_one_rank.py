@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 import spatialdl
 from spatialdl import Mesh, SpatialTensor, UnsupportedSpatialOp, gather_before, init_mesh, shard
 from spatialdl.models import resnet18
-from spatialdl.parallel.layout import Bounds
-from spatialdl.spatial.picking import blocks
-from spatialdl.spatial.reindex import DimMap, Segment
 
 H, W = 13, 10
 
@@ -104,12 +100,6 @@ def test_dims_do_not_change_in_place(one: Mesh) -> None:
             change(shard(image(), one))
 
 
-def test_a_detached_tile_is_the_same_memory(one: Mesh) -> None:
-    x = shard(image(), one)
-    x.to_local().zero_()
-    assert math.isclose(float(x.full_tensor().abs().sum()), 0.0)
-
-
 # --- interpolation whose gradient is wrong in PyTorch
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -163,28 +153,6 @@ def test_gradients_of_pytorch_are_wrong_where_they_are_refused(
 
 
 # --- sizes and names
-
-
-@pytest.mark.parametrize(
-    ("bounds", "segments", "output"),
-    [
-        ((0, 5, 10), [Segment(8, 0)], (0, 5, 8)),
-        ((0, 5, 10), [Segment(4, 0)], (0, 2, 4)),
-        ((0, 6, 11), [Segment(6, 0, 2)], (0, 3, 6)),
-        ((0, 6, 11), [Segment(5, 1, 2)], (0, 3, 5)),
-    ],
-)
-def test_outputs_are_cut_where_inputs_were(
-    bounds: Bounds, segments: list[Segment], output: Bounds
-) -> None:
-    assert DimMap.of(segments, bounds, segments[0].step).bounds == output
-
-
-def test_indices_of_one_dim_each() -> None:
-    assert blocks([(7, 3, 1, 1), (5, 3)]) == [(7, 3), (5, 3)]
-    assert blocks([(6, 1), (2,)]) == [(6,), (2,)]
-    assert blocks([(5,), (5,)]) is None
-    assert blocks([(5,), (6, 1)]) is None
 
 
 @pytest.mark.parametrize(

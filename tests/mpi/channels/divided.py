@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from spatialdl.channels import tensor
 from spatialdl.channels.moves import own_part
 from spatialdl.channels.tensor import ChannelTensor, whole_of
-from spatialdl.channels.uses import uses_of, without_data
-from spatialdl.channels.weights import divide
+from spatialdl.channels.weights import divide, uses_of, without_data
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.world import world
 from spatialdl.parallel.partition import Partition

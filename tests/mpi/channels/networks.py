@@ -132,10 +132,10 @@ class Windows(nn.Module):
     Maps that windows do not divide are padded. Shifted windows are masked.
     """
 
-    def __init__(self, width: int, heads: int, window: int, shift: int, fused: bool) -> None:
+    def __init__(self, width: int, heads: int, window: int, shift: int) -> None:
         super().__init__()
         self.window, self.shift, self.heads = window, shift, heads
-        self.attention = Attention(width, heads, fused)
+        self.attention = Attention(width, heads, True)
         self.table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
         places = torch.cartesian_prod(torch.arange(window), torch.arange(window))
         apart = places[:, None] - places + window - 1
@@ -186,36 +186,32 @@ class Windows(nn.Module):
 class Merging(nn.Module):
     """Four places of a map (N, H, W, C) become one of twice the channels."""
 
-    def __init__(self, width: int, views: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.views = nn.LayerNorm(4 * width), views
+        self.norm = nn.LayerNorm(4 * width)
         self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         samples, height, width, channels = x.shape
         x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         _, height, width, _ = x.shape
-        if self.views:
-            x = x.reshape(samples, height // 2, 2, width // 2, 2, channels)
-            x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)
-        else:
-            corners = [x[..., row::2, column::2, :] for column in (0, 1) for row in (0, 1)]
-            x = torch.cat(corners, -1)
+        x = x.reshape(samples, height // 2, 2, width // 2, 2, channels)
+        x = x.permute(0, 1, 3, 4, 2, 5).flatten(3)
         return self.reduction(self.norm(x))
 
 
 class Swin(nn.Module):
-    """Two stages of two layers, the second with shifted windows; as timm or torchvision has it."""
+    """Two stages of two layers, the second with shifted windows; as timm has it."""
 
-    def __init__(self, fused: bool, width: int = 16, window: int = 4) -> None:
+    def __init__(self, width: int = 16, window: int = 4) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         stages: list[nn.Module] = []
         for stage, heads in enumerate((4, 8)):
             wide = width * 2**stage
-            stages += [Merging(wide // 2, views=fused)] if stage else []
+            stages += [Merging(wide // 2)] if stage else []
             for shift in (0, window // 2):
-                stages.append(Layer(wide, Windows(wide, heads, window, shift, fused), 0.2))
+                stages.append(Layer(wide, Windows(wide, heads, window, shift), 0.2))
         self.layers = nn.Sequential(*stages)
         self.norm, self.head = nn.LayerNorm(2 * width), nn.Linear(2 * width, 5)
 
@@ -233,7 +229,7 @@ NETWORKS: dict[str, Network] = {
     "vit": (lambda: VisionTransformer(5, patch=8, width=24, depth=2, heads=4), (3, 40, 32)),
     "tokens": (Tokens, (3, 40, 32)),
     "tokens, spelled out": (lambda: Tokens(fused=False), (3, 40, 32)),
-    "swin": (lambda: Swin(fused=True), (3, 60, 52)),
+    "swin": (Swin, (3, 60, 52)),
     "mobile": (Mobile, (3, 36, 30)),
     "grouped": (Grouped, (3, 21, 18)),
 }

@@ -19,7 +19,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.models.vit import VisionTransformer
 from spatialdl.random import keyed
 from tests.mpi.channels.divided import WORLD, drawn
-from tests.mpi.channels.networks import NETWORKS, Tokens
+from tests.mpi.channels.networks import NETWORKS
 from tests.mpi.device import DEVICE
 from tests.mpi.equality import slow_cases
 from tests.mpi.equality_cases import Case
@@ -38,8 +38,8 @@ STEPS = [
     ),
 ]
 
-MIXED = ("amoebanet_d", "mobile")
-"""Tensors meet in them that are divided otherwise, or too small for all ranks."""
+MIXED = ("amoebanet_d", "mobile", "grouped")
+"""Tensors or groups meet in them that are divided otherwise, or too small for all ranks."""
 
 # tensor, grid, data
 LAYOUTS = {
@@ -137,21 +137,6 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_network(norm_type: float
     assert model.module.head.bias.part.grad.norm() < plain.head.bias.grad.norm() + 1e-12
     again = spatialdl.clip_grad_norm_(model, mesh, 1e9, norm_type)
     assert again.item() == pytest.approx(0.1, rel=1e-5)
-
-
-@pytest.mark.world(2, 3)
-def test_a_transformer_keeps_its_share_of_positions_and_tokens_too():
-    """Of a ViT-S/16; on more ranks some have a head more than others."""
-    torch.manual_seed(7)
-    plain = Tokens(width=384, heads=6, depth=12, patch=16, grid=(14, 14)).eval()
-    whole = sum(one.numel() for one in plain.parameters())
-    model = spatialdl.SpatialParallel(plain, spatialdl.init_mesh((1, 1), tensor=WORLD.size))
-    with torch.no_grad():
-        model.to(DEVICE)(torch.randn(1, 3, 224, 224, device=DEVICE))
-    held = sum(one.numel() for one in model.parameters())
-    assert held == pytest.approx(whole / WORLD.size, rel=0.02)
-    assert model.module.pos_embed.part.shape == (1, 197, 384 // WORLD.size)
-    assert model.module.cls_token.part.shape == (1, 1, 384 // WORLD.size)
 
 
 class Mixed(nn.Module):

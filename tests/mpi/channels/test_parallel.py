@@ -118,49 +118,23 @@ def test_different_networks_are_refused_on_all_ranks(world: MPI.Intracomm) -> No
         spatialdl.SpatialParallel(nn.LazyLinear(2), mesh)
 
 
-class ModelEma(nn.Module):
-    """As timm's ModelEmaV3 does it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(model)
-        self.module.eval()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
-        for ours, theirs in pairs:
-            if ours.is_floating_point():
-                ours.lerp_(theirs, weight=0.1)
-            else:
-                ours.copy_(theirs)
-
-
 def averaged_model(model: nn.Module) -> nn.Module:
     return AveragedModel(model, use_buffers=True)
 
 
-def update(ema: nn.Module, model: nn.Module) -> None:
-    ema.update(model) if isinstance(ema, ModelEma) else ema.update_parameters(model)
-
-
-@pytest.mark.parametrize("averaged", [ModelEma, averaged_model])
-def test_averages_of_weights_are_those_of_one_process(averaged, world: MPI.Intracomm) -> None:
+def test_averages_of_weights_are_those_of_one_process(world: MPI.Intracomm) -> None:
     mesh = spatialdl.init_mesh((1, world.size))
     wrapped, plain = spatialdl.SpatialParallel(small(), mesh), small()
     if world.rank == 0:
-        averaged(wrapped)  # which a rank may do by itself
-    ours, expected = averaged(wrapped), averaged(plain)
+        averaged_model(wrapped)  # which a rank may do by itself
+    ours, expected = averaged_model(wrapped), averaged_model(plain)
     for image in images(3):
         step(wrapped, spatialdl.shard(image, mesh))
         step(plain, image)
-        update(ours, wrapped)
-        update(expected, plain)
+        ours.update_parameters(wrapped)
+        expected.update_parameters(plain)
     assert_equal(ours, expected)
-    fresh = averaged(spatialdl.SpatialParallel(small(seed=5), mesh))
+    fresh = averaged_model(spatialdl.SpatialParallel(small(seed=5), mesh))
     fresh.load_state_dict(expected.state_dict())  # strict
     assert_equal(fresh, expected)
     with torch.no_grad():
@@ -188,7 +162,9 @@ def test_a_deep_copy_can_be_trained_and_what_is_saved_is_the_network_itself(
         assert_equal(network, small())
 
 
-def test_parameters_that_are_unfrozen_or_replaced_later_are_averaged(world: MPI.Intracomm) -> None:
+def test_parameters_that_are_unfrozen_or_replaced_later_are_averaged(
+    world: MPI.Intracomm,
+) -> None:
     mesh = spatialdl.init_mesh((1, world.size))
     plain, module = small(), small()
     for model in (plain, module):
@@ -209,7 +185,7 @@ def test_parameters_that_are_unfrozen_or_replaced_later_are_averaged(world: MPI.
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**30])
-def test_gradients_that_autograd_returns_are_averaged(
+def test_gradients_that_autograd_returns_are_averaged_model(
     bucket_bytes: int, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)

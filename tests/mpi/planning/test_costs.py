@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import spatialdl
-from spatialdl.channels.uses import uses_of, without_data
-from spatialdl.channels.weights import divide, whole_outputs
+from spatialdl.channels.weights import divide, uses_of, whole_outputs, without_data
 from spatialdl.comm import check, exchange
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.dry import Talk

@@ -158,11 +158,6 @@ def unet(x: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return skip, F.conv_transpose2d(torch.tanh(F.max_pool2d(skip, 2)), up, stride=2)
 
 
-def patches(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As MobileViTV2 has them: (N, C, pixels of a patch, patches)."""
-    return F.conv2d(F.unfold(x, 1).unflatten(1, (4, 1)), weight, bias, padding="same")
-
-
 def of_tokens(groups: int) -> Operation:
     return lambda x, w, b: F.conv1d(x.flatten(2), w[:, :, 0], b, groups=groups)
 
@@ -205,20 +200,10 @@ CASES: Cases = {
         (1, 3, 24, 48),
         [(3, 3, 3, 3), (3, 3, 2, 2)],
     ),
-    "tokens": (of_tokens(1), (2, 4, 9, 7), SMALL),
     "tokens, groups": (of_tokens(2), (2, 4, 6, 6), [(6, 2, 1, 1), (6,)]),
     "tokens, ranks without pixels": (few_tokens, (2, 4, 6, 6), SMALL),
-    "patches": (patches, (2, 4, 9, 7), SMALL),
-    "large": large(padding=1),
-    "large, dilation": large(padding=(2, 1), dilation=(2, 1)),
     "large, groups": large(2, padding=(0, 1)),
     "large, same": large(padding="same"),
-    "lists of one": (
-        lambda x, w: F.conv2d(x, w, None, (2,), [1], (2,)),
-        ONE,
-        [(2, 3, 3, 2)],
-    ),
-    "avg_pool, lists of one": (lambda x: F.avg_pool2d(x, (3,), [2]), ONE, []),
     "float64 under autocast": (in_float64_under_autocast, ONE, [(4, 3, 3, 3), (4,)]),
 }
 
@@ -254,13 +239,6 @@ def test_any_of_image_weight_and_bias_may_be_frozen(name: str, meshes: dict) -> 
                 loss = convolve(x, *leaves).square().sum()
                 grads += torch.autograd.grad(loss, [leaves[trained]])
             close(mean_over_ranks(grads[0], mesh), grads[1], where)
-
-
-def test_the_way_up_meets_the_skip_on_its_layout(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(drawn(1, 1, 3, 24, 48), mesh)
-        skip, raised = unet(x, drawn(2, 3, 3, 3, 3), drawn(3, 3, 3, 2, 2))
-        assert raised.spatial_layout == skip.spatial_layout
 
 
 @pytest.fixture
@@ -302,24 +280,6 @@ def test_complex_numbers(meshes: dict) -> None:
                 grads += torch.autograd.grad(values[-1].abs().sum(), [leaf])
             close(values[1], values[0], f"complex on {mesh.grid}: value ")
             close(grads[1], grads[0], f"complex on {mesh.grid}: gradient ")
-
-
-def test_autocast_casts_before_tiles_meet(meshes: dict) -> None:
-    """Also where ranks have no pixels, whose type is that of all."""
-    draws = torch.Generator().manual_seed(2)
-    image = torch.randint(-3, 4, (1, 2, 9, 10), generator=draws).float()
-    weight = torch.randint(-2, 3, (2, 2, 3, 3), generator=draws).float()
-    for mesh in meshes.values():
-        grads = []
-        for x in (image, shard(image, mesh)):
-            leaf = weight.clone().requires_grad_()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = F.conv_transpose2d(x, leaf, None, 2)
-                few = few_tokens(x, torch.rand(6, 2, 1, 1), torch.rand(6))
-            assert y.dtype == few.dtype == torch.bfloat16
-            grads += torch.autograd.grad(y.float().sum(), [leaf])
-        assert set(mesh.comm.allgather(few.to_local().dtype)) == {torch.bfloat16}
-        torch.testing.assert_close(mean_over_ranks(grads[1], mesh), grads[0], rtol=1e-2, atol=1e-2)
 
 
 def test_channels_last_stays_channels_last(meshes: dict) -> None:

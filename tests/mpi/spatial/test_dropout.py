@@ -27,28 +27,16 @@ def drop_path(x: Tensor, p: float = 0.5) -> Tensor:
     return x * keep.div_(1 - p)
 
 
-def other_drop_path(x: Tensor, p: float = 0.5) -> Tensor:
-    """As in transformers."""
-    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
-    keep = 1 - p + torch.rand(shape, dtype=x.dtype, device=x.device)
-    return x.div(1 - p) * keep.floor_()
-
-
 def filled(x: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:
     return x * fill(torch.zeros_like(x))
 
 
 DRAWN: dict[str, Operation] = {
-    "dropout": F.dropout,
-    "dropout 1": lambda x: F.dropout(x, 1.0),
     "dropout in place": lambda x: F.dropout(x * 1, 0.3, inplace=True),
     "dropout1d": lambda x: F.dropout1d(x.flatten(2)),
     "dropout2d": F.dropout2d,
     "alpha_dropout": F.alpha_dropout,
     "feature_alpha_dropout": F.feature_alpha_dropout,
-    "torch.feature_dropout": lambda x: torch.feature_dropout(x, 0.4, True),
-    "layers": nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.3), nn.Dropout()),
-    "in evaluation": nn.Dropout().eval(),
     "rand_like": lambda x: x * torch.rand_like(x),
     "randn_like": lambda x: x + torch.randn_like(x),
     "bernoulli": lambda x: x * torch.bernoulli(x.sigmoid()),
@@ -60,9 +48,7 @@ DRAWN: dict[str, Operation] = {
     "rrelu in evaluation, in place": lambda x: F.rrelu(x - 0.5, inplace=True),
     "rand": lambda x: x * torch.rand(2, 4, 1, 1, dtype=torch.float64),
     "stochastic depth, new_empty": drop_path,
-    "stochastic depth, rand": other_drop_path,
     "after a pool": lambda x: F.dropout(x.mean((2, 3))),
-    "tokens": lambda x: F.dropout(x.flatten(2).transpose(1, 2), 0.3),
     "few pixels": lambda x: F.dropout(F.max_pool2d(x, 4)),
 }
 

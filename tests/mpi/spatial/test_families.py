@@ -88,18 +88,14 @@ def einsum_of_images(x: Tensor, n: int) -> Tensor:
 
 FAMILIES: dict[str, Family] = {
     "convolution": lambda x, w, n: functional("conv", n)(x, w, padding=1),
-    "strided, dilated": lambda x, w, n: functional("conv", n)(x, w, None, 2, 2, 2),
-    "groups": lambda x, w, n: functional("conv", n)(x, w[:, :2], groups=2),
     "transposed": lambda x, w, n: functional("conv_transpose", n)(x, w, stride=2, padding=1),
     "maximum": lambda x, w, n: functional("max_pool", n)(x, 3, 2, 1),
     "average": lambda x, w, n: functional("avg_pool", n)(x, 3, 2, 1),
-    "average of what there is": lambda x, w, n: functional("avg_pool", n)(x, 3, 2, 1, True, False),
     "powers": lambda x, w, n: functional("lp_pool", n)(x.sigmoid(), 2, 3, 2),
     "adaptive average": lambda x, w, n: functional("adaptive_avg_pool", n)(x, 3),
     "adaptive maximum": lambda x, w, n: functional("adaptive_max_pool", n)(x, 2),
     "linear": lambda x, w, n: F.interpolate(x, scale_factor=2, mode=LINEAR[n]),
     "nearest": lambda x, w, n: F.interpolate(x, size=(5, 6, 7)[:n]),
-    "nearest exact": lambda x, w, n: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
     "area": lambda x, w, n: F.interpolate(x, size=(4, 5, 3)[:n], mode="area"),
     "corners": lambda x, w, n: F.interpolate(x, None, 2, LINEAR[n], align_corners=True),
     "zeros": lambda x, w, n: F.pad(x, (1, 2) * n),
@@ -111,33 +107,25 @@ FAMILIES: dict[str, Family] = {
     "instance norm": lambda x, w, n: F.instance_norm(x),
     "group norm": lambda x, w, n: F.group_norm(x, 2),
     "layer norm": lambda x, w, n: F.layer_norm(x, x.shape[1:]),
-    "layer norm of channels": lambda x, w, n: F.layer_norm(x.movedim(1, -1), (4,)),
     "root mean square norm": lambda x, w, n: F.rms_norm(x.movedim(1, -1), (4,)),
     "local response norm": lambda x, w, n: F.local_response_norm(x, 2),
     "dropout": lambda x, w, n: F.dropout(x, 0.4),
-    "dropout of channels": lambda x, w, n: functional("dropout", n)(x, 0.4),
     "alpha dropout": lambda x, w, n: F.alpha_dropout(x, 0.4, training=True),
-    "sum": lambda x, w, n: x.sum(-1),
     "variance": lambda x, w, n: x.var(tuple(range(2, n + 2))),
-    "norm": lambda x, w, n: torch.linalg.vector_norm(x, dim=-1),
     "log of sums": lambda x, w, n: x.logsumexp(-1),
     "softmax": lambda x, w, n: x.softmax(-1),
     "tokens": lambda x, w, n: x.flatten(2).mT.sin(),
     "permuted": lambda x, w, n: x.movedim(1, -1).sin(),
     "every other": lambda x, w, n: x[..., 1::2],
-    "flip": lambda x, w, n: x.flip(2),
-    "roll": lambda x, w, n: x.roll(2, -1),
     "repeat": lambda x, w, n: x.repeat(1, 2, *(1,) * n),
     "chunks": lambda x, w, n: x.chunk(2, 1)[1].cos(),
     "bicubic": lambda x, w, n: F.interpolate(x, size=(14, 5), mode="bicubic") if n == 2 else x,
-    "stack": lambda x, w, n: torch.stack([x, x.cos()], 1),
     "huber": lambda x, w, n: F.huber_loss(x, x.sin(), delta=0.3),
     "cross entropy": lambda x, w, n: F.cross_entropy(x, x.detach().argmax(1)),
     "same": lambda x, w, n: functional("conv", n)(x, w, padding="same"),
     "flip of all": lambda x, w, n: x.flip(tuple(range(2, 2 + n))),
     "roll of all": lambda x, w, n: torch.roll(x, (2, -3, 1)[:n], tuple(range(2, 2 + n))),
     "turn": lambda x, w, n: planes(x, n),
-    "first of two parts": lambda x, w, n: x.chunk(2, 2)[0] * 2,
     "second of two parts": lambda x, w, n: x.split((1, x.shape[-1] - 1), -1)[1],
     "windows": lambda x, w, n: x[:, :, near(x.shape[2]).to(x.device)],
     "chosen": lambda x, w, n: x[..., [0, 4, 1]],
@@ -146,25 +134,21 @@ FAMILIES: dict[str, Family] = {
     "linear of tokens": lambda x, w, n: F.linear(tokens(x), w.flatten(1)[:, :4]),
     "matmul": lambda x, w, n: w.flatten(1)[:, :4] @ x.flatten(2),
     "gram": lambda x, w, n: x.flatten(2) @ tokens(x.cos()),
-    "gram by einsum": lambda x, w, n: einsum_of_images(x, n),
     "dense head": lambda x, w, n: F.linear(x.flatten(1), waves(x, 1, x[0].numel())),
     "mixed tokens": lambda x, w, n: mixed_tokens(x),
     "tokens as channels": lambda x, w, n: tokens(x).reshape(x.shape),
     "rows and channels": lambda x, w, n: x.transpose(1, 2).reshape(x.shape).sin(),
     "attention": lambda x, w, n: attention(x),
     "attention spelled out": lambda x, w, n: spelled_out(x),
-    "over the first dim": lambda x, w, n: spread(x, (2,)),
     "over all dims": lambda x, w, n: spread(x, tuple(range(2, 2 + n))),
     "softmax of tokens": lambda x, w, n: x.flatten(2).log_softmax(-1),
     "dropout of tokens": lambda x, w, n: F.dropout(tokens(x), 0.3),
-    "feature alpha dropout": lambda x, w, n: F.feature_alpha_dropout(x, 0.4, training=True),
     "smooth cross entropy": lambda x, w, n: F.cross_entropy(
         x, x.detach().argmax(1), label_smoothing=0.1, reduction="none"
     ),
     "cross entropy of probabilities": lambda x, w, n: F.cross_entropy(
         x, x.detach().cos().softmax(1)
     ),
-    "likelihood": lambda x, w, n: F.nll_loss(x.log_softmax(1), x.detach().argmax(1)),
     "dice": lambda x, w, n: dice(x),
 }
 ALSO_UNDER_AUTOCAST: dict[str, Family] = {
@@ -249,8 +233,6 @@ def test_half_precision_is_near_one_process_in_float64(
     family, (image, weight) = FAMILIES[name], drawn(dims)
     if error := lack(family, image.to(dtype), weight.to(dtype), dims):
         pytest.skip(f"PyTorch: {error}")
-    if DEVICE.type == "sim" and name == "layer norm of channels":
-        pytest.skip("the CPU's kernel keeps statistics in half precision, a GPU's in float32")
     image, weight = image.to(dtype).double(), weight.to(dtype).double()  # the same numbers for both
     exact = with_gradient(family, image.clone().requires_grad_(), weight, dims)
     for grid, mesh in some_meshes(dims).items():
@@ -313,7 +295,7 @@ def test_a_second_forward_in_backward_gives_the_same(dims: int, name: str) -> No
 
 
 DETACHED = "dice", "cross entropy", "smooth cross entropy", "cross entropy of probabilities"
-DETACHED += "likelihood", "add"
+DETACHED += ("add",)
 """In inference mode detach() of a split tensor that was made outside it fails."""
 
 

@@ -149,16 +149,12 @@ def of_tokens(x: Tensor) -> Tensor:
 ROWS, COLUMNS = torch.tensor([6, 0, 0, -1, 3, 2]), torch.tensor([4, 1])
 PICKED: dict[str, Operation] = {
     "rows": lambda x: x[:, :, ROWS],
-    "columns": lambda x: x[..., COLUMNS],
-    "as many rows": lambda x: x[:, :, torch.arange(H).flip(0)],
     "rows of channels-last maps": lambda x: x.permute(0, 2, 3, 1)[:, ROWS],
-    "rows, then columns": lambda x: x[:, :, ROWS][..., COLUMNS],
     "both at once": lambda x: x[..., ROWS[:, None], COLUMNS],
     "windows of columns": lambda x: x[..., near(W)],
     "windows": lambda x: x[..., near(H)[:, :, None, None], near(W)].square(),
     "neighbours of tokens": of_tokens,
     "tokens in another order": lambda x: tokens(x)[:, torch.arange(H * W).flip(0)],
-    "more rows than there are": lambda x: x[:, :, torch.arange(3 * H) % H],
 }
 
 
@@ -217,20 +213,14 @@ def test_ranks_with_other_indices_are_noticed(world: Communicator) -> None:
 
 PARTS: dict[str, Callable[[Tensor], Any]] = {
     "narrow rows": lambda x: x.narrow(2, 2, 5),
-    "narrow columns": lambda x: torch.narrow(x, -1, -4, 3),
     "select row": lambda x: torch.select(x, 2, 4),
     "unbind": lambda x: x.unbind(1),
-    "iterate": list,
     "split": lambda x: torch.split(x, 2, 1),
-    "split rows": lambda x: x.split(4, 2),
-    "chunk": lambda x: x.chunk(2, 1),
-    "tensor_split": lambda x: x.tensor_split(3, 1),
     "tensor_split rows": lambda x: torch.tensor_split(x, (2, 5), 2),
     "vsplit": lambda x: torch.vsplit(x, [1]),
     "dsplit": lambda x: x.dsplit(3),
     "index_select": lambda x: x.index_select(1, torch.tensor([2, 0, 2])),
     "index_select of columns": lambda x: x.index_select(3, torch.tensor([2, 0, 2])),
-    "diff": lambda x: x.diff(),
     "diff of rows": lambda x: torch.diff(x, n=2, dim=-2),
 }
 
@@ -280,14 +270,6 @@ def test_write_into_channels_and_samples(dims: int, seed: int) -> None:
         return y * x + values.sum()
 
     check(write, s.image, [parameter(rng, 4)], s.mesh, f"{s}, {items}, {kind}")
-
-
-def test_a_split_mask_fills(meshes: dict) -> None:
-    whole = drawn(0, 2, 3, 9, 7)
-    for mesh in meshes.values():
-        x = shard(whole, mesh)
-        x[x > 0] = 0.0
-        assert torch.equal(x.full_tensor(), whole.clamp(max=0))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

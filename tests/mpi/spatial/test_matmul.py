@@ -32,10 +32,8 @@ def last(x: Tensor) -> Tensor:
 
 PRODUCTS: Products = {
     "linear": (lambda x, w, b: F.linear(last(x), w, b), [(5, C), (5,)]),
-    "matmul": (lambda x, w: tokens(x) @ w, [(C, 3)]),
     "matmul from the left": (lambda x, w: w @ x.flatten(2), [(3, C)]),
     "the reflected product": (lambda x, w: Tensor.__rmatmul__(x.flatten(2), w), [(3, C)]),
-    "a batch of matrices": (lambda x, w: torch.matmul(tokens(x), w), [(N, C, 3)]),
     "bmm": (lambda x, w: torch.bmm(tokens(x), w), [(N, C, 3)]),
     "mm": (lambda x, w: tokens(x).reshape(-1, C).mm(w), [(C, 3)]),
     "addmm": (
@@ -43,21 +41,13 @@ PRODUCTS: Products = {
         [(3,), (C, 3)],
     ),
     "baddbmm": (lambda x, b, w: torch.baddbmm(b, tokens(x), w), [(1, 1, 3), (N, C, 3)]),
-    "queries and keys": (lambda x: tokens(x) @ tokens(x).mT, []),
     "context of regions": (lambda x, w: w @ tokens(x), [(N, 3, H * W)]),
-    "einsum over channels": (lambda x, w: torch.einsum("nchw,dc->ndhw", x, w), [(3, C)]),
     "einsum, an ellipsis": (lambda x, w: torch.einsum("...c,cd->d...", last(x), w), [(C, 3)]),
     "einsum of an image and a whole one": (
         lambda x, y: torch.einsum("nchw,nhwk->nkhw", x, y),
         [(N, H, W, 3)],
     ),
     "einsum of three": (lambda x, w: torch.einsum("nchw,cd,nchw->dn", x, w, x), [(C, 3)]),
-    "axial attention over rows": (
-        lambda x: (
-            x.permute(0, 3, 2, 1).reshape(N * W, H, C) @ x.permute(0, 3, 1, 2).reshape(N * W, C, H)
-        ),
-        [],
-    ),
     "the same pixels on another layout": (
         lambda x: torch.einsum("nchw,ndhw->ncdhw", x, F.max_pool2d(x, 3, 1, 1)),
         [],
@@ -69,10 +59,6 @@ PRODUCTS: Products = {
         lambda x, w, v: F.linear(F.linear(x, w).flatten(1), v),
         [(1, W), (3, C * H)],
     ),
-    "what transformers put behind attention": (
-        lambda x, w, b, v: F.linear(F.gelu(F.linear(tokens(x), w, b)), v) + tokens(x),
-        [(8, C), (8,), (C, 8)],
-    ),
 }
 
 # --- dense heads over a flattened map: products of a rank's own columns, added up over the ranks
@@ -82,10 +68,6 @@ M, SIZE = 3, C * H * W
 
 def with_class(x: Tensor, c: Tensor, t: Tensor) -> Tensor:
     return torch.cat([c.expand(M, -1, -1), tokens(x), t], 1).flatten(1)
-
-
-def mlp(x: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
-    return F.linear(F.gelu(F.linear(flat(x), w, b)), v)
 
 
 def dropped(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -102,32 +84,17 @@ BOTH: Shapes = [WEIGHT, BIAS]
 BESIDE = [(1, 2, C), (M, 1, C), (5, SIZE + 3 * C), BIAS]
 HEADS: Products = {
     "flatten": (lambda x, w, b: F.linear(flat(x), w, b), BOTH),
-    "view": (lambda x, w, b: F.linear(x.view(M, -1), w, b), BOTH),
-    "no bias": (lambda x, w: F.linear(flat(x), w), [WEIGHT]),
     "one output": (lambda x, w: F.linear(flat(x), w), [(SIZE,)]),
-    "a weight turned round": (lambda x, w, b: F.linear(flat(x), w.t(), b), [(SIZE, 5), BIAS]),
-    "tokens": (lambda x, w, b: F.linear(tokens(x).flatten(1), w, b), BOTH),
     "class token and register": (lambda x, c, t, w, b: F.linear(with_class(x, c, t), w, b), BESIDE),
-    "matmul": (lambda x, w: flat(x) @ w, [(SIZE, 5)]),
     "matmul of tokens beside": (lambda x, c, t, w: with_class(x, c, t) @ w.t(), BESIDE[:3]),
     "addmm": (lambda x, w, b: torch.addmm(b, flat(x), w.t(), beta=0.5, alpha=2), BOTH),
     "einsum": (lambda x, w: torch.einsum("nk,ok->no", flat(x), w), [WEIGHT]),
-    "bmm": (lambda x, w: torch.bmm(flat(x)[:, None], w), [(M, SIZE, 5)]),
     "all samples in one": (lambda x, w, b: F.linear(x.flatten(), w, b), [(5, M * SIZE), BIAS]),
     "rows and columns alone": (
         lambda x, w, b: F.linear(x.flatten(2), w, b),
         [(5, H * W), BIAS],
     ),
-    "numbers of their own": (
-        lambda x, p, w, b: F.linear(flat(x) * p, w, b),
-        [(SIZE,), *BOTH],
-    ),
-    "layer norm": (
-        lambda x, g, w: F.linear(F.layer_norm(flat(x), (SIZE,), g), w),
-        [(SIZE,), WEIGHT],
-    ),
     "dropout": (dropped, BOTH),
-    "several layers": (mlp, [*BOTH, (2, 5)]),
     "one weight twice": (
         lambda x, w, b: F.linear(flat(x), w, b) * F.linear(flat(x).cos(), w),
         BOTH,
@@ -137,7 +104,6 @@ HEADS: Products = {
         [(5, C * 2 * 2), BIAS],
     ),
     "recomputed": (again, BOTH),
-    "an image again": (lambda x, w: F.conv2d(flat(x).sin().view(M, C, H, W), w), [(2, C, 3, 3)]),
     "tokens again": (lambda x, w: tokens(x).flatten(1).view(M, H * W, C) @ w, [(C, 3)]),
 }
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spatialdl import shard
 from tests.mpi.equality import (
     check,
     check_keyed,
@@ -62,36 +61,6 @@ def test_pad_of_channels_and_samples_too(dims: int, seed: int) -> None:
     check(lambda x: F.pad(x, pads, value=0.5), s.image, [], s.mesh, f"{s}, {pads}")
 
 
-@in_all_dims(1, 100)
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_convolutions_with_padding_modes(mode: str, dims: int, seed: int) -> None:
-    rng = random.Random(seed)
-    s = draw(rng, every_mesh(dims))
-    padding = [min(p, n - 1) for p, n in zip(s.padding, s.image.shape[2:], strict=True)]
-    kernel = [
-        min(k, n + 2 * p) for k, n, p in zip(s.kernel, s.image.shape[2:], padding, strict=True)
-    ]
-    layer = getattr(nn, f"Conv{dims}d")
-    module = layer(4, 3, kernel, s.stride, padding, padding_mode=mode, dtype=torch.float64)
-    weight = parameter(rng, *module.weight.shape)
-
-    def convolve(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.func.functional_call(
-            module, {"weight": weight, "bias": zeros.to(x.device)}, (x,)
-        )
-
-    zeros = torch.zeros(3, dtype=torch.float64)
-    check(convolve, s.image, [weight], s.mesh, f"{s}, {mode}")
-
-
-def chain(x: Tensor) -> Tensor:
-    """Ranks run out of pixels, and get some again."""
-    x = F.pad(x, (2, 2, 2, 2), "reflect").sin()
-    x = F.pad(x, (-3, -4, -5, -4)).sin()
-    x = F.pad(x, (1, 1, 1, 1), "replicate").sin()
-    return F.pad(x, (3, 0, 0, 3), "circular")
-
-
 def crossed(x: Tensor, mode: str, pads: tuple[int, int]) -> Tensor:
     return F.pad(F.pad(x, (*pads, 1, 1), mode), (0, 0, *pads), mode)
 
@@ -115,7 +84,6 @@ MODULES = (
 )
 CASES: Cases = {
     **{type(one).__name__: (one, (2, 3, 9, 7), []) for one in MODULES},
-    "a chain": (chain, (2, 3, 7, 6), []),
     **{  # once the crop was taken from the image alone, and the output was too wide
         f"a crop into the pad, {mode} {pads}": (
             lambda x, m=mode, p=pads: crossed(x, m, p),
@@ -126,11 +94,6 @@ CASES: Cases = {
         for pads in ((5, -9), (-9, 6), (4, -8), (-3, 2))
     },
     "a convolution by unfold": (convolved, (2, 3, 9, 8), [(5, 3 * 9)]),
-    "windows along both dims": (
-        lambda x: x.unfold(2, 3, 1).unfold(3, 4, 2).square().mean((-1, -2)),
-        (2, 3, 9, 8),
-        [],
-    ),
     "windows where ranks have none": (
         lambda x: F.max_pool2d(x.unfold(2, 4, 2)[..., 0], 2).unfold(-1, 2, 1),
         (2, 5, 9, 8),
@@ -159,14 +122,6 @@ def test_pad_of_labels(mode: str, meshes: dict) -> None:
         if dtype == torch.int64 or mode in ("constant", "circular"):  # others PyTorch does not do
             whole = (torch.arange(2 * 9 * 7) % 5).view(2, 9, 7).to(dtype)
             same(lambda x: F.pad(x, (2, -1, 1, 3), mode), whole, meshes, mode)
-
-
-def test_a_pad_keeps_the_cut_where_it_is(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(1, 1, 40, 40), mesh)
-        padded = F.pad(x, (1, 1, 1, 1), "reflect").spatial_layout
-        for before, after in zip(x.spatial_layout.cuts, padded.cuts, strict=True):
-            assert after[:-1] == before[:-1]
 
 
 # --- windows as tokens

@@ -113,17 +113,6 @@ def few(pool: Operation) -> Operation:
     return lambda x: pool(F.max_pool2d(x, 3, 3))
 
 
-def chain(x: Tensor) -> Tensor:
-    for _ in range(3):
-        x = F.avg_pool2d(F.max_pool2d(torch.sin(x), 3, 2, 1), 3, 1, 1)
-    return x
-
-
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    average, highest = nn.AdaptiveAvgPool2d(1)(x), nn.AdaptiveMaxPool2d((1, 1))(x)
-    return x * torch.sigmoid(F.conv2d(average, weight) + F.conv2d(highest, weight))
-
-
 def head(pool: Operation, size: Any = 1) -> Operation:
     """As Swin's: tokens are put behind the channels, and pooled to a plain tensor."""
 
@@ -139,8 +128,6 @@ SIZE = (2, 3, 13, 11)
 OF_IMAGES: dict[str, Operation] = {"average": F.adaptive_avg_pool2d, "max": F.adaptive_max_pool2d}
 OF_TOKENS: dict[str, Operation] = {"average": F.adaptive_avg_pool1d, "max": F.adaptive_max_pool1d}
 CASES: Cases = {
-    "a chain": (chain, (2, 3, 19, 14), []),
-    "a gate": (gate, SIZE, [(3, 3, 1, 1)]),
     **{
         str(layer): (layer, SIZE, [])
         for layer in (
@@ -196,13 +183,6 @@ def test_images_of_one_pixel_a_rank(kind: str, meshes: dict) -> None:
         for size in (grid, (grid[0], 5), (7, grid[1])):
             pool = adaptive(lambda x, n: OF_TOKENS[kind](x.flatten(2), n), 1)
             check(pool, drawn(5, 2, 3, *size), [], mesh, f"tokens of {size} on {grid}")
-
-
-def test_volumes_whose_tiles_are_smaller_than_the_kernel() -> None:
-    """PyTorch refuses to pool such a tile by itself, padded or not."""
-    for mesh in every_mesh(3).values():
-        image = drawn(1, 1, 2, *(max(3, 2 * parts) for parts in mesh.grid))
-        check(lambda x: F.avg_pool3d(x, 3, 1, 1), image, [], mesh, f"3 x 3 x 3 on {mesh.grid}")
 
 
 def test_to_one_pixel_it_is_whole_and_the_same_everywhere(meshes: dict) -> None:

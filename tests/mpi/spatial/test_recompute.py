@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spatialdl import Mesh, average_gradients, recompute_blocks, shard
 from spatialdl.models import resnet18
-from tests.mpi.equality import Operation, close, drawn, kept_for_backward, storage
+from tests.mpi.equality import Operation, close, kept_for_backward, storage
 
 
 class Block(nn.Module):
@@ -98,34 +98,6 @@ def test_equal_to_one_process(
         if way == "blocks in checkpoints":
             found = {name.removeprefix("blocks."): value for name, value in found.items()}
         equal(found, expected, f"{size} on {mesh.grid}, {way}")
-
-
-class Convolutions(Block):
-    """Where a rank has no pixels left, autograd keeps nothing of a convolution."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.conv1(x))
-
-
-@pytest.mark.parametrize(("size", "reentrant"), [((6, 5), False), ((4, 9), True), ((17, 4), False)])
-def test_checkpoints_of_ranks_without_pixels(size, reentrant, meshes: dict) -> None:
-    def network() -> nn.Module:
-        torch.manual_seed(0)
-        layers = nn.Sequential(*(Convolutions(stride) for stride in (2, 2, 1, 2)))
-        return Checkpointed(layers, reentrant).double()
-
-    def grads(mesh: Mesh | None) -> dict[str, Tensor]:
-        model, image = network(), drawn(2, 2, 4, *size).requires_grad_()
-        output = model(image if mesh is None else shard(image, mesh))
-        output.square().sum().backward()
-        if mesh is not None:
-            average_gradients(model, mesh)
-        learnt = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"image": image.grad, **learnt}
-
-    expected = grads(None)
-    for mesh in meshes.values():
-        equal(grads(mesh), expected, f"{size} on {mesh.grid} ")
 
 
 def test_running_again_says_nothing_to_other_ranks(meshes: dict, monkeypatch) -> None:
@@ -226,27 +198,8 @@ def test_transposed_convolutions_keep_the_tile_and_thin_strips(kernel: int, mesh
         assert set(frozen) == {storage(weight)}  # the gradient of the image reads no pixel
 
 
-def a_line(channels: int, mesh: Mesh) -> Tensor:
-    """One row of 36 pixels, or a column on a grid of one row: some ranks have none."""
-    rows, cols = mesh.grid
-    shape, kernel = ((rows, 36), (rows, 1)) if rows > 1 else ((36, cols), (1, cols))
-    image = shard(torch.rand(1, channels, *shape, dtype=torch.float64), mesh)
-    return F.max_pool2d(image, kernel).detach().requires_grad_()
-
-
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(x, weight, padding=1)
-
-
-def test_where_ranks_have_no_pixels_the_copied_halo_is_not_kept(meshes: dict) -> None:
-    for mesh in meshes.values():
-        line = a_line(4, mesh)
-        weight = torch.rand(4, 4, 3, 3, dtype=torch.float64).requires_grad_()
-        kept = kept_for_backward(convolve, line, weight)
-        others = sum(kept.values()) - line.to_local().nbytes - weight.nbytes
-        assert 0 <= others <= 8 * 4 * 2  # a pixel at either end
-        frozen = kept_for_backward(convolve, line, weight.detach())
-        assert set(frozen) == {storage(weight)}  # the gradient of the image reads no pixel
 
 
 def test_beside_large_weights_only_what_other_ranks_sent_is_kept(meshes: dict) -> None:

@@ -16,7 +16,6 @@ from tests.mpi.equality import (
     check,
     check_keyed,
     draw,
-    drawn,
     every_mesh,
     in_all_dims,
     same,
@@ -68,14 +67,6 @@ def test_interpolate(mode: str, dims: int, seed: int) -> None:
     check(resize, s.image, [], s.mesh, f"{s}, {mode}, {options}")
 
 
-def test_scaling_to_the_same_size_is_exact_forward(meshes: dict) -> None:
-    image = drawn(0, 1, 2, 23, 20)
-    expected = F.interpolate(image, scale_factor=1.04, mode="bicubic")
-    for mesh in meshes.values():
-        ours = F.interpolate(shard(image, mesh), scale_factor=1.04, mode="bicubic")
-        torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-9, atol=1e-9)
-
-
 def pooled(x: Tensor) -> Tensor:
     """DeepLab (Chen et al., 2017): image-level features beside the map."""
     return x * F.interpolate(F.adaptive_avg_pool2d(x, 1), x.shape[2:], mode="bilinear")
@@ -109,15 +100,6 @@ CASES: Cases = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name: str, meshes: dict) -> None:
     check_keyed(*CASES[name], meshes, name)
-
-
-def test_a_whole_factor_keeps_the_cut(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.zeros(1, 1, 9, 10), mesh)
-        for mode in ("nearest", "bilinear", "bicubic"):
-            grown = F.interpolate(x, scale_factor=2, mode=mode).spatial_layout
-            for ours, before in zip(grown.cuts, x.spatial_layout.cuts, strict=True):
-                assert ours == tuple(2 * bound for bound in before)
 
 
 def test_bytes(meshes: dict) -> None:

@@ -34,12 +34,6 @@ def one_layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return t + F.linear(t.mT, w, b).mT
 
 
-def gate(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """gMLP (Liu et al., 2021): half of the channels, mixed over the tokens, times the others."""
-    u, v = tokens(x).chunk(2, dim=-1)
-    return u * F.linear(F.layer_norm(v, (C // 2,)).mT, w, b).mT
-
-
 def beside_a_class_token(x: Tensor, token: Tensor, w: Tensor, b: Tensor) -> Tensor:
     t = torch.cat([token.expand(N, -1, -1), tokens(x)], 1)
     return (t + F.linear(t.mT, w, b).mT)[:, 1:]
@@ -52,7 +46,6 @@ def per_head(x: Tensor, w: Tensor) -> Tensor:
 SQUARE: Shapes = [(T, T), (T,)]
 MIXED: dict[str, tuple[Operation, Shapes]] = {
     "one layer": (one_layer, SQUARE),
-    "gate": (gate, SQUARE),
     "class token": (beside_a_class_token, [(1, 1, C), (T + 1, T + 1), (T + 1,)]),
     "einsum of heads": (per_head, [(2, T, T)]),
     "convolution": (lambda x, w, b: F.conv1d(tokens(x), w, b), [(T, T, 1), (T,)]),
@@ -62,20 +55,7 @@ MIXED: dict[str, tuple[Operation, Shapes]] = {
     ),
     "hidden layer": (hidden_layer, [(9, T), (9,), (T, 9), (T,)]),
     "rows": (lambda x, w: x + F.linear(x.mT, w).mT, [(H, H)]),
-    "a map again": (lambda x, w: F.linear(x.flatten(2), w).view(N, C, H, W).sin(), SQUARE[:1]),
 }
-
-
-def test_mixed_tokens_under_autocast(meshes: dict) -> None:
-    for mesh in meshes.values():
-        x = shard(torch.rand(N, C, H, W).to(DEVICE), mesh).requires_grad_()
-        weight = torch.rand(T, T, device=DEVICE).requires_grad_()
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            y = F.linear(x.flatten(2), weight, torch.rand(T, device=DEVICE))
-        assert y.dtype == torch.bfloat16
-        y.float().sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.dtype == torch.float32
 
 
 # --- relative positions
@@ -162,26 +142,11 @@ def crossed(queries: Tensor, keys: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, keys.sin())
 
 
-def linear(x: Tensor) -> Tensor:
-    """Linear attention: the product of keys and values is a sum over all tokens."""
-    return x.softmax(-1) @ (x.softmax(1).transpose(1, 2) @ x)
-
-
-def scaled(registers: Tensor, pixels: Tensor) -> Tensor:
-    return pixels * registers.mean(1, keepdim=True)
-
-
 CLS, REGISTERS, COUNT = (1, 1, C), (1, 3, C), T
 
 BETWEEN: dict[str, tuple[Operation, Shapes]] = {
-    "the sequence": (among, [CLS]),
     "before and after": (lambda x, c, t: among(x, c, after=(t, t)), [CLS, (N, 2, C)]),
-    "a token of its own for each sample": (among, [(N, 1, C)]),
     "the class token": (lambda x, c: among(x, c)[:, 0] + 0 * x.sum(), [CLS]),
-    "a register's numbers": (
-        lambda x, r: among(x, r)[:, 1:, :3][:, :2] + 0 * x.sum(),
-        [REGISTERS],
-    ),
     "a token after the patches": (
         lambda x, c, t: among(x, c, after=(t, t.sin()))[:, -1] + 0 * x.sum(),
         [CLS, (N, 2, C)],
@@ -190,29 +155,18 @@ BETWEEN: dict[str, tuple[Operation, Shapes]] = {
         lambda x, c, t: among(x, c, after=(t,))[:, -2:].cos() + 0 * x.sum(),
         [CLS, (N, 3, C)],
     ),
-    "patches": (lambda x, c: among(x, c)[:, 1:], [CLS]),
     "patches as an image": (
         lambda x, c: among(x, c)[:, 1:].transpose(1, 2).reshape(N, C, H, W),
         [CLS],
     ),
-    "split": (
-        lambda x, r: scaled(*among(x, r).split([3, COUNT], 1)),
-        [REGISTERS],
-    ),
-    "mean of all": (lambda x, c: among(x, c).mean(1), [CLS]),
     "largest of all": (lambda x, c: among(x, c).amax(1), [CLS]),
     "softmax over the tokens": (lambda x, c: among(x, c).softmax(1), [CLS]),
     "norm over all": (lambda x, c: F.layer_norm(among(x, c), (COUNT + 1, C)), [CLS]),
-    "positions": (lambda x, c, p: among(x, c) + p, [CLS, (1, COUNT + 1, C)]),
     "positions without the class token": (
         lambda x, c, p: torch.cat([c.expand(N, -1, -1), among(x) + p], 1),
         [CLS, (1, COUNT, C)],
     ),
     "attention": (lambda x, c: attended(among(x, c)), [CLS]),
-    "attention, tokens before and after": (
-        lambda x, c, t: attended(among(x, c, after=(t,))),
-        [CLS, (N, 2, C)],
-    ),
     "attention with a bias": (
         lambda x, c, b: attended(among(x, c), attn_mask=b),
         [CLS, (1, HEADS, COUNT + 1, COUNT + 1)],
@@ -227,10 +181,6 @@ BETWEEN: dict[str, tuple[Operation, Shapes]] = {
     ),
     "dropout": (lambda x, c: F.dropout(among(x, c), 0.4), [CLS]),
     "attention with dropout": (lambda x, c: attended(among(x, c), dropout_p=0.3), [CLS]),
-    "linear attention": (
-        lambda x, c: linear(among(x, c)),
-        [CLS],
-    ),
     "tokens and samples in one dim, and apart": (
         lambda x, c: (
             among(x, c).transpose(0, 1).reshape((COUNT + 1) * N, C).sin().view(COUNT + 1, N, C)

@@ -14,7 +14,6 @@ from tests.mpi.device import DEVICE
 from tests.mpi.equality import (
     Operation,
     check,
-    check_in,
     check_keyed,
     close,
     drawn,
@@ -43,12 +42,8 @@ def image_of(windows: Tensor, size: int, height: int, width: int) -> Tensor:
 
 VIEWS: dict[str, Operation] = {
     "permute": lambda x: x.permute(0, 2, 3, 1),
-    "transpose": lambda x: x.transpose(1, -1),
-    "movedim": lambda x: x.movedim(1, -1),
     "mT": lambda x: x.mT,
     "T": lambda x: x.T,
-    "flatten into tokens": lambda x: x.flatten(2),
-    "tokens last": lambda x: x.flatten(2).transpose(1, 2),
     "tokens and back": lambda x: (
         x.flatten(2).transpose(1, 2).relu().transpose(1, 2).reshape(N, C, H, W).sigmoid()
     ),
@@ -60,14 +55,12 @@ VIEWS: dict[str, Operation] = {
     "samples among the tokens": lambda x: x.permute(0, 2, 3, 1).reshape(-1, C),
     "and out of them": lambda x: x.permute(0, 2, 3, 1).reshape(-1, C).tanh().view(N, H, W, C),
     "columns as samples": lambda x: x.permute(0, 3, 2, 1).reshape(N * W, H, C),
-    "windows": lambda x: windows(x.permute(0, 2, 3, 1), 4),
     "windows and back": lambda x: (
         x.permute(0, 2, 3, 1) + image_of(windows(x.permute(0, 2, 3, 1), 2).exp(), 2, H, W)
     ),
     "patches": lambda x: x.reshape(N, C, H // 3, 3, W // 2, 2).transpose(3, 4).flatten(4),
     "pixels and channels": lambda x: x.permute(0, 2, 3, 1).flatten(1),
     "pixels and samples": lambda x: x.permute(2, 3, 0, 1).reshape(H * W * N, C),
-    "squeeze all": lambda x: x.unsqueeze(1).unsqueeze(-1).squeeze(),
     "unsqueeze between": lambda x: x.unsqueeze(3).unsqueeze(0),
     "expand": lambda x: x.unsqueeze(1).expand(-1, 3, -1, H, W),
     "expand_as": lambda x: x.unsqueeze(0).expand_as(x.expand(3, N, C, H, W)),
@@ -95,28 +88,13 @@ ONE_PIXEL: dict[str, Operation] = {
 }
 MIXED: dict[str, Operation] = {
     "tokens as channels": lambda x: tokens(x).reshape(x.shape),
-    "channels last as channels": lambda x: x.permute(0, 2, 3, 1).reshape(x.shape),
     "and back": lambda x: tokens(x.reshape(2, 42, 5)).sin().reshape(2, 42, 5).mT,
-    "columns first and back": lambda x: x.mT.flatten(2).sin().view(x.shape).cos(),
     "samples and pixels": lambda x: x.permute(2, 3, 0, 1).reshape(x.shape),
-    "rows and channels": lambda x: x.transpose(1, 2).reshape(x.shape),
     "more dims": lambda x: tokens(x).reshape(2, 1, 5, 1, 7, 6),
     "few channels": lambda x: x[:, :1].permute(0, 3, 2, 1).reshape(2, 1, 7, 6),
     "empty tiles": lambda x: tokens(F.max_pool2d(x, 3)).reshape(2, 5, 2, 2),
 }
 """Views that mix pixels with channels: ranks exchange elements."""
-
-
-def operands(x: Tensor, position: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Whole tensors take their own box, wherever rows and columns are."""
-    y = (tokens(x) * scale + position).reshape(N, H, W, C) * bias + x.permute(0, 2, 3, 1)
-    return torch.where(y > 0, y, position.reshape(1, H, W, C))
-
-
-def hybrid(x: Tensor, weight: Tensor) -> Tensor:
-    """Networks go to tokens and back all the time; halos follow wherever pixels lie."""
-    x = tokens(F.conv2d(x, weight, padding=1)).tanh().transpose(1, 2).reshape(PLAIN)
-    return F.conv2d(x, weight, stride=2, padding=1).permute(0, 2, 3, 1)
 
 
 def attention_of_all_pairs(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,8 +128,6 @@ CASES: Cases = {
         for name, view in ONE_PIXEL.items()
     },
     **{name: (view, ODD, []) for name, view in MIXED.items()},
-    "operands": (operands, PLAIN, [(1, H * W, C), (C,), (H, 1, C)]),
-    "hybrid": (hybrid, PLAIN, [(C, C, 3, 3)]),
     "attention of all pairs": (
         attention_of_all_pairs,
         ODD,
@@ -206,8 +182,6 @@ VOLUMES: dict[str, Operation] = {
     "tokens and back": lambda x: x.flatten(2).transpose(1, 2).exp().mT.reshape(x.shape),
     "slices as frames": lambda x: x.transpose(1, 2).flatten(0, 1),
     "two dims merged": lambda x: x.flatten(3).exp().unflatten(3, x.shape[3:]),
-    "other order": lambda x: x.permute(0, 1, 4, 2, 3) + 0 * x.permute(0, 1, 4, 2, 3).relu(),
-    "windows": windows_of_volumes,
     "windows and back": lambda x: volume_of(windows_of_volumes(x).exp(), x.shape[2:]),
     "means of windows": lambda x: x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).mean((4, 6)),
 }
@@ -220,28 +194,18 @@ def test_views_of_volumes(name: str) -> None:
         check(VOLUMES[name], image, [], mesh, f"{name} on {mesh.grid}")
 
 
-def test_views_of_signals() -> None:
-    check_in(1, lambda x: x.transpose(1, 2).exp(), "tokens")
-    check_in(1, lambda x: x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2), "groups")
-    check_in(1, lambda x: (x.unsqueeze(2) * x.unsqueeze(-2)).squeeze(2), "one more dim")
-
-
 # --- joined with each other, and with whole ones
 
 JOINS: dict[str, Operation] = {
     "channels": lambda x, w: torch.cat([x, x.sin()], 1),
-    "samples": lambda x, w: torch.concatenate([x, x.cos()]),
     "with a whole": lambda x, w: torch.cat([x, w], 1),
     "another layout": lambda x, w: torch.cat([x, x[:, :, 2:].sin(), x[..., :-2, :]][1:], 1),
     "rows": lambda x, w: torch.cat([x, x.sin()], 2),
-    "columns with a whole": lambda x, w: torch.cat([w, x, w[..., :3]], -1),
     "rows of other sizes": lambda x, w: torch.cat([x[:, :, 3:].sin(), x, x[:, :, :1]], 2),
     "rows of NHWC": lambda x, w: torch.cat([x.permute(0, 2, 3, 1), w.permute(0, 2, 3, 1)], 1),
     "tokens": lambda x, w: torch.cat([x.flatten(2), w.flatten(2).sin()], 1),
-    "stack": lambda x, w: torch.stack([x, x.sin()]),
     "stack at the end": lambda x, w: torch.stack((x, x * 2), dim=-1),
     "stack between": lambda x, w: torch.stack((x, x.sin(), w), 3),
-    "vstack": lambda x, w: torch.vstack([x, w]),
     "dstack": lambda x, w: torch.dstack([x, w]),
 }
 
