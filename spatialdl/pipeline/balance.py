@@ -6,36 +6,24 @@ traffic wins.
 
 from __future__ import annotations
 
-import copy
-import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from math import inf
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from spatialdl.comm.communicator import Communicator
-from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.steps import Recording, Value, run_step
 from spatialdl.random import keyed
-from spatialdl.spatial.meta import computed_attributes, meta_copy, on_meta
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.torch_internals import BatchNormBase, tree_leaves
 
 OPERATIONS_PER_ELEMENT = 20
 """Cost of a memory-bound operation per element of its output, in multiply-adds."""
-
-REPEATS = 3
-"""Timed runs of a step, after one warm-up run."""
-
-
-MOST = 1024
-"""Maximum side, in pixels, of the images on which steps are timed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], StepCosts]
 def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
     """Estimate time by operation counts; memory-bound operations cost by the element."""
     counts = []
-    values = _image(model, image, torch.device("meta"))
+    values = _image(model, image)
     shadow = meta_copy(model)
     with torch.no_grad(), on_meta(), keyed(0, 0):
         for step in recording.steps:
@@ -84,7 +72,7 @@ def memory(
     for layer in shadow.modules():
         if isinstance(layer, BatchNormBase):  # in training it refuses a single value
             layer.eval()
-    values = _image(shadow, image, torch.device("meta"))
+    values = _image(shadow, image)
     kept: list[float] = []
 
     held: dict[int, Tensor] = {
@@ -109,88 +97,9 @@ def memory(
     return StepCosts(kept, {})
 
 
-def measured(
-    model: nn.Module, recording: Recording, image: tuple[int, ...], device: torch.device
-) -> StepCosts:
-    """Measure seconds of forward and backward of each step on this device, one by one.
-
-    Images have at most `MOST` pixels a side, as whole ones may exceed device memory.
-
-    Raises:
-        ValueError: if the network has a different number of steps at this size.
-    """
-    small = (*image[:2], *(min(side, MOST) for side in image[2:]))
-    if small != image:
-        steps, image = len(recording.steps), small
-        recording = Forward(model, small[1:]).of(small[0], training=True)
-        if len(recording.steps) != steps:
-            raise ValueError(
-                f"parallel.balance=measured times the layers at {small[2]}x{small[3]} pixels, but "
-                f"there the network has {len(recording.steps)} steps instead of {steps}: take "
-                "parallel.balance=time"
-            )
-    memo: dict[int, object] = {
-        id(attribute): attribute.detach() for attribute in computed_attributes(model)
-    }
-    model = copy.deepcopy(model, memo).to(device)
-    values = _image(model, image, device)
-    seconds = []
-    for step in recording.steps:
-        times = []
-        for _ in range(1 + REPEATS):
-            inputs = {value: _leaf(values[value]) for value in step.takes}
-            _wait(device)
-            started = time.perf_counter()
-            with keyed(0, 0):
-                run_step(step, model, inputs, device)
-            outputs = [output for value in step.gives if (output := inputs[value]).requires_grad]
-            if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            _wait(device)
-            times.append(time.perf_counter() - started)
-        seconds.append(median(times[1:]))
-        values |= {value: inputs[value].detach() for value in step.gives}
-    return StepCosts(seconds, {})
-
-
-def weighing(kind: str, comm: Communicator, device: torch.device, microbatches: int) -> Weigh:
-    """Return a cost function with the same result on all ranks.
-
-    Args:
-        kind: "time" by operation counts, "measured" on the device of rank 0, or "memory".
-        microbatches: whose activations a stage may hold, of a sample each or more.
-
-    Raises:
-        ValueError: if `kind` is unknown.
-    """
-    if kind == "time":
-        return estimated
-    if kind == "memory":
-        return partial(memory, samples=microbatches)
-    if kind != "measured":
-        raise ValueError(f"parallel.balance={kind} is unknown: take time, measured or memory")
-
-    def together(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
-        costs = measured(model, recording, image, device) if comm.rank == 0 else None
-        shared: StepCosts = comm.bcast(costs)
-        return shared
-
-    return together
-
-
-def _leaf(value: Tensor) -> Tensor:
-    """A leaf that requires grad, times 1 so that the step may write into it."""
-    return value.clone().requires_grad_(value.is_floating_point()) * 1
-
-
-def _image(model: nn.Module, size: tuple[int, ...], device: torch.device) -> dict[Value, Tensor]:
+def _image(model: nn.Module, size: tuple[int, ...]) -> dict[Value, Tensor]:
     dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    return {Value(-1): torch.zeros(size, dtype=dtype, device=device)}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    return {Value(-1): torch.zeros(size, dtype=dtype, device="meta")}
 
 
 def balance(

@@ -34,7 +34,6 @@ class PipelineOptions:
         device: of stages and tensors; by default the CPU.
         mixed: float16 or bfloat16 to run stages and loss under autocast.
         nodes: of the ranks, to average gradients hierarchically where that saves time.
-        compiled: whether stages are compiled, see `pipeline.compiled`.
         tensor_plan: how weights are divided by channels where it cannot be inferred, see
             `channels.uses.check_plan`.
         sample_weights: maps targets to weights (N,) of samples in the mean of the criterion;
@@ -45,7 +44,7 @@ class PipelineOptions:
     """
 
     cut: Names = None
-    balance: Literal["time", "measured", "memory"] = "time"
+    balance: Literal["time", "memory"] = "time"
     gather_before: Names = None
     recompute: Literal["none", "block", "stage"] = "none"
     sync_batchnorm: bool = False
@@ -55,7 +54,6 @@ class PipelineOptions:
     device: torch.device | None = None
     mixed: torch.dtype | None = None
     nodes: Nodes | None = None
-    compiled: bool = False
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
     memory: Memory | None = None

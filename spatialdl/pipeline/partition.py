@@ -26,7 +26,6 @@ def cut(
     recompute: bool = False,
     weigh: Weigh = estimated,
     divided: bool = False,
-    compiled: bool = False,
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
 
@@ -42,11 +41,10 @@ def cut(
         recompute: whether blocks, and loose layers of a chain, are recomputed in backward.
         weigh: the cost to balance.
         divided: whether ranks run the network on different samples.
-        compiled: whether to wrap a network of one stage, too, see `pipeline.compiled`.
 
     Returns:
         A `Stage` each. A single stage is the network itself unless it is a chain with layers to
-        recompute, writes into its weights or buffers, or is to be compiled.
+        recompute, or writes into its weights or buffers.
 
     Raises:
         ValueError: if the network cannot be cut this way, or has no blocks to recompute.
@@ -58,54 +56,20 @@ def cut(
         evaluated = network.of(SAMPLES, training=False)
     except CannotRecord as reason:
         _check_divided(model, network, divided)
-        if len(widths) == 1 and (blocks or not recompute) and not compiled:
+        if len(widths) == 1 and (blocks or not recompute):
             return [model]
-        if len(widths) == 1 and compiled:
-            raise _cannot_compile(model, str(reason)) from reason
         raise cannot_cut(model, len(widths), str(reason)) from reason
     _check_divided(model, network, divided)
-    if compiled:
-        _check_blocks(model, recording)
-    if len(widths) == 1 and not compiled:
-        return [_whole(model, network, recording, blocks, recompute)]
     if len(widths) == 1:
-        bounds = _one_stage(model, recording)
-    else:
-        bounds = cut_bounds(
-            model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
-        )
+        return [_whole(model, network, recording, blocks, recompute)]
+    bounds = cut_bounds(
+        model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
+    )
     owned = leftovers(model, recording, bounds)
     return [
         Stage(model, network, start, stop, own, recompute)
         for (start, stop), own in zip(pairwise(bounds), owned, strict=True)
     ]
-
-
-def _one_stage(model: nn.Module, recording: Recording) -> list[int]:
-    """Bounds of the single stage of a network to compile."""
-    if recording.loose:
-        raise _cannot_compile(
-            model,
-            f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
-            "nn.Dropout or similar",
-        )
-    if any(step.call == "" for step in recording.steps):
-        raise _cannot_compile(model, "it has hooks")
-    return [0, len(recording.steps)]
-
-
-def _check_blocks(model: nn.Module, recording: Recording) -> None:
-    """Refuse to compile networks without blocks."""
-    called = (step.call for step in recording.steps if isinstance(step.call, str))
-    if not any(any(model.get_submodule(path).children()) for path in called):
-        raise _cannot_compile(model, "no Sequential or ModuleList has modules of several layers")
-
-
-def _cannot_compile(model: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"trainer.compile=true cannot compile blocks of {type(model).__name__}: {reason}; "
-        "leave it out"
-    )
 
 
 def _check_divided(model: nn.Module, network: Forward, divided: bool) -> None:

@@ -29,13 +29,12 @@ from spatialdl.comm.waiting import noted
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
-from spatialdl.pipeline.balance import weighing
+from spatialdl.pipeline.balance import Weigh, estimated, memory
 from spatialdl.pipeline.batch_loss import BatchLoss, check_forwards_first
 from spatialdl.pipeline.batch_norm import Sharing
-from spatialdl.pipeline.compiled import check_compiler, compile_stages
 from spatialdl.pipeline.gradients import Gradients
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.layout_checks import check_compilable, check_shardable
+from spatialdl.pipeline.layout_checks import check_shardable
 from spatialdl.pipeline.moving import moved
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.own_tile import Criterion, Made
@@ -79,7 +78,6 @@ class PipelineRuntime:
 
     Raises:
         ValueError: if network, placement, schedule and options are incompatible.
-        ValueError: if network, placement, schedule and options do not fit together.
     """
 
     def __init__(
@@ -95,9 +93,6 @@ class PipelineRuntime:
         self.options = options = options or PipelineOptions()
         if options.shard_state:
             check_shardable(placement)
-        if options.compiled:
-            check_compilable(placement, options.recompute, options.shard_state)
-            check_compiler(options.device or torch.device("cpu"))
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.mixed = image_size, options.mixed
         self.device = options.device or torch.device("cpu")
@@ -140,8 +135,6 @@ class PipelineRuntime:
             check_forwards_first(schedule.train)
             [one] = placed
             self._batch_loss = BatchLoss(criterion, options.batch_loss, one.mesh)
-        if options.compiled:  # last: everything above reads the stages uncompiled
-            compile_stages(self.stages.values())
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
@@ -149,12 +142,13 @@ class PipelineRuntime:
     def _cut(self, model: nn.Module) -> list[nn.Module]:
         """All stages of the network."""
         options, placement = self.options, self.placement
-        microbatches = self.schedule.microbatches
-        weigh = weighing(options.balance, self._comm, self.device, microbatches)
+        weigh: Weigh = estimated
+        if options.balance == "memory":
+            weigh = partial(memory, samples=self.schedule.microbatches)
         divided = placement.network_copies * placement.most_batch_parts > 1
         stages = cut(
             *(model, placement.widths, options.cut, self.image_size),
-            *(options.recompute == "block", weigh, divided, options.compiled),
+            *(options.recompute == "block", weigh, divided),
         )
         for stage in stages if len(stages) > 1 else ():
             stage.train()  # an override of train() may freeze weights

@@ -180,18 +180,13 @@ class Recording:
 
 
 def run_step(
-    step: Step,
-    module_of: nn.Module,
-    values: dict[Value, Tensor],
-    device: torch.device,
-    compiled: Callable[..., Any] | None = None,
+    step: Step, module_of: nn.Module, values: dict[Value, Tensor], device: torch.device
 ) -> Any:
     """Run a step and add its outputs to `values`.
 
     Args:
         module_of: holds modules, parameters and buffers under their paths.
         device: of tensors that the network creates from no other tensor.
-        compiled: called instead of the module of the step, if given.
 
     Returns:
         The result of the call.
@@ -207,9 +202,7 @@ def run_step(
         return device if is_meta else operand
 
     args, kwargs = tree_map(filled, (step.args, step.kwargs), is_leaf=is_reference)
-    call = compiled or (
-        module_of.get_submodule(step.call) if isinstance(step.call, str) else step.call
-    )
+    call = module_of.get_submodule(step.call) if isinstance(step.call, str) else step.call
     with torch.set_grad_enabled(torch.is_grad_enabled() and step.with_grad):
         result = call(*args, **kwargs)
     leaves = tree_leaves(result)

@@ -78,8 +78,6 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         _tried(errors, lambda: make_network(config, sources, SingleProcess()))
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
-    if config.parallel.balance == "measured" and placement.stages > 1:
-        print("note: parallel.balance=measured times the layers at run time; cut by time here")
     if job is None or not fits:
         print("\n".join(_problems(errors, Preflight())))
         return False

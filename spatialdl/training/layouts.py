@@ -311,7 +311,6 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
         "parallel.gems": parallel.gems.variant != "none",
         "parallel.shard_state=true": parallel.shard_state,
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
-        "trainer.compile=true": config.trainer.compile,
         f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
         f"parallel.stream={parallel.stream}": parallel.stream,
     }

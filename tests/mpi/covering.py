@@ -37,7 +37,6 @@ def settings(case: Case) -> dict[str, Hashable]:
         "backend": case.backend,
         "gather": bool(case.gather_before),
         "balance": case.balance,
-        "compiled": case.compiled,
     }
 
 

@@ -34,7 +34,6 @@ class Case(NamedTuple):
     backend: str | None = None
     shard: bool = False
     order: tuple[int, ...] = ()
-    compiled: bool = False
     tensor: tuple[int, ...] = ()
     stream: tuple[int, ...] = ()
     pinned: bool = False
@@ -65,7 +64,6 @@ class Case(NamedTuple):
             + "-shard" * self.shard
             + "-order" * bool(self.order)
             + "".join(map(str, self.order))
-            + "-compiled" * self.compiled
             + "-channels" * bool(self.tensor)
             + "+".join(map(str, self.tensor))
             + "-stream" * bool(self.stream)
@@ -394,7 +392,7 @@ CLIPPED = [
         Case("none", "plain", (37, 29), ((1, 1),)),
         Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5),
         Case("sp", "odd", (45, 50), ((1, 2),)),
-        Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7, balance="measured"),
+        Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7),
         Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
         Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, balance="memory"),
         Case("sp+gems", "plain", (37, 29), ((2, 1), (1, 1)), 1, 2, 5, schedule="basic"),

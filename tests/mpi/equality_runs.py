@@ -216,7 +216,6 @@ def parallel(
             shard_state=case.shard,
             mixed=mixed,
             device=DEVICE,
-            compiled=case.compiled,
             sample_weights=task.weights if task else None,
             memory=memory_within(LIMIT_GB, None, DEVICE) if case.placement.stream else None,
         ),

@@ -283,7 +283,6 @@ def test_virtual_tiles_on_cores_take_time_once_the_machine_is_measured(
     [
         (["parallel.tensor=2"], "parallel.tensor=2 does not support virtual tiles"),
         (["parallel=sp", "parallel.shard_state=true"], "parallel.shard_state=true does not"),
-        (["trainer.compile=true"], "trainer.compile=true does not support virtual tiles"),
         (["parallel.stream=auto"], "needs a memory limit: set trainer.memory_limit"),
         (["parallel.stream_to=/scratch"], "has no effect without trainer.memory_limit_gb"),
         (["data.image_size=[1,48]"], "1x48 is smaller than the 2x2 virtual tiles"),

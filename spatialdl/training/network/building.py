@@ -204,7 +204,6 @@ def make_pipeline(
             device=device,
             mixed=precision.mixed,
             nodes=nodes,
-            compiled=bool(config.trainer.compile),
             tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,
             memory=memory,
