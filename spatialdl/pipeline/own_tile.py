@@ -165,17 +165,17 @@ class MadeOfTile:
         values: dict[Value, Any],
         loss_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._mesh, self._tiles, self._values = mesh, tiles, values
+        self._mesh, self._tiles, self.values = mesh, tiles, values
         self._loss_context = loss_context
 
     def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
-        output = self._values[value]
+        output = self.values[value]
         local: Tensor = output._tile if isinstance(output, SpatialTensor) else output
         return shape.leaving(local, self._mesh.part) if isinstance(shape, SplitShape) else local
 
     @property
     def output(self) -> Any:
-        return self._values.get(OUTPUT)
+        return self.values.get(OUTPUT)
 
     def outputs(self) -> Iterator[tuple[Mesh, Any]]:
         yield self._mesh, self.output
@@ -192,7 +192,7 @@ class MadeOfTile:
         """Run backward from outputs that require gradients; the rest depend on no weight."""
         roots, seeds = [], []
         for value, grad in grads.items():
-            output = self._values[value]
+            output = self.values[value]
             if output.requires_grad:
                 roots.append(output)
                 seeds.append(self._seed(output, grad, shapes[value]))

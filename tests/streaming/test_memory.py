@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl.streaming.copies import ModelCopies
+from spatialdl.pipeline.virtual_tiles import ModelCopies
 from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.streaming.store import DiskStore, Slot
 
