@@ -48,6 +48,7 @@ ELSEWHERE = {
 """Names in other frameworks, where no key here is similar."""
 
 REMOVED = {
+    "parallel.balance": "stages are balanced by operation counts; others are set by parallel.cut",
     "trainer.compile": "it compiled only stages that split no image: leave it out",
 }
 """Former keys, and what to do instead."""

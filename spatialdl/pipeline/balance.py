@@ -7,20 +7,20 @@ traffic wins.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import inf
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from spatialdl.pipeline.steps import Recording, Value, run_step
+from spatialdl.pipeline.steps import IMAGE, Recording, Value, run_step
 from spatialdl.random import keyed
 from spatialdl.spatial.meta import meta_copy, on_meta
-from spatialdl.torch_internals import BatchNormBase, tree_leaves
+from spatialdl.torch_internals import tree_leaves
 
 OPERATIONS_PER_ELEMENT = 20
 """Cost of a memory-bound operation per element of its output, in multiply-adds."""
@@ -39,14 +39,16 @@ class StepCosts:
     values: dict[Value, float]
 
 
-Weigh = Callable[[nn.Module, Recording, tuple[int, ...]], StepCosts]
-"""Computes costs from a network, its recording, and the image shape (N, C, *spatial) of it."""
-
-
 def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
-    """Estimate time by operation counts; memory-bound operations cost by the element."""
+    """Estimate time by operation counts; memory-bound operations cost by the element.
+
+    Args:
+        recording: of the network in evaluation, for images of shape `image`.
+        image: (N, C, *spatial).
+    """
     counts = []
-    values = _image(model, image)
+    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    values = {IMAGE: torch.zeros(image, dtype=dtype, device="meta")}
     shadow = meta_copy(model)
     with torch.no_grad(), on_meta(), keyed(0, 0):
         for step in recording.steps:
@@ -57,49 +59,6 @@ def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) ->
     return StepCosts(
         counts, {v: float(OPERATIONS_PER_ELEMENT * n) for v, n in recording.sizes.items()}
     )
-
-
-def memory(
-    model: nn.Module, recording: Recording, image: tuple[int, ...], samples: int
-) -> StepCosts:
-    """Bytes that each step saves for backward, and three times its weights.
-
-    Args:
-        samples: number of samples whose activations are held at the same time.
-    """
-    shadow = meta_copy(model)
-    shadow.train()
-    for layer in shadow.modules():
-        if isinstance(layer, BatchNormBase):  # in training it refuses a single value
-            layer.eval()
-    values = _image(shadow, image)
-    kept: list[float] = []
-
-    held: dict[int, Tensor] = {
-        weight.untyped_storage()._cdata: weight for weight in shadow.parameters()
-    }
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            held[storage._cdata] = tensor
-            kept[-1] += storage.nbytes() * samples / image[0]
-        return tensor
-
-    with on_meta(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        for step in recording.steps:
-            kept.append(0.0)
-            with keyed(0, 0):
-                run_step(step, shadow, values, torch.device("meta"))
-            module = shadow.get_submodule(step.call) if isinstance(step.call, str) else None
-            weights = module.parameters() if module is not None else ()
-            kept[-1] += 3 * sum(weight.nbytes for weight in weights)
-    return StepCosts(kept, {})
-
-
-def _image(model: nn.Module, size: tuple[int, ...]) -> dict[Value, Tensor]:
-    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    return {Value(-1): torch.zeros(size, dtype=dtype, device="meta")}
 
 
 def balance(

@@ -22,7 +22,6 @@ class PipelineOptions:
 
     Attributes:
         cut: layers at which stages begin, see `pipeline.partition.cut`.
-        balance: what is equal in all stages without `cut`, see `pipeline.balance`.
         gather_before: modules that get whole images, see `spatial.gather`.
         recompute: "block" or "stage" to recompute these in backward, see `spatial.recompute`.
         sync_batchnorm: whether BatchNorm normalizes over the samples of all data replicas.
@@ -44,7 +43,6 @@ class PipelineOptions:
     """
 
     cut: Names = None
-    balance: Literal["time", "memory"] = "time"
     gather_before: Names = None
     recompute: Literal["none", "block", "stage"] = "none"
     sync_batchnorm: bool = False

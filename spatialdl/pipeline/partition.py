@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from spatialdl.pipeline.balance import StepCosts, Weigh, balance, estimated
+from spatialdl.pipeline.balance import StepCosts, balance, estimated
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
@@ -24,7 +24,6 @@ def cut(
     names: Names = None,
     image_size: tuple[int, ...] = (3, 224, 224),
     recompute: bool = False,
-    weigh: Weigh = estimated,
     divided: bool = False,
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
@@ -36,10 +35,9 @@ def cut(
         model: a network whose forward can be recorded; with one stage, any network.
         widths: number of ranks per stage, between which its work is divided.
         names: modules at which the second and later stages begin; by default the cut that
-            minimizes the cost of the heaviest stage.
+            minimizes the estimated time of the slowest stage.
         image_size: (C, H, W).
         recompute: whether blocks, and loose layers of a chain, are recomputed in backward.
-        weigh: the cost to balance.
         divided: whether ranks run the network on different samples.
 
     Returns:
@@ -63,7 +61,7 @@ def cut(
     if len(widths) == 1:
         return [_whole(model, network, recording, blocks, recompute)]
     bounds = cut_bounds(
-        model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
+        model, recording, widths, names, lambda: estimated(model, evaluated, (SAMPLES, *image_size))
     )
     owned = leftovers(model, recording, bounds)
     return [

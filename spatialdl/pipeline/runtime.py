@@ -29,7 +29,6 @@ from spatialdl.comm.waiting import noted
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.action import Action, Schedule, describe
-from spatialdl.pipeline.balance import Weigh, estimated, memory
 from spatialdl.pipeline.batch_loss import BatchLoss, check_forwards_first
 from spatialdl.pipeline.batch_norm import Sharing
 from spatialdl.pipeline.gradients import Gradients
@@ -142,13 +141,10 @@ class PipelineRuntime:
     def _cut(self, model: nn.Module) -> list[nn.Module]:
         """All stages of the network."""
         options, placement = self.options, self.placement
-        weigh: Weigh = estimated
-        if options.balance == "memory":
-            weigh = partial(memory, samples=self.schedule.microbatches)
         divided = placement.network_copies * placement.most_batch_parts > 1
         stages = cut(
             *(model, placement.widths, options.cut, self.image_size),
-            *(options.recompute == "block", weigh, divided),
+            *(options.recompute == "block", divided),
         )
         for stage in stages if len(stages) > 1 else ():
             stage.train()  # an override of train() may freeze weights

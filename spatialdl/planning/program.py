@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor, nn
 
-from spatialdl.pipeline.balance import StepCosts, Weigh
+from spatialdl.pipeline.balance import StepCosts, estimated
 from spatialdl.pipeline.partition import cannot_cut, cut_bounds, leftovers, state_of
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
@@ -139,13 +139,11 @@ class Program:
             self._divided[uncut, which] = parts.divided(which, recording, entering)
         return self._divided[uncut, which]
 
-    def costs(self, weigh: Weigh) -> StepCosts:
-        """Costs to balance the cut by."""
-        return weigh(self._model, self._evaluated, (SAMPLES, *self._image))
+    @cached_property
+    def _costs(self) -> StepCosts:
+        return estimated(self._model, self._evaluated, (SAMPLES, *self._image))
 
-    def bounds(
-        self, widths: Sequence[int], names: Sequence[str] | None, costs: Callable[[], StepCosts]
-    ) -> list[int]:
+    def bounds(self, widths: Sequence[int], names: Sequence[str] | None) -> list[int]:
         """Step numbers at which stages begin, and the end, as in `pipeline.partition.cut`.
 
         Raises:
@@ -155,7 +153,7 @@ class Program:
             return [0, len(self.names)]
         if self._recording is None:
             raise cannot_cut(self._model, len(widths), self.refused)
-        return cut_bounds(self._model, self._recording, widths, names, costs)
+        return cut_bounds(self._model, self._recording, widths, names, lambda: self._costs)
 
     def borders(self, bounds: Sequence[int]) -> dict[Border, tuple[Value, ...]]:
         """All borders between stages that values pass, and the values."""

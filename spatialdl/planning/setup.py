@@ -116,7 +116,6 @@ def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
         optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
         segments=config.task.name == "segmentation",
         names=config.parallel.cut,
-        balance=config.parallel.balance,
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
         tensor_plan=tuple(plan.items()),

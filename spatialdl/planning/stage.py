@@ -78,7 +78,7 @@ def stage_costs(
     again, stages = recompute == "block", placement.stages
     if again and not job.can_recompute(stages):
         raise CannotWork("parallel.recompute=block: the network has no blocks to recompute")
-    bounds = job.bounds(placement.widths, microbatches, again)
+    bounds = job.bounds(placement.widths, again)
     samples = ceil(ceil(job.batch / microbatches) / placement.data)
     parts = job.parts(bounds, again)
     borders = job.borders(bounds, again)

@@ -23,7 +23,6 @@ OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICE_PATHS = ("auto", "nccl", "mpi", "host")
 TASKS = ("classification", "multilabel", "regression", "segmentation", "survival")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-BALANCES = ("time", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 SYNTHETIC = ("synthetic", "fractals")
 """Values of `data=` for generated data sets."""
@@ -34,7 +33,6 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "comm.transport": TRANSPORTS,
     "comm.device_path": DEVICE_PATHS,
     "comm.backend": BACKENDS,
-    "parallel.balance": BALANCES,
 }
 
 

@@ -36,7 +36,6 @@ def settings(case: Case) -> dict[str, Hashable]:
         "order": bool(case.order),
         "backend": case.backend,
         "gather": bool(case.gather_before),
-        "balance": case.balance,
     }
 
 

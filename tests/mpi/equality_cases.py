@@ -29,7 +29,6 @@ class Case(NamedTuple):
     times: int = 1
     sync: bool = False
     clip: float = 0.0
-    balance: str = "time"
     local: tuple[int, ...] = ()
     backend: str | None = None
     shard: bool = False
@@ -59,7 +58,6 @@ class Case(NamedTuple):
             + "-clip" * bool(self.clip)
             + "-local" * bool(self.local)
             + "+".join(map(str, self.local))
-            + f"-{self.balance}" * (self.balance != "time")
             + f"-{self.backend}" * (self.backend is not None)
             + "-shard" * self.shard
             + "-order" * bool(self.order)
@@ -394,7 +392,7 @@ CLIPPED = [
         Case("sp", "odd", (45, 50), ((1, 2),)),
         Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7),
         Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
-        Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, balance="memory"),
+        Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2),
         Case("sp+gems", "plain", (37, 29), ((2, 1), (1, 1)), 1, 2, 5, schedule="basic"),
         Case("dp+pp", "plain", (37, 29), ((1, 1),) * 2, 2, 1, 5),
         # more replicas than samples

@@ -207,7 +207,6 @@ def parallel(
         (3, *case.size),
         PipelineOptions(
             cut=case.cut or None,
-            balance=case.balance,
             gather_before=case.gather_before or (),
             recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
             sync_batchnorm=case.sync,

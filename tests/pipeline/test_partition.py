@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spatialdl.models import resnet18, unet
-from spatialdl.pipeline.balance import StepCosts, balance, estimated, memory
+from spatialdl.pipeline.balance import StepCosts, balance, estimated
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import OUTPUT, Stage, run_stage
@@ -246,11 +246,3 @@ def test_estimated_costs_are_those_of_the_layers():
     conv, relu, _, linear = costs.steps
     assert conv - relu == 3 * 8 * 9 * 64  # multiply-adds
     assert linear == pytest.approx(1024, rel=0.05)
-
-
-def test_memory_is_what_is_kept_for_backward_and_weights():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Sigmoid(), nn.Conv2d(8, 2, 1))
-    first, sigmoid, last = memory(model, recorded(model, (3, 8, 8)), (2, 3, 8, 8), 10).steps
-    assert first == 10 * 3 * 64 * 4 + 3 * 4 * (3 * 8 * 9 + 8)  # its input
-    assert sigmoid == 10 * 8 * 64 * 4  # its output
-    assert last == 3 * 4 * (8 * 2 + 2)  # its input is there already

@@ -44,10 +44,6 @@ def test_what_fits(words, ranks):
         ("task.name=guessing", "task.name=guessing is not supported"),
         ("comm.transport=pigeon", "comm.transport=pigeon is not supported"),
         ("comm.backend=nothing", "use one of null, mpi4py, gloo, nccl"),
-        (
-            "parallel=lp parallel.balance=luck",
-            "balance=luck is not supported: use one of time, memory",
-        ),
         ("comm.timeout=-1", "comm.timeout"),
         *((f"trainer.clip_norm={n}", "clip_norm=.* must be") for n in ("0", "much", "true", "nan")),
         *(

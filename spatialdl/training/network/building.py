@@ -194,7 +194,6 @@ def make_pipeline(
         (sources.channels, *sources.image_size),
         PipelineOptions(
             cut=parallel.cut,
-            balance=parallel.balance,
             gather_before=parallel.gather_before,
             recompute=parallel.recompute,
             sync_batchnorm=bool(parallel.sync_batchnorm),
