@@ -28,7 +28,7 @@ from spatialdl.torch_internals import foreach_div_, reparametrize_module, tree_m
 
 
 class VirtualTiles:
-    """Runs a stage on virtual tiles one after the other; see `own_tile.TileWorker`.
+    """Runs a stage on virtual tiles one after the other; as `OwnTile` runs it on one.
 
     Args:
         module: its layers, without hooks.
@@ -121,7 +121,8 @@ class VirtualTiles:
         pairs = zip(*self.take_gradients(), strict=True)
         present = [(weight, grad) for weight, grad in pairs if grad is not None]
         if present:
-            torch.autograd.backward(*zip(*present, strict=True))
+            own, seeds = zip(*present, strict=True)
+            torch.autograd.backward(own, seeds)
 
     # --- pieces of this rank's tile
 
@@ -154,7 +155,7 @@ class VirtualTiles:
 
 
 class MadeOfTiles:
-    """Results on virtual tiles, see `own_tile.Made`."""
+    """Results on virtual tiles, with the methods of `MadeOfTile`."""
 
     def __init__(self, tiles: VirtualTiles, made: list[MadeOfTile]) -> None:
         self._tiles, self._made = tiles, made
@@ -253,6 +254,9 @@ class MadeOfTiles:
             return tiles.together(grads, shape.receiver).div_(tiles.count)
         tiles.memory.release(grads)
         return torch.stack(grads).mean(0)
+
+
+Made = MadeOfTile | MadeOfTiles
 
 
 def _around(boxes: Sequence[Box]) -> Box:

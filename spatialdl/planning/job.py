@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.combined import between, with_stage
-from spatialdl.planning.costs import NetworkCosts, count
+from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
 from spatialdl.planning.ledger import Ledger, RankOperation
-from spatialdl.planning.parts import DividedStage
-from spatialdl.planning.program import Program
+from spatialdl.planning.program import DividedStage, Program
 from spatialdl.streaming.sizes import ImageSizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 

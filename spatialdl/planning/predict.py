@@ -8,16 +8,17 @@ from itertools import accumulate
 from math import prod
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Schedule
+from spatialdl.pipeline.gradients import stage_ranks
 from spatialdl.pipeline.simulate import (
+    Action,
     ActionSpan,
+    Schedule,
     SharedCores,
     SimulatedTimeline,
     StageSeconds,
     merged,
     simulate,
 )
-from spatialdl.pipeline.stage_groups import stage_ranks
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
 from spatialdl.planning.ledger import RankOperation

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.layout import by, nearly_cubic
-from spatialdl.pipeline.action import describe
+from spatialdl.pipeline.simulate import describe
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
 from spatialdl.planning.predict import Prediction, predict

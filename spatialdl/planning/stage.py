@@ -15,8 +15,8 @@ from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
-from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.peaks import Sum
+from spatialdl.planning.program import DividedStage
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spatialdl.models import resnet18, unet
-from spatialdl.pipeline.balance import StepCosts, balance, estimated
-from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.partition import StepCosts, balance, cut, estimated
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import OUTPUT, Stage, run_stage
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value

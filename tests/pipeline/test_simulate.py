@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from spatialdl.comm.trace import Span
-from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.schedule import gpipe, one_f_one_b
 from spatialdl.pipeline.simulate import (
+    Action,
     SharedCores,
     StageSeconds,
     busy_times,

@@ -13,8 +13,7 @@ from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage
 from spatialdl.planning.costs import count
-from spatialdl.planning.program import Program
-from spatialdl.planning.tile import LargestTile, largest_part, local
+from spatialdl.planning.program import LargestTile, Program, largest_part, local
 from spatialdl.spatial.meta import meta_copy
 
 IMAGE = (3, 32, 24)

@@ -18,9 +18,9 @@ from spatialdl.configuring.own_keys import offered_keys, refused_key
 from spatialdl.configuring.plugins import describe_cause
 from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.simulate import Schedule
 from spatialdl.streaming.memory import memory_within
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head

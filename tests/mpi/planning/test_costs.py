@@ -31,8 +31,7 @@ from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import PlannedJob
-from spatialdl.planning.parts import DividedStage
-from spatialdl.planning.tile import largest_part
+from spatialdl.planning.program import DividedStage, largest_part
 from spatialdl.random import keyed
 from spatialdl.streaming.memory import Memory
 
