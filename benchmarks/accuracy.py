@@ -36,7 +36,7 @@ from benchmarks.harness import (
     start,
 )
 from spatialdl.data.format import MANIFEST
-from spatialdl.planning import worker
+from spatialdl.planning import calibrate
 from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
 
 SIDE, TILE, MPP = 2048, 256, 0.5
@@ -165,7 +165,7 @@ def _train(run_dir: Path, settings: Sequence[str]) -> dict[str, Any]:
             *("trainer.checkpoint.keep=0", "trainer.report=false"),
         ]
         started, used = time.monotonic(), _cpu_seconds()
-        worker.run(command, worker.environment(1))
+        calibrate.run(command, calibrate.environment(1))
         if not (run_dir / "summary.json").exists():
             raise RuntimeError(f"the run in {run_dir} was interrupted: run the same command again")
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -199,7 +199,7 @@ def _prepare(folder: Path, options: argparse.Namespace) -> dict[str, list[str]]:
                 *(*arm.cut, "--out", str(out), "--labels", str(folder / "labels.csv")),
                 *("--mpp", str(MPP), "--min-tissue", "0", "--jobs", "2"),
             ]
-            worker.run(command, worker.environment(1), show=True)
+            calibrate.run(command, calibrate.environment(1), show=True)
         found[name] = [f"data.path={out}"]
     return found
 

@@ -30,7 +30,7 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_of, device_path
 from spatialdl.comm.launch import launched, mpiexec_command
 from spatialdl.data.saving import load_json, save_json
-from spatialdl.planning.worker import environment, run_worker
+from spatialdl.planning.calibrate import environment, run_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = "CPU"
@@ -155,7 +155,7 @@ def rank_command(name: str, options: argparse.Namespace, ranks: int) -> list[str
 def rank_environment(
     threads: int, plain: bool = False, variables: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Environment of `rank_command`; see `spatialdl.planning.worker.environment`."""
+    """Environment of `rank_command`; see `spatialdl.planning.calibrate.environment`."""
     found = {**environment(threads, plain), **(variables or {})}
     path = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(ROOT)]))
     return {**found, "PYTHONPATH": path}

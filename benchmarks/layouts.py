@@ -44,10 +44,9 @@ from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.configuring.overrides import check_overrides
 from spatialdl.configuring.own_keys import fit_model_keys, rewritten
 from spatialdl.parallel.placement import Placement
-from spatialdl.planning.auto import choose_alone, cluster_file
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.predict import predict
-from spatialdl.planning.setup import MEASURED, cluster_named, job_of
+from spatialdl.planning.setup import MEASURED, choose_alone, cluster_file, cluster_named, job_of
 from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import placement_of, schedule_of
 

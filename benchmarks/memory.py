@@ -15,7 +15,6 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -44,8 +43,8 @@ from benchmarks.harness import (
 )
 from benchmarks.spatial import OVER_LIMIT, training
 from spatialdl import models
-from spatialdl.bags import EndToEnd
-from spatialdl.bags.end_to_end import MODES
+from spatialdl.bags import EndToEndNetwork
+from spatialdl.bags.network import MODES
 from spatialdl.comm.device_path import device_of
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.torch_internals import import_compiler
@@ -272,23 +271,25 @@ def work(options: argparse.Namespace) -> dict[str, float] | None:
     mesh = spatialdl.init_mesh(tuple(options.grid), check=False)
     baseline = peak_memory_mb(device)
     torch.manual_seed(0)
-    e2e = EndToEnd(
+    network = EndToEndNetwork(
         models.resnet18(num_classes=options.width),
         models.abmil(in_channels=options.width, width=32, hidden=32, dropout=0.0),
-        mesh,
-        options.slice,
-        options.mode,
+        (3, options.side, options.side),
+        slice_size=options.slice,
+        mode=options.mode,
         frozen_norm=True,
-        progress=False,
     )
-    optimizer = torch.optim.SGD(e2e.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    begin, end = mesh.box((options.count,))
+    tiles = noise(begin, end, options.side)
+    bag = spatialdl.from_local(tiles.flatten(1).t()[None], mesh, (options.count,))
     seconds = 0.0
     for _ in range(STEPS):
         mesh.comm.barrier()
         began = time.perf_counter()
         optimizer.zero_grad()
-        tiles = partial(noise, side=options.side)
-        e2e.step(tiles, torch.tensor([1]), F.cross_entropy, count=options.count)
+        torch.autograd.backward(F.cross_entropy(network(bag), torch.tensor([1])))
+        spatialdl.average_gradients(network, mesh)
         optimizer.step()
         seconds = time.perf_counter() - began
     ranks = mesh.comm.gather((peak_memory_mb(device) - baseline, seconds))

@@ -21,11 +21,10 @@ from spatialdl import models
 from spatialdl.parallel.layout import nearly_cubic
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
 from spatialdl.planning.predict import Prediction, predict
-from spatialdl.planning.setup import cluster_named
+from spatialdl.planning.setup import cluster_file, cluster_named
 
 
 class Layout(NamedTuple):

@@ -20,10 +20,9 @@ from benchmarks.harness import markdown
 from spatialdl.models import resnet50
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
-from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import predict
-from spatialdl.planning.setup import cluster_named
+from spatialdl.planning.setup import cluster_file, cluster_named
 
 WAIT_S = 20e-6
 """Of a host wait: until the host has noticed, and the device has work again."""

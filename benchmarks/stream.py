@@ -45,8 +45,8 @@ from benchmarks.memory import STEP, search
 from spatialdl import models
 from spatialdl.comm.allocator import available_memory
 from spatialdl.comm.device_path import device_of
+from spatialdl.pipeline.streamed import memory_of
 from spatialdl.spatial.recompute import recompute_block
-from spatialdl.streaming.streamed import memory_of
 from spatialdl.training.peak_memory import peak_memory_mb
 
 SHARE = 0.8

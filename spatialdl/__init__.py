@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     )
     from spatialdl.comm.mesh import Mesh, init_mesh
     from spatialdl.pipeline.front import Pipeline
+    from spatialdl.pipeline.streamed import stream
     from spatialdl.spatial import SpatialTensor, register_op
     from spatialdl.spatial.recompute import recompute_blocks
     from spatialdl.spatial.split import from_local, gather_before, shard
-    from spatialdl.streaming.streamed import stream
     from spatialdl.training.callbacks import Callback
 
 __all__ = [
@@ -89,7 +89,7 @@ _FOUND_IN = {
     "recompute_blocks": "spatialdl.spatial.recompute",
     "register_op": "spatialdl.spatial",
     "shard": "spatialdl.spatial.split",
-    "stream": "spatialdl.streaming.streamed",
+    "stream": "spatialdl.pipeline.streamed",
 }
 
 

@@ -63,14 +63,20 @@ def _hydra_main(config: DictConfig) -> None:
 
 
 def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row]:
-    """Print the table, and draw the first layout.
+    """Print the table, and the first layout.
 
     Raises:
         ValueError: if the configuration is inconsistent, or no layout fits.
     """
     from spatialdl.planning.calibrate import measured
-    from spatialdl.planning.drawing import draw_layout, draw_timeline
-    from spatialdl.planning.search import limit, named, search, table
+    from spatialdl.planning.search import (
+        describe_stages,
+        draw_timeline,
+        limit,
+        named,
+        search,
+        table,
+    )
     from spatialdl.planning.setup import MEASURED, check_first, cluster_named, job_of
 
     is_named = config.parallel.name not in ("none", "auto")
@@ -99,9 +105,9 @@ def plan(config: DictConfig, overrides: Sequence[str], folder: Path) -> list[Row
     if memory is not None and rows[0].memory > memory:
         print(f"\nnote: does not fit: a rank has {memory / 1e9:.2f} GB")
     _write(rows[: int(config.rows)], folder)
-    draw_layout(rows[0], job, folder / "layout.png")
     draw_timeline(rows[0], folder / "timeline.png")
-    print(f"\nwritten: {folder}/plan.json, layout.png and timeline.png")
+    print("\n".join(["", "the first layout:", "", *describe_stages(rows[0], job)]))
+    print(f"\nwritten: {folder}/plan.json and timeline.png")
     return rows
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
 
 import torch
 import torch._subclasses.fake_tensor
@@ -61,7 +60,6 @@ with _known_versions():
     set_throw_on_mutable_data_ptr = torch._C._set_throw_on_mutable_data_ptr
     tensor_version = torch.Tensor._version
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    unsafe_preserve_version_counter = torch.autograd.grad_mode._unsafe_preserve_version_counter
     will_engine_execute_node = torch._C._will_engine_execute_node
 
     # functions on trees of tensors, and on lists of them
@@ -151,25 +149,6 @@ with _known_versions():
     for _owner, _names in ATTRIBUTES:
         for _name in _names.split():
             getattr(_owner, _name)
-
-ON_FIRST_USE = {
-    "FailOnRecompileLimitHit": "torch._dynamo.exc",
-    "InvalidCxxCompiler": "torch._inductor.exc",
-    "TorchDynamoException": "torch._dynamo.exc",
-    "get_cpp_compiler": "torch._inductor.cpp_builder",
-    "get_scheduling_for_device": "torch._inductor.codegen.common",
-    "has_triton": "torch.utils._triton",
-    "init_backend_registration": "torch._inductor.codegen.common",
-}
-"""Names of the compiler, and their modules."""
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name of the compiler."""
-    if name not in ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with _known_versions():
-        return getattr(import_module(ON_FIRST_USE[name]), name)
 
 
 def import_compiler() -> None:

@@ -78,7 +78,7 @@ def _hydra_main(config: DictConfig) -> None:
             _submit(config, overrides, run_dir)
             return
         if config.parallel.name == "auto":
-            from spatialdl.planning.auto import choose_alone
+            from spatialdl.planning.setup import choose_alone
 
             config, overrides = choose_alone(config, overrides)
         if config.debug.name == "fakecomm":
@@ -183,7 +183,7 @@ def _run_rank(info: LaunchInfo, arguments: Sequence[str]) -> None:
 
 def _choose_together(world: Communicator, config: DictConfig) -> DictConfig:
     """The best layout for the launched ranks, computed by rank 0."""
-    from spatialdl.planning.auto import choose
+    from spatialdl.planning.setup import choose
 
     text = ""
     if world.rank == 0:

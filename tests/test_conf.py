@@ -24,9 +24,9 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.configuring.keys import keys_of
 from spatialdl.data import ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.planning.auto import cluster_file
 from spatialdl.planning.cluster import cluster_of
-from spatialdl.submitting.resources import resources
+from spatialdl.planning.setup import cluster_file
+from spatialdl.submitting.runs import resources
 from spatialdl.training.checks import BACKENDS, TRANSPORTS
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.loggers.choosing import PACKAGES, Loggers, check_loggers, wants_images

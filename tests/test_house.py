@@ -252,8 +252,3 @@ def test_a_version_that_lacks_a_name_is_refused_by_it(owner, name, monkeypatch):
     version = re.escape(torch.__version__)
     with pytest.raises(ImportError, match=f"PyTorch {version} .*'{name}'.* 2.8 to 2.15, "):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def test_names_of_the_compiler_are_there():
-    for name in torch_internals.ON_FIRST_USE:
-        assert getattr(torch_internals, name).__name__ == name

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from spatialdl import plan
-from spatialdl.planning import auto
+from spatialdl.planning import setup
 from spatialdl.planning.search import Row
 from spatialdl.training.layouts import placement_of
 from tests.composing import composed
@@ -44,9 +45,10 @@ def test_the_table_and_the_pictures_are_made(two_ranks):
     assert " ".join(rows[0].layout.overrides()) in listed[0]
     written = json.loads((folder / "plan.json").read_text())
     assert [one["overrides"] for one in written] == [row.layout.overrides() for row in rows[:3]]
-    for name in ("layout.png", "timeline.png"):
-        with Image.open(folder / name) as picture:
-            assert len(picture.convert("RGB").getcolors(100_000)) > 5
+    assert "the first layout:" in text
+    assert re.search(r"^  stage 0: \w+", text, re.MULTILINE)
+    with Image.open(folder / "timeline.png") as picture:
+        assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
 
 @pytest.mark.parametrize(
@@ -81,8 +83,6 @@ def test_volumes_are_planned(tmp_path, capsys):
     assert "images of 16x12x8 per step" in capsys.readouterr().out
     grids = {tuple(dict(row.layout.keys).get("grid", ())) for row in rows}
     assert {(2, 1, 1), (4, 1, 1), (2, 2, 1)} <= grids
-    with Image.open(tmp_path / "layout.png") as picture:
-        assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
 
 def test_a_cut_is_for_layouts_with_so_many_stages(tmp_path):
@@ -98,7 +98,7 @@ def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(two_ranks, caps
     given = auto_config("parallel.cluster=nvlink_node", "parallel.world=2", "parallel.cut=null")
     first = two_ranks.rows[0]
     overrides = ["parallel=auto", "parallel.world=2", "parallel.cluster=nvlink_node", "seed=1"]
-    chosen, written = auto.choose_alone(given, overrides)
+    chosen, written = setup.choose_alone(given, overrides)
     assert written == [*first.layout.overrides(), "seed=1"]
     assert chosen.parallel == composed("train", *first.layout.overrides()).parallel
     assert placement_of(chosen.parallel) == first.prediction.placement
@@ -107,12 +107,12 @@ def test_auto_takes_the_first_row_and_becomes_an_ordinary_layout(two_ranks, caps
 
 def test_auto_must_know_the_ranks_and_the_cluster(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"add parallel\.world="):
-        auto.choose_alone(auto_config(), [])
+        setup.choose_alone(auto_config(), [])
     with pytest.raises(ValueError, match="cluster=abacus is unknown: take one of h100, inf"):
-        auto.choose(auto_config("parallel.cluster=abacus"), 2)
+        setup.choose(auto_config("parallel.cluster=abacus"), 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match="has no measurements of this machine"):
-        auto.choose(auto_config(), 2, may_measure=False)
+        setup.choose(auto_config(), 2, may_measure=False)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_other_mistakes_are_told_before_this_machine_is_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("spatialdl.planning.setup.calibrate", lambda: pytest.fail("measured"))
     with pytest.raises(ValueError, match=sentence):
-        auto.choose_alone(auto_config("parallel.world=2", override), [])
+        setup.choose_alone(auto_config("parallel.world=2", override), [])
     given = [*SMALL[:3], override, "world=2"]
     with pytest.raises(ValueError, match=sentence):
         plan.plan(config(*given), given, tmp_path)
@@ -171,7 +171,7 @@ def test_layouts_with_virtual_tiles_are_looked_for_and_chosen(tmp_path):
     assert len(tiles) > 1  # more where a rank has more of an image
     assert all(row.prediction.stores for row in rows)
     words += ["parallel.cluster=nvlink_node", "parallel.world=2"]
-    chosen, line = auto.choose_alone(auto_config(*words), ["parallel=auto", *words])
+    chosen, line = setup.choose_alone(auto_config(*words), ["parallel=auto", *words])
     assert min(chosen.parallel.stream) >= 1
     assert placement_of(chosen.parallel, 2).world_size == 2
     assert f"parallel.stream={list(chosen.parallel.stream)}".replace(" ", "") in line

@@ -1,15 +1,18 @@
-"""Encoder and aggregator as one network for the training command, from pixels to a slide's output.
+"""Encoder and aggregator as one network, from the pixels of all tiles to a slide's output.
 
 A bag is a signal (1, C * h * w, tiles) of pixels. Every rank encodes its tiles slice by slice, and
-recomputes each slice in backward. The features are the split signal that the aggregator maps to the
-output. Nothing is gathered, and the encoder needs no synchronisation of ranks.
+recomputes each slice in backward. The recomputation runs on the same slices, draws the same random
+numbers, and does not update buffers, as in Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", 2016 (https://arxiv.org/abs/1604.06174), section 3, with slices of the batch instead of
+layers. The features are the split signal that the aggregator maps to the output. Nothing is
+gathered, and the encoder needs no synchronisation of ranks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spatialdl.bags.encoding import batch_statistics, encoded, freeze_norms
-from spatialdl.bags.end_to_end import MODES
 from spatialdl.random.drawing import PartsOfSamples
 from spatialdl.random.streams import scope, thread
 from spatialdl.spatial.recompute import recompute
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
+from spatialdl.torch_internals import BatchNormBase, InstanceNormBase
+
+MODES = ("slices", "graph")
 
 
 class TileEncoder(nn.Module):
@@ -122,12 +126,17 @@ class TileEncoder(nn.Module):
         size = self._size if in_slices else len(tiles)
         learns = any(each.requires_grad for each in self.network.parameters())
         again = in_slices and learns and torch.is_grad_enabled()
-        features = []
+        features: list[Tensor] = []
+        buffers = _buffers_of(self.network)
         for first in range(0, len(tiles), size):
             some = tiles[first : first + size]
             own = range(start + first, start + first + len(some))
             run = partial(self._run, parts=parts, own=own)
-            features.append(recompute(run, some, modules=[self.network]) if again else run(some))
+            # each slice starts with the same buffers; only the first one updates them
+            with _starting_with(buffers) if features else nullcontext():
+                features.append(
+                    recompute(run, some, modules=[self.network]) if again else run(some)
+                )
         return torch.cat(features)
 
     def _of_none(self, tiles: Tensor) -> Tensor:
@@ -137,7 +146,14 @@ class TileEncoder(nn.Module):
 
     def _run(self, tiles: Tensor, parts: PartsOfSamples | None, own: range) -> Tensor:
         with parts.of(own) if parts is not None else nullcontext():
-            return encoded(self.network, self._normalised(tiles), len(tiles))
+            features = self.network(self._normalised(tiles))
+        if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != len(tiles):
+            shape = tuple(features.shape) if isinstance(features, Tensor) else type(features)
+            raise ValueError(
+                f"the encoder must map tiles {tuple(tiles.shape)} to features ({len(tiles)}, D), "
+                f"got {shape}; pool and flatten its maps"
+            )
+        return features
 
     def _normalised(self, tiles: Tensor) -> Tensor:
         dtype = next((p.dtype for p in self.network.parameters()), self.mean.dtype)
@@ -170,3 +186,49 @@ class EndToEndNetwork(nn.Sequential):
         encoder: Any = self.encoder
         attend: Any = getattr(self.aggregator, "attention", None)
         return None if attend is None else lambda bag: attend(encoder(bag))
+
+
+# --- layers that depend on several tiles, and buffers
+
+
+def batch_statistics(encoder: nn.Module) -> list[str]:
+    """List layers whose outputs or buffers depend on all tiles of a call: BatchNorm in training."""
+    return [
+        f"{name or 'encoder'} ({type(layer).__name__})"
+        for name, layer in encoder.named_modules()
+        if (isinstance(layer, BatchNormBase) and (layer.training or layer.running_mean is None))
+        or (isinstance(layer, InstanceNormBase) and layer.training and layer.track_running_stats)
+    ]
+
+
+def freeze_norms(encoder: nn.Module) -> None:
+    """Set BatchNorm and InstanceNorm layers to evaluation mode, with their running statistics."""
+    for layer in encoder.modules():
+        if isinstance(layer, BatchNormBase | InstanceNormBase):
+            layer.eval()
+
+
+Buffers = list[tuple[nn.Module, str, Tensor]]
+
+
+def _buffers_of(module: nn.Module) -> Buffers:
+    """Copies of the buffers of a module, with their owners and names."""
+    return [
+        (owner, name, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+@contextmanager
+def _starting_with(buffers: Buffers) -> Iterator[None]:
+    """Replace the buffers by copies of earlier ones within the context."""
+    real = [(owner, name, owner._buffers[name]) for owner, name, _ in buffers]
+    for owner, name, start in buffers:
+        owner._buffers[name] = start.clone()
+    try:
+        yield
+    finally:
+        for owner, name, buffer in real:
+            owner._buffers[name] = buffer

@@ -81,7 +81,7 @@ def preflight(
         placement: the layout.
         shape: (N, C, *spatial) of the whole images of a micro-batch of one replica.
         names: first modules of stages, see `pipeline.partition.cut`.
-        gather_before: modules that get whole images, see `spatial.gather`.
+        gather_before: modules that get whole images, see `spatial.split`.
         recompute: whether blocks are recomputed in backward.
         criterion: loss that raises ValueError for outputs that do not fit the task.
         segments: whether targets are a class per pixel.

@@ -47,6 +47,12 @@ ELSEWHERE = {
 }
 """Names in other frameworks, where no key here is similar."""
 
+REMOVED = {
+    "parallel.balance": "stages are balanced by operation counts; others are set by parallel.cut",
+    "trainer.compile": "it compiled only stages that split no image: leave it out",
+}
+"""Former keys, and what to do instead."""
+
 OWN = ("task.loss", "data.validation")
 """Keys that hold a name or null, unless a user sets their ``_target_``."""
 
@@ -205,6 +211,8 @@ class _Check:
             if _is_open(config, path) or path in OWN:
                 self._check_taken(one, path, config)
                 return
+        if key in REMOVED:
+            raise ValueError(f"{key} no longer exists: {REMOVED[key]}")
         group = key.partition(".")[0]
         for choice in groups().get(group, []):
             if key in {known.name for known in keys_of(file_of(group, choice))}:

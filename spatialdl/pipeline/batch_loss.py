@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.mesh import Mesh
-from spatialdl.pipeline.action import Lists
 from spatialdl.pipeline.own_tile import Criterion
+from spatialdl.pipeline.simulate import Lists
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.autocast import wide
 

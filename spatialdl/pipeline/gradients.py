@@ -1,4 +1,4 @@
-"""Averages, unscales and clips the gradients of a rank's stages."""
+"""The ranks that hold a stage, and the gradients that they average, unscale and clip."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.gradients import Reducer, Replicated, shard_of
+from spatialdl.comm.mesh import Mesh
+from spatialdl.parallel.placement import Placement
 from spatialdl.torch_internals import foreach_div_, foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from spatialdl.pipeline.sharded import ShardedStage
+
 
 _CPU = torch.device("cpu")
 
@@ -127,3 +130,37 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = N
     """Norm of each non-empty tensor, in few kernels."""
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     return torch.stack(foreach_norm(nonempty, order, dtype)) if nonempty else torch.zeros(0)
+
+
+def stage_ranks(placement: Placement, stage: int, tensor: int = 0) -> list[int]:
+    """Ranks of the world that hold the same part of a stage.
+
+    Args:
+        tensor: index of the channel part.
+    """
+    return sorted(
+        {
+            rank
+            for copy in range(placement.copies)
+            for replica in range(placement.data)
+            for rank in placement.ranks(stage, replica, copy, tensor)
+        }
+    )
+
+
+def stage_groups(
+    placement: Placement, meshes: Mapping[int, Mesh], comm: Communicator
+) -> dict[int, Communicator]:
+    """Communicators of the ranks that hold each of this rank's stages; collective.
+
+    Args:
+        meshes: by the stages of this rank.
+        comm: all ranks of the placement.
+    """
+    if placement.copies == 1:
+        return {stage: mesh.comm for stage, mesh in meshes.items()}
+    # by number, so that ranks with several stages create these in the same order
+    return {
+        stage: comm.subset(stage_ranks(placement, stage, meshes[stage].channels))
+        for stage in sorted(meshes)
+    }

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.device_path import device_path
 from spatialdl.comm.device_transport import Lane
-from spatialdl.comm.handover import DIRECTIONS, Direction, Handover, HandoverShape
+from spatialdl.comm.handover import DIRECTIONS, Direction, Handover
 from spatialdl.parallel.placement import Placement, Position
-from spatialdl.pipeline.action import Kind, Lists, Schedule
 from spatialdl.pipeline.shapes import Border
+from spatialdl.pipeline.simulate import Kind, Lists, Schedule
 
 MOST_LANES = 16
 """Maximum lanes of a rank: PyTorch has 32 streams for all groups; lanes must not share one."""
@@ -27,8 +26,7 @@ _Pair = tuple[int, int]
 _Key = tuple[int, Border, Direction, _Pair]
 
 
-@dataclass(frozen=True)
-class StageLink:
+class StageLink(NamedTuple):
     """One rank's side of a border, where each stage may divide channels over several ranks.
 
     What passes is whole, and identical on the ranks that divide the channels of a part. So each
@@ -42,31 +40,6 @@ class StageLink:
 
     forward: tuple[Handover, ...]
     backward: tuple[Handover, ...]
-
-    def send(self, tile: Tensor, what: HandoverShape, microbatch: int) -> None:
-        """See `Handover.send`; likewise the methods below."""
-        for handover in self.forward:
-            handover.send(tile, what, microbatch)
-
-    def expect(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
-        self.forward[0].expect(what, microbatch, device)
-
-    def receive(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
-        return self.forward[0].receive(what, microbatch, device)
-
-    def send_back(self, grad: Tensor, what: HandoverShape, microbatch: int) -> None:
-        for handover in self.backward:
-            handover.send_back(grad, what, microbatch)
-
-    def expect_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> None:
-        self.backward[0].expect_back(what, microbatch, device)
-
-    def receive_back(self, what: HandoverShape, microbatch: int, device: torch.device) -> Tensor:
-        return self.backward[0].receive_back(what, microbatch, device)
-
-    def wait_sent(self) -> None:
-        for handover in (*self.forward, *self.backward):
-            handover.wait_sent()
 
 
 class Handovers:

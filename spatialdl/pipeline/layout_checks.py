@@ -1,11 +1,8 @@
-"""Checks which layouts shard their state or are compiled, without PyTorch, before ranks start."""
+"""Checks which layouts shard their state, without PyTorch, before ranks start."""
 
 from __future__ import annotations
 
 from spatialdl.parallel.placement import Placement
-
-LEAST_TIMEOUT_S = 600
-"""Minimum ``comm.timeout``, as ranks wait while one compiles."""
 
 
 def check_shardable(placement: Placement) -> None:
@@ -51,42 +48,3 @@ def check_samples(samples: int, microbatches: int, replicas: int, what: str) -> 
             f"parallel.data={replicas}: choose data.batch_size so that at least "
             f"{microbatches * replicas} or none remain, or fewer micro-batches"
         )
-
-
-def check_compilable(
-    placement: Placement,
-    recompute: str,
-    shard_state: bool,
-    timeout: float | None = None,
-    deterministic: bool = False,
-) -> None:
-    """Refuse layouts and settings that cannot be compiled, or whose results would change.
-
-    Args:
-        timeout: ``comm.timeout``, seconds.
-        deterministic: whether runs must be bitwise reproducible.
-
-    Raises:
-        ValueError: with the incompatible setting.
-    """
-    grid = next((list(grid) for grid in placement.grids if max(grid) > 1), None)
-    reasons = {
-        f"parallel.grid={grid}, as operations on split images communicate: take parallel=lp, pp, "
-        "dp, gems or none": grid is not None,
-        f"parallel.local_dp={placement.most_batch_parts}, as stages that divide samples "
-        "communicate: take parallel.data": placement.most_batch_parts > 1,
-        f"parallel.tensor={placement.most_tensor_parts}, as layers with divided channels "
-        "communicate: take parallel.data": placement.most_tensor_parts > 1,
-        f"parallel.recompute={recompute}, as recomputed blocks are not compiled: leave one of "
-        "them out": recompute != "none",
-        "parallel.shard_state=true, as FSDP2 gathers weights by hooks: leave one of them out": (
-            shard_state
-        ),
-        "trainer.deterministic=true, as the first step after a resume is not compiled and rounds "
-        "differently: leave one of them out": deterministic,
-        f"comm.timeout={timeout or 0:g}, as ranks wait while one compiles: take at least "
-        f"{LEAST_TIMEOUT_S} seconds, or null": 0 < (timeout or 0) < LEAST_TIMEOUT_S,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"trainer.compile=true cannot be combined with {reason}")

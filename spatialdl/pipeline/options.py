@@ -21,8 +21,7 @@ class PipelineOptions:
 
     Attributes:
         cut: layers at which stages begin, see `pipeline.partition.cut`.
-        balance: what is equal in all stages without `cut`, see `pipeline.balance`.
-        gather_before: modules that get whole images, see `spatial.gather`.
+        gather_before: modules that get whole images, see `spatial.split`.
         recompute: "block" or "stage" to recompute these in backward, see `spatial.recompute`.
         sync_batchnorm: whether BatchNorm normalizes over the samples of all data replicas.
         seed: of the random numbers that the network draws in training.
@@ -32,9 +31,8 @@ class PipelineOptions:
             that of the pipeline's ranks, see `comm.groups`.
         device: of stages and tensors; by default the CPU.
         mixed: float16 or bfloat16 to run stages and loss under autocast.
-        compiled: whether stages are compiled, see `pipeline.compiled`.
         tensor_plan: how weights are divided by channels where it cannot be inferred, see
-            `channels.uses.check_plan`.
+            `channels.weights.check_plan`.
         sample_weights: maps targets to weights (N,) of samples in the mean of the criterion;
             None, or a result of None, for equal weights.
         memory: stores tensors of virtual tiles, if ranks have any (`Placement.stream`).
@@ -43,7 +41,6 @@ class PipelineOptions:
     """
 
     cut: Names = None
-    balance: Literal["time", "measured", "memory"] = "time"
     gather_before: Names = None
     recompute: Literal["none", "block", "stage"] = "none"
     sync_batchnorm: bool = False
@@ -52,7 +49,6 @@ class PipelineOptions:
     shard_state: bool = False
     device: torch.device | None = None
     mixed: torch.dtype | None = None
-    compiled: bool = False
     tensor_plan: Plan = field(default_factory=dict)
     sample_weights: Callable[[Tensor], Tensor | None] | None = None
     memory: Memory | None = None

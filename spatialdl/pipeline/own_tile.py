@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,47 +25,6 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 Shapes = Mapping[Value, HandoverShape]
 """Shapes of a stage's inputs for a micro-batch; for images both layouts are the stage's."""
-
-
-class Made(Protocol):
-    """Results of a forward, kept until its backward."""
-
-    def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
-        """This rank's part of a value, in the form for hand-over."""
-
-    @property
-    def output(self) -> Any:
-        """Return value of the network; None before the last stage."""
-
-    def outputs(self) -> Iterator[tuple[Mesh, Any]]:
-        """Yield the output by tile with the mesh of each; may free the inputs."""
-
-    def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
-        """Return the mean loss, float64 (), not yet synchronized.
-
-        Args:
-            weight: weight of the loss in the objective.
-        """
-
-    def backward_of(self, grads: Mapping[Value, Tensor], shapes: Shapes) -> None:
-        """Run backward from the gradients of sent values on this rank."""
-
-    def gradient(self, value: Value, shape: HandoverShape) -> Tensor:
-        """Gradient of an input of the stage."""
-
-
-class TileWorker(Protocol):
-    """Runs a stage on this rank's part of its input."""
-
-    def forward(
-        self, tiles: dict[Value, Any], shapes: Shapes, samples: int, device: torch.device
-    ) -> Made:
-        """Run the stage; collective over its mesh.
-
-        Args:
-            tiles: inputs on this rank; leaves, some of which require gradients.
-            samples: number of samples on this rank.
-        """
 
 
 @dataclass(frozen=True)
@@ -135,6 +94,12 @@ class OwnTile:
     def forward(
         self, tiles: dict[Value, Any], shapes: Shapes, samples: int, device: torch.device
     ) -> MadeOfTile:
+        """Run the stage; collective over its mesh.
+
+        Args:
+            tiles: inputs on this rank; leaves, some of which require gradients.
+            samples: number of samples on this rank.
+        """
         values = {value: received(tile, shapes[value], self.mesh) for value, tile in tiles.items()}
         with autocast(device, self._mixed):
             if self._recompute:
@@ -150,7 +115,7 @@ class OwnTile:
 
 
 class MadeOfTile:
-    """Results on one tile, see `Made`.
+    """Results of a forward on one tile, kept until its backward.
 
     Args:
         tiles: inputs of the stage.
@@ -165,22 +130,30 @@ class MadeOfTile:
         values: dict[Value, Any],
         loss_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self._mesh, self._tiles, self._values = mesh, tiles, values
+        self._mesh, self._tiles, self.values = mesh, tiles, values
         self._loss_context = loss_context
 
     def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
-        output = self._values[value]
+        """This rank's part of a value, in the form for hand-over."""
+        output = self.values[value]
         local: Tensor = output._tile if isinstance(output, SpatialTensor) else output
         return shape.leaving(local, self._mesh.part) if isinstance(shape, SplitShape) else local
 
     @property
     def output(self) -> Any:
-        return self._values.get(OUTPUT)
+        """Return value of the network; None before the last stage."""
+        return self.values.get(OUTPUT)
 
     def outputs(self) -> Iterator[tuple[Mesh, Any]]:
+        """Yield the output by tile with the mesh of each; may free the inputs."""
         yield self._mesh, self.output
 
     def backward_of_loss(self, criterion: Criterion, target: Any, weight: float | Tensor) -> Tensor:
+        """Return the mean loss, float64 (), not yet synchronized.
+
+        Args:
+            weight: weight of the loss in the objective.
+        """
         with self._loss_context():
             loss = criterion(self.output, target)
         value = loss.detach().double()
@@ -192,7 +165,7 @@ class MadeOfTile:
         """Run backward from outputs that require gradients; the rest depend on no weight."""
         roots, seeds = [], []
         for value, grad in grads.items():
-            output = self._values[value]
+            output = self.values[value]
             if output.requires_grad:
                 roots.append(output)
                 seeds.append(self._seed(output, grad, shapes[value]))
@@ -207,5 +180,6 @@ class MadeOfTile:
         return grad
 
     def gradient(self, value: Value, shape: HandoverShape) -> Tensor:
+        """Gradient of an input of the stage."""
         tile = self._tiles[value]
         return tile.grad if tile.grad is not None else torch.zeros_like(tile)

@@ -1,21 +1,32 @@
-"""Cuts a network into stages, at named places or balanced."""
+"""Cuts a network into stages: at named places, or so that the slowest stage is as fast as possible.
+
+Inputs and outputs of a stage add to its cost, so that of equally good cuts the one with less
+traffic wins.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import inf
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from spatialdl.pipeline.balance import StepCosts, Weigh, balance, estimated
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import SAMPLES, Stage, is_chain, scope_by_name
-from spatialdl.pipeline.steps import Joint, Recording, Step
+from spatialdl.pipeline.steps import IMAGE, Joint, Recording, Step, Value, run_step
+from spatialdl.random import keyed
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.spatial.recompute import recompute_blocks
 from spatialdl.spatial.split import Names, module_names
-from spatialdl.torch_internals import BatchNormBase
+from spatialdl.torch_internals import BatchNormBase, tree_leaves
 
 
 def cut(
@@ -24,9 +35,7 @@ def cut(
     names: Names = None,
     image_size: tuple[int, ...] = (3, 224, 224),
     recompute: bool = False,
-    weigh: Weigh = estimated,
     divided: bool = False,
-    compiled: bool = False,
 ) -> list[nn.Module]:
     """Cut `model` into as many stages as there are `widths`.
 
@@ -37,16 +46,14 @@ def cut(
         model: a network whose forward can be recorded; with one stage, any network.
         widths: number of ranks per stage, between which its work is divided.
         names: modules at which the second and later stages begin; by default the cut that
-            minimizes the cost of the heaviest stage.
+            minimizes the estimated time of the slowest stage.
         image_size: (C, H, W).
         recompute: whether blocks, and loose layers of a chain, are recomputed in backward.
-        weigh: the cost to balance.
         divided: whether ranks run the network on different samples.
-        compiled: whether to wrap a network of one stage, too, see `pipeline.compiled`.
 
     Returns:
         A `Stage` each. A single stage is the network itself unless it is a chain with layers to
-        recompute, writes into its weights or buffers, or is to be compiled.
+        recompute, or writes into its weights or buffers.
 
     Raises:
         ValueError: if the network cannot be cut this way, or has no blocks to recompute.
@@ -58,54 +65,20 @@ def cut(
         evaluated = network.of(SAMPLES, training=False)
     except CannotRecord as reason:
         _check_divided(model, network, divided)
-        if len(widths) == 1 and (blocks or not recompute) and not compiled:
+        if len(widths) == 1 and (blocks or not recompute):
             return [model]
-        if len(widths) == 1 and compiled:
-            raise _cannot_compile(model, str(reason)) from reason
         raise cannot_cut(model, len(widths), str(reason)) from reason
     _check_divided(model, network, divided)
-    if compiled:
-        _check_blocks(model, recording)
-    if len(widths) == 1 and not compiled:
-        return [_whole(model, network, recording, blocks, recompute)]
     if len(widths) == 1:
-        bounds = _one_stage(model, recording)
-    else:
-        bounds = cut_bounds(
-            model, recording, widths, names, lambda: weigh(model, evaluated, (SAMPLES, *image_size))
-        )
+        return [_whole(model, network, recording, blocks, recompute)]
+    bounds = cut_bounds(
+        model, recording, widths, names, lambda: estimated(model, evaluated, (SAMPLES, *image_size))
+    )
     owned = leftovers(model, recording, bounds)
     return [
         Stage(model, network, start, stop, own, recompute)
         for (start, stop), own in zip(pairwise(bounds), owned, strict=True)
     ]
-
-
-def _one_stage(model: nn.Module, recording: Recording) -> list[int]:
-    """Bounds of the single stage of a network to compile."""
-    if recording.loose:
-        raise _cannot_compile(
-            model,
-            f"its forward draws random numbers by '{recording.loose}' outside of a module: use "
-            "nn.Dropout or similar",
-        )
-    if any(step.call == "" for step in recording.steps):
-        raise _cannot_compile(model, "it has hooks")
-    return [0, len(recording.steps)]
-
-
-def _check_blocks(model: nn.Module, recording: Recording) -> None:
-    """Refuse to compile networks without blocks."""
-    called = (step.call for step in recording.steps if isinstance(step.call, str))
-    if not any(any(model.get_submodule(path).children()) for path in called):
-        raise _cannot_compile(model, "no Sequential or ModuleList has modules of several layers")
-
-
-def _cannot_compile(model: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"trainer.compile=true cannot compile blocks of {type(model).__name__}: {reason}; "
-        "leave it out"
-    )
 
 
 def _check_divided(model: nn.Module, network: Forward, divided: bool) -> None:
@@ -300,3 +273,104 @@ def named_bounds(recording: Recording, names: Sequence[str], stages: int) -> lis
             f"of the network, none of them its first layer '{paths[0]}'"
         )
     return bounds
+
+
+OPERATIONS_PER_ELEMENT = 20
+"""Cost of a memory-bound operation per element of its output, in multiply-adds."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Costs of a network's steps, and of passing their values between stages.
+
+    Attributes:
+        steps: in any unit.
+        values: for both sides, in the same unit; values without an entry cost 0.
+    """
+
+    steps: Sequence[float]
+    values: dict[Value, float]
+
+
+def estimated(model: nn.Module, recording: Recording, image: tuple[int, ...]) -> StepCosts:
+    """Estimate time by operation counts; memory-bound operations cost by the element.
+
+    Args:
+        recording: of the network in evaluation, for images of shape `image`.
+        image: (N, C, *spatial).
+    """
+    counts = []
+    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    values = {IMAGE: torch.zeros(image, dtype=dtype, device="meta")}
+    shadow = meta_copy(model)
+    with torch.no_grad(), on_meta(), keyed(0, 0):
+        for step in recording.steps:
+            with FlopCounterMode(display=False) as counter:
+                run_step(step, shadow, values, torch.device("meta"))
+            elements = sum(values[value].numel() for value in step.gives)
+            counts.append(counter.get_total_flops() / 2 + OPERATIONS_PER_ELEMENT * elements)
+    return StepCosts(
+        counts, {v: float(OPERATIONS_PER_ELEMENT * n) for v, n in recording.sizes.items()}
+    )
+
+
+def balance(
+    costs: StepCosts,
+    recording: Recording,
+    widths: Sequence[int],
+    places: Container[int] | None = None,
+) -> list[int]:
+    """Minimize the largest ``cost / width`` of a stage; exact.
+
+    Args:
+        widths: ranks of each stage.
+        places: steps at which a stage may begin, at least as many as stages; by default any.
+
+    Returns:
+        Bounds: stage s has the steps ``[bounds[s], bounds[s + 1])``, at least one.
+    """
+    steps, table = len(costs.steps), _stage_costs(costs, recording)
+
+    @cache
+    def best(stage: int, stop: int) -> tuple[float, tuple[int, ...]]:
+        """Cost of the heaviest stage, and bounds, of stages 0 to `stage` over `stop` steps."""
+        if stage == 0:
+            return table[0][stop] / widths[0], (0, stop)
+        options = [(inf, (0,) * (stage + 2))]
+        for start in range(stage, stop):
+            if places is not None and start not in places:
+                continue
+            heaviest, bounds = best(stage - 1, start)
+            own = table[start][stop] / widths[stage]
+            options.append((max(heaviest, own), (*bounds, stop)))
+        return min(options)
+
+    return list(best(len(widths) - 1, steps)[1])
+
+
+def _stage_costs(costs: StepCosts, recording: Recording) -> list[list[float]]:
+    """``[start][stop]``: cost of the steps between them, with their inputs and outputs."""
+    sums = [0.0, *accumulate(costs.steps)]
+    uses: dict[Value, list[int]] = defaultdict(list)
+    for number, step in enumerate(recording.steps):
+        for value in set(step.takes):
+            uses[value].append(number)
+    for value in tree_leaves(recording.output, is_leaf=lambda leaf: isinstance(leaf, Value)):
+        if isinstance(value, Value):
+            uses[value].append(len(recording.steps) - 1)
+    table = []
+    for start in range(len(recording.steps)):
+        changes = [0.0] * (len(recording.steps) + 2)
+        for value, numbers in uses.items():
+            cost = costs.values.get(value, 0.0)
+            if value.step < start:  # an input, if any step of the stage takes it
+                first = next((n for n in numbers if n >= start), None)
+                if first is not None and value.step >= 0:
+                    changes[first + 1] += cost
+            elif numbers[-1] > value.step:  # an output, if a later step takes it
+                changes[value.step + 1] += cost
+                changes[numbers[-1] + 1] -= cost
+        passing = list(accumulate(changes))[: len(sums)]
+        rows = zip(sums, passing, strict=True)
+        table.append([total - sums[start] + more for total, more in rows])
+    return table

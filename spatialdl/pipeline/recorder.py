@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from spatialdl.pipeline.memory import SharedStorage
 from spatialdl.pipeline.python_state import AttributeKey, PythonState, form_of
 from spatialdl.pipeline.source_lines import replays, users_line
 from spatialdl.pipeline.steps import (
     IMAGE,
     Attribute,
     Recording,
+    SharedStorage,
     Step,
     Value,
     is_reference,

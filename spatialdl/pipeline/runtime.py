@@ -8,11 +8,11 @@ order is GEMS.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,25 +27,20 @@ from spatialdl.comm.mesh import Mesh
 from spatialdl.comm.waiting import noted
 from spatialdl.comm.world import as_communicator
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Schedule, describe
-from spatialdl.pipeline.balance import weighing
 from spatialdl.pipeline.batch_loss import BatchLoss, check_forwards_first
-from spatialdl.pipeline.batch_norm import Sharing
-from spatialdl.pipeline.compiled import check_compiler, compile_stages
-from spatialdl.pipeline.gradients import Gradients
+from spatialdl.pipeline.gradients import Gradients, stage_groups
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.layout_checks import check_compilable, check_shardable
-from spatialdl.pipeline.moving import moved
+from spatialdl.pipeline.layout_checks import check_shardable
 from spatialdl.pipeline.options import PipelineOptions
-from spatialdl.pipeline.own_tile import Criterion, Made
+from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.samples_apart import check_samples_apart
 from spatialdl.pipeline.shapes import HandoverShapes
-from spatialdl.pipeline.simulate import actions_of
+from spatialdl.pipeline.simulate import Action, Schedule, actions_of, describe
 from spatialdl.pipeline.stage import SAMPLES, run_stage, start_training
-from spatialdl.pipeline.stage_groups import stage_groups
-from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime
+from spatialdl.pipeline.stage_runtime import Microbatch, StageRuntime, moved
 from spatialdl.pipeline.step_context import StepContext
+from spatialdl.pipeline.virtual_tiles import Made
 from spatialdl.spatial.recompute import blocks_of
 from spatialdl.spatial.split import gather_before as gather
 from spatialdl.streaming.memory import Memory
@@ -78,7 +73,6 @@ class PipelineRuntime:
 
     Raises:
         ValueError: if network, placement, schedule and options are incompatible.
-        ValueError: if network, placement, schedule and options do not fit together.
     """
 
     def __init__(
@@ -94,9 +88,6 @@ class PipelineRuntime:
         self.options = options = options or PipelineOptions()
         if options.shard_state:
             check_shardable(placement)
-        if options.compiled:
-            check_compilable(placement, options.recompute, options.shard_state)
-            check_compiler(options.device or torch.device("cpu"))
         self.placement, self.schedule, self.criterion = placement, schedule, criterion
         self.image_size, self.mixed = image_size, options.mixed
         self.device = options.device or torch.device("cpu")
@@ -129,15 +120,14 @@ class PipelineRuntime:
         )
         units = {stage: sharded.units for stage, sharded in self.sharded.items()}
         sync, microbatches = options.sync_batchnorm, schedule.microbatches
-        sharing = Sharing(placed, self.stages, groups, placement, sync, microbatches, comm, units)
-        self._context = StepContext(sharing, placement, self.replica, options.seed)
+        self._context = StepContext(
+            placed, self.stages, groups, placement, sync, microbatches, comm, units, options.seed
+        )
         self._batch_loss: BatchLoss | None = None
         if options.batch_loss is not None:
             check_forwards_first(schedule.train)
             [one] = placed
             self._batch_loss = BatchLoss(criterion, options.batch_loss, one.mesh)
-        if options.compiled:  # last: everything above reads the stages uncompiled
-            compile_stages(self.stages.values())
         self._copies = {
             action.microbatch: action.copy for actions in schedule.evaluate for action in actions
         }
@@ -145,12 +135,10 @@ class PipelineRuntime:
     def _cut(self, model: nn.Module) -> list[nn.Module]:
         """All stages of the network."""
         options, placement = self.options, self.placement
-        microbatches = self.schedule.microbatches
-        weigh = weighing(options.balance, self._comm, self.device, microbatches)
         divided = placement.network_copies * placement.most_batch_parts > 1
         stages = cut(
             *(model, placement.widths, options.cut, self.image_size),
-            *(options.recompute == "block", weigh, divided, options.compiled),
+            *(options.recompute == "block", divided),
         )
         for stage in stages if len(stages) > 1 else ():
             stage.train()  # an override of train() may freeze weights
@@ -306,16 +294,14 @@ class PipelineRuntime:
         self._context.begin(microbatches, step)
         total: Tensor | float = 0.0  # read by the host at the end only, so devices run ahead
         todo = self._todo(self._train, microbatches)
-        pending = self._post_first_receive(todo, microbatches)
         last = {
             action.stage: number for number, action in enumerate(todo) if action.kind == "backward"
         }
         outputs: dict[int, Tensor] = {}
         criteria: Mapping[int, Criterion] | None = None
-        for number, action in enumerate(todo):
+        for number, action in enumerate(self._in_turn(todo, microbatches)):
             placed = self._placed[action.copy, action.stage]
             microbatch = microbatches[action.microbatch]
-            self._post_receive(action, pending, microbatches)
             self.doing, name = action, describe(action)
             waiting.doing(name)
             with trace.span("compute", name, action):
@@ -332,7 +318,7 @@ class PipelineRuntime:
                         self._criteria(outputs, microbatches) if criteria is None else criteria
                     )
                     self.gradients.before_backward(action.stage, number == last[action.stage])
-                    with self._context.backward(placed, action.microbatch):
+                    with self._context.slice_of(placed, action.microbatch):
                         total += self._backward(
                             placed, action.microbatch, microbatch, criteria[action.microbatch]
                         )
@@ -345,7 +331,7 @@ class PipelineRuntime:
         if self.placement.most_tensor_parts > 1:
             for module in self.stages.values():
                 settle(module)
-        self._context.end(len(microbatches))
+        self._context.fold(len(microbatches))
         # the only wait for peers if nothing before it has synchronized
         return noted("the end of the step", self._comm.world_ranks, float, total)
 
@@ -393,10 +379,8 @@ class PipelineRuntime:
             for sharded in self.sharded.values():
                 stack.enter_context(sharded.gathered())
             todo = self._todo(self._evaluate, microbatches)
-            pending = self._post_first_receive(todo, microbatches)
-            for action in todo:
+            for action in self._in_turn(todo, microbatches):
                 placed = self._placed[action.copy, action.stage]
-                self._post_receive(action, pending, microbatches)
                 made = self._run(placed, action.microbatch, microbatches[action.microbatch])
                 if placed.is_last:
                     yield action.microbatch, made
@@ -414,26 +398,17 @@ class PipelineRuntime:
             if self._placed[action.copy, action.stage].own(microbatches[action.microbatch].samples)
         ]
 
-    def _post_first_receive(
+    def _in_turn(
         self, todo: Sequence[Action], microbatches: Sequence[Microbatch]
-    ) -> deque[Action]:
-        """Return the actions to come; post the receives of the first."""
-        pending = deque(todo)
-        self._post_next(pending, microbatches)
-        return pending
-
-    def _post_receive(
-        self, action: Action, pending: deque[Action], microbatches: Sequence[Microbatch]
-    ) -> None:
-        """Post the receives of the action after this one, to overlap them with it."""
-        pending.popleft()
-        self._post_next(pending, microbatches)
-
-    def _post_next(self, pending: deque[Action], microbatches: Sequence[Microbatch]) -> None:
-        if pending:
-            upcoming = pending[0]
-            shapes = self._shapes.of(microbatches[upcoming.microbatch].samples)
-            self._placed[upcoming.copy, upcoming.stage].expect(upcoming, shapes, self.device)
+    ) -> Iterator[Action]:
+        """Yield the actions; the receives of each are posted before the one before it runs."""
+        for action, upcoming in pairwise([None, *todo, None]):
+            if upcoming is not None:
+                shapes = self._shapes.of(microbatches[upcoming.microbatch].samples)
+                placed = self._placed[upcoming.copy, upcoming.stage]
+                placed.expect(upcoming, shapes, self.device)
+            if action is not None:
+                yield action
 
     def _check_samples(self, microbatches: Sequence[Microbatch]) -> None:
         for number, microbatch in enumerate(microbatches):

@@ -9,8 +9,8 @@ moved behind a sample of NaN, which spreads to all that depends on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,8 @@ ALL, FEWER = 3, 2
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
-class _Seen(NamedTuple):
-    """Tensors at one point of a forward.
-
-    Attributes:
-        where: a description of the point.
-        tensors: this rank's parts of the tensors.
-    """
-
-    where: str
-    tensors: list[Tensor]
+_Seen = dict[str, list[Tensor]]
+"""This rank's parts of the outputs and buffers of a stage, by name."""
 
 
 def check_samples_apart(
@@ -72,7 +64,7 @@ def check_samples_apart(
         reason: why samples must be independent.
 
     Raises:
-        UnsupportedSpatialOp: on all ranks, with the place in the network.
+        UnsupportedSpatialOp: on all ranks, with the stage.
     """
     mixing = ""
     for placed in stages:
@@ -82,8 +74,7 @@ def check_samples_apart(
     if places:
         raise UnsupportedSpatialOp(
             f"{reason}, but this network computes something over the samples of a batch other than "
-            f"by BatchNorm: found after {places[0]}; each rank would compute it over its own "
-            "samples only"
+            f"by BatchNorm, in {places[0]}; each rank would compute it over its own samples only"
         )
 
 
@@ -107,7 +98,7 @@ class _Probe:
         }
 
     def mixing(self) -> str:
-        """Describe where samples are mixed; empty if all are independent."""
+        """What depends on other samples; empty if all are independent."""
         tiles = {value: self._tile(value, part) for value, part in self._parts[ALL].items()}
         dims = {
             value: _sample_dim(tile.shape, self._shape(self._parts[FEWER][value]))
@@ -116,22 +107,13 @@ class _Probe:
         fewer = {value: _part(tile, dims[value], 0) for value, tile in tiles.items()}
         strangers = [_moved(tiles, dims, fill) for fill in (float("nan"), 3.0)]
 
-        def moved(follow: bool) -> list[_Seen]:
-            try:
-                return self._run(ALL, strangers[0], follow)
-            except Exception:  # a forward may refuse NaN
-                return self._run(ALL, strangers[1], follow)
-
-        place = ""
-        for follow in (False, True):  # search for the place only if samples are mixed
-            runs = self._run(ALL, tiles, follow), self._run(FEWER, fewer, follow), moved(follow)
-            moments = zip(*runs, strict=False)
-            place = next(
-                (whole.where for whole, *rest in moments if not _apart(whole, *rest)), place
-            )
-            if not place:
-                break
-        return place
+        whole, some = self._run(ALL, tiles), self._run(FEWER, fewer)
+        try:
+            moved = self._run(ALL, strangers[0])
+        except Exception:  # a forward may refuse NaN
+            moved = self._run(ALL, strangers[1])
+        mixed = (name for name in whole if not _apart(whole[name], some[name], moved[name]))
+        return next((f"{name} of stage {self._placed.position.stage}" for name in mixed), "")
 
     def _shape(self, part: HandoverShape) -> tuple[int, ...]:
         """Shape of this rank's input; of all ranks' input where ranks divide the samples."""
@@ -149,23 +131,16 @@ class _Probe:
         return torch.randn(shape, generator=draw).to(self._device, part.dtype)
 
     @torch.no_grad()
-    def _run(self, number: int, tiles: dict[Value, Tensor], follow: bool) -> list[_Seen]:
-        """Record the stage's outputs and buffers, and on `follow` the tensors of its modules."""
-        stage, seen = self._placed.module, list[_Seen]()
+    def _run(self, number: int, tiles: dict[Value, Tensor]) -> _Seen:
+        stage = self._placed.module
         values = {
             value: received(tiles[value].clone(), shape, self._placed.mesh)
             for value, shape in self._parts[number].items()
         }
-        calm = autocast(self._device, self._mixed), keyed(0, 0), _Calm()
-        with _as_it_was(stage), _followed(stage, seen if follow else None), ExitStack() as stack:
-            for context in calm:
-                stack.enter_context(context)
+        with _as_it_was(stage), autocast(self._device, self._mixed), keyed(0, 0), _Calm():
             start_training(stage)
-            outputs = run_stage(stage, values, number * self._each)
-            seen.append(_Seen("its last module", _local(outputs)))
-            for name, buffer in stage.named_buffers():
-                seen.append(_Seen(f"'{name}', a buffer", [buffer]))
-        return seen
+            seen = {"the output": _local(run_stage(stage, values, number * self._each))}
+            return seen | {f"'{name}', a buffer,": [x] for name, x in stage.named_buffers()}
 
 
 def _moved(
@@ -202,35 +177,6 @@ def _as_it_was(stage: nn.Module) -> Iterator[None]:
             module._buffers.update(own)
 
 
-@contextmanager
-def _followed(stage: nn.Module, seen: list[_Seen] | None) -> Iterator[None]:
-    """Record the inputs and outputs of modules."""
-    handles = []
-
-    def watch(path: str, module: nn.Module) -> None:
-        kind = type(module).__name__
-
-        def before(module: nn.Module, args: Any) -> None:
-            if seen is not None:
-                seen.append(_Seen(f"the operations before '{path}' ({kind})", _local(args)))
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if seen is not None:
-                seen.append(_Seen(f"'{path}' ({kind})", _local(output)))
-
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after))
-
-    for path, module in stage.named_modules() if seen is not None else ():
-        if path:
-            watch(path, module)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _local(result: Any) -> list[Tensor]:
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return [(x._tile if isinstance(x, SpatialTensor) else x).detach().clone() for x in tensors]
@@ -254,11 +200,9 @@ def _part(tensor: Tensor, dim: int | None, first: int) -> Tensor:
     return tensor.narrow(dim, first * rows, FEWER * rows)
 
 
-def _apart(whole: _Seen, some: _Seen, moved: _Seen) -> bool:
+def _apart(whole: list[Tensor], some: list[Tensor], moved: list[Tensor]) -> bool:
     """Whether the results of the two samples do not depend on the third."""
-    if not len(whole.tensors) == len(some.tensors) == len(moved.tensors):
-        return False
-    return all(map(_equal, whole.tensors, some.tensors, moved.tensors))
+    return len(whole) == len(some) == len(moved) and all(map(_equal, whole, some, moved))
 
 
 def _equal(whole: Tensor, some: Tensor, moved: Tensor) -> bool:

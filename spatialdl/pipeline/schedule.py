@@ -50,8 +50,15 @@ from itertools import pairwise
 
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Kind, Lists, Schedule
-from spatialdl.pipeline.simulate import ActionSpan, StageSeconds, simulate
+from spatialdl.pipeline.simulate import (
+    Action,
+    ActionSpan,
+    Kind,
+    Lists,
+    Schedule,
+    StageSeconds,
+    simulate,
+)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 GEMS = ("basic", "mast", "master")

@@ -45,7 +45,7 @@ class ShardedStage:
 
     Raises:
         ValueError: if the backend does not support the device, parameters have different dtypes,
-            or one has a hook that FSDP2 would not call.
+            or one has a gradient hook.
     """
 
     def __init__(
@@ -74,12 +74,11 @@ class ShardedStage:
         # FSDP2 does not support divided channels between blocks: only the stage takes and returns
         # whole tensors
         inside = set(module.modules()) - {module} if mesh.tensor == 1 else set()
-        hooks = _Hooks(module)
+        _refuse_hooks(module)
         for unit in (*(block for block in blocks if block in inside), module):
             unit.register_forward_hook(_without_views)
             fully_shard(unit, mesh=replicas, reshard_after_forward=True)
-            unit.register_forward_pre_hook(_writable)  # after that of FSDP2, like the next one
-            unit.register_forward_pre_hook(hooks.register)
+            unit.register_forward_pre_hook(_writable)  # after that of FSDP2
         self.units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         if mesh.tensor > 1:
             with held_weights(module):  # FSDP2 first looks them up as attributes
@@ -152,48 +151,18 @@ class ShardedStage:
             root.set_reshard_after_forward(True)
 
 
-class _Hooks:
-    """Gradient hooks of a stage's parameters, which FSDP2 replaces with other parameters.
-
-    They get whole gradients of a replica, as without sharding.
-
-    Args:
-        stage: before it is sharded.
+def _refuse_hooks(stage: nn.Module) -> None:
+    """Refuse gradient hooks of parameters, which FSDP2 replaces by others that it shards.
 
     Raises:
-        ValueError: if a parameter has a post-accumulate-grad hook.
+        ValueError: if a parameter has a hook.
     """
-
-    def __init__(self, stage: nn.Module) -> None:
-        self._of: dict[tuple[nn.Module, str], list[Any]] = {}
-        for path, module in stage.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if getattr(parameter, "_post_accumulate_grad_hooks", None):
-                    full = f"{path}.{name}" if path else name
-                    raise ValueError(
-                        f"parallel.shard_state=true: '{full}' has a hook of "
-                        "register_post_accumulate_grad_hook, but its accumulated gradient is "
-                        "never whole: use register_hook, or leave shard_state out"
-                    )
-                if parameter._backward_hooks:
-                    self._of[module, name] = list(parameter._backward_hooks.values())
-        self._registered: set[int] = set()
-
-    def register(self, unit: nn.Module, args: Any) -> None:
-        """Register hooks before a unit's forward, on whole parameters that then stay the same."""
-        if not self._of:
-            return
-        inside = set(unit.modules())
-        for (module, name), hooks in self._of.items():
-            parameter = module._parameters[name]
-            if module not in inside or parameter is None or isinstance(parameter, DTensor):
-                continue
-            if parameter.requires_grad and id(parameter) not in self._registered:
-                self._registered.add(id(parameter))
-                for hook in hooks:
-                    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    for name, parameter in stage.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parallel.shard_state=true: '{name}' has a gradient hook, but its gradient is "
+                "never whole: put the hook on what the layer returns, or leave shard_state out"
+            )
 
 
 def _writable(module: nn.Module, args: Any) -> Any:

@@ -1,30 +1,93 @@
-"""Simulates a schedule: its timeline, its bubble, its peak of held micro-batches.
+"""Schedules as lists of actions, and their simulation: timeline, bubble, held micro-batches.
 
 An action starts when its rank is free and its inputs have arrived: the output of the stage before
-for a forward, the gradient of the stage after for a backward. Messages take no rank's time.
+for a forward, the gradient of the stage after for a backward. Messages take no time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from spatialdl.comm import trace
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Kind, Lists, describe, stages_of
+
+Kind = Literal["forward", "backward"]
+
+
+class Action(NamedTuple):
+    """One unit of work of a stage's ranks.
+
+    Attributes:
+        copy: of the network; only GEMS has a second one.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    copy: int = 0
+
+
+Lists = Sequence[Sequence[Action]]
+"""One list of actions per group of ranks."""
+
+
+def describe(action: Action) -> str:
+    """Describe an action in a few words."""
+    copy = " of the second copy" if action.copy else ""
+    return f"{action.kind} {action.microbatch}, stage {action.stage}{copy}"
+
+
+def stages_of(lists: Lists) -> int:
+    """The number of stages in a schedule."""
+    return 1 + max((action.stage for actions in lists for action in actions), default=-1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Actions of all ranks of a placement in a step.
+
+    Attributes:
+        train: actions of a training step, one list per group of ranks.
+        evaluate: forwards only.
+        microbatches: number of micro-batches in a batch.
+    """
+
+    train: Lists
+    evaluate: Lists
+    microbatches: int
+
+
+def repeated(schedule: Schedule, times: int) -> Schedule:
+    """Repeat a schedule for `times` as many micro-batches.
+
+    The peak number of micro-batches with live activations does not grow.
+    """
+
+    def again(lists: Lists) -> Lists:
+        return [
+            [
+                action._replace(microbatch=action.microbatch + n * schedule.microbatches)
+                for n in range(times)
+                for action in actions
+            ]
+            for actions in lists
+        ]
+
+    train, evaluate = again(schedule.train), again(schedule.evaluate)
+    return Schedule(train, evaluate, times * schedule.microbatches)
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a micro-batch in each stage, and of a hand-over between two stages."""
+    """Seconds of a micro-batch in each stage."""
 
     forward: Sequence[float]
     backward: Sequence[float]
-    handover: float = 0.0
 
     @classmethod
     def even(cls, stages: int, forward: float = 1.0, backward: float = 2.0) -> StageSeconds:
@@ -77,12 +140,45 @@ class SimulatedTimeline:
         return tuple(max(accumulate(rank, initial=0)) for rank in changes)
 
 
-def simulate(schedule: Lists, costs: StageSeconds) -> SimulatedTimeline:
+class SharedCores(NamedTuple):
+    """Cores shared by the ranks of one machine, where concurrent ranks are slower.
+
+    Attributes:
+        cores: number of cores; the costs are for one computing rank on each.
+        ranks: number of ranks that each list of a schedule stands for.
+        lone_speed: relative speed of a single computing rank.
+    """
+
+    cores: int
+    ranks: Sequence[int]
+    lone_speed: float
+
+    def speed(self, computing: Iterable[int]) -> float:
+        """Relative speed of each rank while those of some lists compute."""
+        active = sum(self.ranks[number] for number in computing)
+        if active > self.cores:
+            return self.cores / active
+        if self.cores == 1:
+            return 1.0
+        return 1 + (self.lone_speed - 1) * (self.cores - active) / (self.cores - 1)
+
+
+@dataclass
+class _Running:
+    ranks: list[int]
+    start: float
+    left: float
+
+
+def simulate(
+    schedule: Lists, costs: StageSeconds, shared: SharedCores | None = None
+) -> SimulatedTimeline:
     """Simulate a schedule.
 
     Args:
         schedule: per rank, its actions in order. Ranks that share an action, such as those of a
             grid, start it together.
+        shared: cores that ranks share; None if each rank has a device of its own.
 
     Raises:
         ValueError: if the schedule deadlocks; the message has the action that each rank waits at.
@@ -90,31 +186,34 @@ def simulate(schedule: Lists, costs: StageSeconds) -> SimulatedTimeline:
     stages = stages_of(schedule)
     todo = [list(actions)[::-1] for actions in schedule]
     ranks = Counter(action for actions in schedule for action in actions)
-    ready: dict[Action, list[int]] = {}  # ranks that have reached an action
-    free = [0.0] * len(todo)
     spans: list[list[ActionSpan]] = [[] for _ in todo]
-    ended: dict[Action, float] = {}
-    for rank, actions in enumerate(todo):
-        if actions:
-            ready.setdefault(actions[-1], []).append(rank)
-    while ready:
-        can_start = [
-            action
-            for action, waiting in ready.items()
-            if len(waiting) == ranks[action] and needs(action, stages) <= ended.keys()
-        ]
-        if not can_start:
+    ended: set[Action] = set()
+    running: dict[Action, _Running] = {}
+    now = 0.0
+    while running or any(todo):
+        busy = {rank for run in running.values() for rank in run.ranks}
+        ready: dict[Action, list[int]] = {}  # ranks that have reached an action
+        for rank, actions in enumerate(todo):
+            if actions and rank not in busy:
+                ready.setdefault(actions[-1], []).append(rank)
+        for action, waiting in ready.items():
+            if len(waiting) == ranks[action] and needs(action, stages) <= ended:
+                running[action] = _Running(waiting, now, costs.of(action))
+                for rank in waiting:
+                    todo[rank].pop()
+        if not running:
             raise ValueError(f"the schedule deadlocks, ranks are stuck: {_waiting(todo)}")
-        for action in can_start:
-            waiting = ready.pop(action)
-            start = max(_arrival(action, stages, ended, costs), *(free[rank] for rank in waiting))
-            ended[action] = start + costs.of(action)
-            for rank in waiting:
-                spans[rank].append(ActionSpan(action, start, ended[action]))
-                free[rank] = ended[action]
-                todo[rank].pop()
-                if todo[rank]:
-                    ready.setdefault(todo[rank][-1], []).append(rank)
+        computing = (rank for run in running.values() for rank in run.ranks)
+        speed = 1.0 if shared is None else shared.speed(computing)
+        step = min(run.left for run in running.values()) / speed
+        now += step
+        for action, run in list(running.items()):
+            run.left -= step * speed
+            if run.left <= 1e-12 * now:
+                del running[action]
+                ended.add(action)
+                for rank in run.ranks:
+                    spans[rank].append(ActionSpan(action, run.start, now))
     return SimulatedTimeline(tuple(map(tuple, spans)))
 
 
@@ -144,14 +243,6 @@ def needs(action: Action, stages: int) -> set[Action]:
     neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
     needed = {action._replace(stage=neighbour)} if 0 <= neighbour < stages else set()
     return needed if action.kind == "forward" else needed | {action._replace(kind="forward")}
-
-
-def _arrival(action: Action, stages: int, ended: dict[Action, float], costs: StageSeconds) -> float:
-    needed = needs(action, stages)
-    travel = {
-        dependency: costs.handover * (dependency.stage != action.stage) for dependency in needed
-    }
-    return max((ended[dependency] + travel[dependency] for dependency in needed), default=0.0)
 
 
 def _waiting(todo: Sequence[Sequence[Action]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -69,11 +69,6 @@ class Stage(nn.Module):
             _place_tensor(self, path, model)
         self._pieces = self._recomputed() if recompute else []
         self._written_state = recording.written_state
-        self._run_steps: StepRunner = _run_parts  # replaced by `pipeline.compiled`
-
-    def _span(self, recording: Recording) -> tuple[Step, ...]:
-        """The steps of this stage in a recording."""
-        return recording.steps[self._start : self._stop]
 
     @property
     def paths(self) -> list[str]:
@@ -97,7 +92,8 @@ class Stage(nn.Module):
         values = dict(values)
         device = next((value.device for value in values.values()), torch.device("cpu"))
         with _copies_saved(self._written()):
-            self._run_steps(self, recording, samples, values, device)
+            for part in self.parts:
+                self.run_part(part, recording, values, device)
         outputs: dict[Value, Any] = {value: values[value] for value in self.gives}
         if self._is_last:
             outputs[OUTPUT] = output_of(recording, values)
@@ -183,20 +179,6 @@ class Stage(nn.Module):
             bounds = [0, *accumulate(len(piece) for piece in pieces(layers))]
             chunks += [chain[a:b] for a, b in pairwise(bounds)]
         return chunks
-
-
-def _run_parts(
-    stage: Stage,
-    recording: Recording,
-    samples: int,
-    values: dict[Value, Tensor],
-    device: torch.device,
-) -> None:
-    for part in stage.parts:
-        stage.run_part(part, recording, values, device)
-
-
-StepRunner = Callable[[Stage, Recording, int, dict[Value, Tensor], torch.device], None]
 
 
 def run_stage(module: nn.Module, values: dict[Value, Tensor], samples: int) -> dict[Value, Any]:

@@ -15,12 +15,12 @@ from spatialdl.comm.handover import HandoverShape
 from spatialdl.comm.mesh import Mesh, stage_mesh
 from spatialdl.parallel.layout import Layout
 from spatialdl.parallel.placement import Placement, Position
-from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.handovers import Handovers
-from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, TileRegion, TileWorker
+from spatialdl.pipeline.own_tile import Criterion, OwnTile, TileRegion
 from spatialdl.pipeline.shapes import Border, Passing, over_ranks, own_samples
+from spatialdl.pipeline.simulate import Action
 from spatialdl.pipeline.steps import IMAGE, Value
-from spatialdl.pipeline.virtual_tiles import VirtualTiles
+from spatialdl.pipeline.virtual_tiles import Made, VirtualTiles
 from spatialdl.streaming.memory import Memory
 
 
@@ -79,7 +79,7 @@ class StageRuntime:
         self.is_first = position.stage == 0
         self.is_last = position.stage == placement.stages - 1
         self.mesh: Mesh = stage_mesh(placement, position, comm)
-        self._worker: TileWorker
+        self._worker: OwnTile | VirtualTiles
         if memory is None:
             self._worker = OwnTile(module, self.mesh, recompute, mixed)
         else:
@@ -88,8 +88,8 @@ class StageRuntime:
         # whole network, so they agree.
         self._learns = {b for b in handovers.borders if any(learns[: b.giver + 1])}
         own = handovers.at(position)
-        self._before = {b: handover for b, handover in own.items() if b.taker == position.stage}
-        self._after = {b: handover for b, handover in own.items() if b.giver == position.stage}
+        self._before = {b: link for b, link in own.items() if b.taker == position.stage}
+        self._after = {b: link for b, link in own.items() if b.giver == position.stage}
         self._made: dict[int, Made] = {}
         self._some: dict[tuple[int, ...], Communicator] = {}
 
@@ -122,14 +122,15 @@ class StageRuntime:
     def expect(self, action: Action, passing: Passing, device: torch.device) -> None:
         """Post the receives of an action, so that they overlap the current one."""
         if action.kind == "forward":
-            for border, handover in self._before.items():
+            for border, link in self._before.items():
                 for shape in passing[border].values():
-                    handover.expect(self._over_ranks(shape), action.microbatch, device)
+                    link.forward[0].expect(self._over_ranks(shape), action.microbatch, device)
         elif action.kind == "backward":
-            for border, handover in reversed(self._after.items()):
+            for border, link in reversed(self._after.items()):
                 for value, shape in passing[border].items():
                     if self._has_gradient(border, value, shape):
-                        handover.expect_back(self._over_ranks(shape), action.microbatch, device)
+                        whole = self._over_ranks(shape)
+                        link.backward[0].expect_back(whole, action.microbatch, device)
 
     def forward(
         self,
@@ -156,16 +157,18 @@ class StageRuntime:
                 raise ValueError("the first stage needs the images of its micro-batches")
             images = (microbatch.samples, tile.shape[1], *image_size)
             tiles[IMAGE], shapes[IMAGE] = tile, self._entering(images, tile.dtype)
-        for border, handover in self._before.items():
+        for border, link in self._before.items():
             for value, shape in passing[border].items():
-                tile = handover.receive(self._over_ranks(shape), number, device)
+                tile = link.forward[0].receive(self._over_ranks(shape), number, device)
                 learns = torch.is_grad_enabled() and self._has_gradient(border, value, shape)
                 tiles[value], shapes[value] = tile.requires_grad_(learns), shape
         own = len(self.own(microbatch.samples))
         made = self._worker.forward(tiles, shapes, own, device)
-        for border, handover in self._after.items():
+        for border, link in self._after.items():
             for value, shape in passing[border].items():
-                handover.send(made.leaving(value, shape), self._over_ranks(shape), number)
+                leaving = made.leaving(value, shape)
+                for handover in link.forward:
+                    handover.send(leaving, self._over_ranks(shape), number)
         if torch.is_grad_enabled():
             self._made[number] = made
         return made
@@ -213,10 +216,12 @@ class StageRuntime:
             value = made.backward_of_loss(criterion, target, weight)
         else:
             made.backward_of(*self._gradients_of(number, passing, device))
-        for border, handover in self._before.items():
+        for border, link in self._before.items():
             for name, shape in passing[border].items():
                 if self._has_gradient(border, name, shape):
-                    handover.send_back(made.gradient(name, shape), self._over_ranks(shape), number)
+                    gradient = made.gradient(name, shape)
+                    for handover in link.backward:
+                        handover.send_back(gradient, self._over_ranks(shape), number)
         return value
 
     def _gradients_of(
@@ -225,10 +230,10 @@ class StageRuntime:
         """Receive the gradients of sent values; sum those of values sent to several stages."""
         grads: dict[Value, Tensor] = {}
         shapes: dict[Value, HandoverShape] = {}
-        for border, handover in reversed(self._after.items()):
+        for border, link in reversed(self._after.items()):
             for value, shape in passing[border].items():
                 if self._has_gradient(border, value, shape):
-                    grad = handover.receive_back(self._over_ranks(shape), number, device)
+                    grad = link.backward[0].receive_back(self._over_ranks(shape), number, device)
                     grads[value] = grads[value] + grad if value in grads else grad
                     shapes[value] = shape
         return grads, shapes
@@ -256,5 +261,39 @@ class StageRuntime:
 
     def wait_sent(self) -> None:
         """Wait until all sends have completed, at the end of a step."""
-        for handover in (*self._before.values(), *self._after.values()):
-            handover.wait_sent()
+        for link in (*self._before.values(), *self._after.values()):
+            for handover in (*link.forward, *link.backward):
+                handover.wait_sent()
+
+
+def moved(stage: nn.Module, device: torch.device) -> nn.Module:
+    """Move a stage in place; parameters stay shared, and keep hooks and attributes.
+
+    For out-of-tree devices ``Module.to`` makes new parameters, one for each module that uses a
+    shared one, and without the hooks of the old ones.
+    """
+    before = [(module, dict(module._parameters)) for module in stage.modules()]
+    stage.to(device)
+    made: dict[int, nn.Parameter] = {}
+    for module, parameters in before:
+        for name, old in parameters.items():
+            new = module._parameters[name]
+            if old is None or new is None or new is old:
+                continue
+            if id(old) not in made:
+                made[id(old)] = _with_all_of(old, new)
+            module._parameters[name] = made[id(old)]
+    return stage
+
+
+def _with_all_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    new.__dict__.update(old.__dict__)
+    hooks, late_hooks = old._backward_hooks or {}, old._post_accumulate_grad_hooks or {}
+    if hooks or late_hooks:
+        new.requires_grad_()  # frozen ones take no hooks
+        for hook in hooks.values():
+            new.register_hook(hook)  # type: ignore[no-untyped-call]
+        for hook in late_hooks.values():
+            new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        new.requires_grad_(old.requires_grad)
+    return new

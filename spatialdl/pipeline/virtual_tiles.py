@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,18 +18,17 @@ from spatialdl.comm.turns import Turns
 from spatialdl.comm.virtual import virtual_ranks
 from spatialdl.parallel.axes import Axes
 from spatialdl.parallel.layout import Box, Layout, finer_parts, last_slices
-from spatialdl.pipeline.own_tile import Criterion, Made, OwnTile, Shapes, TileRegion
+from spatialdl.pipeline.own_tile import Criterion, MadeOfTile, OwnTile, Shapes, TileRegion
 from spatialdl.pipeline.steps import Value
 from spatialdl.random.drawing import OnThreads
 from spatialdl.spatial.split import as_image, from_local
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
-from spatialdl.streaming.copies import ModelCopies
 from spatialdl.streaming.memory import Memory
-from spatialdl.torch_internals import foreach_div_, tree_map
+from spatialdl.torch_internals import foreach_div_, reparametrize_module, tree_map
 
 
 class VirtualTiles:
-    """Runs a stage on virtual tiles one after the other; see `own_tile.TileWorker`.
+    """Runs a stage on virtual tiles one after the other; as `OwnTile` runs it on one.
 
     Args:
         module: its layers, without hooks.
@@ -66,7 +67,7 @@ class VirtualTiles:
         self._copies.follow()
         draws = OnThreads(self.meshes)
 
-        def work(number: int) -> Made:
+        def work(number: int) -> MadeOfTile:
             with draws.of():
                 pieces = {
                     value: self._leaf(number, tile, shapes[value]) for value, tile in tiles.items()
@@ -100,16 +101,28 @@ class VirtualTiles:
         if self.across is not None:
             self.across.finish()
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Trainable parameters of the network."""
+        return self._copies.trained
+
+    def take_gradients(self) -> tuple[list[nn.Parameter], list[Tensor | None]]:
+        """Trainable parameters, and the gradients that backwards have accumulated for them."""
+        weights = self._copies.trained
+        grads = self._copies.take_gradients(weights)
+        present = [grad for grad in grads if grad is not None]
+        self.memory.release(present)
+        if present:
+            foreach_div_(present, self.count)  # mean of the tiles' losses, as over ranks
+        return weights, grads
+
     def pass_gradients_on(self) -> None:
         """Accumulate gradients of the copies in the network's parameters, in one backward."""
-        weights = self._copies.trained
-        pairs = zip(weights, self._copies.take_gradients(weights), strict=True)
+        pairs = zip(*self.take_gradients(), strict=True)
         present = [(weight, grad) for weight, grad in pairs if grad is not None]
         if present:
-            own, grads = zip(*present, strict=True)
-            self.memory.release(grads)
-            foreach_div_(grads, self.count)  # mean of the tiles' losses, as over ranks
-            torch.autograd.backward(own, grads)
+            own, seeds = zip(*present, strict=True)
+            torch.autograd.backward(own, seeds)
 
     # --- pieces of this rank's tile
 
@@ -142,9 +155,9 @@ class VirtualTiles:
 
 
 class MadeOfTiles:
-    """Results on virtual tiles, see `own_tile.Made`."""
+    """Results on virtual tiles, with the methods of `MadeOfTile`."""
 
-    def __init__(self, tiles: VirtualTiles, made: list[Made]) -> None:
+    def __init__(self, tiles: VirtualTiles, made: list[MadeOfTile]) -> None:
         self._tiles, self._made = tiles, made
 
     def leaving(self, value: Value, shape: HandoverShape) -> Tensor:
@@ -164,23 +177,31 @@ class MadeOfTiles:
 
     @property
     def output(self) -> Any:
-        return tree_map(self._whole, *self._images())
+        return tree_map(self.whole, *self._images())
 
     def _images(self) -> list[Any]:
         return self._tiles.each(lambda number: tree_map(as_image, self._made[number].output))
+
+    def take_images(self) -> list[Any]:
+        """The output of each virtual tile; only the stage's inputs are kept beside it."""
+        images = self._images()
+        for made in self._made:
+            made.values.clear()
+        return images
 
     def outputs(self) -> Iterator[tuple[Mesh, Any]]:
         images = self._images()
         self._made = []
         if not isinstance(images[0], SpatialTensor):
-            yield self._tiles.mesh, tree_map(self._whole, *images)
+            yield self._tiles.mesh, tree_map(self.whole, *images)
             return
         for mesh in self._tiles.meshes:
             image = images.pop(0)  # held in memory until the next one
             self._tiles.memory.bring([image._tile])
             yield mesh, image
 
-    def _whole(self, *values: Any) -> Any:
+    def whole(self, *values: Any) -> Any:
+        """One leaf of the output on this rank, from those of its virtual tiles."""
         first, mesh = values[0], self._tiles.mesh
         if not isinstance(first, Tensor):
             return first
@@ -235,6 +256,76 @@ class MadeOfTiles:
         return torch.stack(grads).mean(0)
 
 
+Made = MadeOfTile | MadeOfTiles
+
+
 def _around(boxes: Sequence[Box]) -> Box:
     """The bounding box of `boxes`."""
     return Box((min(s for s, _ in dim), max(e for _, e in dim)) for dim in zip(*boxes, strict=True))
+
+
+# --- networks that share weights
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class ModelCopies:
+    """The network itself for the first virtual rank, and copies of it for the other ones.
+
+    Their parameters are separate leaves in the memory of the network's parameters, so gradients of
+    all virtual ranks accumulate apart from other uses of these parameters.
+
+    Args:
+        model: without hooks that a copy should not have.
+        count: number of virtual ranks.
+
+    Attributes:
+        networks: one for each virtual rank.
+    """
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        self._model, self._count = model, count
+        self._leaves = {
+            parameter: nn.Parameter(parameter.detach(), parameter.requires_grad)
+            for parameter in model.parameters()
+        }
+        self.networks = [model, *(self._copied() for _ in range(count - 1))]
+
+    def _copied(self) -> nn.Module:
+        memo: dict[int, Any] = {id(own): leaf for own, leaf in self._leaves.items()}
+        return copy.deepcopy(self._model, memo)
+
+    def follow(self) -> None:
+        """Update the copies to the network's current weights, buffers, modes and settings."""
+        for own, leaf in self._leaves.items():
+            leaf.requires_grad_(own.requires_grad)
+            leaf.data = own.data  # averaged weights may have replaced them
+        for network in self.networks[1:]:
+            for module, copied in zip(self._model.modules(), network.modules(), strict=True):
+                vars(copied).update(
+                    (name, value) for name, value in vars(module).items() if type(value) in _PLAIN
+                )
+                for name, buffer in module._buffers.items():
+                    copied._buffers[name] = None if buffer is None else buffer.detach().clone()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the network itself has the leaves; also for recomputation."""
+        names: dict[str, Tensor] = {
+            name: self._leaves[parameter] for name, parameter in self._model.named_parameters()
+        }
+        with reparametrize_module(self._model, names, tie_weights=True):
+            yield
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Trainable parameters of the network."""
+        return [parameter for parameter in self._leaves if parameter.requires_grad]
+
+    def take_gradients(self, of: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return and reset the gradients that backwards have accumulated for parameters."""
+        gradients = [self._leaves[parameter].grad for parameter in of]
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        return gradients

@@ -1,4 +1,5 @@
 """Measures this machine: computation of its cores, communication between ranks, and base memory.
+
 The result is cached in the user's cache directory as cluster ``this_machine``.
 """
 
@@ -8,6 +9,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,11 +22,11 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 from tqdm import tqdm
 
+from spatialdl.comm import allocator
 from spatialdl.comm.allocator import MAPPED_FROM
 from spatialdl.comm.capacity import usable_cores
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data.saving import replacing
-from spatialdl.planning.worker import environment, run, run_worker
 
 TINY = ("model=resnet18", "model.width=2", "data.image_size=[64,64]", "data.batch_size=4")
 TINY_RUN = (
@@ -180,3 +182,42 @@ def _base_mb(layout: str) -> float:
 
 def _memory_gb() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def environment(threads: int, plain: bool = False) -> dict[str, str]:
+    """Environment of a worker, with the package's memory settings or PyTorch's defaults.
+
+    Args:
+        threads: of each rank.
+        plain: whether to keep PyTorch's memory settings.
+    """
+    memory = {allocator.SWITCH: "0"} if plain else allocator.environment()
+    cores = {"OMP_NUM_THREADS": str(threads), "OMPI_MCA_mpi_yield_when_idle": "1"}
+    return {**os.environ, **memory, **cores}
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], show: bool = False) -> str:
+    """Run a process and return its output.
+
+    Args:
+        show: whether its standard error, with progress and errors, goes to this process's.
+
+    Raises:
+        RuntimeError: if it fails.
+    """
+    shown = None if show else subprocess.PIPE
+    done = subprocess.run(
+        command, env=dict(environment), stdout=subprocess.PIPE, stderr=shown, text=True, check=False
+    )
+    if done.returncode:
+        output = "see above" if show else f"\n{(done.stderr or done.stdout)[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} failed: {output}")
+    return done.stdout
+
+
+def run_worker(
+    command: Sequence[str], environment: Mapping[str, str], show: bool = False
+) -> dict[str, Any]:
+    """Run a process and parse the JSON on its last line of output; see `run`."""
+    result: dict[str, Any] = json.loads(run(command, environment, show).strip().splitlines()[-1])
+    return result

@@ -19,13 +19,16 @@ from spatialdl.checking.preflight import Preflight, preflight
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.layout import by, even_bounds
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
-from spatialdl.planning.auto import cluster_file
-from spatialdl.planning.calibrate import measured
+from spatialdl.pipeline.simulate import Schedule
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import Prediction, predict
-from spatialdl.planning.setup import MEASURED, cluster_named, job_of, with_virtual_tiles
+from spatialdl.planning.setup import (
+    cluster_file,
+    cluster_named,
+    job_of,
+    with_virtual_tiles,
+)
 from spatialdl.planning.stage import StageCosts, stage_costs
 from spatialdl.training.console.layout_text import draw_layout
 from spatialdl.training.console.rank_table import rank_lines
@@ -78,8 +81,6 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
         _tried(errors, lambda: make_network(config, sources, SingleProcess()))
     cluster = _cluster(config.device)
     job = _tried(errors, lambda: job_of(_planned(config), cluster))
-    if config.parallel.balance == "measured" and placement.stages > 1:
-        print("note: parallel.balance=measured times the layers at run time; cut by time here")
     if job is None or not fits:
         print("\n".join(_problems(errors, Preflight())))
         return False
@@ -195,7 +196,7 @@ class _Table:
         yield self._slices.text
         yield ""
         yield (
-            f"stage  {'ranks':11}{'tile':>20}{'first box':>20}{'samples':>8}"
+            f"stage  {'ranks':11}{'tile':>20}{'samples':>8}"
             f"{'parameters':>12}{'held, MB':>10}{'halos, MB':>10}"
         )
         for stage in range(self._placement.stages):
@@ -217,8 +218,7 @@ class _Table:
     def _stage(self, stage: int) -> str:
         ranks = _span(self._placement.stage_ranks(stage, 0))
         parts = self._placement.batch_parts(stage)
-        tile, box = self._tile(stage)
-        line = f"{stage:5}  {ranks:11}{tile:>20}{box:>20}{ceil(self._slices.most / parts):8}"
+        line = f"{stage:5}  {ranks:11}{self._tile(stage):>20}{ceil(self._slices.most / parts):8}"
         line += f"{_parameters(self._findings.stages, stage):>12}"
         if not self._stages:
             return line
@@ -234,16 +234,16 @@ class _Table:
                     f"{costs.channels / 1e6:.2f} MB to its peers"
                 )
 
-    def _tile(self, stage: int) -> tuple[str, str]:
-        """Rows and columns of the tiles of a stage's input, and the box of the first tile."""
+    def _tile(self, stage: int) -> str:
+        """Rows and columns of the tiles of a stage's input."""
         if stage >= len(self._findings.entering):
-            return "", ""
+            return ""
         size = self._findings.entering[stage]
         if size is None:
-            return "no image", ""
+            return "no image"
         cuts = self._placement.layout(stage, 1, size).cuts
-        sides = [[stop - start for start, stop in pairwise(bounds)] for bounds in cuts]
-        return " x ".join(map(_range, sides)), ", ".join(f"0:{side[0]}" for side in sides)
+        sides = ([stop - start for start, stop in pairwise(bounds)] for bounds in cuts)
+        return " x ".join(map(_range, sides))
 
     def _memory(self, prediction: Prediction) -> Iterator[str]:
         kinds: dict[tuple[int, ...], list[int]] = {}
@@ -265,7 +265,7 @@ class _Table:
             yield from self._virtual_tiles(prediction)
 
     def _virtual_tiles(self, prediction: Prediction) -> Iterator[str]:
-        """Store use of virtual tiles, and the time of a step."""
+        """Store use of virtual tiles."""
         job, most = self._job, max(prediction.stores, key=lambda use: use.moved)
         where = "pinned host memory" if job.store == "host" else "a file on disk"
         if job.limit is None:
@@ -276,18 +276,6 @@ class _Table:
                 f"at least {most.stored / 1e9:.3f} GB stored in {where}"
             )
             yield f"  per step a rank writes to it, and reads, at least {most.moved / 1e9:.3f} GB"
-        cluster = self._cluster
-        if cluster.cores is not None:
-            if measured() is None:
-                yield "  time: unknown until `python -m spatialdl.plan --calibrate` has run once"
-                return
-            cluster = cluster_named(cluster_file(MEASURED))
-        placement = self._placement
-        timed = predict(job, cluster, placement, self._schedule, self._recompute)
-        yield (
-            f"  a step takes {timed.seconds:.3g} s on ranks of cluster={cluster.name}, including "
-            f"{timed.storing:.3g} s for the store"
-        )
 
 
 def _range(sizes: Sequence[int]) -> str:

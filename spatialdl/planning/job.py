@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,15 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spatialdl.pipeline.balance import StepCosts, estimated, memory
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.shapes import Border
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.combined import between, with_stage
-from spatialdl.planning.costs import NetworkCosts, count
+from spatialdl.planning.costs import NetworkCosts, between, count, with_stage
 from spatialdl.planning.ledger import Ledger, RankOperation
-from spatialdl.planning.parts import DividedStage
-from spatialdl.planning.program import Program
+from spatialdl.planning.program import DividedStage, Program
 from spatialdl.streaming.sizes import ImageSizes, sizes_of
 from spatialdl.training.optimization.optimizers import state_ratio, stepped
 
@@ -45,7 +41,6 @@ class PlannedJob:
         optimizer: makes one for parameters.
         segments: whether the network predicts a class for every pixel.
         names: modules at which stages begin, see `pipeline.partition.cut`.
-        balance: what is equal in all stages, see `pipeline.balance`.
         read_bytes: memory that reading takes for each pixel of an image.
         tensor_plan: how modules with divided channels are divided, see `DividedStage`.
         limit: bytes of virtual tiles in memory; None for no limit.
@@ -58,14 +53,12 @@ class PlannedJob:
     optimizer: Any
     segments: bool = False
     names: Sequence[str] | None = None
-    balance: Literal["time", "memory"] = "time"
     read_bytes: float = 0.0
     on_cpu: bool = True
     tensor_plan: tuple[tuple[str, str], ...] = ()
     limit: int | None = None
     store: Literal["disk", "host"] = "disk"
     _programs: dict[bool, Program] = field(default_factory=dict, init=False)
-    _balanced: dict[tuple[bool, int], StepCosts] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[Any, ...], list[int]] = field(default_factory=dict, init=False)
     _counted: dict[tuple[Any, ...], NetworkCosts] = field(default_factory=dict, init=False)
     _sizes: dict[int, ImageSizes | None] = field(default_factory=dict, init=False)
@@ -93,41 +86,27 @@ class PlannedJob:
         program = self.program(again=True)
         return stages > 1 or program.has_blocks or (program.is_chain and len(program.names) > 1)
 
-    def bounds(
-        self, widths: tuple[int, ...], microbatches: int = 1, again: bool = False
-    ) -> list[int]:
+    def bounds(self, widths: tuple[int, ...], again: bool = False) -> list[int]:
         """Step numbers at which stages begin, and the end, as in `pipeline.partition.cut`.
 
         Raises:
             CannotWork: if the network cannot be cut this way.
         """
-        key = widths, microbatches if self.balance == "memory" else 1, again
-        if key not in self._bounds:
-            costs = functools.partial(self._weighed, microbatches, again)
+        if (widths, again) not in self._bounds:
             try:
-                self._bounds[key] = self.program(again).bounds(widths, self.names, costs)
+                self._bounds[widths, again] = self.program(again).bounds(widths, self.names)
             except ValueError as error:
                 raise CannotWork(str(error)) from error
-        return self._bounds[key]
+        return self._bounds[widths, again]
 
     @cached_property
     def uncut(self) -> str:
         """Why the network cannot be cut into stages; empty if it can."""
         try:
-            costs = functools.partial(self._weighed, 1, False)
-            self.program().bounds((1, 1), None, costs)
+            self.program().bounds((1, 1), None)
         except ValueError as error:
             return str(error)
         return ""
-
-    def _weighed(self, microbatches: int, again: bool) -> StepCosts:
-        """Costs to balance the cut by; times come from operation counts."""
-        key = again, microbatches if self.balance == "memory" else 1
-        if key not in self._balanced:
-            by_memory = functools.partial(memory, samples=microbatches)
-            weigh = by_memory if self.balance == "memory" else estimated
-            self._balanced[key] = self.program(again).costs(weigh)
-        return self._balanced[key]
 
     def costs(
         self,

@@ -8,19 +8,20 @@ from itertools import accumulate
 from math import prod
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Schedule
+from spatialdl.pipeline.gradients import stage_ranks
 from spatialdl.pipeline.simulate import (
+    Action,
     ActionSpan,
+    Schedule,
+    SharedCores,
     SimulatedTimeline,
     StageSeconds,
     merged,
     simulate,
 )
-from spatialdl.pipeline.stage_groups import stage_ranks
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
 from spatialdl.planning.ledger import RankOperation
-from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import StageCosts, stage_costs
 
 Held = tuple[tuple[int, int], ...]
@@ -135,10 +136,11 @@ def _simulated(
     """Simulate one row per kind of ranks, as ranks of a grid do the same."""
     costs = StageSeconds([stage.forward for stage in stages], [stage.backward for stage in stages])
     lists = [_actions(schedule, kind) for kind in distinct]
-    if cluster.cores is None:
-        return simulate(lists, costs)
-    weights = [placement.data * kinds.count(kind) for kind in distinct]
-    return simulate_shared(lists, weights, costs, cluster.cores, cluster.lone_speed)
+    shared = None
+    if cluster.cores is not None:
+        ranks = [placement.data * kinds.count(kind) for kind in distinct]
+        shared = SharedCores(cluster.cores, ranks, cluster.lone_speed)
+    return simulate(lists, costs, shared)
 
 
 def _actions(schedule: Schedule, kind: Held) -> list[Action]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from spatialdl.comm.trace import Span
 from spatialdl.parallel.layout import by, nearly_cubic
+from spatialdl.pipeline.simulate import describe
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
 from spatialdl.planning.predict import Prediction, predict
+from spatialdl.training.console.layout_text import draw_layout
 from spatialdl.training.layouts import (
     AUTO,
     check_batch,
@@ -21,6 +26,7 @@ from spatialdl.training.layouts import (
     placement_of,
     schedule_of,
 )
+from spatialdl.training.pictures.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
 from spatialdl.training.virtual_tiles import virtual_tiles_for
 
 LARGEST_GRID = 512
@@ -365,3 +371,40 @@ def table(rows: Sequence[Row], job: PlannedJob, cluster: Cluster, found: int) ->
     if world > 1 and job.uncut:
         lines += ["", f"note: layouts with stages are skipped: {job.uncut}"]
     return "\n".join(lines)
+
+
+def describe_stages(row: Row, job: PlannedJob) -> list[str]:
+    """Draw the image over the ranks of each stage, and name the layers of the stages."""
+    prediction = row.prediction
+    again = prediction.recompute == "block"
+    names = job.program(again).names
+    lines = draw_layout(prediction.placement)
+    for stage, (first, after) in enumerate(
+        pairwise(job.bounds(prediction.placement.widths, again))
+    ):
+        last = f" to {names[after - 1]}" if after - first > 1 else ""
+        lines.append(f"  stage {stage}: {names[first] or 'all layers'}{last}")
+    return lines
+
+
+def draw_timeline(row: Row, path: Path) -> None:
+    """Draw the simulated step of the first replica."""
+    from matplotlib.figure import Figure
+
+    prediction = row.prediction
+    ranks = [
+        [Span("compute", describe(a), start, end, a) for a, start, end in spans]
+        for spans in prediction.timeline.spans[:MOST_ROWS]
+    ]
+    end = prediction.timeline.seconds
+    for spans in ranks:
+        spans.append(Span("reduce", "average gradients", end, end + prediction.reducing))
+        spans.append(Span("compute", "optimizer", end + prediction.reducing, prediction.seconds))
+    figure = Figure(figsize=(11, 2.0 + len(ranks) * ROW_INCHES), dpi=130, layout="constrained")
+    panel = figure.subplots()
+    hidden = len(prediction.timeline.spans) - len(ranks)
+    more = f", {hidden} more ranks not shown" if hidden else ""
+    draw_rows(panel, ranks, 0.0, f"predicted step: {prediction.placement.describe()}{more}")
+    panel.set_xlabel("time since the step began, ms")
+    draw_legend(figure)
+    figure.savefig(path)

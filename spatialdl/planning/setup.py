@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import tracemalloc
+from collections.abc import Sequence
+from importlib.resources import files
 from math import prod
+from pathlib import Path
 from typing import Literal
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spatialdl.channels.weights import check_plan
+from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.data.image_source import whole_box
 from spatialdl.planning.calibrate import cache_file, calibrate, measured
 from spatialdl.planning.cluster import Cluster, cluster_of
 from spatialdl.planning.job import PlannedJob
+from spatialdl.planning.search import Row, limit, search, table
 from spatialdl.spatial.split import gather_before
 from spatialdl.training.checks import check_config
 from spatialdl.training.layouts import AUTO
@@ -116,7 +122,6 @@ def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
         optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
         segments=config.task.name == "segmentation",
         names=config.parallel.cut,
-        balance="memory" if config.parallel.balance == "memory" else "time",
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
         on_cpu=cluster.cores is not None,
         tensor_plan=tuple(plan.items()),
@@ -182,3 +187,86 @@ def _read_bytes(sources: Sources) -> float:
         return tracemalloc.get_traced_memory()[1] / prod(sides)
     finally:
         tracemalloc.stop()
+
+
+KEYS = ("world", "device_memory_gb", "cluster")
+"""Keys of ``parallel=auto`` only."""
+
+SHOWN = 5
+
+_OWN = {"tensor": 1, "tensor_plan": None, "late": None}
+"""Defaults of keys that it sets itself."""
+
+
+def choose(config: DictConfig, world: int, may_measure: bool = True) -> tuple[DictConfig, Row]:
+    """Replace ``parallel=auto`` by the best layout; prints the best ones.
+
+    Args:
+        world: number of ranks.
+        may_measure: whether to measure this machine if necessary; False while ranks run.
+
+    Raises:
+        ValueError: if nothing fits, or the cluster is unknown.
+    """
+    settings = config.parallel
+    for key, default in _OWN.items():
+        if settings[key] != default:
+            raise ValueError(
+                f"parallel=auto chooses how channels are divided: leave parallel.{key}="
+                f"{settings[key]} out, or name a layout"
+            )
+    base = settings.copy()
+    with open_dict(base):
+        for key in KEYS:
+            del base[key]
+        base.name = "none"
+    if settings.cluster == MEASURED and not may_measure and measured() is None:
+        raise ValueError(
+            "parallel=auto has no measurements of this machine: run "
+            "`python -m spatialdl.plan --calibrate world=1` once, or name parallel.cluster"
+        )
+    plain = config.copy()
+    plain.parallel = base
+    chosen = cluster_file(settings.cluster)
+    check_first(plain, settings.cluster == MEASURED and measured() is None)
+    cluster = cluster_named(chosen)
+    job = job_of(plain, cluster)
+    rows = search(job, cluster, base, world, limit(settings.device_memory_gb, cluster, world))
+    plain.parallel = rows[0].layout.config(base)
+    print(table(rows[:SHOWN], job, cluster, len(rows)))
+    print(f"\nchosen: {' '.join(rows[0].layout.overrides())}\n", flush=True)
+    return plain, rows[0]
+
+
+def choose_alone(config: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Like `choose`, before any rank runs; also returns the overrides of the layout.
+
+    Raises:
+        ValueError: if the configuration has no number of ranks, or no network.
+    """
+    world = config.parallel.world
+    if world is None:
+        raise ValueError(
+            "parallel=auto needs the number of ranks: add parallel.world=..., or start it "
+            "with mpiexec or srun"
+        )
+    fit_model_keys(config, overrides)
+    chosen, row = choose(config, world)
+    own = r"\+*parallel(=|\.(world|dev|clus|stream=))"
+    kept = [word for word in overrides if not re.match(own, word)]
+    return chosen, [*row.layout.overrides(), *kept]
+
+
+def cluster_file(name: str) -> DictConfig:
+    """Load the settings of an included cluster.
+
+    Raises:
+        ValueError: if the name is unknown.
+    """
+    folder = Path(str(files("spatialdl.conf"))) / "cluster"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise ValueError(f"parallel.cluster={name} is unknown: take one of {', '.join(known)}")
+    settings = OmegaConf.load(folder / f"{name}.yaml")
+    assert isinstance(settings, DictConfig)
+    return settings

@@ -15,8 +15,8 @@ from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import CannotWork, PlannedJob, Recompute
-from spatialdl.planning.parts import DividedStage
 from spatialdl.planning.peaks import Sum
+from spatialdl.planning.program import DividedStage
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def stage_costs(
     again, stages = recompute == "block", placement.stages
     if again and not job.can_recompute(stages):
         raise CannotWork("parallel.recompute=block: the network has no blocks to recompute")
-    bounds = job.bounds(placement.widths, microbatches, again)
+    bounds = job.bounds(placement.widths, again)
     samples = ceil(ceil(job.batch / microbatches) / placement.data)
     parts = job.parts(bounds, again)
     borders = job.borders(bounds, again)

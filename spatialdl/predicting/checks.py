@@ -18,7 +18,6 @@ from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible
 from spatialdl.training.checkpoints.folder import CONTENT, LATEST, candidates
 from spatialdl.training.checks import (
     BACKENDS,
-    BALANCES,
     DEVICE_PATHS,
     PRECISIONS,
     TRANSPORTS,
@@ -48,7 +47,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "comm.transport": TRANSPORTS,
     "comm.device_path": DEVICE_PATHS,
     "comm.backend": BACKENDS,
-    "parallel.balance": BALANCES,
 }
 
 

@@ -96,7 +96,6 @@ class Network:
             image,
             PipelineOptions(
                 cut=parallel.cut,
-                balance=parallel.balance,
                 gather_before=parallel.gather_before,
                 device=self._device,
                 mixed=self.precision.mixed,

@@ -12,7 +12,6 @@ from spatialdl.comm.waiting import check_timeout
 from spatialdl.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.layout_checks import check_compilable
 from spatialdl.training.best import check_metric
 from spatialdl.training.callbacks import callback_plugins
 from spatialdl.training.checkpoints.folder import LATEST, candidates
@@ -24,7 +23,6 @@ OF_WHOLE_WEIGHTS = ("LARS", "LAMB")
 DEVICE_PATHS = ("auto", "nccl", "mpi", "host")
 TASKS = ("classification", "multilabel", "regression", "segmentation", "survival")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
 SYNTHETIC = ("synthetic", "fractals")
 """Values of `data=` for generated data sets."""
@@ -35,7 +33,6 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "comm.transport": TRANSPORTS,
     "comm.device_path": DEVICE_PATHS,
     "comm.backend": BACKENDS,
-    "parallel.balance": BALANCES,
 }
 
 
@@ -84,14 +81,6 @@ def check_config(config: DictConfig) -> Placement:
     if not is_bags:
         check_batch(config.data.batch_size, microbatches, placement)
     check_task(config.task, placement)
-    if config.trainer.compile:
-        check_compilable(
-            placement,
-            config.parallel.recompute,
-            config.parallel.shard_state,
-            config.comm.timeout,
-            bool(config.trainer.deterministic),
-        )
     check_loggers(config.get("logger") or {})
     if isinstance(size, ListConfig) and not is_bags:
         check_image(tuple(size), placement)

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.parallel.layout import by, spatial_names
 from spatialdl.parallel.partition import FORMS
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule, repeated
 from spatialdl.pipeline.layout_checks import check_shardable
 from spatialdl.pipeline.schedule import GEMS, make_schedule
+from spatialdl.pipeline.simulate import Schedule, repeated
 
 RECOMPUTE = ("none", "block", "stage")
 LATE = ("local_dp", "tensor")
@@ -311,7 +311,6 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
         "parallel.gems": parallel.gems.variant != "none",
         "parallel.shard_state=true": parallel.shard_state,
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
-        "trainer.compile=true": config.trainer.compile,
         f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
         f"parallel.stream={parallel.stream}": parallel.stream,
     }

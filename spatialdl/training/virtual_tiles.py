@@ -38,12 +38,11 @@ def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
     Raises:
         ValueError: names the key.
     """
-    parallel, task, trainer = config.parallel, config.task, config.trainer
+    parallel, task = config.parallel, config.task
     if parallel.stream is None:
         _check_unused(config)
         return
     refused = {
-        "trainer.compile=true": trainer.compile,
         f"task.mixup={task.get('mixup')}": task.get("mixup"),
         "task.loss=cox": task.name == "survival" and task.loss == "cox",
         "debug=detect_nan": config.debug.name == "detect_nan",

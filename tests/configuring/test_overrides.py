@@ -21,6 +21,8 @@ MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_t
         ("model=resnet19", f"model=resnet19 is unknown; nearest: model=resnet18; {MODELS}"),
         ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; choices: auto"),
         ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
+        ("parallel.balance=memory", "parallel.balance no longer exists: stages are"),
+        ("trainer.compile=true", "trainer.compile no longer exists: it compiled only stages"),
         ("logger=[csv,tensorbord]", "logger=tensorbord is unknown; nearest: logger=tensorboard;"),
         ("batch_size=3", "batch_size is unknown; nearest: data.batch_size;"),
         ("+foo=1", "+foo is unknown; `python"),

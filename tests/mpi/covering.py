@@ -35,8 +35,6 @@ def settings(case: Case) -> dict[str, Hashable]:
         "local": bool(case.local),
         "order": bool(case.order),
         "gather": bool(case.gather_before),
-        "balance": case.balance,
-        "compiled": case.compiled,
     }
 
 

@@ -29,11 +29,9 @@ class Case(NamedTuple):
     times: int = 1
     sync: bool = False
     clip: float = 0.0
-    balance: str = "time"
     local: tuple[int, ...] = ()
     shard: bool = False
     order: tuple[int, ...] = ()
-    compiled: bool = False
     tensor: tuple[int, ...] = ()
     stream: tuple[int, ...] = ()
     pinned: bool = False
@@ -59,11 +57,9 @@ class Case(NamedTuple):
             + "-clip" * bool(self.clip)
             + "-local" * bool(self.local)
             + "+".join(map(str, self.local))
-            + f"-{self.balance}" * (self.balance != "time")
             + "-shard" * self.shard
             + "-order" * bool(self.order)
             + "".join(map(str, self.order))
-            + "-compiled" * self.compiled
             + "-channels" * bool(self.tensor)
             + "+".join(map(str, self.tensor))
             + "-stream" * bool(self.stream)
@@ -392,9 +388,9 @@ CLIPPED = [
         Case("none", "plain", (37, 29), ((1, 1),)),
         Case("dp", "odd", (45, 50), ((1, 1),), data=2, batch=5),
         Case("sp", "odd", (45, 50), ((1, 2),)),
-        Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7, balance="measured"),
+        Case("pp", "plain", (37, 29), ((1, 1),) * 2, 1, 3, 7),
         Case("gems", "plain", (37, 29), ((1, 1),) * 2, 1, 2, 5, schedule="mast"),
-        Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2, balance="memory"),
+        Case("sp+pp", "odd", (64, 64), ((2, 1), (1, 1)), 1, 2),
         Case("sp+gems", "plain", (37, 29), ((2, 1), (1, 1)), 1, 2, 5, schedule="basic"),
         Case("dp+pp", "plain", (37, 29), ((1, 1),) * 2, 2, 1, 5),
         # more replicas than samples

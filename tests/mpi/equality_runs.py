@@ -207,7 +207,6 @@ def parallel(
         (3, *case.size),
         PipelineOptions(
             cut=case.cut or None,
-            balance=case.balance,
             gather_before=case.gather_before or (),
             recompute={True: "block", False: "none"}.get(case.recompute, case.recompute),
             sync_batchnorm=case.sync,
@@ -215,7 +214,6 @@ def parallel(
             shard_state=case.shard,
             mixed=mixed,
             device=DEVICE,
-            compiled=case.compiled,
             sample_weights=task.weights if task else None,
             memory=memory_within(LIMIT_GB, None, DEVICE) if case.placement.stream else None,
         ),

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Lists, Schedule
+from spatialdl.pipeline.gradients import stage_groups
 from spatialdl.pipeline.handovers import MOST_LANES, keeps_order, lanes_of
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.shapes import Border, own_samples
-from spatialdl.pipeline.simulate import actions_of
-from spatialdl.pipeline.stage_groups import stage_groups
+from spatialdl.pipeline.simulate import Action, Lists, Schedule, actions_of
 
 ONE, TWO = (1, 1), (2, 1)
 SIMPLE = [

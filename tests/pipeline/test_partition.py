@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.models import resnet18, unet
-from spatialdl.pipeline.balance import StepCosts, balance, estimated, measured, memory, weighing
-from spatialdl.pipeline.partition import cut
+from spatialdl.pipeline.partition import StepCosts, balance, cut, estimated
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import OUTPUT, Stage, run_stage
 from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value
@@ -247,43 +245,3 @@ def test_estimated_costs_are_those_of_the_layers():
     conv, relu, _, linear = costs.steps
     assert conv - relu == 3 * 8 * 9 * 64  # multiply-adds
     assert linear == pytest.approx(1024, rel=0.05)
-
-
-def test_memory_is_what_is_kept_for_backward_and_weights():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Sigmoid(), nn.Conv2d(8, 2, 1))
-    first, sigmoid, last = memory(model, recorded(model, (3, 8, 8)), (2, 3, 8, 8), 10).steps
-    assert first == 10 * 3 * 64 * 4 + 3 * 4 * (3 * 8 * 9 + 8)  # its input
-    assert sigmoid == 10 * 8 * 64 * 4  # its output
-    assert last == 3 * 4 * (8 * 2 + 2)  # its input is there already
-
-
-def test_measured_costs_leave_the_network_as_it_is():
-    model = unet(width=2)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    recording = recorded(model, (3, 32, 32))
-    costs = measured(model, recording, (2, 3, 32, 32), torch.device("cpu"))
-    assert len(costs.steps) == len(recording.steps)
-    assert min(costs.steps) > 0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_large_images_are_tried_smaller():
-    model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Sigmoid())
-    costs = measured(model, recorded(model, (3, 8, 50000)), (2, 3, 8, 50000), torch.device("cpu"))
-    assert len(costs.steps) == 2
-    deep = unet(width=1)  # which crops where a size is odd
-    recording = recorded(deep, (3, 32, 1025))
-    with pytest.raises(ValueError, match=r"at 32x1024 pixels.*has 22 steps instead of 26"):
-        measured(deep, recording, (2, 3, 32, 1025), torch.device("cpu"))
-
-
-def test_ways_to_find_costs_have_names():
-    assert weighing("time", SingleProcess(), torch.device("cpu"), 1) is estimated
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
-    recording, image = recorded(model, (3, 8, 8)), (2, 3, 8, 8)
-    for kind in ("memory", "measured"):
-        costs = weighing(kind, SingleProcess(), torch.device("cpu"), 4)(model, recording, image)
-        assert len(costs.steps) == 2
-    with pytest.raises(ValueError, match=r"parallel\.balance=fair is unknown: take time, measured"):
-        weighing("fair", SingleProcess(), torch.device("cpu"), 1)

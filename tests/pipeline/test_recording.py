@@ -11,7 +11,6 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import resnet18, unet
-from spatialdl.pipeline.balance import measured
 from spatialdl.pipeline.recorder import CannotRecord
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.source_lines import is_library, users_line, users_line_of
@@ -212,7 +211,6 @@ def test_layers_whose_weights_are_computed_are_cut_like_others(change):
     found, expected = trained(model, lambda x: run_stages(stages, x)), trained(twin, twin)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
-    measured(model, recorded(model), (2, 3, 9, 7), torch.device("cpu"))
 
 
 def test_lazy_modules_are_refused_until_they_have_a_shape():

@@ -14,7 +14,6 @@ from torch.distributed.pipelining import (
 )
 
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.schedule import (
     GEMS,
     SCHEDULES,
@@ -27,7 +26,7 @@ from spatialdl.pipeline.schedule import (
     mast,
     one_f_one_b,
 )
-from spatialdl.pipeline.simulate import StageSeconds, simulate
+from spatialdl.pipeline.simulate import Schedule, StageSeconds, simulate
 
 SIMPLE = {"gpipe": gpipe, "1f1b": one_f_one_b}
 

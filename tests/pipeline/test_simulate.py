@@ -5,9 +5,16 @@ from itertools import product
 import pytest
 
 from spatialdl.comm.trace import Span
-from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.schedule import gpipe, one_f_one_b
-from spatialdl.pipeline.simulate import StageSeconds, busy_times, measured_costs, merged, simulate
+from spatialdl.pipeline.simulate import (
+    Action,
+    SharedCores,
+    StageSeconds,
+    busy_times,
+    measured_costs,
+    merged,
+    simulate,
+)
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 PEAKS = {
@@ -27,18 +34,18 @@ def test_bubble_and_held_activations_are_those_that_were_published(name):
         assert list(timeline.peak_held) == held
 
 
-def test_the_slowest_stage_and_the_hand_overs_set_the_pace():
+def test_the_slowest_stage_sets_the_pace():
     """Worked out on paper: two stages, the second twice as slow, three micro-batches."""
-    costs = StageSeconds(forward=(1.0, 2.0), backward=(1.0, 2.0), handover=0.5)
+    costs = StageSeconds(forward=(1.0, 2.0), backward=(1.0, 2.0))
     first, second = simulate(SCHEDULES["1f1b"](2, 3), costs).spans
-    assert [span.start for span in second] == [1.5, 3.5, 5.5, 7.5, 9.5, 11.5]
+    assert [span.start for span in second] == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
     assert [(span.action.kind[0], span.action.microbatch, span.start) for span in first] == [
         ("f", 0, 0.0),
         ("f", 1, 1.0),
-        ("b", 0, 6.0),
-        ("f", 2, 7.0),
-        ("b", 1, 10.0),
-        ("b", 2, 14.0),
+        ("b", 0, 5.0),
+        ("f", 2, 6.0),
+        ("b", 1, 9.0),
+        ("b", 2, 13.0),
     ]
 
 
@@ -67,6 +74,21 @@ def test_an_action_of_several_ranks_begins_when_all_are_there():
     busy, waiting = simulate([[own, together], [together]], StageSeconds.even(1)).spans
     assert [(span.action, span.start) for span in busy] == [(own, 0.0), (together, 1.0)]
     assert [(span.action, span.start) for span in waiting] == [(together, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "shared", "seconds"),
+    [
+        (gpipe(3, 4), SharedCores(3, [1] * 3, 1.0), 18.0),  # as with a device for each
+        (gpipe(3, 4), SharedCores(1, [1] * 3, 1.0), 36.0),  # one after the other
+        (gpipe(1, 2), SharedCores(2, [2], 1.0), 6.0),
+        (gpipe(1, 2), SharedCores(2, [4], 1.0), 12.0),  # replicas share the cores too
+        (gpipe(2, 1), SharedCores(2, [1, 1], 1.5), 4.0),  # faster while the other waits
+    ],
+)
+def test_ranks_that_share_cores(lists, shared, seconds):
+    found = simulate(lists, StageSeconds.even(len(lists)), shared)
+    assert found.seconds == pytest.approx(seconds)
 
 
 def action(kind, stage, microbatch, start, end, copy=0):

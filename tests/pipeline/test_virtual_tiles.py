@@ -88,15 +88,10 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any]) -> None:
 NETWORKS = {
     "unet": (partial(unet, 3, width=8, depth=2), (2, 3, 101, 70), (3, 2)),
     "unet3d": (partial(unet3d, 3, width=4, depth=1), (1, 1, 21, 26, 30), (2, 1, 2)),
-    "vit": (
-        partial(VisionTransformer, 3, patch=4, width=32, depth=2, heads=2),
-        (2, 3, 68, 64),
-        (2, 2),
-    ),
 }
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("unet", False), ("unet3d", True), ("vit", False)])
+@pytest.mark.parametrize(("name", "recompute"), [("unet", False), ("unet3d", True)])
 def test_a_step_with_activations_on_a_disk_equals_that_of_the_whole_image(
     name, recompute, tmp_path
 ):
@@ -156,25 +151,6 @@ def test_modes_and_weights_are_those_of_the_network_at_each_forward():
             parameter.data = parameter + 0.01  # other memory
         found = tiles.forward({IMAGE: x}, entering(x, (2, 2)), 2, CPU).output
         torch.testing.assert_close(found, model(x), rtol=1e-10, atol=1e-10)
-
-
-def test_images_are_read_one_virtual_tile_at_a_time():
-    x, asked = image(2, 3, 11, 8), []
-    shape, size = tuple(x.shape), x.shape[2:]
-
-    def read(part: Any) -> Tensor:
-        asked.append(part)
-        return x[part].clone()
-
-    model = nn.Conv2d(3, 2, 3, padding=1).double()
-    tiles = tiles_of(model, (2, 2))
-    with torch.no_grad():
-        made = tiles.forward(
-            {IMAGE: TileRegion(shape, x.dtype, size, read)}, entering(x, (2, 2)), 2, CPU
-        )
-    rows, columns = (slice(0, 5), slice(5, 11)), (slice(0, 4), slice(4, 8))
-    assert asked == [(..., row, column) for row in rows for column in columns]
-    torch.testing.assert_close(made.output, model(x).detach())
 
 
 class Skips(nn.Module):

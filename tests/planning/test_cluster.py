@@ -10,10 +10,10 @@ import pytest
 from spatialdl.comm import allocator
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.data import saving
-from spatialdl.planning import calibrate, worker
+from spatialdl.planning import calibrate
+from spatialdl.planning.calibrate import environment, run_worker
 from spatialdl.planning.cluster import Rate, cluster_of
 from spatialdl.planning.ledger import RankOperation
-from spatialdl.planning.worker import environment, run_worker
 
 
 def test_a_rate_has_a_part_for_itself_one_for_operations_and_one_for_bytes():
@@ -161,7 +161,7 @@ def test_ranks_measure_all_kinds_in_all_ways():
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_memory_is_as_pytorch_comes_or_as_the_product_sets_it(plain):
-    found = worker.environment(2, plain)
+    found = calibrate.environment(2, plain)
     assert found["OMP_NUM_THREADS"] == "2"
     settings = {allocator.SWITCH: "0"} if plain else allocator.environment()
     assert settings.items() <= found.items()
@@ -170,10 +170,10 @@ def test_memory_is_as_pytorch_comes_or_as_the_product_sets_it(plain):
 def test_a_worker_tells_in_its_last_line():
     program = "import os; print('starting'); print(os.environ['FOUND'])"
     environment = {**os.environ, "FOUND": '{"seconds": [1.5]}'}
-    found = worker.run_worker([sys.executable, "-c", program], environment)
+    found = calibrate.run_worker([sys.executable, "-c", program], environment)
     assert found == {"seconds": [1.5]}
 
 
 def test_a_worker_that_fails_is_quoted():
     with pytest.raises(RuntimeError, match="no such model"):
-        worker.run_worker([sys.executable, "-c", "raise SystemExit('no such model')"], {})
+        calibrate.run_worker([sys.executable, "-c", "raise SystemExit('no such model')"], {})

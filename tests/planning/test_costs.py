@@ -9,10 +9,8 @@ from torch import nn
 from spatialdl.comm.dry import Talk
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.steps import Value
-from spatialdl.planning.combined import between, with_stage
-from spatialdl.planning.costs import count
-from spatialdl.planning.parts import DividedStage
-from spatialdl.planning.program import Program
+from spatialdl.planning.costs import between, count, with_stage
+from spatialdl.planning.program import DividedStage, Program
 
 
 def small() -> nn.Sequential:

@@ -9,13 +9,11 @@ from hydra import compose, initialize_config_module
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.schedule import gpipe, make_schedule, one_f_one_b
-from spatialdl.pipeline.simulate import StageSeconds, simulate
+from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.planning.cluster import cluster_of
 from spatialdl.planning.job import CannotWork
 from spatialdl.planning.predict import predict
 from spatialdl.planning.setup import job_of
-from spatialdl.planning.shared import simulate_shared
 from spatialdl.planning.stage import stage_costs
 from spatialdl.training.layouts import placement_of, schedule_of
 from spatialdl.training.trainer import Trainer
@@ -205,35 +203,3 @@ def test_what_is_above_the_limit_is_stored_for_each_micro_batch(job, paper):
     assert ordered.stores[0].stored < together.stores[0].stored == together.stores[0].moved
     # memory is never below that of the largest operation
     assert layout(replace(job, limit=1), paper, placement).memory[0] > 2 * 8 * MAP / 4
-
-
-# --- shared
-
-
-@pytest.mark.parametrize("lists", [gpipe(3, 4), one_f_one_b(4, 5)])
-def test_with_a_core_a_rank_it_is_the_other_simulation(lists):
-    costs = StageSeconds.even(len(lists))
-    found = simulate_shared(lists, [1] * len(lists), costs, len(lists), 1.0)
-    assert found.seconds == pytest.approx(simulate(lists, costs).seconds)
-    assert found.bubble == pytest.approx(simulate(lists, costs).bubble)
-
-
-def test_on_one_core_all_work_is_done_one_after_the_other():
-    found = simulate_shared(gpipe(3, 4), [1] * 3, StageSeconds.even(3), 1, 1.0)
-    assert found.seconds == pytest.approx(3 * 4 * (1 + 2))
-
-
-def test_replicas_share_the_cores_too():
-    alone, both = (simulate_shared(gpipe(1, 2), [n], StageSeconds.even(1), 2, 1.0) for n in (2, 4))
-    assert both.seconds == pytest.approx(2 * alone.seconds)
-
-
-def test_a_rank_is_faster_while_the_other_waits():
-    found = simulate_shared(gpipe(2, 1), [1, 1], StageSeconds.even(2), 2, 1.5)
-    assert found.seconds == pytest.approx(6 / 1.5)
-
-
-def test_ranks_that_would_wait_for_ever_are_refused():
-    lists = gpipe(2, 1)
-    with pytest.raises(ValueError, match="schedule deadlocks"):
-        simulate_shared([lists[0][::-1], lists[1]], [1, 1], StageSeconds.even(2), 2, 1.0)

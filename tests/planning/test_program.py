@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,13 +9,11 @@ from torch import Tensor, nn
 
 from spatialdl.models import resnet18, unet
 from spatialdl.parallel.layout import Layout
-from spatialdl.pipeline.balance import estimated, memory
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.shapes import borders
 from spatialdl.pipeline.stage import Stage
 from spatialdl.planning.costs import count
-from spatialdl.planning.program import Program
-from spatialdl.planning.tile import LargestTile, largest_part, local
+from spatialdl.planning.program import LargestTile, Program, largest_part, local
 from spatialdl.spatial.meta import meta_copy
 
 IMAGE = (3, 32, 24)
@@ -57,7 +54,7 @@ def test_a_network_that_cannot_be_recorded_is_one_step_and_says_why():
     program = Program(Looks(), IMAGE)
     assert program.names == [""]
     with pytest.raises(ValueError, match="Looks cannot be cut into 2 stages: "):
-        program.bounds((1, 1), None, lambda: program.costs(estimated))
+        program.bounds((1, 1), None)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def test_a_network_that_cannot_be_recorded_is_one_step_and_says_why():
 )
 def test_cuts_weights_and_what_passes_are_those_of_the_runtime(model, widths, again):
     program = Program(model, IMAGE, again)
-    bounds = program.bounds(widths, None, lambda: program.costs(estimated))
+    bounds = program.bounds(widths, None)
     stages = cut(meta_copy(model), widths, None, IMAGE, recompute=again)
     assert all(isinstance(stage, Stage) for stage in stages)
     assert bounds == [0, *(stage._stop for stage in stages)]
@@ -85,7 +82,7 @@ def test_weights_that_two_stages_would_share_are_refused_as_in_training():
     model[3].weight = model[0].weight
     program = Program(model, IMAGE)
     with pytest.raises(ValueError, match="'0' and '3' share a weight"):
-        program.bounds((1, 1), ["2"], lambda: program.costs(estimated))
+        program.bounds((1, 1), ["2"])
 
 
 # --- job
@@ -97,14 +94,6 @@ def test_bounds_are_those_of_the_cut(job):
         stages = cut(job.model, widths, None, job.image)
         lengths = [len(stage.paths) for stage in stages if isinstance(stage, Stage)]
         assert lengths == [b - a for a, b in pairwise(job.bounds(widths))]
-
-
-def test_bounds_that_balance_memory_are_those_of_the_cut(job):
-    weigh = functools.partial(memory, samples=4)
-    model, image = resnet18(num_classes=4, width=4), (3, 32, 32)
-    stages = cut(model, (1, 1), None, image, weigh=weigh)
-    found = replace(job, model=model, image=image, balance="memory").bounds((1, 1), 4)
-    assert found[1] == len(stages[0].paths)
 
 
 def test_many_samples_cost_what_they_would_if_counted(job):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spatialdl.models import resnet18, unet, vit
-from spatialdl.pipeline.moving import moved
+from spatialdl.pipeline.stage_runtime import moved
 from spatialdl.spatial.autocast import as_autocast, in_float32, padded_as
 from spatialdl.training.optimization.precision import precision_of
 

@@ -15,9 +15,9 @@ from spatialdl.comm.launch import LaunchInfo
 from spatialdl.commands import start
 from spatialdl.data.batches import Slice
 from spatialdl.data.loader import DeviceCopy, Loader
+from spatialdl.pipeline.streamed import memory_of
 from spatialdl.streaming.device_store import CHUNK, DeviceDiskStore, PinnedStore
 from spatialdl.streaming.memory import Memory, memory_within
-from spatialdl.streaming.streamed import memory_of
 from spatialdl.training.peak_memory import peak_memory_mb
 from tests.data.numbers import WHOLE, batching, contents, views
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spatialdl.streaming.copies import ModelCopies
+from spatialdl.pipeline.virtual_tiles import ModelCopies
 from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.streaming.store import DiskStore, Slot
 
@@ -288,34 +288,6 @@ def test_weights_are_there_once_and_buffers_for_each(model):
     assert all(first[name] is second[name] for name in first)
 
 
-def test_gradients_of_all_come_together_apart_from_the_networks_own(model):
-    model(X).square().sum().backward()
-    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    copies = ModelCopies(model, 2)
-    with copies.in_place():
-        for network in copies.networks:
-            network(X).square().sum().backward()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    assert [names[one] for one in copies.trained] == list(before)
-    for parameter, grad in zip(copies.trained, copies.take_gradients(copies.trained), strict=True):
-        torch.testing.assert_close(grad, 2 * before[names[parameter]])
-        torch.testing.assert_close(parameter.grad, before[names[parameter]], rtol=0, atol=0)
-    assert copies.take_gradients(copies.trained) == [None] * len(before)
-
-
-def test_the_network_has_its_own_parameters_again_behind_it(model):
-    own = dict(model.named_parameters(remove_duplicate=False))
-    copies = ModelCopies(model, 2)
-    with copies.in_place():
-        inside = dict(model.named_parameters(remove_duplicate=False))
-        assert all(inside[name] is not own[name] for name in own)
-        assert model.first.weight is model.second.weight is copies.networks[1].first.weight
-    with pytest.raises(RuntimeError, match="in between"), copies.in_place():
-        raise RuntimeError("in between")
-    after = dict(model.named_parameters(remove_duplicate=False))
-    assert all(after[name] is own[name] for name in own)
-
-
 def test_copies_follow_weights_buffers_modes_and_settings(model):
     copies = ModelCopies(model, 2)
     other = copies.networks[1]
@@ -335,10 +307,3 @@ def test_copies_follow_weights_buffers_modes_and_settings(model):
     assert other.norm.bias.requires_grad
     assert [one is model.first.weight for one in copies.trained] == [False] * 3
     assert other.nothing is None
-
-
-def test_an_optimizer_step_is_seen_by_copies_at_once(model):
-    copies = ModelCopies(model, 2)
-    with torch.no_grad():
-        model.first.weight += 1
-    assert torch.equal(copies.networks[1].first.weight, model.first.weight)

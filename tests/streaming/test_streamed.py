@@ -18,8 +18,8 @@ import spatialdl
 from spatialdl.models.resnet import resnet18
 from spatialdl.models.unet import unet, unet3d
 from spatialdl.models.vit import VisionTransformer
+from spatialdl.pipeline import streamed
 from spatialdl.streaming import memory as memory_module
-from spatialdl.streaming import streamed
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.sizes import SHARE, ImageSizes, sizes_of, stored, tiles_within
 from spatialdl.streaming.store import DiskStore

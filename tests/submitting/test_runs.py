@@ -18,8 +18,7 @@ from omegaconf import DictConfig
 
 from spatialdl import train
 from spatialdl.submitting.job import _parser, end_markers, job_id, requeue_obstacle
-from spatialdl.submitting.resources import on_nodes, resources
-from spatialdl.submitting.runs import SubmittedRun, script
+from spatialdl.submitting.runs import SubmittedRun, on_nodes, resources, script
 from tests.composing import composed
 from tests.evaluating.cases import read_rows
 

@@ -163,7 +163,6 @@ def test_labels_of_which_nothing_is_learned_are_refused(folder, rows, message) -
         ("parallel=none parallel.tensor=2", "parallel.tensor=2 needs images of one size"),
         ("parallel=dp parallel.shard_state=true data.batch_size=2", "shard_state=true needs"),
         ("parallel=dp", "data.batch_size=1 leaves some of parallel.data=2 replicas"),
-        ("trainer.compile=true", "trainer.compile=true needs"),
         ("task.mixup=0.2", "task.mixup=0.2 needs"),
         ("data.labels=none.csv", "data.labels=none.csv is not a file"),
     ],

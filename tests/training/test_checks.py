@@ -45,14 +45,7 @@ def test_what_fits(words, ranks):
         ("comm.transport=pigeon", "comm.transport=pigeon is not supported"),
         ("comm.backend=nothing", "use one of null, mpi4py, gloo, nccl"),
         ("comm.backend=gloo", "chooses what parallel.shard_state=true shards over"),
-        ("parallel=lp parallel.balance=luck", "parallel.balance=luck is not supported"),
         ("comm.timeout=-1", "comm.timeout"),
-        ("trainer.compile=true comm.timeout=60", "trainer.compile=true .* comm.timeout=60"),
-        (
-            "trainer.compile=true parallel=sp",
-            r"compile=true cannot be combined with parallel.grid=\[2, 1",
-        ),
-        ("trainer.compile=yes", "trainer.compile=yes must be true or false"),
         *((f"trainer.clip_norm={n}", "clip_norm=.* must be") for n in ("0", "much", "true", "nan")),
         *(
             (f"trainer.ema={n}", "ema=.* must be at least 0 and")

@@ -319,23 +319,3 @@ def test_a_run_can_be_seen(tmp_path):
     assert [one.step for one in events.Scalars("validation/accuracy")] == [2, 3]
     assert tags["images"] == [*(f"validation/{n}" for n in range(5)), "run/loss"]
     assert [one.step for one in events.Images("validation/0")] == [2, 3]
-
-
-def _as_it_is(function, **options):
-    return function
-
-
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_compiled_run_has_the_same_numbers_and_names_and_resumes(real, tmp_path, monkeypatch):
-    if not real:
-        monkeypatch.setattr(torch, "compile", _as_it_is)
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    more = ("trainer.max_steps=3", "trainer.freeze=[conv1.*]", "trainer.ema=0.9")
-    expected = train(plain, *more).parts.pipeline
-    train(ours, *more, "trainer.max_steps=2", "trainer.compile=true")
-    found = train(ours, *more, "trainer.compile=true", "ckpt_path=latest").parts.pipeline
-    assert summary(ours)["loss"] == pytest.approx(summary(plain)["loss"], abs=1e-10)
-    assert found.state_dict().keys() == expected.state_dict().keys()
-    for name, value in expected.state_dict().items():
-        assert torch.allclose(found.state_dict()[name], value, rtol=0, atol=1e-10), name
-    train(ours, *more, "trainer.max_steps=4", "ckpt_path=latest")  # uncompiled from here on

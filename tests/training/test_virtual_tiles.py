@@ -46,7 +46,6 @@ def test_what_goes_with_virtual_tiles(words):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("trainer.compile=true", "trainer.compile=true"),
         ("task.mixup=0.2", "task.mixup=0.2"),
         ("debug.name=detect_nan", "debug=detect_nan"),
         ("task=survival task.loss=cox", "task.loss=cox"),

@@ -18,12 +18,12 @@ from spatialdl.features.encoders.preprocessing import Preprocess
 from spatialdl.features.maps.regions import SlideRegion
 from spatialdl.parallel.layout import by
 from spatialdl.pipeline.autocast import autocast
+from spatialdl.pipeline.streamed import stream
 from spatialdl.predicting.pieces import MapPiece, own_pieces
 from spatialdl.predicting.progress import ReadInBands
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.split import from_local
 from spatialdl.spatial.tensor import SpatialTensor
-from spatialdl.streaming.streamed import stream
 from spatialdl.training.optimization.precision import Precision
 from spatialdl.training.tasks.losses import own_pixels
 from spatialdl.training.validation import Evaluated

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from spatialdl.channels.tensor import ChannelTensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
-from spatialdl.pipeline.action import Action
 from spatialdl.pipeline.own_tile import Criterion
 from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.simulate import Action
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.torch_internals import tree_leaves
 

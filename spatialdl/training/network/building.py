@@ -18,9 +18,9 @@ from spatialdl.configuring.own_keys import offered_keys, refused_key
 from spatialdl.configuring.plugins import describe_cause
 from spatialdl.data.bags import BagSource
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Schedule
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
+from spatialdl.pipeline.simulate import Schedule
 from spatialdl.streaming.memory import memory_within
 from spatialdl.training.network.freezing import freeze
 from spatialdl.training.network.head import check_head
@@ -194,7 +194,6 @@ def make_pipeline(
         (sources.channels, *sources.image_size),
         PipelineOptions(
             cut=parallel.cut,
-            balance=parallel.balance,
             gather_before=parallel.gather_before,
             recompute=parallel.recompute,
             sync_batchnorm=bool(parallel.sync_batchnorm),
@@ -203,7 +202,6 @@ def make_pipeline(
             shard_state=bool(parallel.shard_state),
             device=device,
             mixed=precision.mixed,
-            compiled=bool(config.trainer.compile),
             tensor_plan=dict(parallel.tensor_plan or {}),
             sample_weights=task.weights,
             memory=memory,

@@ -15,8 +15,14 @@ from spatialdl.comm import trace
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, Lists, describe
-from spatialdl.pipeline.simulate import actions_of, measured_costs, simulate
+from spatialdl.pipeline.simulate import (
+    Action,
+    Lists,
+    actions_of,
+    describe,
+    measured_costs,
+    simulate,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

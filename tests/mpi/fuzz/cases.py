@@ -198,7 +198,6 @@ def draw_parallel(one: Callable[..., Any], found: Keys) -> Keys:
         "recompute": one("none", "none", "block", "stage"),
         "sync_batchnorm": found["data"] > 1 and one(False, False, True),
         "shard_state": can_shard and one(False, False, True),
-        "balance": one("time", "time", "memory"),
     }
 
 

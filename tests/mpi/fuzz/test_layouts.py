@@ -11,7 +11,6 @@ A case is printed before it runs, so that one which hangs is known too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,26 +25,6 @@ EVERY_DAY = {2: 1, 3: 1, 4: 2, 5: 1, 8: 1}
 """Cases by the number of ranks."""
 PROOF = 40
 """Cases of the longer proof on each number of ranks."""
-LEFT_OUT: dict[str, Callable[..., object]] = {
-    "spatialdl.spatial.conv._present": lambda *_: iter(()),  # pixels of neighbours
-    "spatialdl.pipeline.gradients.Gradients.average": lambda *_: None,
-    "spatialdl.pipeline.statistics.SliceStatistics.fold": lambda *_: None,
-}
-"""What a layout cannot do without, and what does nothing in its place."""
-PLAIN = Case(
-    model={"seed": 1, "kind": "graph", "head": "labels", "names": ["Conv", "Dense", "Dense"]},
-    parallel={
-        **{"grid": [2, 1], "data": 2, "stages": 1, "spatial_stages": 1, "local_dp": 1},
-        **{"interleave": 1, "schedule": "gpipe", "gems.variant": "none", "gems.times": 1},
-        **{"microbatches": 2, "recompute": "none", "sync_batchnorm": False},
-        **{"shard_state": False, "balance": "time"},
-    },
-    trainer={"accumulate": 1, "clip_norm": None, "ema": None, "freeze": []},
-    task={"name": "classification"},
-    optimizer={"name": "sgd", "lr": 0.05},
-    comm={"backend": None},
-)
-"""On four ranks nothing but data and spatial parallelism."""
 
 
 @pytest.mark.world(*EVERY_DAY)
@@ -86,18 +65,6 @@ def test_many_random_networks_equal_one_process_in_random_layouts(
             check(case, world, tmp_path_factory)
         except Exception as error:  # all ranks fail alike, and the first one tells
             print(f"rank {world.rank}: {error!r}", file=sys.__stderr__, flush=True)
-
-
-@pytest.mark.world(4)
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_layout_that_leaves_something_out_is_found(
-    name: str,
-    world: Communicator,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(name, LEFT_OUT[name])
-    assert differing(PLAIN, world, tmp_path_factory)
 
 
 def check(case: Case, world: Communicator, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -30,8 +30,7 @@ from spatialdl.pipeline.steps import IMAGE, Value
 from spatialdl.pipeline.virtual_tiles import VirtualTiles
 from spatialdl.planning.costs import NetworkCosts
 from spatialdl.planning.job import PlannedJob
-from spatialdl.planning.parts import DividedStage
-from spatialdl.planning.tile import largest_part
+from spatialdl.planning.program import DividedStage, largest_part
 from spatialdl.random import keyed
 from spatialdl.streaming.memory import Memory
 
@@ -235,7 +234,7 @@ def test_a_divided_stage_sends_and_holds_what_is_counted(name, again, stage, mon
     widths = tuple(RANKS if number == stage else 1 for number in range(3))
     placement = Placement(1, ((1, 1),), tensor=(RANKS,))
     mesh = stage_mesh(placement, placement.positions(WORLD.rank)[0], WORLD)
-    bounds = job.bounds(widths, 1, again)
+    bounds = job.bounds(widths, again)
     first, after = job.parts(bounds, again)[stage]
     which = DividedStage(RANKS, first, after)
     costs = job.costs(SAMPLES, (1, 1), again, divided=which)

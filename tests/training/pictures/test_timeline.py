@@ -10,8 +10,8 @@ from matplotlib import image
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.placement import Placement
-from spatialdl.pipeline.action import Action, describe
 from spatialdl.pipeline.schedule import make_schedule
+from spatialdl.pipeline.simulate import Action, describe
 from spatialdl.training.pictures.timeline import StepTimeline, draw_step, simulated, write_trace
 
 PLACEMENT = Placement(2, ((2, 1), (1, 1)), mirrored=True)
