@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from omegaconf import DictConfig
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training import run_directory
+from spatialdl.training import report, run_directory
 from spatialdl.training.parts import RunParts
-from spatialdl.training.report import page
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 
@@ -50,8 +50,9 @@ def summary(run_dir: Path) -> dict[str, Any]:
 def fit(trainer: Trainer, run_dir: Path) -> None:
     """The pictures of the loss take longer than small runs, and have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "draw", lambda *_: None)
-        patch.setattr(page, "curves", lambda *_: "")
+        patch.setattr(run_directory, "draw_curves", lambda *_: mock.Mock())
+        patch.setattr(report, "as_svg", lambda *_: "")
+        patch.setattr(report, "draw_curves", lambda *_: None)
         trainer.fit(run_dir)
 
 

@@ -19,7 +19,7 @@ KEYS = ("world", "device_memory_gb", "cluster")
 
 SHOWN = 5
 
-_OWN = {"tensor": 1, "tensor_plan": None, "late": None}
+_OWN = {"tensor": 1, "tensor_plan": None}
 """Defaults of keys that it sets itself."""
 
 

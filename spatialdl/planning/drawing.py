@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.layout import by, even_bounds
-from spatialdl.parallel.placement import Placement
+from spatialdl.parallel.placement import Placement, Position
 from spatialdl.pipeline.action import describe
 from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.search import Row
-from spatialdl.training.console.layout_text import names_of
 from spatialdl.training.pictures.timeline import MOST_ROWS, ROW_INCHES, draw_legend, draw_rows
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def _draw_tiles(
     fine = [even_bounds(n, m * k) for n, m, k in zip(size, (rows, cols), tiles, strict=True)]
     parts = placement.axes(stage).parts
     ranks = [
-        [names_of(placement, stage, part, copy) for part in range(parts)]
+        [_names_of(placement, stage, part, copy) for part in range(parts)]
         for copy in range(placement.copies)
     ]
     left, number = slab
@@ -178,3 +177,10 @@ def _draw_sides(
     for number, corners in faces:
         shifted = [(left + x, y) for x, y in corners]
         panel.add_patch(Polygon(shifted, facecolor=_SIDE[number % 2], edgecolor="white"))
+
+
+def _names_of(placement: Placement, stage: int, part: int, copy: int = 0) -> str:
+    """Ranks of one part of a stage in the first replica; ranks that split channels joined by +."""
+    ranks = placement.tensor_ranks(Position(0, stage, part, copy))
+    named = [str(rank) for rank in ranks]
+    return "+".join(named if len(named) <= 6 else [*named[:4], "...", named[-1]])

@@ -27,8 +27,7 @@ from spatialdl.planning.job import PlannedJob
 from spatialdl.planning.predict import Prediction, predict
 from spatialdl.planning.setup import MEASURED, cluster_named, job_of, with_virtual_tiles
 from spatialdl.planning.stage import StageCosts, stage_costs
-from spatialdl.training.console.layout_text import draw_layout
-from spatialdl.training.console.rank_table import rank_lines
+from spatialdl.training.console.start_table import rank_lines
 from spatialdl.training.layouts import (
     check_batch,
     check_image,
@@ -106,8 +105,6 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
 
 def _layout(placement: Placement, size: tuple[int, ...], ranks: bool) -> Iterator[str]:
     yield f"layout: {placement.describe()}, images of {by(size)}"
-    yield ""
-    yield from draw_layout(placement)
     if ranks:
         yield ""
         yield from rank_lines(placement, size)

@@ -113,7 +113,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
         model=model,
         image=(sources.channels, *sources.image_size),
         batch=batch,
-        optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
+        optimizer=functools.partial(make_optimizer, config.optimizer),
         segments=config.task.name == "segmentation",
         names=config.parallel.cut,
         balance="memory" if config.parallel.balance == "memory" else "time",

@@ -29,8 +29,7 @@ from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.bag_sources import open_bags
-from spatialdl.training.checks import SYNTHETIC
-from spatialdl.training.image_size import common_size
+from spatialdl.training.checks import SYNTHETIC, common_size
 from spatialdl.training.layouts import check_image, placement_of
 from spatialdl.training.own_data import open_own_data
 

@@ -46,7 +46,6 @@ def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
         "trainer.compile=true": trainer.compile,
         f"task.mixup={task.get('mixup')}": task.get("mixup"),
         "task.loss=cox": task.name == "survival" and task.loss == "cox",
-        "debug=detect_nan": config.debug.name == "detect_nan",
     }
     for setting, is_set in refused.items():
         if is_set:

@@ -9,8 +9,7 @@ import pytest
 
 from spatialdl.data import ShardWriter
 from spatialdl.errors import CheckpointError
-from spatialdl.training.checks import check_config
-from spatialdl.training.image_size import check_stored_size, common_size
+from spatialdl.training.checks import check_config, check_stored_size, common_size
 from tests.composing import composed
 from tests.fitting import make_parts
 
@@ -73,6 +72,13 @@ def test_what_fits(words, ranks):
         ("data.mean=[0.1,0.2]", r"data\.mean has 2 numbers, \[0\.1,0\.2\], .* 3 channels"),
         ("data=shards data.path=. data.scale=nan", r"data\.scale=nan must be a number above 0"),
         ("weights=here/none.pth", "weights=here/none.pth: there is no such file"),
+        ("trainer.validate_every=0", "validate_every=0 must be at least 1 step, or null"),
+        ("trainer.validate_every_epochs=null", "_epochs=None must be at least 1 epoch"),
+        ("trainer.checkpoint.every_epochs=1.5", "every_epochs=1.5 must be at least 1 epoch, or"),
+        ("trainer.checkpoint.keep=-1", "keep=-1 must be at least 0 checkpoints"),
+        ("trainer.checkpoint.keep=true", "keep=True must be"),
+        ("trainer.early_stopping.patience=0", "patience=0 must be at least 1 validation"),
+        ("trainer.early_stopping.min_delta=few", "min_delta=few must be 0 or above"),
         ("trainer.checkpoint.best=luck", "trainer.checkpoint.best"),
         ("trainer.early_stopping.metric=luck", "trainer.early_stopping.metric"),
         ("parallel=dp parallel.shard_state=true optimizer._target_=x.LARS", "whole weights"),

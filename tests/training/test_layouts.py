@@ -69,8 +69,6 @@ SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.d
         # channels, in all stages or in some
         ("parallel=sp+pp parallel.tensor=3", 2, Placement(1, ((2, 1), ONE), tensor=(3, 3))),
         ("parallel=sp+pp parallel.tensor=[1,4]", 2, Placement(1, ((2, 1), ONE), tensor=(1, 4))),
-        ("parallel=sp+pp parallel.late=tensor", 2, Placement(1, ((2, 1), ONE), tensor=(1, 2))),
-        ("parallel=sp+pp parallel.late=local_dp", 2, Placement(1, ((2, 1), ONE), batch=(1, 2))),
         ("parallel.tensor=[1]", 2, Placement(1, (ONE,))),
         # a number for each spatial dim
         ("parallel=none", 3, Placement(1, ((1, 1, 1),))),
@@ -161,12 +159,6 @@ WHOLE = "must be a whole number of at least"
         ),
         ("parallel=pp parallel.tensor=[2]", r"tensor=\[2\] has 1 numbers, .*stages=2"),
         ("parallel=gems parallel.tensor=[1,2]", "that share ranks .*GEMS.* one number for all"),
-        ("parallel=sp parallel.late=tensor", "late=tensor .*spatial_stages=1 of .*stages=1"),
-        ("parallel=sp+pp parallel.late=all", "late=all is unknown: use one of local_dp, tensor"),
-        (
-            "parallel=sp+pp parallel.late=tensor parallel.tensor=4",
-            r"late=tensor uses .*prod\(parallel.grid\)=2, but parallel.tensor=4: set only",
-        ),
         ("parallel.tensor_plan={fc:input}", "has no effect without split channels"),
         (
             "parallel.tensor=2 parallel.tensor_plan={fc:rows}",
@@ -194,7 +186,6 @@ def test_numbers_that_contradict_each_other_are_refused(words, sentence):
 
 
 ON_TILES = "parallel=dp parallel.stream=[1,1]"
-LATE = "parallel=sp+pp parallel.stream=[2,2]"
 PER_DIM = r"stream must be \[rows,columns\], or \[slices,rows,columns\] for volumes, got"
 
 
@@ -218,9 +209,11 @@ PER_DIM = r"stream must be \[rows,columns\], or \[slices,rows,columns\] for volu
         ),
         ("parallel.stream=[2,2]", 1, r"but the images have 1 spatial dims.*=\[positions\]"),
         ("parallel.stream=[2,2] parallel.tensor=2", 2, "parallel.tensor=2 does not support virt"),
-        (f"{LATE} parallel.local_dp=2", 2, r"local_dp=2 does not support virtual tiles"),
-        (f"{LATE} parallel.late=tensor", 2, "late=tensor does not support"),
-        (f"{LATE} parallel.late=local_dp", 2, "late=local_dp does not support"),
+        (
+            "parallel=sp+pp parallel.stream=[2,2] parallel.local_dp=2",
+            2,
+            r"local_dp=2 does not support virtual tiles",
+        ),
         (f"{ON_TILES} parallel.sync_batchnorm=true", 2, "sync_batchnorm=true does not support"),
         (f"{ON_TILES} {SHARDED}", 2, "shard_state=true does not support"),
     ],

@@ -9,9 +9,8 @@ import pytest
 
 from spatialdl.comm import trace
 from spatialdl.training import time_split as module
-from spatialdl.training.best import METRICS, Best, check_metric
-from spatialdl.training.progress import TrainingProgress
-from spatialdl.training.time_split import COUNTS, PARTS, TimeSplit
+from spatialdl.training.progress import METRICS, Best, TrainingProgress, check_metric
+from spatialdl.training.step_sync import COUNTS, PARTS, TimeSplit
 from tests.bags import write_bags
 from tests.fitting import fit, make_trainer, summary, train_config
 

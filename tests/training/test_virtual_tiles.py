@@ -48,7 +48,6 @@ def test_what_goes_with_virtual_tiles(words):
     [
         ("trainer.compile=true", "trainer.compile=true"),
         ("task.mixup=0.2", "task.mixup=0.2"),
-        ("debug.name=detect_nan", "debug=detect_nan"),
         ("task=survival task.loss=cox", "task.loss=cox"),
         ("parallel.tensor=2", "parallel.tensor=2"),
     ],

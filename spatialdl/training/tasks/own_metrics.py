@@ -20,11 +20,17 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.training.tasks.foreign_metrics import (
+    State,
+    irreducible,
+    is_random,
+    made_metrics,
+    merge,
+    state_of,
+)
 from spatialdl.training.tasks.losses import own_pixels, split_alike
-from spatialdl.training.tasks.making_metrics import is_random, made_metrics
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.metrics import Scores
-from spatialdl.training.tasks.states import State, irreducible, merge, state_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

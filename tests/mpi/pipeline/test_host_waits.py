@@ -30,8 +30,7 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.random import keyed
 from spatialdl.spatial.tensor import from_tile
-from spatialdl.training.step import TrainingStep
-from spatialdl.training.tasks.mixup import mixed
+from spatialdl.training.step import TrainingStep, mixed
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import Classification, MultiLabel, Task
 from spatialdl.training.trainer import Trainer

@@ -57,7 +57,7 @@ LAYOUTS = {
     "dp+sp shard": Layout(4, "parallel=dp+sp parallel.microbatches=2 parallel.shard_state=true"),
     "tensor": Layout(2, "parallel=none parallel.microbatches=4 parallel.tensor=2"),
     "tensor 3": Layout(3, "parallel=none parallel.microbatches=4 parallel.tensor=3"),
-    "sp+pp tensor": Layout(4, "parallel=sp+pp parallel.microbatches=4 parallel.late=tensor"),
+    "sp+pp tensor": Layout(4, "parallel=sp+pp parallel.microbatches=4 parallel.tensor=[1,2]"),
     "dp tensor": Layout(4, "parallel=dp parallel.microbatches=2 parallel.tensor=2"),
     "shard tensor": Layout(
         4, "parallel=dp parallel.microbatches=2 parallel.tensor=2 parallel.shard_state=true"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from spatialdl.configuring.own_keys import fit_model_keys
 from spatialdl.training.checkpoints.same_run import settings_of
-from spatialdl.training.network.building import instantiate, seed_generators
-from spatialdl.training.network.head import check_head
+from spatialdl.training.network.building import check_head, instantiate, seed_generators
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spatialdl.models import resnet18
-from spatialdl.training.network.freezing import freeze
+from spatialdl.training.network.building import freeze
 
 
 def frozen(*patterns: str) -> set[str]:

@@ -13,8 +13,13 @@ from torch import nn
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.normalisation import NAMED, Normalisation
 from spatialdl.models import resnet18, resnet50
-from spatialdl.training.network.pretrained_input import expected_input, warn_of_other_input
-from spatialdl.training.network.weights import check_alike, find_weights, load_weights
+from spatialdl.training.network.weights import (
+    check_alike,
+    expected_input,
+    find_weights,
+    load_weights,
+    warn_of_other_input,
+)
 
 
 def names_of_others(blocks: tuple[int, ...], convolutions: int) -> set[str]:

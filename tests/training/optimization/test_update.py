@@ -19,14 +19,13 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training import checks
-from spatialdl.training.optimization.ema import WeightAverage
 from spatialdl.training.optimization.precision import (
     PRECISIONS,
     LossScaler,
     precision_of,
     set_arithmetic,
 )
-from spatialdl.training.optimization.update import Update
+from spatialdl.training.optimization.update import Update, WeightAverage
 from tests.fitting import train_config
 
 
@@ -40,7 +39,7 @@ def made(mixed: torch.dtype | None, *words: str) -> tuple[PipelineRuntime, Updat
         PipelineOptions(mixed=mixed),
     )
     config = train_config("scheduler=cosine", *words)
-    return pipeline, Update(config, pipeline, batch=2, steps=4, steps_per_epoch=4)
+    return pipeline, Update(config, pipeline, steps=4)
 
 
 def backward(pipeline: PipelineRuntime, update: Update, factor: float = 1.0) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +10,11 @@ import torch
 from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.pictures import thumbnails
-from spatialdl.training.pictures.orthogonal_slices import draw_sections
+from spatialdl.training.pictures.orthogonal_slices import Planes, draw_planes, draw_sections
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,
+    SIDE,
     Patch,
-    as_rgb,
-    drawn_signal,
     joined,
     joined_sections,
     mask_patches,
@@ -22,7 +22,20 @@ from spatialdl.training.pictures.thumbnails import (
     pixel_patches,
     sections,
 )
-from tests.training.pictures.whole_volumes import orthogonal_slices, planes_of
+
+
+def planes_of(volume: Any) -> Planes:
+    """The slices through the middle of a volume (depth, height, width)."""
+    depth, height, width = (n // 2 for n in volume.shape)
+    return Planes(volume[depth], volume[:, height], volume[:, :, width])
+
+
+def orthogonal_slices(
+    volume: Any, spacing: Sequence[float] | None = None, classes: Any = None, side: int = SIDE
+) -> Any:
+    """The picture of them."""
+    overlay = None if classes is None else planes_of(classes)
+    return draw_planes(planes_of(volume), spacing, overlay, side=side)
 
 
 @pytest.fixture(autouse=True)
@@ -89,34 +102,6 @@ def test_the_sections_of_a_volume_have_one_scale():
         (None, 3, None),
         (None, None, 4),
     ]
-
-
-def test_a_signal_is_a_line_on_the_colours_of_its_classes():
-    values = np.array([[0.0], [0.0], [1.0], [1.0]])
-    plain = drawn_signal(values)
-    assert plain.shape == (120, 13, 3)
-    dark = plain.max(2) < 60
-    assert dark[115, 0]  # low on the left, high on the right
-    assert dark[4, -1]
-    assert not dark[:100, 0].any()
-    assert (plain[60] == 255).all(1).any()
-    classes = np.array([0, 0, 1, 255])
-    coloured = drawn_signal(values, classes)[60]
-    assert coloured[0].tolist() == coloured[-1].tolist() == [255] * 3
-    assert coloured[8].tolist() == (0.55 * 255 + 0.45 * COLOURS[0]).round().tolist()
-    assert drawn_signal(np.full((5, 2), np.nan)).shape == (120, 13, 3)
-
-
-def test_numbers_of_any_range_become_colours():
-    wide = np.array([[[0.0], [65535.0]]])
-    assert as_rgb(wide).tolist() == [[[0] * 3, [255] * 3]]
-    assert as_rgb(np.full((2, 2, 4), 7.4)).tolist() == [[[7] * 3] * 2] * 2
-    assert as_rgb(np.zeros((1, 1, 2))).tolist() == [[[0, 0, 0]]]
-    assert as_rgb(np.array([[[0.0], [0.5], [1.0]]]))[0, :, 0].tolist() == [0, 128, 255]
-    dark = np.zeros((20, 20, 3))
-    for blue, shown_as in ((30, 255), (100, 100)):  # stretched, and bright enough
-        dark[5:10, :, 2] = blue
-        assert as_rgb(dark)[7, 0].tolist() == [0, 0, shown_as]
 
 
 def test_a_patch_without_pixels_adds_nothing():

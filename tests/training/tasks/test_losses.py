@@ -14,6 +14,7 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.training.step import mixed
 from spatialdl.training.tasks.losses import (
     classification_loss,
     classification_weights,
@@ -21,7 +22,6 @@ from spatialdl.training.tasks.losses import (
     regression_loss,
     segmentation_loss,
 )
-from spatialdl.training.tasks.mixup import mixed
 from spatialdl.training.tasks.task import task_of
 from tests.composing import composed
 

@@ -9,13 +9,18 @@ from torchmetrics import ClasswiseWrapper
 from torchmetrics.classification import MulticlassAUROC, MulticlassRecall
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.best import Best
 from spatialdl.training.checks import check_config
 from spatialdl.training.parts import RunParts
-from spatialdl.training.tasks.making_metrics import is_random, made_metrics
+from spatialdl.training.progress import Best
+from spatialdl.training.tasks.foreign_metrics import (
+    irreducible,
+    is_random,
+    made_metrics,
+    merge,
+    state_of,
+)
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.own_metrics import OwnMetrics
-from spatialdl.training.tasks.states import irreducible, merge, state_of
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit, summary, train_config
 from tests.training.checkpoints.runs import table

@@ -12,8 +12,7 @@ from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.training.parts import RunParts
-from spatialdl.training.tasks.aggregation import to_slides
-from spatialdl.training.tasks.predictions import Predictions, errors_of, extremes
+from spatialdl.training.tasks.predictions import Predictions, errors_of, extremes, to_slides
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
 from tests.fitting import make_parts, validated
 

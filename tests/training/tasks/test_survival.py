@@ -8,10 +8,12 @@ import pytest
 import torch
 from scipy.optimize import brentq
 
-from spatialdl.training.tasks.concordance import concordance
-from spatialdl.training.tasks.cox import Cox, check_order, partial_likelihood
 from spatialdl.training.tasks.survival import (
+    Cox,
     Survival,
+    check_order,
+    concordance,
+    partial_likelihood,
     survival_columns,
     survival_edges,
     survival_of,
