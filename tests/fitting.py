@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training import report, run_directory
@@ -19,19 +18,14 @@ from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 
 
-def train_config(*words: str) -> DictConfig:
-    """The configuration of `spatialdl train` with these words."""
-    return composed("train", *words)
-
-
 def make_trainer(*words: str) -> Trainer:
     """That of a run in one process."""
-    return Trainer(train_config(*words), SingleProcess())
+    return Trainer(composed("train", *words), SingleProcess())
 
 
 def make_parts(*words: str) -> RunParts:
     """Those of a run in one process."""
-    return RunParts(train_config(*words), SingleProcess())
+    return RunParts(composed("train", *words), SingleProcess())
 
 
 def validated(parts: RunParts) -> dict[str, Any]:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from spatialdl.configuring.keys import groups
 from spatialdl.parallel.placement import Placement
 from spatialdl.training.layouts import (
     check_batch,
@@ -49,9 +49,7 @@ def test_the_shipped_layouts_mean_these_ranks():
         assert (found.name, placement_of(found)) == (name, placement)
         assert schedule_of(found, placement).microbatches == found.microbatches
         check_batch(composed("train").data.batch_size, found.microbatches, placement)
-    files = resources.files("spatialdl.conf").joinpath("parallel").iterdir()
-    names = [file.name.removesuffix(".yaml") for file in files if file.is_file()]
-    assert sorted([*SHIPPED, "auto"]) == sorted(names)
+    assert sorted([*SHIPPED, "auto"]) == groups()["parallel"]
 
 
 SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.data=2"

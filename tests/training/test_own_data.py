@@ -16,8 +16,9 @@ from spatialdl.data.shards import ShardDataset
 from spatialdl.training.own_data import check_same_samples
 from spatialdl.training.settings import open_sources
 from spatialdl.training.trainer import Trainer
+from tests.composing import composed
 from tests.data import own_datasets
-from tests.fitting import fit, summary, train_config
+from tests.fitting import fit, summary
 from tests.vision import need_timm
 
 HERE = own_datasets.__name__
@@ -25,7 +26,7 @@ HERE = own_datasets.__name__
 
 def config(kind: str, *more: str) -> DictConfig:
     words = ["data=dataset", f"data.dataset._target_={kind}", *more]
-    return train_config(*map(rewritten, words))
+    return composed("train", *map(rewritten, words))
 
 
 def opened(kind: str, *more: str, task: str = "classification", seed: int = 3):

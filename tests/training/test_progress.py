@@ -12,11 +12,12 @@ from spatialdl.training import time_split as module
 from spatialdl.training.progress import METRICS, Best, TrainingProgress, check_metric
 from spatialdl.training.step_sync import COUNTS, PARTS, TimeSplit
 from tests.bags import write_bags
-from tests.fitting import fit, make_trainer, summary, train_config
+from tests.composing import composed
+from tests.fitting import fit, make_trainer, summary
 
 
 def progress(*overrides: str, steps: int = 8, batches: int = 3) -> TrainingProgress:
-    return TrainingProgress(train_config(*overrides).trainer, steps, batches)
+    return TrainingProgress(composed("train", *overrides).trainer, steps, batches)
 
 
 def due(one: TrainingProgress) -> tuple[list[int], list[int]]:

@@ -16,14 +16,14 @@ from spatialdl.text import readable_bytes
 from spatialdl.training.pictures.curves import MOST_POINTS, draw_curves, draw_metrics, thinned
 from spatialdl.training.report import save_report
 from spatialdl.training.reporter import Reporter
-from tests.fitting import train_config
+from tests.composing import composed
 
 STEP = {"epoch": 0, "learning_rate": 0.1, "images_per_second": 5.0, "data_wait": 0.25}
 SUMMARY = {"world_size": 1, "peak_memory_mb": [100.0], "time_split": {}}
 
 
 def reporter(run_dir, *overrides: str) -> Reporter:
-    config = train_config("logger=tensorboard", *overrides)
+    config = composed("train", "logger=tensorboard", *overrides)
     table = "layout: 1 replica"
     return Reporter(
         config, run_dir, steps=3, table=table, names=["a", "b"], columns=["halo"], resumed=None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ from omegaconf import DictConfig
 from spatialdl.data import ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.training.settings import open_sources
-from tests.fitting import train_config
+from tests.composing import composed
 
-config = train_config
+config = partial(composed, "train")
 SIZE = (8, 6)
 
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.training.trainer import Trainer
-from tests.fitting import train_config
+from tests.composing import composed
 from tests.mpi.device import device_key
 from tests.training.checkpoints.runs import checkpoints
 from tests.training.not_finite import CHAIN
@@ -25,7 +25,7 @@ def first(world: Communicator, folder, *words: str) -> tuple[str, Trainer]:
     """What every rank says alike; some ranks' own findings follow."""
     small = ("data.image_size=[13,10]", "data.samples=8", "data.batch_size=4")
     more = ("data.num_classes=3", "trainer.max_steps=3", "data.validation_samples=2")
-    trainer = Trainer(train_config(*CHAIN, *small, *more, device_key(world), *words), world)
+    trainer = Trainer(composed("train", *CHAIN, *small, *more, device_key(world), *words), world)
     with pytest.raises(NotFinite) as found:
         trainer.fit(folder)
     texts = MPI.COMM_WORLD.allgather(str(found.value))

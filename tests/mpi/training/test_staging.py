@@ -22,7 +22,8 @@ from spatialdl.errors import ShardError
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, train_config
+from tests.composing import composed
+from tests.fitting import fit
 
 SIZE = 1100, 24  # three rows of chunks
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
@@ -86,7 +87,7 @@ def train(
 ) -> list[float]:
     words = (f"data.path={data}", f"data.stage.to={to}", f"trainer.max_steps={steps}")
     words += (f"data.batch_size={1 if data.name == 'one' else 2}", *layout.split())
-    trainer, losses = Trainer(train_config(*GIVEN, *words), comm, nodes), []
+    trainer, losses = Trainer(composed("train", *GIVEN, *words), comm, nodes), []
     step = trainer._train_step
 
     def stepping(batch):

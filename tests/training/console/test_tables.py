@@ -17,7 +17,7 @@ from spatialdl.training.console.start_table import (
 )
 from spatialdl.training.console.validation_table import class_rows, confusion_rows, validation_table
 from spatialdl.training.parts import RunParts
-from tests.fitting import train_config
+from tests.composing import composed
 
 TINY = ["model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"]
 
@@ -28,7 +28,7 @@ TINY = ["model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "devic
 )
 def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
     overrides = [f"optimizer={optimizer}", f"trainer.precision={precision}", "trainer.max_steps=1"]
-    config = train_config(*TINY, *overrides, "trainer.freeze=['conv1.*']")
+    config = composed("train", *TINY, *overrides, "trainer.freeze=['conv1.*']")
     parts = RunParts(config, SingleProcess())
     table = start_table(parts.pipeline, parts.world, config, parts.batch_size, "input: uint8")
     parameters = list(parts.pipeline.parameters())

@@ -26,7 +26,7 @@ from spatialdl.training.optimization.precision import (
     set_arithmetic,
 )
 from spatialdl.training.optimization.update import Update, WeightAverage
-from tests.fitting import train_config
+from tests.composing import composed
 
 
 def made(mixed: torch.dtype | None, *words: str) -> tuple[PipelineRuntime, Update]:
@@ -38,7 +38,7 @@ def made(mixed: torch.dtype | None, *words: str) -> tuple[PipelineRuntime, Updat
         *(model, placement, schedule, SingleProcess(), F.cross_entropy, (3, 8, 8)),
         PipelineOptions(mixed=mixed),
     )
-    config = train_config("scheduler=cosine", *words)
+    config = composed("train", "scheduler=cosine", *words)
     return pipeline, Update(config, pipeline, steps=4)
 
 

@@ -22,7 +22,8 @@ from spatialdl.training.tasks.foreign_metrics import (
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.own_metrics import OwnMetrics
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, summary, train_config
+from tests.composing import composed
+from tests.fitting import fit, summary
 from tests.training.checkpoints.runs import table
 from tests.training.tasks.own_metric_classes import MeanBrightness, NoReduction, RunningMean
 
@@ -35,7 +36,7 @@ SMALL = (
 
 
 def config(*overrides: str) -> DictConfig:
-    return train_config(*SMALL, *overrides)
+    return composed("train", *SMALL, *overrides)
 
 
 def own(task: str, *metrics: dict) -> OwnMetrics:
