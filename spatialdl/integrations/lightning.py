@@ -35,7 +35,7 @@ from spatialdl.spatial.table import is_spatial, refusal
 from spatialdl.torch_internals import tree_leaves, tree_map_only
 
 try:
-    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.pytorch.strategies import ParallelStrategy
@@ -49,7 +49,9 @@ except ImportError as error:
 _REPLACE_LAYERS = frozenset(
     f"{name}Precision" for name in ("Bitsandbytes", "DeepSpeed", "FSDP", "TransformerEngine", "XLA")
 )
-_REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    **{"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
+}
 
 
 def split_batch(batch: Any, mesh: Mesh) -> Any:
@@ -88,7 +90,7 @@ def split_batch(batch: Any, mesh: Mesh) -> Any:
     return tree_map_only(Tensor, part, batch)
 
 
-class StartedRanks(LightningEnvironment):  # type: ignore[misc]
+class StartedRanks(LightningEnvironment):
     """Cluster environment of ranks numbered by mpiexec, srun or torchrun."""
 
     creates_processes_externally = True
@@ -120,7 +122,7 @@ class StartedRanks(LightningEnvironment):  # type: ignore[misc]
         """Do nothing: the environment is the launcher's."""
 
 
-class StartedProcesses(_Launcher):  # type: ignore[misc]
+class StartedProcesses(_Launcher):
     """Launcher that runs the Trainer's function in this process, and records failure.
 
     Attributes:
@@ -146,7 +148,7 @@ class StartedProcesses(_Launcher):  # type: ignore[misc]
         """Do nothing: the launcher signals every rank."""
 
 
-class SpatialStrategy(ParallelStrategy):  # type: ignore[misc]
+class SpatialStrategy(ParallelStrategy):
     """Train a LightningModule on images split over ranks, with the results of a single process.
 
     Start the ranks by ``mpiexec -n N python script.py``, ``srun`` or ``torchrun``. Every rank of a

@@ -243,31 +243,23 @@ class NanWatch:
         return watched
 
     def _note(self, tensor: Tensor, where: str, phase: int = _FORWARD) -> None:
-        local = _local(tensor)
-        if local.numel() == 0:
-            return
         doing = self._pipeline.doing
         assert isinstance(doing, Action)
         stage = -doing.stage if phase == _BACKWARD else doing.stage
-        self._places.append(
-            (ComputationOrder(doing.microbatch, phase, stage, len(self._places)), where)
-        )
-        self._ranges.append(torch.stack(torch.aminmax(local)).double())
+        self._record(tensor, where, doing.microbatch, phase, stage)
 
-    def _averaged(self) -> Iterator[tuple[ComputationOrder, str, Tensor]]:
-        """Yield averaged gradients, which no hook records."""
-        for stage, module in self._pipeline.stages.items():
-            for name, parameter in module.named_parameters():
-                if self._gradients and parameter.grad is not None:
-                    moment = ComputationOrder(2**31, _AVERAGED, -stage, len(self._places))
-                    yield moment, f"gradient of {name}, averaged", parameter.grad
+    def _record(self, tensor: Tensor, where: str, *order: int) -> None:
+        local = _local(tensor)
+        if local.numel():
+            self._places.append((ComputationOrder(*order, len(self._places)), where))
+            self._ranges.append(torch.stack(torch.aminmax(local)).double())
 
     def _first(self) -> Finding | None:
-        for moment, where, grad in self._averaged():
-            local = _local(grad)
-            if local.numel():
-                self._places.append((moment, where))
-                self._ranges.append(torch.stack(torch.aminmax(local)).double())
+        for stage, module in self._pipeline.stages.items():
+            for name, one in module.named_parameters():
+                if self._gradients and one.grad is not None:  # averaged, which no hook records
+                    where = f"gradient of {name}, averaged"
+                    self._record(one.grad, where, 2**31, _AVERAGED, -stage)
         places, ranges = self._places, self._ranges
         self._places, self._ranges = [], []
         if not ranges:

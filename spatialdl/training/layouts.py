@@ -5,7 +5,7 @@ Does not import PyTorch: the process that starts the ranks runs these checks fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig, ListConfig
 
@@ -82,13 +82,22 @@ def _stream(
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
         "parallel.shard_state=true": parallel.shard_state,
     }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"{setting} does not support virtual tiles, parallel.stream={parallel.stream}: set "
-                "only one of them"
-            )
+    refuse(
+        refused,
+        f"does not support virtual tiles, parallel.stream={parallel.stream}: set only one of them",
+    )
     return _grid(parallel.stream, dims, "parallel.stream")
+
+
+def refuse(settings: Mapping[str, object], why: str) -> None:
+    """Refuse settings of which one is set.
+
+    Raises:
+        ValueError: begins with the setting.
+    """
+    for setting, is_set in settings.items():
+        if is_set:
+            raise ValueError(f"{setting} {why}")
 
 
 def _tensor(parallel: DictConfig, stages: int, shares: bool) -> tuple[int, ...]:
@@ -285,12 +294,11 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
         f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
         f"parallel.stream={parallel.stream}": parallel.stream,
     }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"{setting} needs images of one size, but the bags of data=bags differ in their "
-                "number of tiles: leave it out, and use parallel=none, dp, sp or dp+sp"
-            )
+    refuse(
+        refused,
+        "needs images of one size, but the bags of data=bags differ in their number of tiles: "
+        "leave it out, and use parallel=none, dp, sp or dp+sp",
+    )
     if compares_samples(config.task) and batch_size == 1 and config.trainer.accumulate == 1:
         raise ValueError(
             "data.batch_size=1 with task.loss=cox: the loss compares the slides of a step, so it "

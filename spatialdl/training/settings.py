@@ -237,10 +237,7 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
 
 
 def _own(data: DictConfig, seed: int, task: str) -> Sources:
-    own = open_own_data(data, seed, task, _size(data.image_size))
-    return Sources(
-        own.train, own.validation, own.image_size, own.channels, own.num_classes, own.names
-    )
+    return Sources(*open_own_data(data, seed, task, _size(data.image_size)))
 
 
 def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:

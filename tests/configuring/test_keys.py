@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from omegaconf import OmegaConf
@@ -123,13 +124,6 @@ def test_help_comes_without_pytorch(command):
     assert done.stderr == ""
 
 
-TEN = """
-from spatialdl.configuring.registered import NAMES, new_folder
-for _ in range(10):
-    print(new_folder("x/y"))
-"""
-
-
 def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [new_folder("a/b") for _ in range(3)] == ["a/b", "a/b-2", "a/b-3"]
@@ -137,12 +131,10 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path, monkeypatch):
     assert new_folder("a/c") == "a/c-2"
 
 
-def test_processes_never_get_the_same(tmp_path):
-    words = [sys.executable, "-c", TEN]
-    together = [
-        subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    found = [name for one in together for name in one.communicate()[0].split()]
+def test_those_who_ask_at_once_never_get_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(new_folder, ["x/y"] * 30))
     assert sorted(found) == sorted(["x/y", *(f"x/y-{n}" for n in range(2, 31))])
 
 

@@ -64,17 +64,6 @@ def test_a_run_ends_well_without_its_report(wanted, stops, tmp_path, caplog):
     assert "report:        " not in caplog.text
 
 
-def test_the_timeline_is_in_tensorboard(tmp_path):
-    Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
-    with reporter(tmp_path, "trainer.trace=true") as ours:
-        ours.step(step=3, loss=1.0, memory_mb=9.0, halo=0.5, **STEP)
-        ours.finish(SUMMARY)
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    (picture,) = found.Images("run/timeline")
-    assert (picture.step, picture.width, picture.height) == (3, 30, 20)
-
-
 def test_the_timeline_of_an_earlier_run_is_not_told_as_that_of_this_one(tmp_path):
     Image.new("RGB", (30, 20), "red").save(tmp_path / "timeline.png")
     with reporter(tmp_path) as ours:
@@ -218,22 +207,6 @@ def test_metrics_without_a_value_are_not_in_the_legend():
     assert "slide accuracy" not in drawing
     assert drawing.startswith("<svg")
     assert ">learning rate</text>" in drawing, "text stays text"
-
-
-@pytest.mark.parametrize(
-    ("steps", "validated"),
-    [
-        (1, {}),
-        (2, {"rmse": 2.5, "mae": 2.0}),
-        (50, {"accuracy": 0.75, "auroc": None, "slide_accuracy": 0.5}),
-    ],
-)
-def test_picture_of_the_loss(tmp_path, steps, validated):
-    validations = [{"step": steps, "loss": 0.5, "samples": 8, **validated}] if validated else []
-    draw_curves("a run", curve_rows(steps), validations).savefig(tmp_path / "loss.png")
-    with Image.open(tmp_path / "loss.png") as picture:
-        assert picture.size == (1725, 930)
-        assert len(picture.convert("RGB").getcolors(100_000)) > 5
 
 
 def test_lines_at_100_percent_are_whole_and_few_slides_are_named_not_drawn():

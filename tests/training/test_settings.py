@@ -172,16 +172,6 @@ def test_synthetic_targets_and_masks(task):
     assert (sources.train.labels[:16] != sources.validation.labels).any()
 
 
-def test_fractals_are_volumes_with_masks():
-    data = config("data=fractals", "data.image_size=[12,9,10]", "data.num_classes=3").data
-    sources = open_sources(data, 4, "segmentation")
-    assert sources.names == ("background", "Sierpinski tetrahedron", "Menger sponge")
-    assert sources.train.read_mask(0).shape == (12, 9, 10)
-    assert (sources.train.read(0) != sources.validation.read(0)).any()
-    with pytest.raises(ValueError, match="data=fractals requires task=segmentation, got task=regr"):
-        open_sources(data, 4, "regression")
-
-
 def test_targets_take_the_place_of_labels(tmp_path):
     data = shards(tmp_path / "set", [(SIZE, None, "train"), (SIZE, None, "val")])
     with pytest.raises(ValueError, match=r"task=multilabel needs data.targets=FILE.csv"):

@@ -30,6 +30,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "ne
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
 """Prefixes that DataParallel, torch.compile, Lightning and others add to all names."""
 
+_CLOSE = 1e-3
 _COUNTER = "num_batches_tracked"  # missing in old files
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -206,12 +207,6 @@ def check_alike(model: nn.Module, world: Communicator) -> None:
 
 # --- input of pretrained weights
 
-
-log = logging.getLogger("spatialdl.trainer")
-
-_CLOSE = 1e-3
-_CONFIG = "config.json"  # in a repository of the Hugging Face hub
-
 Numbers = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -225,12 +220,10 @@ def expected_input(name: str, file: Path) -> Numbers | None:
         name: name passed to `find_weights`.
         file: file of the weights.
     """
-    content: Any = load_json(file.parent / _CONFIG)
-    if isinstance(content, dict):
-        inner = content.get("pretrained_cfg")
-        stored = _numbers(inner if isinstance(inner, dict) else content)
-        if stored is not None:
-            return stored
+    content: Any = load_json(file.parent / "config.json")
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        numbers = content.get("pretrained_cfg", content)
+        return tuple(map(float, numbers["mean"])), tuple(map(float, numbers["std"]))
     is_of_hub = file.parent == Path(torch.hub.get_dir()) / "checkpoints"
     if is_of_hub or name.startswith("timm/"):
         return NAMED["imagenet"]["mean"], NAMED["imagenet"]["std"]
@@ -240,37 +233,14 @@ def expected_input(name: str, file: Path) -> Numbers | None:
 def warn_of_other_input(name: str, file: Path, normalisation: Normalisation, channels: int) -> None:
     """Warn if the normalisation of a run differs from that of the weights."""
     expected = expected_input(name, file)
-    if expected is None or len(expected[0]) != channels:
+    if expected is None or {len(one) for one in expected} != {channels}:
         return
     here = normalisation.by_channel(channels)
     pairs = zip((*here[0], *here[1]), (*expected[0], *expected[1]), strict=True)
-    if all(abs(one - other) < _CLOSE for one, other in pairs):
-        return
-    log.warning(
-        "weights=%s were trained with mean %s and std %s, but this run normalises with mean %s "
-        "and std %s: set %s",
-        *(name, *map(_shown, expected), *map(_shown, here), _keys(expected)),
-    )
-
-
-def _numbers(settings: dict[str, Any]) -> Numbers | None:
-    numbers = []
-    for key in ("mean", "std"):
-        values = settings.get(key)
-        is_list = isinstance(values, list) and len(values) > 0
-        if not is_list or not all(type(one) in (int, float) for one in values):  # type: ignore[union-attr]
-            return None
-        numbers.append(tuple(map(float, values)))  # type: ignore[arg-type]
-    return (numbers[0], numbers[1]) if len(numbers[0]) == len(numbers[1]) else None
-
-
-def _keys(expected: Numbers) -> str:
-    for name, known in NAMED.items():
-        pairs = zip((*known["mean"], *known["std"]), (*expected[0], *expected[1]), strict=False)
-        if len(expected[0]) == 3 and all(abs(one - other) < _CLOSE for one, other in pairs):
-            return f"data.mean={name} data.std={name}"
-    return f"data.mean={_shown(expected[0])} data.std={_shown(expected[1])}"
-
-
-def _shown(values: Any) -> str:
-    return f"[{','.join(f'{one:g}' for one in values)}]"
+    if any(abs(one - other) >= _CLOSE for one, other in pairs):
+        mean, std = (f"[{','.join(f'{one:g}' for one in values)}]" for values in expected)
+        log.warning(
+            "weights=%s were trained with other means or deviations of the input than this run "
+            "has: set data.mean=%s data.std=%s",
+            *(name, mean, std),
+        )

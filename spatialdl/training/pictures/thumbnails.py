@@ -1,8 +1,7 @@
-"""Thumbnails of images that are split over ranks.
+"""Thumbnails of volumes that are split over ranks: three slices through the middle.
 
-Of a volume three slices through the middle are shown; a signal is an image of one row. A pixel of
-a thumbnail is the mean of the pixels below it, for masks the middle one. Both are the same in
-every layout.
+A pixel of a thumbnail is the mean of the pixels below it, for masks the middle one. Both are the
+same in every layout.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ HEAT_COLOURS, HEAT_OPACITY = "turbo", 0.65
 """Colour map and opacity of heat maps over pictures."""
 
 _OPACITY = 0.45
-_HEIGHT = 120  # pixels of the picture of a signal
-_LINES = ("#1c1f23", "#1f5fa8", "#a1622d")
-_DARK = 64  # brightness below which images are stretched
 
 
 class Patch(NamedTuple):
@@ -51,9 +47,7 @@ class Patch(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Shown part of an image: all of it, or one of three middle slices of a volume.
-
-    A signal is an image of one row.
+    """One of three slices through the middle of a volume.
 
     Attributes:
         at: position along the spatial dim that is not shown, None along the others.
@@ -77,9 +71,8 @@ class Section(NamedTuple):
 
     def rows_and_cols(self, box: Box) -> tuple[int, int, int, int]:
         """Bounds (top, bottom, left, right) of a box in the section."""
-        shown = [pair for pair, at in zip(pairs(box), self.at, strict=True) if at is None]
-        (top, bottom), (left, right) = shown if len(shown) == 2 else ((0, 1), *shown)
-        return top, bottom, left, right
+        rows, cols = (pair for pair, at in zip(pairs(box), self.at, strict=True) if at is None)
+        return (*rows, *cols)
 
     def flat(self, values: Array, box: Box) -> Array:
         """Reshape values (*spatial, ...) of a box within to (rows, columns, ...)."""
@@ -88,11 +81,8 @@ class Section(NamedTuple):
 
 
 def sections(size: Sequence[int]) -> list[Section]:
-    """Sections of a signal or image (one), or of a volume (axial, coronal, sagittal)."""
+    """Sections of a volume: axial, coronal, sagittal."""
     small = thumbnail_size(size)
-    if len(size) < 3:
-        rows, cols = ((1, *sizes)[-2:] for sizes in (size, small))
-        return [Section((None,) * len(size), (rows[0], rows[1]), (cols[0], cols[1]))]
     slices = []
     for hidden in range(3):
         first, second = (dim for dim in range(3) if dim != hidden)

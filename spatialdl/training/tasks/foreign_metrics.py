@@ -19,8 +19,6 @@ from spatialdl.configuring.plugins import Plugin
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 
 def made_metrics(plugins: Iterable[Plugin]) -> dict[str, Metric]:
@@ -77,7 +75,7 @@ def _check(name: str, metric: Metric) -> None:
                 "validations, but each validation resets it: use the wrapped metric; "
                 "validation.csv has its values"
             )
-        if isinstance(one, Metric):  # states of ranks are merged by `states.merge` instead
+        if isinstance(one, Metric):  # states of ranks are merged by `merge` instead
             one.sync_on_compute = one._to_sync = False
 
 

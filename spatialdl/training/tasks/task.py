@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,41 +32,6 @@ from spatialdl.training.tasks.metrics import (
 from spatialdl.training.tasks.own_loss import OwnLoss, own_loss_of
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.survival import Cox, Survival, check_order, survival_edges
-
-
-class SampleTask(Protocol):
-    """Loss and metrics of predictions for whole images.
-
-    Attributes:
-        name: name in the configuration.
-        mixup: alpha of mixup; 0 disables it.
-    """
-
-    name: str
-    mixup: float
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean loss over labelled elements, the same on every rank of an image."""
-        ...
-
-    def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Check the shape of an output against the targets, which may be meta tensors."""
-        ...
-
-    def weights(self, target: Tensor) -> Tensor | None:
-        """Weights of the samples in that mean, (N,); None if they are equal."""
-        ...
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """Convert outputs of the network to probabilities or values, (N, columns)."""
-        ...
-
-    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Metrics by name: a number, a list with one per class, or None if undefined."""
-        ...
-
-
-Task = SampleTask | Segmentation
 
 
 def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
@@ -165,23 +130,28 @@ class Classification:
         self.classes, self.over_samples = classes, over_samples
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean loss over labelled elements, the same on every rank of an image."""
         return classification_loss(
             *(output, target, self.weight, self.label_smoothing, self.classes),
             over_samples=self.over_samples,
         )
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
+        """Check the shape of an output against the targets, which may be meta tensors."""
         check_classes(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
+        """Weights of the samples in that mean, (N,); None if they are equal."""
         if self.weight is None or self.over_samples:
             return None
         return classification_weights(target, self.weight)
 
     def predictions(self, outputs: Tensor) -> Tensor:
+        """Convert outputs of the network to probabilities or values, (N, columns)."""
         return outputs.softmax(1)
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        """Metrics by name: a number, a list with one per class, or None if undefined."""
         return classification_scores(predictions, labels)
 
 
@@ -265,7 +235,8 @@ class WithOwnLoss:
     """Task for whole images with a loss of the user."""
 
     def __init__(self, task: SampleTask, loss: OwnLoss) -> None:
-        self.name, self.mixup = task.name, task.mixup
+        self.name: str = task.name
+        self.mixup: float = task.mixup
         self._task, self._loss = task, loss
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -287,6 +258,12 @@ class WithOwnLoss:
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
         return self._task.scores(predictions, labels)
+
+
+SampleTask = Classification | MultiLabel | Regression | Survival | Cox | WithOwnLoss
+"""Loss and metrics of predictions for whole images; `name` and `mixup` are of the configuration."""
+
+Task = SampleTask | Segmentation
 
 
 # --- class weights

@@ -87,14 +87,6 @@ def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
     assert checkpoints(tmp_path) == [1, 2]
 
 
-def test_what_a_killed_run_left_is_removed(writer, tmp_path):
-    left = tmp_path / "checkpoints" / ".step-00000007.tmp"
-    left.mkdir(parents=True)
-    (left / "stage-00.safetensors").write_bytes(b"half")
-    write(writer, 8)
-    assert not left.exists()
-
-
 def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkeypatch):
     """A node that fails keeps a checkpoint, which is synced, and lost the last rows."""
     (tmp_path / "metrics.csv").write_text("step\n1\n")

@@ -113,25 +113,11 @@ rank  replica  stage             rows  columns
    2        0  1                 0:99     0:70
    2        0  0 of the copy     0:49     0:70
 """
-DEALT_RANKS = """
-rank  replica  stage   rows  columns
-   0        0  0, 2     0:4      0:8
-   0        0  1, 3     0:9      0:4
-   1        0  0, 2     4:9      0:8
-   1        0  1, 3     0:9      4:8
-"""
 LOCAL_DP_RANKS = """
 rank  replica  stage   rows  columns  samples
    0        0  0      0:100     0:70      all
    1        0  1      0:100     0:70   1 of 2
    2        0  1      0:100     0:70   2 of 2
-"""
-TENSOR_RANKS = """
-rank  replica  stage   rows  columns  channels
-   0        0  0       0:49     0:70       all
-   1        0  0      49:99     0:70       all
-   2        0  1       0:99     0:70    1 of 2
-   3        0  1       0:99     0:70    2 of 2
 """
 
 
@@ -143,27 +129,13 @@ rank  replica  stage   rows  columns  channels
             SP_PP_RANKS,
         ),
         (Placement(1, ((2, 1), (1, 1)), mirrored=True), (99, 70), None, GEMS_RANKS),
-        (Placement(1, ((2, 1), (1, 2)) * 2, interleave=4), (9, 8), None, DEALT_RANKS),
         (Placement(1, ((1, 1), (1, 1)), batch=(1, 2)), (100, 70), None, LOCAL_DP_RANKS),
-        (Placement(1, ((2, 1), (1, 1)), tensor=(1, 2)), (99, 70), None, TENSOR_RANKS),
     ],
 )
 def test_what_lies_on_each_rank_has_a_line_a_box(placement, size, devices, text):
     lines = rank_lines(placement, size, devices) if devices else rank_lines(placement, size)
     assert [line.split() for line in lines] == [line.split() for line in text.split("\n")[1:-1]]
     assert len({width(line) for line in lines}) == 1
-
-
-def test_many_ranks_are_readable():
-    devices = [Device(f"node{rank // 8:03d}", f"cuda:{rank % 8}", "") for rank in range(512)]
-    lines = rank_lines(Placement(64, ((2, 4),)), (8192, 8192), devices)
-    heads = [number for number, line in enumerate(lines) if line.startswith("rank")]
-    assert heads[:3] == [0, 41, 82]
-    assert len(lines) == 512 + len(heads)
-    assert len({width(line) for line in lines}) == 1
-    assert lines[-1].split() == [
-        *("511", "node063", "cuda:7", "63", "0", "4096:8192", "6144:8192"),
-    ]
 
 
 CLASSES = {
@@ -194,14 +166,6 @@ def test_metrics_beside_those_before():
         "  benign             1,000       2",
         "  tumour                 3       4",
     ]
-
-
-def test_the_first_validation_has_none_before_it():
-    found = {"loss": 2.0, "samples": 1, "rmse": 0.123456, "rmse_per_target": [0.123456]}
-    lines = validation_table(found, 3, ["mpp"], None).splitlines()
-    assert lines[0] == "validation after step 3, 1 sample"
-    assert [line.split() for line in lines[1:3]] == [["loss", "2"], ["RMSE", "0.1235"]]
-    assert lines[-1].split() == ["mpp", "0.1235"]
 
 
 def test_many_classes_are_cut_short_and_what_is_undefined_left_out():

@@ -14,8 +14,6 @@ from spatialdl.training.pictures.orthogonal_slices import Planes, draw_planes, d
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,
     SIDE,
-    Patch,
-    joined,
     joined_sections,
     mask_patches,
     mean_sections,
@@ -55,21 +53,16 @@ def window(box: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(*pair) for pair in zip(box[::2], box[1::2], strict=True))
 
 
-def shown(values: np.ndarray, dims: int) -> list[np.ndarray]:
-    """An image, a signal as a row, or the three slices through the middle of a volume."""
-    if dims < 3:
-        return [values if dims == 2 else values[None]]
+def shown(values: np.ndarray) -> list[np.ndarray]:
+    """The three slices through the middle of a volume."""
     depth, height, width = (n // 2 for n in values.shape[:3])
     return [values[depth], values[:, height], values[:, :, width]]
 
 
-SIZES = [(61, 37), (5, 7), (26, 260), (40,), (7,), (9, 20, 31), (3, 5, 4)]
-
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(9, 20, 31), (5, 5, 4)])
 @pytest.mark.parametrize("grid", [(3, 2, 2), (5, 3, 1)])
 def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
-    rng, grid = np.random.default_rng(0), grid[: len(size)]
+    rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (*size, 3), np.uint8)
     mask = torch.from_numpy(rng.integers(0, 9, size))
     own = boxes(size, grid)
@@ -77,7 +70,7 @@ def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
     found = joined_sections(parts, size)
     read = [pixel_patches(lambda one: image[window(one)], box, size) for box in own]
     thumbnails = mean_sections(read, size)
-    images, masks = shown(image, len(size)), shown(mask.numpy(), len(size))
+    images, masks = shown(image), shown(mask.numpy())
     rows = zip(sections(size), images, masks, found, thumbnails, strict=True)
     for section, whole, classes, drawn, pixels in rows:
         rows, cols = section.small
@@ -104,11 +97,6 @@ def test_the_sections_of_a_volume_have_one_scale():
     ]
 
 
-def test_a_patch_without_pixels_adds_nothing():
-    empty = Patch(4, 3, np.zeros((0, 1), np.int32))
-    assert joined([empty], (4, 4)).sum() == 0
-
-
 def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
     volume = np.zeros((5, 20, 10), np.int16)
     picture = orthogonal_slices(volume, (4.0, 1.0, 1.5), side=40)
@@ -116,15 +104,6 @@ def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
     # 20 x 20 x 15 mm, two pixels each
     assert picture.shape == (40, 30 + 4 + 30 + 4 + 40, 3)
     assert orthogonal_slices(volume, side=40).shape == (40, 20 + 4 + 20 + 4 + 40, 3)
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.float32, bool])
-def test_darkest_is_black_and_brightest_white(dtype):
-    volume = np.zeros((8, 8, 8), dtype)
-    volume[4] = 1
-    picture = orthogonal_slices(volume, side=8)
-    assert picture[:, :8].min() == 255
-    assert picture[0, 12:20].max() == 0
 
 
 def test_voxels_that_are_no_numbers_are_black():
