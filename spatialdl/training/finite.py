@@ -248,10 +248,11 @@ class NanWatch:
         stage = -doing.stage if phase == _BACKWARD else doing.stage
         self._record(tensor, where, doing.microbatch, phase, stage)
 
-    def _record(self, tensor: Tensor, where: str, *order: int) -> None:
+    def _record(self, tensor: Tensor, where: str, microbatch: int, phase: int, stage: int) -> None:
         local = _local(tensor)
         if local.numel():
-            self._places.append((ComputationOrder(*order, len(self._places)), where))
+            order = ComputationOrder(microbatch, phase, stage, len(self._places))
+            self._places.append((order, where))
             self._ranges.append(torch.stack(torch.aminmax(local)).double())
 
     def _first(self) -> Finding | None:
