@@ -265,11 +265,12 @@ class _Table:
         """Store use of virtual tiles, and the time of a step."""
         job, most = self._job, max(prediction.stores, key=lambda use: use.moved)
         where = "pinned host memory" if job.store == "host" else "a file on disk"
+        tiles = f"{by(self._placement.stream)} virtual tiles"
         if job.limit is None:
-            yield "virtual tiles: all activations stay in memory, without trainer.memory_limit_gb"
+            yield f"{tiles}: all activations stay in memory, without trainer.memory_limit_gb"
         else:
             yield (
-                f"virtual tiles: activations within {job.limit / 1e9:g} GB, "
+                f"{tiles}: activations within {job.limit / 1e9:g} GB, "
                 f"at least {most.stored / 1e9:.3f} GB stored in {where}"
             )
             yield f"  per step a rank writes to it, and reads, at least {most.moved / 1e9:.3f} GB"
