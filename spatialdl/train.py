@@ -115,7 +115,7 @@ def check_data_and_network(config: DictConfig, overrides: Sequence[str]) -> None
     Raises:
         ValueError: if data, network, initial weights and layout do not fit together.
     """
-    from spatialdl.training.image_size import check_stored_size
+    from spatialdl.training.checks import check_stored_size
 
     check_stored_size(config.data, config.parallel)
     is_own = is_own_network(config.model["_target_"])

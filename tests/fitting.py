@@ -6,32 +6,26 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training import run_directory
+from spatialdl.training import report, run_directory
 from spatialdl.training.parts import RunParts
-from spatialdl.training.report import page
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed
 
 
-def train_config(*words: str) -> DictConfig:
-    """The configuration of `spatialdl train` with these words."""
-    return composed("train", *words)
-
-
 def make_trainer(*words: str) -> Trainer:
     """That of a run in one process."""
-    return Trainer(train_config(*words), SingleProcess())
+    return Trainer(composed("train", *words), SingleProcess())
 
 
 def make_parts(*words: str) -> RunParts:
     """Those of a run in one process."""
-    return RunParts(train_config(*words), SingleProcess())
+    return RunParts(composed("train", *words), SingleProcess())
 
 
 def validated(parts: RunParts) -> dict[str, Any]:
@@ -50,8 +44,9 @@ def summary(run_dir: Path) -> dict[str, Any]:
 def fit(trainer: Trainer, run_dir: Path) -> None:
     """The pictures of the loss take longer than small runs, and have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "draw", lambda *_: None)
-        patch.setattr(page, "curves", lambda *_: "")
+        patch.setattr(run_directory, "draw_curves", lambda *_: mock.Mock())
+        patch.setattr(report, "as_svg", lambda *_: "")
+        patch.setattr(report, "draw_curves", lambda *_: None)
         trainer.fit(run_dir)
 
 

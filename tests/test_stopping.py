@@ -1,4 +1,4 @@
-"""The command as a user starts and stops it: real ranks, signals and disks that fail."""
+"""The command as a user starts and stops it: real ranks and signals."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from spatialdl.comm.launch import mpiexec_command
-from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.checkpoints.folder import pointed
-from spatialdl.training.checkpoints.reading import damages
 from tests.training.checkpoints.runs import TINY, checkpoints, losses, table, train
 from tests.vision import import_path
 
@@ -150,52 +147,3 @@ def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path):
         assert process.wait(250) != 0
     assert not (tmp_path / "run" / "stopped.json").exists()
     goes_on(tmp_path / "run", checkpoints(tmp_path / "run")[-1])
-
-
-@pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
-    """A file system of a few megabytes, as the runs see the shared one."""
-    place = tmp_path / "shared"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(place)]
-    done = subprocess.run(mount, capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-def until(process: subprocess.Popen[str], text: str, times: int = 1) -> list[str]:
-    """What it says until it has said a text so often."""
-    said: list[str] = []
-    for line in process.stdout:
-        said.append(line)
-        times -= text in line
-        if not times:
-            return said
-    pytest.fail("".join(said))
-
-
-@pytest.mark.slow
-def test_ranks_go_on_while_nothing_can_be_written(disk, tmp_path):
-    run_dir = disk / "run"
-    often = ("trainer.checkpoint.every_steps=3", "trainer.validate_every=4")
-    often += ("data.validation_samples=3",)
-    with started(command(run_dir, "parallel=dp", *LONG, *often)) as process:
-        until(process, "checkpoint: ")
-        with (disk / "filler").open("wb", 0) as file, suppress(OSError):
-            while True:
-                file.write(bytes(1024))
-        said = until(process, "cannot write checkpoint (", times=2)
-        kept = pointed(run_dir / "checkpoints" / "latest")
-        assert kept is not None
-        assert damages(kept, SingleProcess()) == []
-        (disk / "filler").unlink()
-        said += until(process, "checkpoint: ")
-        process.send_signal(signal.SIGINT)
-        said += process.stdout.read()
-        assert process.wait(60) == 0, said
-    steps = [int(row["step"]) for row in table(run_dir / "metrics.csv")]
-    assert steps == list(range(1, len(steps) + 1))
-    assert checkpoints(run_dir)[-1] == len(steps)
-    assert "Logging error" not in "".join(said)

@@ -1,4 +1,4 @@
-"""Text of ``--help``: groups, keys, examples. Imports neither PyTorch nor Hydra."""
+"""Text of ``--help``: groups, keys, examples. Does not import PyTorch."""
 
 from __future__ import annotations
 

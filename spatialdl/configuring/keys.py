@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from spatialdl.configuring.registered import ABOUT, NAMES
+
 CONF = Path(str(files("spatialdl.conf")))
 
 _LINE = re.compile(r"( *)([\w.]+):(?: +([^#\s].*?))?(?: +# (.*))?$")
@@ -39,16 +41,19 @@ def groups() -> dict[str, list[str]]:
     for file in sorted(CONF.rglob("*.yaml")):
         if file.parent != CONF:
             found.setdefault(file.parent.relative_to(CONF).as_posix(), []).append(file.stem)
+    found["parallel"] += NAMES
     return {group: sorted(choices) for group, choices in found.items()}
 
 
 def file_of(group: str, choice: str) -> Path:
-    """The file of a choice of a group."""
+    """The file of a choice of a group; named layouts have none."""
     return CONF / group / f"{choice}.yaml"
 
 
 def about(file: Path) -> str:
     """Description of a file: its first comment lines, up to an empty comment line."""
+    if not file.exists():
+        return ABOUT.get(file.stem, "")
     lines = file.read_text().splitlines()
     words = []
     for line in lines:
@@ -64,6 +69,8 @@ def about(file: Path) -> str:
 @cache
 def keys_of(file: Path) -> tuple[Key, ...]:
     """The keys that a file sets, in its order, without its list of defaults."""
+    if not file.exists():
+        return ()
     text = file.read_text()
     package = file.parent.relative_to(CONF).as_posix().replace("/", ".").strip(".")
     header = _PACKAGE.search(text)

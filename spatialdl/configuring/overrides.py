@@ -48,10 +48,22 @@ ELSEWHERE = {
 """Names in other frameworks, where no key here is similar."""
 
 REMOVED = {
-    "parallel.balance": "stages are balanced by operation counts; others are set by parallel.cut",
-    "trainer.compile": "it compiled only stages that split no image: leave it out",
+    "debug=detect_nan": "trainer.stop_on_nan=true, the default, which repeats the step and names "
+    "the layer",
+    **{
+        f"logger.{name}.images": "nothing: loggers get the pictures of the run; those of the worst "
+        "samples are drawn by spatialdl.evaluate"
+        for name in ("tensorboard", "wandb", "mlflow")
+    },
+    "parallel.balance": "parallel.cut for other stages than those balanced by operation counts",
+    "trainer.compile": "nothing: it compiled only stages that split no image",
+    "optimizer.base_batch": "the learning rate of your batch, optimizer.lr",
+    "optimizer.scale_lr": "the learning rate of your batch, optimizer.lr",
+    "parallel.late": "parallel.local_dp=N, or parallel.tensor=[1,N] with a number for each stage",
+    "scheduler.warmup_epochs": "scheduler.warmup_steps",
+    "trainer.checkpoint.local": "nothing: checkpoints are written while training continues",
 }
-"""Former keys, and what to do instead."""
+"""What replaces keys and choices of earlier versions."""
 
 OWN = ("task.loss", "data.validation")
 """Keys that hold a name or null, unless a user sets their ``_target_``."""
@@ -181,6 +193,7 @@ class _Check:
                 continue
             several = re.fullmatch(r"\[(.*)\]", choice)
             for name in several[1].split(",") if several else [choice]:
+                _refuse_removed(f"{group}={name}")
                 if not self._loader.repository.config_exists(f"{group}/{name.strip()}"):
                     own = f"; for your own use {group}._target_={name}" * _is_dotted(group, name)
                     raise ValueError(
@@ -207,6 +220,7 @@ class _Check:
             if one.is_add() and not one.is_force_add() and not _is_open(config, key):
                 raise ValueError(f"+{key}: {key} already exists, omit the +")
             return
+        _refuse_removed(key)
         for path in _paths(key):
             if _is_open(config, path) or path in OWN:
                 self._check_taken(one, path, config)
@@ -286,6 +300,11 @@ def _check_hydra(config: DictConfig) -> None:
                 f"hydra.job_logging.handlers.{name} writes to a file, but the run directory "
                 "already has the log: remove it, or redirect stdout to a file"
             )
+
+
+def _refuse_removed(name: str) -> None:
+    if name in REMOVED:
+        raise ValueError(f"{name} is no longer there: use {REMOVED[name]}")
 
 
 def _refuse_sweeps(overrides: Iterable[Override]) -> None:

@@ -26,7 +26,7 @@ _PACKAGES = (  # for computation, communication, pixel decoding and configuratio
 )
 
 _LOCAL_PATHS = {
-    *("data.path", "data.targets", "data.stage.to", "trainer.checkpoint.local", "weights"),
+    *("data.path", "data.targets", "data.stage.to", "weights"),
     *("ckpt_path", "shards", "slides", "stain_reference"),
 }
 """Keys that may resolve to different paths on each machine; the content is compared."""

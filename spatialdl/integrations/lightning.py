@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -16,6 +18,7 @@ from torchmetrics import Metric
 
 from spatialdl.comm.agreement import broadcast_state
 from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.device_path import current_device, take_device
 from spatialdl.comm.gradients import lane_of
 from spatialdl.comm.launch import launched
 from spatialdl.comm.mesh import Mesh, init_mesh
@@ -24,42 +27,125 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.waiting import Timeout
 from spatialdl.comm.world import start_world
 from spatialdl.comm.world import world as all_ranks
-from spatialdl.integrations.batches import Split, split_batch
-from spatialdl.integrations.lightning_ranks import (
-    StartedProcesses,
-    StartedRanks,
-    agree_on_random_numbers,
-    check_devices,
-    device_for,
-    lightning_module,
-)
+from spatialdl.parallel.layout import image_shape
 from spatialdl.spatial.averaging import Averaging
 from spatialdl.spatial.replicas import BatchNormOver
+from spatialdl.spatial.split import shard
 from spatialdl.spatial.table import is_spatial, refusal
+from spatialdl.torch_internals import tree_leaves, tree_map_only
 
-if TYPE_CHECKING:
+try:
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.pytorch.strategies import ParallelStrategy
-else:
-    ParallelStrategy = lightning_module("pytorch.strategies").ParallelStrategy
-    rank_zero_only = lightning_module("fabric.utilities.rank_zero").rank_zero_only
-    pl_worker_init_function = lightning_module("fabric.utilities.seed").pl_worker_init_function
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
+except ImportError as error:
+    raise ImportError(
+        "spatialdl.integrations.lightning needs the package lightning (pytorch_lightning is "
+        'another): pip install "spatialdl[lightning]"'
+    ) from error
 
 _REPLACE_LAYERS = frozenset(
     f"{name}Precision" for name in ("Bitsandbytes", "DeepSpeed", "FSDP", "TransformerEngine", "XLA")
 )
-_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda values: values.double().mean(0) if _is_integer(values) else values.mean(0),
-    "sum": lambda values: values.sum(0),
-    "max": lambda values: values.amax(0),
-    "min": lambda values: values.amin(0),
-    "product": lambda values: values.prod(0),
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    **{"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
 }
 
 
-def _is_integer(values: Tensor) -> bool:
-    return not (values.is_floating_point() or values.is_complex())
+def split_batch(batch: Any, mesh: Mesh) -> Any:
+    """Split the images of a batch over the grid of a mesh; collective over the mesh.
+
+    Floating tensors (N, C, *spatial) are images, or those of integers if there are none. Masks are
+    tensors (N, C, *spatial) or (N, *spatial) with the spatial size of such an image. Everything
+    else stays whole on every rank.
+
+    Args:
+        batch: tensors in tuples, lists, dicts and named tuples; the same on all ranks of a grid.
+        mesh: the ranks.
+
+    Raises:
+        ValueError: there is no image.
+    """
+    dims = len(mesh.grid)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    whole = [one for one in tensors if not is_spatial(one)]
+    images = [one for one in whole if one.dim() == dims + 2]
+    floating = [one for one in images if one.is_floating_point()]
+    sizes = {one.shape[-dims:] for one in floating or images}
+    if not sizes and len(whole) == len(tensors):
+        shapes = [f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in tensors]
+        raise ValueError(
+            f"found no image in a batch of {type(batch).__name__} with "
+            f"{', '.join(shapes) or 'no tensors'}: an image to be split over a grid of "
+            f"{mesh.grid} is {image_shape(dims)}; split the batch yourself with split=, a function "
+            "of batch and mesh"
+        )
+
+    def part(x: Tensor) -> Tensor:
+        fits = x.dim() in (dims + 1, dims + 2) and x.shape[-dims:] in sizes
+        return shard(x, mesh) if fits and not is_spatial(x) else x
+
+    return tree_map_only(Tensor, part, batch)
+
+
+class StartedRanks(LightningEnvironment):
+    """Cluster environment of ranks numbered by mpiexec, srun or torchrun."""
+
+    creates_processes_externally = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._local_rank = self._node_rank = 0
+        info = launched()
+        if info is not None:
+            self._global_rank, self._world_size = info.rank, info.size
+            self._local_rank = info.local_rank
+
+    def find_nodes(self, world: Communicator) -> None:
+        """Find the ranks on each machine; collective over `world`."""
+        nodes = world.nodes()
+        own = nodes[world.rank]
+        self._local_rank = nodes[: world.rank].count(own)
+        self._node_rank = sorted(set(nodes)).index(own)
+
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        """Index of the machine."""
+        return self._node_rank
+
+    def teardown(self) -> None:
+        """Do nothing: the environment is the launcher's."""
+
+
+class StartedProcesses(_Launcher):
+    """Launcher that runs the Trainer's function in this process, and records failure.
+
+    Attributes:
+        failed: whether the function raised. Ranks may then have diverged, so communication, such as
+            for a last checkpoint in callbacks, could deadlock.
+    """
+
+    failed = False
+    is_interactive_compatible = True
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kw: Any
+    ) -> Any:
+        """Run the function in this process."""
+        self.failed = False
+        try:
+            return function(*args, **kw)
+        except BaseException:
+            self.failed = True
+            raise
+
+    def kill(self, signum: Any) -> None:
+        """Do nothing: the launcher signals every rank."""
 
 
 class SpatialStrategy(ParallelStrategy):
@@ -71,17 +157,17 @@ class SpatialStrategy(ParallelStrategy):
     module's names, and load in any other layout and in Lightning without this strategy. BatchNorm
     uses the statistics of all images of a step.
 
-    ``trainer.strategy.mesh`` is the mesh.
-
     Args:
         grid: number of parts along each spatial dim: (rows, columns) for images.
         data: number of replicas; Lightning distributes the samples over them.
-        split: images and masks of a batch, instead of detecting them: keys of a dict, indices of a
-            tuple, or a function of batch and mesh that returns the split batch; see
-            `spatialdl.integrations.batches.split_batch`. Alternatively override `split`.
+        split: a function of batch and mesh that returns the split batch; by default `split_batch`,
+            which detects images and masks.
         timeout: seconds after which a rank that waits for a peer aborts the run; None disables it.
         checkpoint_io: as in other strategies of Lightning.
         precision_plugin: as in other strategies of Lightning.
+
+    Attributes:
+        mesh: the mesh of ranks, available after ``Trainer(...)``.
 
     Raises:
         ValueError: from ``Trainer(...)``, if the number of ranks is not ``data * prod(grid)``, or
@@ -89,13 +175,14 @@ class SpatialStrategy(ParallelStrategy):
     """
 
     strategy_name = "spatial"
+    mesh: Mesh
 
     def __init__(
         self,
         grid: Sequence[int] = (1, 1),
         data: int = 1,
         *,
-        split: Split = None,
+        split: Callable[[Any, Mesh], Any] = split_batch,
         timeout: Timeout = "default",
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
@@ -107,12 +194,10 @@ class SpatialStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._arguments: dict[str, Any] = {"grid": grid, "data": data, "timeout": timeout}
-        self._how = split
+        self._split = split
         self._processes = StartedProcesses()
-        self._mesh: Mesh | None = None
         self._replicas: Communicator = SingleProcess()
         self._lane: Communicator | None = None
-        self._root_device = torch.device("cpu")
         self._averaging: Averaging | None = None
         self._metrics: list[tuple[Metric, Any]] = []
         self.num_nodes = 1  # set by the Trainer
@@ -121,52 +206,32 @@ class SpatialStrategy(ParallelStrategy):
 
     # --- ranks
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of ranks, available after ``Trainer(...)``.
-
-        Raises:
-            RuntimeError: the Trainer has not set it up yet.
-        """
-        if self._mesh is None:
-            raise RuntimeError("the mesh is set up by Trainer(strategy=SpatialStrategy(...))")
-        return self._mesh
-
     def set_world_ranks(self) -> None:
         """Set up the mesh; called by the Trainer after it has chosen the devices."""
-        if self._mesh is not None:
+        if hasattr(self, "mesh"):
             return
         self._check_trainer()
         given = self.parallel_devices or [torch.device("cpu")]
+        self._device = device_for(self._ranks.local_rank(), given)
         info = launched()
-        self._root_device = device_for(info.local_rank if info else 0, given)
         if info is not None and info.launcher == "torchrun":
             start_world()
-        world = all_ranks()
-        check_devices(given, self.num_nodes, world.size, self._ranks.launcher)
-        self._mesh = mesh = init_mesh(**self._arguments)
+        self.mesh = mesh = init_mesh(**self._arguments)
         self._lane = lane_of(mesh.comm)
-        self._ranks.find_nodes(world)
+        self._ranks.find_nodes(all_ranks())
         if mesh.data > 1:
             same_part = [replica * mesh.parts + mesh.part for replica in range(mesh.data)]
             self._replicas = mesh.comm.subset(same_part)
 
     def _check_trainer(self) -> None:
-        """Check the other arguments of the Trainer.
-
-        Raises:
-            ValueError: one of them is not supported.
-        """
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True replaces BatchNorm by layers that cannot be split: leave it "
-                "out, SpatialStrategy computes BatchNorm over all images of a step"
-            )
+        """Refuse arguments of the Trainer that replace layers or weights."""
         kinds = [kind.__name__ for kind in type(self.precision_plugin).__mro__]
-        if not _REPLACE_LAYERS.isdisjoint(kinds):
+        if self._layer_sync is not None or not _REPLACE_LAYERS.isdisjoint(kinds):
+            what = "sync_batchnorm=True" if self._layer_sync is not None else kinds[0]
             raise ValueError(
-                f"SpatialStrategy does not support {kinds[0]}, which replaces layers or weights: "
-                "use precision=32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
+                f"{what} replaces layers or weights by some that cannot be split: leave "
+                "sync_batchnorm out, BatchNorm is computed over all images of a step, and use "
+                "precision=32-true, 64-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
             )
 
     def _configure_launcher(self) -> None:
@@ -175,7 +240,7 @@ class SpatialStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        return self._root_device
+        return self._device
 
     @property
     def is_distributed(self) -> bool:
@@ -205,15 +270,7 @@ class SpatialStrategy(ParallelStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move a batch to the device by the hooks of the module, and split it."""
-        return self.split(super().batch_to_device(batch, device, dataloader_idx))
-
-    def split(self, batch: Any) -> Any:
-        """Split the images of a batch; override it for custom batches.
-
-        Args:
-            batch: on the device, after the hooks of the module; the same on all ranks of a grid.
-        """
-        return split_batch(batch, self.mesh, self._how)
+        return self._split(super().batch_to_device(batch, device, dataloader_idx), self.mesh)
 
     # --- the module and its gradients
 
@@ -255,22 +312,18 @@ class SpatialStrategy(ParallelStrategy):
 
     def _statistics(self) -> AbstractContextManager[object]:
         """Context in which BatchNorm uses the images of all replicas."""
-        return (
-            BatchNormOver(self.mesh.comm, self.mesh.parts) if self.mesh.data > 1 else nullcontext()
-        )
+        over = BatchNormOver(self.mesh.comm, self.mesh.parts)
+        return over if self.mesh.data > 1 else nullcontext()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging; the backward after the block averages the sum."""
-        averaging = self._averaging
-        if averaging is None:
-            yield
-            return
-        averaging.accumulates = True
+        assert self._averaging is not None
+        self._averaging.accumulates = True
         try:
             yield
         finally:
-            averaging.accumulates = False
+            self._averaging.accumulates = False
 
     def _share_metrics(self, model: nn.Module) -> None:
         """Synchronise torchmetrics of the module over replicas."""
@@ -304,10 +357,9 @@ class SpatialStrategy(ParallelStrategy):
         Args:
             tensor: the same on all ranks of a grid.
             group: must be None.
-            reduce_op: mean, sum, max, min or product.
+            reduce_op: mean, sum, max or min.
         """
-        name = str(getattr(reduce_op, "name", reduce_op or "mean")).lower()
-        name = "mean" if name == "avg" else name
+        name = str(getattr(reduce_op, "name", reduce_op or "mean")).lower().replace("avg", "mean")
         if name not in _REDUCTIONS:
             raise ValueError(f"cannot reduce by {reduce_op}: use one of {', '.join(_REDUCTIONS)}")
         if not isinstance(tensor, Tensor):
@@ -315,7 +367,10 @@ class SpatialStrategy(ParallelStrategy):
         _check_shared(tensor, group)
         if self.mesh.data == 1 or self._processes.failed:
             return tensor
-        return _REDUCTIONS[name](gather_over_ranks(self._replicas, tensor, "reduce"))
+        values = gather_over_ranks(self._replicas, tensor, "reduce")
+        is_integer = not (values.is_floating_point() or values.is_complex())
+        values = values.double() if name == "mean" and is_integer else values
+        return _REDUCTIONS[name](values, 0)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather the tensors of all replicas, (replicas, ...); with one replica, the tensor itself.
@@ -366,3 +421,33 @@ def _check_shared(tensor: Tensor, group: Any) -> None:
             "reduce it to a scalar first, or use to_local() for this rank's tile, full_tensor() "
             "for the whole",
         )
+
+
+def device_for(local_rank: int, given: list[torch.device]) -> torch.device:
+    """Choose the device of a rank and make it current; call before MPI starts, which uses it.
+
+    Args:
+        local_rank: rank on the machine, from the launcher.
+        given: Lightning's devices of ``accelerator=`` and ``devices=``.
+    """
+    if given[0].type == "cpu" or given[0].type != current_device().type:
+        return given[0]
+    places = [device.index or 0 for device in given]
+    if places == [0]:  # one device per process, as launchers count
+        places = list(range(torch.accelerator.device_count()))
+    take_device(places[local_rank % len(places)])
+    return current_device()
+
+
+def agree_on_random_numbers(mesh: Mesh, device: torch.device) -> None:
+    """Broadcast random states within each replica; collective over the mesh.
+
+    All ranks of a replica then shuffle, augment and drop out identically, with or without a seed.
+    """
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    own = random.getstate(), np.random.get_state(), torch.get_rng_state(), module.get_rng_state()
+    of_python, of_numpy, of_torch, of_device = mesh.grid_comm.bcast(own)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
+    module.set_rng_state(of_device)

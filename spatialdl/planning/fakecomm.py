@@ -30,8 +30,7 @@ from spatialdl.planning.setup import (
     with_virtual_tiles,
 )
 from spatialdl.planning.stage import StageCosts, stage_costs
-from spatialdl.training.console.layout_text import draw_layout
-from spatialdl.training.console.rank_table import rank_lines
+from spatialdl.training.console.start_table import rank_lines
 from spatialdl.training.layouts import (
     check_batch,
     check_image,
@@ -107,8 +106,6 @@ def look(config: DictConfig, known: Sequence[str] = ()) -> bool:
 
 def _layout(placement: Placement, size: tuple[int, ...], ranks: bool) -> Iterator[str]:
     yield f"layout: {placement.describe()}, images of {by(size)}"
-    yield ""
-    yield from draw_layout(placement)
     if ranks:
         yield ""
         yield from rank_lines(placement, size)
@@ -268,11 +265,12 @@ class _Table:
         """Store use of virtual tiles."""
         job, most = self._job, max(prediction.stores, key=lambda use: use.moved)
         where = "pinned host memory" if job.store == "host" else "a file on disk"
+        tiles = f"{by(self._placement.stream)} virtual tiles"
         if job.limit is None:
-            yield "virtual tiles: all activations stay in memory, without trainer.memory_limit_gb"
+            yield f"{tiles}: all activations stay in memory, without trainer.memory_limit_gb"
         else:
             yield (
-                f"virtual tiles: activations within {job.limit / 1e9:g} GB, "
+                f"{tiles}: activations within {job.limit / 1e9:g} GB, "
                 f"at least {most.stored / 1e9:.3f} GB stored in {where}"
             )
             yield f"  per step a rank writes to it, and reads, at least {most.moved / 1e9:.3f} GB"

@@ -17,8 +17,8 @@ from spatialdl.parallel.layout import by, nearly_cubic
 from spatialdl.pipeline.simulate import describe
 from spatialdl.planning.cluster import Cluster
 from spatialdl.planning.job import PlannedJob, Recompute
+from spatialdl.planning.layout_text import draw_layout
 from spatialdl.planning.predict import Prediction, predict
-from spatialdl.training.console.layout_text import draw_layout
 from spatialdl.training.layouts import (
     AUTO,
     check_batch,

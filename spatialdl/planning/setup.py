@@ -119,7 +119,7 @@ def job_of(config: DictConfig, cluster: Cluster) -> PlannedJob:
         model=model,
         image=(sources.channels, *sources.image_size),
         batch=batch,
-        optimizer=functools.partial(make_optimizer, config.optimizer, batch_size=batch),
+        optimizer=functools.partial(make_optimizer, config.optimizer),
         segments=config.task.name == "segmentation",
         names=config.parallel.cut,
         read_bytes=_read_bytes(sources) if cluster.cores is not None else 0.0,
@@ -194,7 +194,7 @@ KEYS = ("world", "device_memory_gb", "cluster")
 
 SHOWN = 5
 
-_OWN = {"tensor": 1, "tensor_plan": None, "late": None}
+_OWN = {"tensor": 1, "tensor_plan": None}
 """Defaults of keys that it sets itself."""
 
 

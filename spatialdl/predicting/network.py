@@ -29,7 +29,7 @@ from spatialdl.streaming.memory import Memory, memory_within
 from spatialdl.training.checkpoints.content import check_network, restore_network
 from spatialdl.training.checkpoints.folder import candidates
 from spatialdl.training.checkpoints.reading import Checkpoint
-from spatialdl.training.console.rank_table import log_ranks
+from spatialdl.training.console.start_table import log_ranks
 from spatialdl.training.layouts import check_image, placement_of, schedule_of
 from spatialdl.training.network.building import instantiate
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from spatialdl.data.saving import replacing
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.text import fitted
-from spatialdl.training.pictures.heat_maps import COLOURS, OPACITY, faint
+from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY, faint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,10 +64,10 @@ def save_overlay(
         image = panel.imshow(
             np.ma.masked_invalid(values),
             extent=(0, values.shape[1] * scale, values.shape[0] * scale, 0),
-            cmap=COLOURS,
+            cmap=HEAT_COLOURS,
             vmin=limits[0],
             vmax=limits[1],
-            alpha=OPACITY if grey is not None else 1.0,
+            alpha=HEAT_OPACITY if grey is not None else 1.0,
             interpolation="nearest",
         )
         panel.set_title(f"class {name}" if name.isdigit() else fitted(name, 40), fontsize=10)

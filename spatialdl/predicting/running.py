@@ -239,7 +239,7 @@ class ActivationMaps:
     """Recorder of class activation maps during inference; construction is collective."""
 
     def __init__(self, pipeline: PipelineRuntime) -> None:
-        self._activations = Activations(pipeline, all_classes=True)
+        self._activations = Activations(pipeline)
         self._parts: list[_Part] = []
 
     def record(self, one: Evaluated) -> None:

@@ -14,7 +14,7 @@ from spatialdl.data.predicted_table import need_pyarrow
 from spatialdl.data.saving import replacing, save_table
 from spatialdl.predicting.records import PredictionRecord
 from spatialdl.text import aligned, fitted
-from spatialdl.training.tasks.aggregation import to_slides
+from spatialdl.training.tasks.predictions import to_slides
 
 Columns = dict[str, Sequence[Any]]
 

@@ -40,11 +40,11 @@ from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.volume_inputs import VolumeImages
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.text import fitted
-from spatialdl.training.pictures.heat_maps import COLOURS as HEAT_COLOURS
-from spatialdl.training.pictures.heat_maps import OPACITY
 from spatialdl.training.pictures.orthogonal_slices import Picture, draw_sections
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,
+    HEAT_COLOURS,
+    HEAT_OPACITY,
     joined_sections,
     mask_patches,
     mean_sections,
@@ -217,7 +217,7 @@ def _save_figure(
     if heat:
         scale = ScalarMappable(cmap=HEAT_COLOURS)
         label = "contribution to the class, relative to the largest"
-        figure.colorbar(scale, ax=panels, shrink=0.8, alpha=OPACITY, label=label)
+        figure.colorbar(scale, ax=panels, shrink=0.8, alpha=HEAT_OPACITY, label=label)
     if marks:
         figure.legend(handles=marks, loc="outside lower center", ncols=min(6, len(marks)))
     figure.suptitle(fitted(title, 60), fontsize=11)

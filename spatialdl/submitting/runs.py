@@ -25,8 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spatialdl.commands.start import config_source_flags, run_dir_overrides
 from spatialdl.text import aligned, counted
-from spatialdl.training.checks import check_config
-from spatialdl.training.image_size import check_stored_size
+from spatialdl.training.checks import check_config, check_stored_size
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from spatialdl.comm.waiting import check_timeout
 from spatialdl.configuring.values import check_values
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.parallel.placement import Placement
-from spatialdl.training.best import check_metric
 from spatialdl.training.callbacks import callback_plugins
 from spatialdl.training.checkpoints.folder import LATEST, candidates
-from spatialdl.training.loggers.choosing import check_loggers
+from spatialdl.training.loggers import check_loggers
+from spatialdl.training.progress import check_metric
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 
 PRECISIONS = ("float32", "float64", "bf16-mixed", "fp16-mixed")
@@ -185,10 +185,8 @@ def check_weights_file(name: str) -> None:
 
 def _check_trainer(config: DictConfig) -> int:
     """Check the group ``trainer``; return the batches that a step accumulates."""
-    from spatialdl.training.checkpoints.settings import check_settings
-
     settings = config.trainer
-    check_settings(settings)
+    _check_intervals(settings)
     clip, decay = settings.clip_norm, settings.ema
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ValueError(f"trainer.clip_norm={clip} must be above 0, or null")
@@ -210,3 +208,82 @@ def _check_trainer(config: DictConfig) -> int:
             "parallel.shard_state=true leaves only a shard of each on a rank: use sgd or adamw"
         )
     return int(accumulate)
+
+
+def _check_intervals(trainer: DictConfig) -> None:
+    """Check intervals, patience and numbers of checkpoints."""
+    numbers = {
+        "validate_every": (trainer.validate_every, 1),
+        "validate_every_epochs": (trainer.validate_every_epochs, 1),
+        "checkpoint.every_steps": (trainer.checkpoint.every_steps, 1),
+        "checkpoint.every_epochs": (trainer.checkpoint.every_epochs, 1),
+        "early_stopping.patience": (trainer.early_stopping.patience, 1),
+        "checkpoint.keep": (trainer.checkpoint.keep, 0),
+    }
+    needed = ("validate_every_epochs", "early_stopping.patience", "checkpoint.keep")
+    units = {"checkpoint.keep": "checkpoints", "early_stopping.patience": "validation"}
+    for key, (value, least) in numbers.items():
+        if value is None and key not in needed:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            unit = units.get(key, "epoch" if "epoch" in key else "step")
+            null = "" if key in needed else ", or null"
+            raise ValueError(f"trainer.{key}={value} must be at least {least} {unit}{null}")
+    delta = trainer.early_stopping.min_delta
+    if not isinstance(delta, int | float) or not delta >= 0:
+        raise ValueError(f"trainer.early_stopping.min_delta={delta} must be 0 or above")
+
+
+# --- size of stored images
+
+
+Size = tuple[int, ...]
+
+
+def common_size(path: Path, sizes: Iterable[Size]) -> Size:
+    """Size (rows, columns) shared by all images of a data set.
+
+    Raises:
+        ValueError: if the images differ in size.
+    """
+    different = sorted(set(sizes))
+    if len(different) > 1:
+        dims = ("slices", "rows", "columns")[-len(different[0]) :]
+        raise ValueError(
+            f"the images of {path} have {len(different)} different sizes, such as "
+            f"{', '.join(' x '.join(map(str, size)) for size in different[:3])}, but a batch needs "
+            f"one size: crop or pad them with data.image_size=[{','.join(dims)}]"
+        )
+    return different[0]
+
+
+def check_stored_size(data: DictConfig, parallel: DictConfig) -> None:
+    """Check the size of stored images before ranks are started.
+
+    Args:
+        data: group ``data`` of the configuration.
+        parallel: group ``parallel`` of the configuration.
+
+    Raises:
+        ValueError: if images differ in size, or are too small for the layout.
+    """
+    from spatialdl.data.format import Manifest
+    from spatialdl.data.samples import RegionSample
+    from spatialdl.training.layouts import check_image, placement_of
+
+    if data.name != "shards" or data.image_size is not None:
+        return
+    path = Path(data.path).expanduser()
+    manifest = Manifest.load(path)
+    size: Size | None = manifest.tile_size
+    if size is None:
+        splits = {data.split, data.validation_split} - {None}
+        sizes = {
+            sample.size
+            for sample in manifest.samples
+            if isinstance(sample, RegionSample) and (data.split is None or sample.split in splits)
+        }
+        if not sizes:
+            return  # the loader raises an error that names the available splits
+        size = common_size(path, sizes)
+    check_image(size, placement_of(parallel, len(size)))

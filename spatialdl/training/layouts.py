@@ -5,8 +5,7 @@ Does not import PyTorch: the process that starts the ranks runs these checks fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig, ListConfig
 
@@ -18,7 +17,6 @@ from spatialdl.pipeline.schedule import GEMS, make_schedule
 from spatialdl.pipeline.simulate import Schedule, repeated
 
 RECOMPUTE = ("none", "block", "stage")
-LATE = ("local_dp", "tensor")
 AUTO = "auto"
 """Value of `parallel.stream`: the fewest virtual tiles that fit into a memory limit."""
 
@@ -64,10 +62,9 @@ def placement_of(parallel: DictConfig, dims: int | None = None) -> Placement:
         )
     whole = (1,) * (dims or (len(spatial[0]) if spatial else 2))
     grids = spatial + [whole] * (stages - spatial_stages)
-    late = _late(parallel, spatial, stages)
-    batch = _batch(parallel, stages, spatial_stages, late.get("local_dp"))
+    batch = _batch(parallel, stages, spatial_stages)
     mirrored = _variant(parallel) is not None
-    tensor = _tensor(parallel, stages, late.get("tensor"), interleave > 1 or mirrored)
+    tensor = _tensor(parallel, stages, interleave > 1 or mirrored)
     _check_tensor_plan(parallel, tensor)
     stream = _stream(parallel, batch, tensor, dims)
     return Placement(data, tuple(grids), interleave, mirrored, batch, tensor=tensor, stream=stream)
@@ -80,48 +77,32 @@ def _stream(
     if parallel.stream in (None, AUTO):  # auto is resolved once the network is built
         return ()
     refused = {
-        f"parallel.late={parallel.late}": parallel.late is not None,
         f"parallel.local_dp={parallel.local_dp}": bool(batch),
         f"parallel.tensor={parallel.tensor}": bool(tensor),
         "parallel.sync_batchnorm=true": parallel.sync_batchnorm,
         "parallel.shard_state=true": parallel.shard_state,
     }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"{setting} does not support virtual tiles, parallel.stream={parallel.stream}: set "
-                "only one of them"
-            )
+    refuse(
+        refused,
+        f"does not support virtual tiles, parallel.stream={parallel.stream}: set only one of them",
+    )
     return _grid(parallel.stream, dims, "parallel.stream")
 
 
-def _late(parallel: DictConfig, spatial: Sequence[tuple[int, ...]], stages: int) -> dict[str, int]:
-    """Ranks per stage after the spatial stages, as many as in the last spatial stage."""
-    late = parallel.late
-    if late is None:
-        return {}
-    if late not in LATE:
-        raise ValueError(f"parallel.late={late} is unknown: use one of {', '.join(LATE)}, or null")
-    if not 0 < len(spatial) < stages:
-        raise ValueError(
-            f"parallel.late={late} applies to stages after spatial stages, but "
-            f"parallel.spatial_stages={len(spatial)} of parallel.stages={stages}: use "
-            "parallel=sp+lp or sp+pp"
-        )
-    if parallel[late] != 1:
-        raise ValueError(
-            f"parallel.late={late} uses as many ranks as the stage before, prod(parallel.grid)="
-            f"{prod(spatial[-1])}, but parallel.{late}={parallel[late]}: set only one of them"
-        )
-    return {late: prod(spatial[-1])}
+def refuse(settings: Mapping[str, object], why: str) -> None:
+    """Refuse settings of which one is set.
+
+    Raises:
+        ValueError: begins with the setting.
+    """
+    for setting, is_set in settings.items():
+        if is_set:
+            raise ValueError(f"{setting} {why}")
 
 
-def _tensor(parallel: DictConfig, stages: int, late: int | None, shares: bool) -> tuple[int, ...]:
+def _tensor(parallel: DictConfig, stages: int, shares: bool) -> tuple[int, ...]:
     """Number of ranks that split the channels of each stage."""
     setting = parallel.tensor
-    if late is not None:
-        spatial_stages = int(parallel.spatial_stages)
-        return (1,) * spatial_stages + (late,) * (stages - spatial_stages)
     each = list(setting) if isinstance(setting, ListConfig) else [setting] * stages
     if any(type(one) is not int or one < 1 for one in each):
         raise ValueError(
@@ -158,11 +139,9 @@ def _check_tensor_plan(parallel: DictConfig, tensor: Sequence[int]) -> None:
         )
 
 
-def _batch(
-    parallel: DictConfig, stages: int, spatial_stages: int, late: int | None
-) -> tuple[int, ...]:
+def _batch(parallel: DictConfig, stages: int, spatial_stages: int) -> tuple[int, ...]:
     """Number of ranks that split the samples of each stage; 1 for spatial stages."""
-    parts = late or _count(parallel, "local_dp")
+    parts = _count(parallel, "local_dp")
     if parts == 1:
         return ()
     if not 0 < spatial_stages < stages:
@@ -314,12 +293,11 @@ def _check_bags(config: DictConfig, placement: Placement) -> None:
         f"task.mixup={config.task.get('mixup')}": config.task.get("mixup"),
         f"parallel.stream={parallel.stream}": parallel.stream,
     }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"{setting} needs images of one size, but the bags of data=bags differ in their "
-                "number of tiles: leave it out, and use parallel=none, dp, sp or dp+sp"
-            )
+    refuse(
+        refused,
+        "needs images of one size, but the bags of data=bags differ in their number of tiles: "
+        "leave it out, and use parallel=none, dp, sp or dp+sp",
+    )
     if compares_samples(config.task) and batch_size == 1 and config.trainer.accumulate == 1:
         raise ValueError(
             "data.batch_size=1 with task.loss=cox: the loss compares the slides of a step, so it "

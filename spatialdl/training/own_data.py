@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import hydra.utils
@@ -25,21 +24,9 @@ _SOURCE = ("read", "image_size", "labels", "channels", "has_masks", "classes", "
 _MOST_WRAPPERS = 8
 
 
-@dataclass(frozen=True)
-class OwnData:
-    """Training and validation samples of a user's data set, and their properties."""
-
-    train: ImageSource
-    validation: ImageSource | None
-    image_size: tuple[int, ...]
-    channels: int
-    num_classes: int
-    names: tuple[str, ...]
-
-
 def open_own_data(
     data: DictConfig, seed: int, task: str, image_size: tuple[int, ...] | None
-) -> OwnData:
+) -> tuple[ImageSource, ImageSource | None, tuple[int, ...], int, int, tuple[str, ...]]:
     """Create the data sets of a configuration and inspect their first samples.
 
     Args:
@@ -47,6 +34,9 @@ def open_own_data(
         seed: seed of the data sets' random numbers.
         task: name of the task.
         image_size: size set in the configuration, if any.
+
+    Returns:
+        Training and validation samples, size, channels and classes of the images, class names.
 
     Raises:
         ValueError: if a data set cannot be created or its samples have an unknown form.
@@ -79,7 +69,7 @@ def open_own_data(
     for source in (train, validation):
         if isinstance(source, DatasetSource):
             source.expect(classes, size if image_size is None else None)
-    return OwnData(train, validation, size, channels, classes, names)
+    return train, validation, size, channels, classes, names
 
 
 def validation_settings(data: DictConfig) -> DictConfig | None:

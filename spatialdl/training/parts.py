@@ -22,7 +22,6 @@ from spatialdl.training.layouts import (
     repeats,
     schedule_of,
 )
-from spatialdl.training.loggers.choosing import wants_images
 from spatialdl.training.network.building import build_model, describe_data, make_pipeline
 from spatialdl.training.optimization.precision import precision_of, set_arithmetic
 from spatialdl.training.optimization.update import Update
@@ -107,13 +106,7 @@ class RunParts:
         self.validation_loader, self.validation = self._validation()
         self.steps = total_steps(settings, len(self.train_loader))
         self._check_last_batch()
-        self.update = Update(
-            config,
-            self.pipeline,
-            batch=self.batch_size,
-            steps=self.steps,
-            steps_per_epoch=len(self.train_loader),
-        )
+        self.update = Update(config, self.pipeline, steps=self.steps)
 
     def _choose_virtual_tiles(self) -> None:
         """Resolve ``parallel.stream=auto``."""
@@ -148,12 +141,8 @@ class RunParts:
                 )
             return None, None
         loader = self._loader(views, None)
-        pictures = wants_images(self.config.get("logger") or {}) or self.config.trainer.report
-        return loader, Validation(
-            *(self.pipeline, self.task, self.sources, loader, self.world),
-            pictures=bool(pictures) and not views.varies,
-            metrics=self.metrics,
-        )
+        parts = self.pipeline, self.task, self.sources, loader, self.world
+        return loader, Validation(*parts, self.metrics)
 
     def _loader(self, views: Views, seed: int | None, trains: bool = False) -> RankLoader:
         return RankLoader(

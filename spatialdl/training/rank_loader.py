@@ -23,6 +23,7 @@ from spatialdl.pipeline.own_tile import TileRegion
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.split import from_local
+from spatialdl.training.optimization.precision import channels_last as in_channels_last
 from spatialdl.training.tasks.losses import check_pixels
 
 
@@ -67,7 +68,7 @@ class RankLoader:
         self._masks_in_parts = masks and masks_in_parts
         self._dtype, self._device = dtype, pipeline.device
         self._normalisation, self._classes = normalisation, classes
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._channels_last = channels_last
         numbers = range(pipeline.schedule.microbatches)
         first = [pipeline.first(number) for number in numbers]
         last = [pipeline.last(number) for number in numbers]
@@ -172,7 +173,7 @@ class RankLoader:
 
     def _pixels(self, stored: Tensor) -> Tensor:
         tile = to_input(stored, self._dtype, self._device, self._normalisation)
-        return tile.contiguous(memory_format=self._format)
+        return in_channels_last(tile) if self._channels_last else tile.contiguous()
 
     def _mask(self, stored: Tensor) -> Tensor:
         if self._classes is not None:

@@ -15,15 +15,14 @@ from PIL import Image
 
 from spatialdl.training.console.progress import StepProgress
 from spatialdl.training.console.validation_table import scalar_metrics, validation_table
-from spatialdl.training.loggers.choosing import Loggers
-from spatialdl.training.pictures.gallery import Example, labelled
-from spatialdl.training.report.page import save_report
+from spatialdl.training.loggers import Loggers
+from spatialdl.training.report import save_report
 from spatialdl.training.run_directory import RunDirectory, record_of
 from spatialdl.training.tasks.metrics import Scores
 
 log = logging.getLogger("spatialdl.trainer")
 
-_NOT_FINITE = "step %d: the loss is %s: try a lower optimizer.lr, or debug=detect_nan to locate it"
+_NOT_FINITE = "step %d: the loss is %s: try a lower optimizer.lr"
 
 
 class Reporter:
@@ -94,7 +93,7 @@ class Reporter:
             "data_wait": data_wait,
         }
         self.record.log_step(step=step, epoch=epoch, **shown, **more)
-        self.loggers.log_step(step, {**shown, **more, "epoch": epoch, "memory_mb": memory_mb})
+        self.loggers.log("train", step, {**shown, **more, "epoch": epoch, "memory_mb": memory_mb})
         if not math.isfinite(loss) and not self._warned:
             self._warned = True
             log.warning(_NOT_FINITE, step, loss)
@@ -107,16 +106,10 @@ class Reporter:
         log.info("%s", validation_table(metrics, step, self._names, before))
         self.record.log_validation(step=step, **metrics)
         scalars = scalar_metrics(metrics)
-        self.loggers.log_validation(step, {k: v for k, v in scalars.items() if v is not None})
+        defined = {name: value for name, value in scalars.items() if value is not None}
+        self.loggers.log("validation", step, defined)
 
-    def show(self, step: int, examples: Sequence[Example]) -> None:
-        """Log sample pictures of the last validation."""
-        for number, example in enumerate(examples):
-            self.loggers.log_image(step, f"validation/{number}", labelled(example))
-
-    def finish(
-        self, summary: Mapping[str, Any], examples: Sequence[Example], early: str = ""
-    ) -> None:
+    def finish(self, summary: Mapping[str, Any], early: str = "") -> None:
         """Report the end of the run; `early` is the reason if it ends before its last step."""
         path = self.record.path
         if early:
@@ -124,20 +117,18 @@ class Reporter:
         self.record.finish(summary)
         log.info("run directory: %s", path)
         log.info("loss curve:    %s", path / "loss.png")
-        self._report(summary, examples, early)
+        self._report(summary, early)
         step = int(self.record.steps[-1]["step"]) if self.record.steps else 0
         for picture in (path / "loss.png", self._timeline()):
-            if picture is not None and picture.is_file() and self.loggers.take_images:
+            if self.loggers and picture is not None and picture.is_file():
                 pixels = np.asarray(Image.open(picture).convert("RGB"))
                 self.loggers.log_image(step, f"run/{picture.stem}", pixels)
 
     def stopped(self, summary: Mapping[str, Any], why: str) -> None:
         """Write the report of a run that was stopped."""
-        self._report(summary, (), why)
+        self._report(summary, why)
 
-    def _report(
-        self, summary: Mapping[str, Any], examples: Sequence[Example], ended: str = ""
-    ) -> None:
+    def _report(self, summary: Mapping[str, Any], ended: str = "") -> None:
         if not self._config.trainer.report:
             return
         path = self.record.path
@@ -152,7 +143,6 @@ class Reporter:
                 steps=self.record.steps,
                 validations=self.record.validations,
                 summary={"images_per_second": self.record.images_per_second(), **summary},
-                examples=examples,
                 timeline=self._timeline(),
                 ended=ended,
             )

@@ -5,7 +5,7 @@ validation.csv   one row per validation, if any
 predictions.csv  one row per sample of the last validation; slides.csv one row per slide, see
                  `training.tasks.predictions`
 summary.json     written atomically at the end
-loss.png         training and validation loss over steps
+loss.png         loss, validation metrics, learning rate and speed over steps
 report.html      HTML report, see `training.report`
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from spatialdl.data.saving import TEMPORARY, replacing
-from spatialdl.training.pictures.loss_curve import draw
+from spatialdl.training.pictures.curves import draw_curves
 
 log = logging.getLogger("spatialdl.trainer")
 
@@ -160,7 +160,9 @@ class RunDirectory:
         with replacing(self.path / "summary.json") as out:
             out.write(text.encode())
         if self._steps:
-            draw(self.path / "loss.png", self.title(summary), self._steps, self._validations)
+            draw_curves(self.title(summary), self._steps, self._validations).savefig(
+                self.path / "loss.png"
+            )
 
     def images_per_second(self) -> float | None:
         """Mean throughput of all steps except the first, the warm-up."""

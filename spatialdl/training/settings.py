@@ -29,8 +29,7 @@ from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.bag_sources import open_bags
-from spatialdl.training.checks import SYNTHETIC
-from spatialdl.training.image_size import common_size
+from spatialdl.training.checks import SYNTHETIC, common_size
 from spatialdl.training.layouts import check_image, placement_of
 from spatialdl.training.own_data import open_own_data
 
@@ -238,10 +237,7 @@ def _shards(data: DictConfig, seed: int, task: str) -> Sources:
 
 
 def _own(data: DictConfig, seed: int, task: str) -> Sources:
-    own = open_own_data(data, seed, task, _size(data.image_size))
-    return Sources(
-        own.train, own.validation, own.image_size, own.channels, own.num_classes, own.names
-    )
+    return Sources(*open_own_data(data, seed, task, _size(data.image_size)))
 
 
 def _bags(data: DictConfig, seed: int, task: str, loss: object) -> Sources:

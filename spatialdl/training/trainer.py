@@ -23,11 +23,8 @@ from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training import signals
 from spatialdl.training.callbacks import Callbacks, RunState, callback_plugins
 from spatialdl.training.checkpoints.checkpoints import Checkpoints, Resumed
-from spatialdl.training.console.rank_table import log_ranks
 from spatialdl.training.console.run_log import log_warnings
-from spatialdl.training.console.start_table import start_table
-from spatialdl.training.debug.overfit import Overfit
-from spatialdl.training.loggers.choosing import wants_images
+from spatialdl.training.console.start_table import log_ranks, start_table
 from spatialdl.training.parts import RunParts
 from spatialdl.training.peak_memory import device_memory_mb, peak_memory_mb
 from spatialdl.training.pictures.timeline import StepTimeline
@@ -37,9 +34,8 @@ from spatialdl.training.reporter import Reporter
 from spatialdl.training.signals import MARKER, write_marker
 from spatialdl.training.staging import stage_loaders
 from spatialdl.training.step import TrainingStep
-from spatialdl.training.step_sync import StepSync
+from spatialdl.training.step_sync import COLUMNS, StepSync, TimeSplit
 from spatialdl.training.tasks.metrics import Scores
-from spatialdl.training.time_split import COLUMNS, TimeSplit
 from spatialdl.training.virtual_tiles import StepWatch, offloaded_mb, share_one_image
 
 log = logging.getLogger("spatialdl.trainer")
@@ -79,7 +75,6 @@ class Trainer:
     def __init__(self, config: DictConfig, world: Communicator, nodes: Nodes | None = None) -> None:
         self.config, self.world = config, world
         self.parts = parts = RunParts(config, world, nodes)
-        self._overfit = Overfit() if config.debug.name == "overfit" else None
         self._step = TrainingStep(
             *(config, parts.pipeline, parts.update),
             *(parts.task.mixup, parts.sources.num_classes, world),
@@ -211,12 +206,8 @@ class Trainer:
 
     def _finish(self, reporter: Reporter | None) -> None:
         summary = self._summary()
-        examples = self.parts.validation.examples() if self.parts.validation is not None else None
-        if reporter is None:
-            return
-        if self._overfit is not None:
-            log.info("debug=overfit: %s", self._overfit.verdict(self.progress.step))
-        reporter.finish(summary, examples or (), self.progress.stopped_early())
+        if reporter is not None:
+            reporter.finish(summary, self.progress.stopped_early())
 
     def _summary(self) -> dict[str, Any]:
         """Gather memory and times of all ranks; collective, all ranks must call it."""
@@ -333,10 +324,7 @@ class Trainer:
             own = self._step.run(batch, self.progress.step)
         self.progress.step_done()
         signals.step_done()
-        loss = self._step_sync.after_step(own)
-        if self._overfit is not None:
-            self._overfit.note(loss)
-        return loss
+        return self._step_sync.after_step(own)
 
     def validate(self, reporter: Reporter | None) -> Scores | None:
         """Compute loss and metrics over all validation samples, each counted once.
@@ -355,10 +343,6 @@ class Trainer:
         if reporter is not None:
             reporter.validated(self.progress.step, metrics)
             self.parts.validation.write(reporter.record.path)
-        if wants_images(self.config.get("logger") or {}):
-            examples = self.parts.validation.examples()
-            if reporter is not None:
-                reporter.show(self.progress.step, examples or ())
         return metrics
 
     def _until_stopped(self, loader: RankLoader) -> Iterator[list[Microbatch]]:

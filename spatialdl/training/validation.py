@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +20,11 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.spatial.split import from_local
 from spatialdl.spatial.tensor import SpatialTensor, from_tile
-from spatialdl.training.pictures.gallery import Example, Gallery
-from spatialdl.training.pictures.heat_maps import HeatMaps
 from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.settings import Sources
 from spatialdl.training.tasks.metrics import Scores, undefined
 from spatialdl.training.tasks.own_metrics import MapMetrics, OwnMetrics
-from spatialdl.training.tasks.predictions import Predictions, errors_of
+from spatialdl.training.tasks.predictions import Predictions
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import SampleTask, Task
 
@@ -91,7 +88,6 @@ class Validation:
         sources: data of the run, with validation samples.
         loader: loader of the validation samples, in their order.
         world: all ranks.
-        pictures: whether `examples` will be called.
         metrics: metrics of the user.
     """
 
@@ -102,8 +98,6 @@ class Validation:
         sources: Sources,
         loader: RankLoader,
         world: Communicator,
-        *,
-        pictures: bool = True,
         metrics: OwnMetrics | None = None,
     ) -> None:
         assert sources.validation is not None
@@ -113,24 +107,12 @@ class Validation:
         self._numbers: list[int] | None = None
         self._warned = False
         self._own_metrics, self._map_metrics = metrics, MapMetrics({})
-        views = sources.validation_views
-        assert views is not None
-        self._gallery = self._heat_maps = None
-        if pictures:
-            self._gallery = Gallery(world, pipeline.placement, views, sources.names)
-            predicts_classes = task.name in ("classification", "multilabel")
-            # with virtual tiles, no rank has the feature maps of a whole image
-            has_maps = predicts_classes and not pipeline.placement.stream
-            self._heat_maps = HeatMaps(pipeline) if has_maps else None
 
     def own(self, batches: Iterable[Sequence[Microbatch]]) -> Own:
         """Evaluate the loader's batches, from the first on, and return this rank's results."""
-        if self._gallery is not None:
-            self._gallery.begin()
         if isinstance(self._task, Segmentation):
             return self._own_tally(self._task, batches)
-        with self._heat_maps.watching() if self._heat_maps is not None else nullcontext():
-            return list(self._own_outputs(self._task, batches))
+        return list(self._own_outputs(self._task, batches))
 
     def scores(self, own: Own) -> Scores:
         """Compute the metrics from `own` of all ranks; collective, returned on every rank."""
@@ -152,25 +134,16 @@ class Validation:
         except OSError as error:  # a full disk must not abort the run
             log.warning("cannot write predictions: %s", error)
 
-    def examples(self) -> list[Example] | None:
-        """Worst and best predicted samples of the last validation, on rank 0; collective."""
-        if self._gallery is None:
-            return None
-        return self._gallery.examples(self._predictions, self._heat_maps)
-
     def _own_tally(self, task: Segmentation, batches: Iterable[Sequence[Microbatch]]) -> Tensor:
         sums = torch.zeros(task.tallied, dtype=torch.float64)
         if self._own_metrics is not None:
             self._map_metrics = self._own_metrics.of_maps(self._pipeline.device)
-        for batch, parts in enumerate(batches):
-            slices = self._loader.own(batch)
+        for parts in batches:
             for number, mesh, output in self._maps(parts):
                 target = self._target(parts[number], number, mesh, output)
                 if target is not None and mesh.channels == 0:
                     sums += task.tally(output, target, mesh.part)
                     self._map_metrics.update(output, target, mesh.part)
-                    if self._gallery is not None:
-                        self._gallery.note(slices[number], output, target, mesh)
         return sums
 
     def _maps(self, parts: Sequence[Microbatch]) -> Iterator[tuple[int, Mesh, Tensor]]:
@@ -205,12 +178,8 @@ class Validation:
         """Yield samples, outputs in float64 and targets that this rank counts."""
         for one in evaluated(self._pipeline, self._loader, batches):
             task.loss(one.output, one.target)  # raises if output and target do not match
-            output = one.output.double().cpu()
-            if self._heat_maps is not None:
-                errors = errors_of(task, task.predictions(output), one.target.cpu())
-                self._heat_maps.note(one.samples, one.output, errors, one.mesh)
             if one.counts:
-                yield one.samples, output, one.target.cpu()
+                yield one.samples, one.output.double().cpu(), one.target.cpu()
 
     def _score(self, pieces: Sequence[tuple[range, Tensor, Tensor]]) -> Scores:
         assert not isinstance(self._task, Segmentation)

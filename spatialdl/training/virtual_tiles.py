@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,15 +12,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from spatialdl.comm.across import Across, GivenUp
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement
 from spatialdl.streaming.memory import Memory
 from spatialdl.streaming.sizes import ImageSizes, sizes_of, stored, tiles_within
-from spatialdl.training.console.progress import has_terminal
-from spatialdl.training.layouts import AUTO, placement_of
+from spatialdl.training.console.progress import has_terminal, progress_bar
+from spatialdl.training.layouts import AUTO, placement_of, refuse
 
 LEAST = 32
 """Minimum pixels along each spatial dim of automatically chosen virtual tiles."""
@@ -38,34 +36,27 @@ def check_virtual_tiles(config: DictConfig, placement: Placement) -> None:
     Raises:
         ValueError: names the key.
     """
-    parallel, task = config.parallel, config.task
+    parallel, task, trainer = config.parallel, config.task, config.trainer
     if parallel.stream is None:
-        _check_unused(config)
+        keys = {
+            f"parallel.stream_to={parallel.stream_to}": parallel.stream_to is not None,
+            f"trainer.memory_limit_gb={trainer.memory_limit_gb}": trainer.memory_limit_gb
+            is not None,
+        }
+        refuse(
+            keys,
+            "has no effect without virtual tiles: set parallel.stream, such as "
+            "parallel.stream=[2,2], or leave it out",
+        )
         return
     refused = {
         f"task.mixup={task.get('mixup')}": task.get("mixup"),
         "task.loss=cox": task.name == "survival" and task.loss == "cox",
-        "debug=detect_nan": config.debug.name == "detect_nan",
     }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"{setting} does not support virtual tiles, parallel.stream={parallel.stream}: set "
-                "only one of them"
-            )
-
-
-def _check_unused(config: DictConfig) -> None:
-    unused = {
-        "parallel.stream_to": config.parallel.stream_to,
-        "trainer.memory_limit_gb": config.trainer.memory_limit_gb,
-    }
-    for key, value in unused.items():
-        if value is not None:
-            raise ValueError(
-                f"{key}={value} has no effect without virtual tiles: set parallel.stream, such as "
-                "parallel.stream=[2,2], or leave it out"
-            )
+    refuse(
+        refused,
+        f"does not support virtual tiles, parallel.stream={parallel.stream}: set only one of them",
+    )
 
 
 def choose_virtual_tiles(
@@ -255,16 +246,8 @@ class StepWatch:
             yield
             return
         before = self._buffers() if self._stops is not None else []
-        with tqdm(
-            total=self._operations,
-            desc=f"step {step}",
-            unit=" operations",
-            delay=DELAY_S,
-            leave=False,
-            file=sys.stderr,
-            dynamic_ncols=True,
-            disable=not self._shows,
-        ) as bar:
+        how = {"delay": DELAY_S, "leave": False, "disable": not self._shows}
+        with progress_bar(self._operations, f"step {step}", " operations", **how) as bar:
             for one in self._across:
                 one.stops = self._stops
             if self._shows or not self._across:
@@ -281,7 +264,7 @@ class StepWatch:
                     one.stops = None
             self._operations = bar.n
 
-    def _after_operation(self, bar: tqdm[Any]) -> None:
+    def _after_operation(self, bar: Any) -> None:
         bar.update()
         if self._stops is not None and not self._across and self._stops():
             raise GivenUp

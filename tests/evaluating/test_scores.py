@@ -26,13 +26,13 @@ from spatialdl.evaluating.resampling import Resampling, intervals, point
 from spatialdl.evaluating.scores import ClassScores, LabelScores, NumberScores, PixelScores
 from spatialdl.evaluating.survival_curves import draw_survival, kaplan_meier
 from spatialdl.evaluating.survival_scores import SurvivalScores
-from spatialdl.training.tasks.concordance import concordance
 from spatialdl.training.tasks.metrics import (
     classification_scores,
     from_pairs,
     multilabel_scores,
     regression_scores,
 )
+from spatialdl.training.tasks.survival import concordance
 from tests.evaluating.cases import command, drawn, read_rows
 
 

@@ -6,20 +6,24 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
+from spatialdl import init_mesh, shard
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.integrations import lightning_ranks
-from spatialdl.integrations.lightning_ranks import (
+from spatialdl.integrations import lightning
+from spatialdl.integrations.lightning import (
     StartedProcesses,
     StartedRanks,
-    check_devices,
     device_for,
+    split_batch,
 )
-from tests.processes import ended, printed
+from spatialdl.spatial.table import is_spatial
+from tests.processes import ended
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lightning.md").read_text()
 PLAIN, SPLIT, _ = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -63,13 +67,6 @@ def test_the_split_script_of_the_page_has_the_loss_of_the_plain_one_and_an_error
     assert "RuntimeError: a broken sample" in done.stderr
 
 
-@pytest.mark.slow
-def test_scripts_of_pytorch_lightning(tmp_path):
-    script = SPLIT.replace("import lightning as L", "import pytorch_lightning as L")
-    (tmp_path / "script.py").write_text(script.replace("grid=(2, 1)", "grid=(1, 1)"))
-    assert 0 < loss_of(printed([sys.executable, "script.py"], tmp_path)) < 5
-
-
 def cuda(*places: int) -> list[torch.device]:
     return [torch.device("cuda", place) for place in places]
 
@@ -87,30 +84,8 @@ def test_ranks_are_those_of_the_launcher(monkeypatch):
     ranks = StartedRanks()
     assert (ranks.global_rank(), ranks.world_size(), ranks.local_rank()) == (5, 8, 1)
     assert ranks.creates_processes_externally
-    assert ranks.launcher == "mpiexec"
     ranks.find_nodes(TwoNodes())
     assert (ranks.node_rank(), ranks.local_rank()) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("given", "nodes", "size", "message"),
-    [
-        ([CPU], 1, 4, None),
-        ([CPU] * 2, 2, 4, None),
-        ([CPU], 2, 4, None),
-        (cuda(0, 1, 2), 1, 2, None),
-        ([CPU] * 4, 2, 4, r"Trainer\(devices=4, num_nodes=2\) needs 4 x 2 = 8 .* started 4"),
-        (cuda(0, 1), 1, 3, "2 x 1 = 2 processes, but srun started 3"),
-        ([CPU], 3, 4, r"Trainer\(num_nodes=3\) needs a multiple of 3 processes"),
-    ],
-)
-def test_devices_must_fit_the_ranks(given, nodes, size, message, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    if message is None:
-        check_devices(given, nodes, size, "srun")
-        return
-    with pytest.raises(ValueError, match=message):
-        check_devices(given, nodes, size, "srun")
 
 
 @pytest.mark.parametrize(
@@ -120,13 +95,10 @@ def test_devices_must_fit_the_ranks(given, nodes, size, message, monkeypatch):
 def test_a_rank_takes_a_device_of_its_own(given, local_rank, expected, monkeypatch):
     taken = []
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    monkeypatch.setattr(lightning_ranks, "current_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(lightning_ranks, "take_device", taken.append)
+    monkeypatch.setattr(lightning, "current_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(lightning, "take_device", taken.append)
     device_for(local_rank, given)
     assert taken == ([] if expected is None else [expected])
-    if len(given) > 1:
-        with pytest.raises(ValueError, match="rank 3 of this machine has no device"):
-            device_for(3, given)
 
 
 def test_what_fails_is_noted():
@@ -139,7 +111,66 @@ def test_what_fails_is_noted():
     assert not processes.failed
 
 
-def test_without_lightning_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(lightning_ranks, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'needs .*: pip install "spatialdl\[lightning\]"'):
-        lightning_ranks.lightning_module("pytorch.strategies")
+# --- batches
+
+MESH = init_mesh((1, 1), comm=SingleProcess())
+IMAGE, MASK, LABELS = torch.rand(2, 3, 9, 7), torch.zeros(2, 9, 7, dtype=torch.long), torch.ones(2)
+
+
+def is_split(batch: Any) -> Any:
+    return torch.utils._pytree.tree_map(is_spatial, batch)
+
+
+class Sample(NamedTuple):
+    image: Tensor
+    mask: Tensor
+    label: Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((IMAGE, LABELS), (True, False)),
+        ([IMAGE, MASK], [True, True]),
+        (Sample(IMAGE, MASK, LABELS), Sample(True, True, False)),
+        ({"image": IMAGE, "name": "a", "n": 3}, {"image": True, "name": False, "n": False}),
+        ({"in": {"x": IMAGE}, "y": [MASK.float()]}, {"in": {"x": True}, "y": [True]}),
+        ((IMAGE, torch.rand(2, 9, 9)), (True, False)),
+        ((IMAGE, torch.rand(2, 5, 4, 4)), (True, True)),
+        ((IMAGE, torch.zeros(2, 1, 9, 7, dtype=torch.bool)), (True, True)),
+        ((IMAGE, torch.zeros(2, 6, 4, 4, dtype=torch.long)), (True, False)),
+        (IMAGE, True),
+        (torch.zeros(2, 3, 9, 7, dtype=torch.uint8), True),
+    ],
+)
+def test_images_and_their_masks_are_split(batch, expected):
+    assert is_split(split_batch(batch, MESH)) == expected
+
+
+def test_volumes_and_signals():
+    volumes, signals = (
+        init_mesh((1, 1, 1), comm=SingleProcess()),
+        init_mesh((1,), comm=SingleProcess()),
+    )
+    batch = (torch.rand(2, 1, 5, 6, 7), torch.zeros(2, 5, 6, 7, dtype=torch.long), LABELS)
+    assert is_split(split_batch(batch, volumes)) == (True, True, False)
+    batch = (torch.rand(2, 3, 50), torch.rand(2, 50), torch.rand(2, 4))
+    assert is_split(split_batch(batch, signals)) == (True, True, False)
+
+
+def test_what_is_split_already_stays():
+    split = shard(IMAGE, MESH)
+    assert split_batch((split, LABELS), MESH)[0] is split
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((LABELS,), r"batch of tuple with \(2,\) float32: an image .* is \(N, C, H, W\)"),
+        ("text", "with no tensors"),
+        (IMAGE[0], r"\(3, 9, 7\) float32"),
+    ],
+)
+def test_batches_without_an_image_are_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, MESH)

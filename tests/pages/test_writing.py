@@ -55,7 +55,7 @@ def test_a_name_without_a_value_leaves_the_page_before(tmp_path: Path, package: 
         "spatialdl.evaluating",
         "spatialdl.slides.batch",
         "spatialdl.slides.cohort",
-        "spatialdl.training.report",
+        "spatialdl.training",
     ],
 )
 def test_pages_take_head_and_colours_from_the_common_one(package: str) -> None:

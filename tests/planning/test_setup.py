@@ -163,7 +163,7 @@ def test_what_was_asked_stays_as_it_is(capsys):
     assert len(shown) == setup.SHOWN + 1
 
 
-@pytest.mark.parametrize("word", ["tensor=2", "late=tensor", "tensor_plan={fc: input}"])
+@pytest.mark.parametrize("word", ["tensor=2", "tensor_plan={fc: input}"])
 def test_channels_are_not_divided_by_both(word):
     with pytest.raises(ValueError, match=f"leave parallel.{word.split('=', maxsplit=1)[0]}=.* out"):
         setup.choose(config_for_auto(f"parallel.{word}"), 2)

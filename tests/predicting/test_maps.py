@@ -21,7 +21,7 @@ from spatialdl.predicting.results import Overview
 from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.turning import turned_views, turns
 from spatialdl.slides.reading.reader import Thumbnail
-from spatialdl.training.pictures.heat_maps import COLOURS, OPACITY
+from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY
 
 
 def whole(found: TileMap, column: int, rows: int = 7) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_a_map_lies_over_the_slide_where_it_belongs(tmp_path):
     picture = picture[75:, : round(picture.shape[1] * 0.9)]  # without titles and the bar of colours
     panels = near(picture, [240] * 3), near(picture, [246] * 3)  # which is fainter, below a map
     below = 255 - (255 - np.array([10, 10, 120]).mean()) * 0.6
-    mixed = (1 - OPACITY) * below + OPACITY * colour(1.0)
+    mixed = (1 - HEAT_OPACITY) * below + HEAT_OPACITY * colour(1.0)
     squares = near(picture, [10, 10, 120]), near(picture, mixed)
     for panel, square in zip(map(box, panels), map(box, squares), strict=True):
         rows, cols = panel[1] - panel[0] + 1, panel[3] - panel[2] + 1
@@ -126,7 +126,7 @@ def test_a_map_lies_over_the_slide_where_it_belongs(tmp_path):
 
 
 def colour(share: float) -> npt.NDArray[np.float64]:
-    return np.array(colormaps[COLOURS](share)[:3]) * 255
+    return np.array(colormaps[HEAT_COLOURS](share)[:3]) * 255
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 100])

@@ -11,7 +11,8 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.callbacks import Callback, Callbacks, callback_plugins
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, summary, train_config
+from tests.composing import composed
+from tests.fitting import fit, summary
 
 OWN = "tests.training.own_callbacks"
 SMALL = (
@@ -22,7 +23,7 @@ SMALL = (
 
 
 def config(*overrides: str) -> DictConfig:
-    return train_config(*SMALL, *overrides)
+    return composed("train", *SMALL, *overrides)
 
 
 def trained(run_dir, *overrides: str) -> Trainer:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import resources
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from spatialdl.configuring.keys import groups
 from spatialdl.parallel.placement import Placement
 from spatialdl.training.layouts import (
     check_batch,
@@ -49,9 +49,7 @@ def test_the_shipped_layouts_mean_these_ranks():
         assert (found.name, placement_of(found)) == (name, placement)
         assert schedule_of(found, placement).microbatches == found.microbatches
         check_batch(composed("train").data.batch_size, found.microbatches, placement)
-    files = resources.files("spatialdl.conf").joinpath("parallel").iterdir()
-    names = [file.name.removesuffix(".yaml") for file in files if file.is_file()]
-    assert sorted([*SHIPPED, "auto"]) == sorted(names)
+    assert sorted([*SHIPPED, "auto"]) == groups()["parallel"]
 
 
 SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.data=2"
@@ -69,25 +67,19 @@ SEVERAL = "parallel=sp+pp parallel.stages=4 parallel.spatial_stages=2 parallel.d
         # channels, in all stages or in some
         ("parallel=sp+pp parallel.tensor=3", 2, Placement(1, ((2, 1), ONE), tensor=(3, 3))),
         ("parallel=sp+pp parallel.tensor=[1,4]", 2, Placement(1, ((2, 1), ONE), tensor=(1, 4))),
-        ("parallel=sp+pp parallel.late=tensor", 2, Placement(1, ((2, 1), ONE), tensor=(1, 2))),
-        ("parallel=sp+pp parallel.late=local_dp", 2, Placement(1, ((2, 1), ONE), batch=(1, 2))),
         ("parallel.tensor=[1]", 2, Placement(1, (ONE,))),
         # a number for each spatial dim
         ("parallel=none", 3, Placement(1, ((1, 1, 1),))),
         ("parallel=sp+pp parallel.grid=[1,2,2]", 3, Placement(1, ((1, 2, 2), (1, 1, 1)))),
         ("parallel=sp+pp parallel.grid=[1,2,2]", None, Placement(1, ((1, 2, 2), (1, 1, 1)))),
         ("parallel=sp parallel.grid=[3]", 1, Placement(1, ((3,),))),
-        ("parallel=sp", 3, Placement(1, ((2, 1, 1),))),
         ("parallel=sp", 1, Placement(1, ((2,),))),
         # virtual tiles of each rank's part
         ("parallel.stream=[2,3]", 2, Placement(1, (ONE,), stream=(2, 3))),
         ("parallel=sp+pp parallel.stream=[2,1]", 2, Placement(1, ((2, 1), ONE), stream=(2, 1))),
-        ("parallel.stream=[1,1]", 2, Placement(1, (ONE,), stream=ONE)),
         ("parallel.stream=[4]", 2, Placement(1, (ONE,), stream=(4, 1))),
-        ("parallel.stream=[3,1]", 3, Placement(1, ((1, 1, 1),), stream=(3, 1, 1))),
         ("parallel.stream=[3]", 3, Placement(1, ((1, 1, 1),), stream=(3, 1, 1))),
         ("parallel.stream=[2,1,2]", 3, Placement(1, ((1, 1, 1),), stream=(2, 1, 2))),
-        ("parallel.stream=[3]", 1, Placement(1, ((1,),), stream=(3,))),
         ("parallel.stream=[3,1]", 1, Placement(1, ((1,),), stream=(3,))),
     ],
 )
@@ -104,9 +96,7 @@ WHOLE = "must be a whole number of at least"
     ("words", "sentence"),
     [
         ("parallel.grid=[]", r"grid must be \[rows,columns\], .* or a list .*, got \[\]"),
-        ("parallel.grid=[2,1,1,1]", r"parallel.grid must be \[rows,columns\]"),
         ("parallel.grid=2x1", r"grid must be \[rows,columns\], .* or a list .*, got 2x1"),
-        ("parallel.grid=[a,b]", r"parallel.grid must be \[rows,columns\].*, got \['a', 'b'\]"),
         ("parallel.grid=[2,2]", r"grid=\[2, 2\] splits images, but parallel=none has no spatial"),
         ("parallel=sp parallel.grid=[0,2]", r"grid=\[0, 2\] needs numbers of at least 1"),
         ("parallel=sp parallel.grid=[[2,1],3]", "2 grids, but .*spatial_stages=1: set"),
@@ -117,11 +107,7 @@ WHOLE = "must be a whole number of at least"
         ("parallel.spatial_stages=2", "spatial_stages=2 must lie between 0 and.*stages=1"),
         ("parallel.spatial_stages=-1", f"spatial_stages {WHOLE} 0"),
         ("parallel.microbatches=0", f"microbatches {WHOLE} 1, got 0"),
-        ("parallel.data=0", f"parallel.data {WHOLE} 1, got 0"),
         ("parallel.stages=two", f"parallel.stages {WHOLE} 1, got two"),
-        ("parallel.interleave=0", f"interleave {WHOLE} 1, got 0"),
-        ("parallel.tensor=0", f"parallel.tensor {WHOLE} 1"),
-        ("parallel=sp+pp parallel.local_dp=0", f"local_dp {WHOLE} 1"),
         ("parallel=gems parallel.gems.times=0", f"parallel.gems.times {WHOLE}"),
         ("parallel.schedule=dualpipe", "unknown schedule dualpipe .*: take one of gpipe, 1f1b"),
         ("parallel=pp parallel.local_dp=2", r"spatial_stages=0 of parallel\.stages=2: use"),
@@ -161,12 +147,6 @@ WHOLE = "must be a whole number of at least"
         ),
         ("parallel=pp parallel.tensor=[2]", r"tensor=\[2\] has 1 numbers, .*stages=2"),
         ("parallel=gems parallel.tensor=[1,2]", "that share ranks .*GEMS.* one number for all"),
-        ("parallel=sp parallel.late=tensor", "late=tensor .*spatial_stages=1 of .*stages=1"),
-        ("parallel=sp+pp parallel.late=all", "late=all is unknown: use one of local_dp, tensor"),
-        (
-            "parallel=sp+pp parallel.late=tensor parallel.tensor=4",
-            r"late=tensor uses .*prod\(parallel.grid\)=2, but parallel.tensor=4: set only",
-        ),
         ("parallel.tensor_plan={fc:input}", "has no effect without split channels"),
         (
             "parallel.tensor=2 parallel.tensor_plan={fc:rows}",
@@ -194,7 +174,6 @@ def test_numbers_that_contradict_each_other_are_refused(words, sentence):
 
 
 ON_TILES = "parallel=dp parallel.stream=[1,1]"
-LATE = "parallel=sp+pp parallel.stream=[2,2]"
 PER_DIM = r"stream must be \[rows,columns\], or \[slices,rows,columns\] for volumes, got"
 
 
@@ -203,13 +182,9 @@ PER_DIM = r"stream must be \[rows,columns\], or \[slices,rows,columns\] for volu
     [
         ("parallel=sp parallel.grid=[1,2]", 3, r"grid=\[1, 2\] has 2 numbers, .* 3 spatial dims"),
         ("parallel=sp parallel.grid=[2,1,1]", 2, "has 3 numbers, one too many, .* images have 2"),
-        ("parallel=sp parallel.grid=[1,2,1]", 2, "has 3 numbers, one too many, .* images have 2"),
         ("parallel.stream=4", 2, rf"{PER_DIM} 4$"),
-        ("parallel.stream=[]", 2, rf"{PER_DIM} \[\]$"),
         ("parallel.stream=[2,2,2,2]", 2, rf"{PER_DIM} \[2, 2, 2, 2\]$"),
-        ("parallel.stream=[2.0,2]", 2, rf"{PER_DIM} \[2.0, 2\]$"),
         ("parallel.stream=[true,2]", 2, rf"{PER_DIM} \[True, 2\]$"),
-        ("parallel.stream=[[2,2],[1,1]]", 2, rf"{PER_DIM} \[\[2, 2\], \[1, 1\]\]$"),
         ("parallel.stream=[2,0]", 2, r"parallel.stream=\[2, 0\] needs numbers of at least 1"),
         (
             *("parallel.stream=[2,2]", 3),
@@ -218,9 +193,11 @@ PER_DIM = r"stream must be \[rows,columns\], or \[slices,rows,columns\] for volu
         ),
         ("parallel.stream=[2,2]", 1, r"but the images have 1 spatial dims.*=\[positions\]"),
         ("parallel.stream=[2,2] parallel.tensor=2", 2, "parallel.tensor=2 does not support virt"),
-        (f"{LATE} parallel.local_dp=2", 2, r"local_dp=2 does not support virtual tiles"),
-        (f"{LATE} parallel.late=tensor", 2, "late=tensor does not support"),
-        (f"{LATE} parallel.late=local_dp", 2, "late=local_dp does not support"),
+        (
+            "parallel=sp+pp parallel.stream=[2,2] parallel.local_dp=2",
+            2,
+            r"local_dp=2 does not support virtual tiles",
+        ),
         (f"{ON_TILES} parallel.sync_batchnorm=true", 2, "sync_batchnorm=true does not support"),
         (f"{ON_TILES} {SHARDED}", 2, "shard_state=true does not support"),
     ],

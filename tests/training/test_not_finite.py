@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from spatialdl.errors import NotFinite
-from spatialdl.training.debug.detect_nan import ComputationOrder, Finding
-from spatialdl.training.finite import are_finite
+from spatialdl.training.finite import ComputationOrder, Finding, are_finite
 from spatialdl.training.optimization.update import Update
 from spatialdl.training.trainer import Trainer
 from tests.fitting import fit, make_trainer
 from tests.training.checkpoints.runs import checkpoints, table
-from tests.training.debug.networks import CHAIN
+from tests.training.not_finite import CHAIN
 
 OFTEN = "trainer.checkpoint.every_steps=1"
 LAST = f"stage 0, rank 0 on {socket.gethostname()}"
@@ -45,7 +44,7 @@ def trainer(*words: str) -> Trainer:
     ],
 )
 def test_a_run_stops_before_its_weights_are_spoilt(overrides, where, tmp_path, caplog):
-    run = trainer(*overrides, "+model.call=2", OFTEN)
+    run = trainer("++model.call=2", *overrides, OFTEN)
     with caplog.at_level(logging.INFO), pytest.raises(NotFinite) as found:
         run.fit(tmp_path)
     assert str(found.value) == f"step 3: {where}, {LAST}"
@@ -87,10 +86,9 @@ def test_the_step_after_a_resumed_one_names_the_checkpoint(tmp_path):
     assert "ckpt_path=latest resumes after step 2" in found.value.__notes__[0]
 
 
-@pytest.mark.parametrize("looks", ["trainer.stop_on_nan=true", "debug=detect_nan"])
-def test_numbers_are_those_of_a_run_that_does_not_look(looks, tmp_path):
+def test_numbers_are_those_of_a_run_that_does_not_look(tmp_path):
     short = "trainer.max_steps=2"
-    runs = trainer(looks, short), trainer("trainer.stop_on_nan=false", "debug=none", short)
+    runs = trainer(short), trainer("trainer.stop_on_nan=false", short)
     for number, run in enumerate(runs):
         fit(run, tmp_path / str(number))
     rows = [table(tmp_path / str(number) / "metrics.csv") for number in range(2)]
@@ -107,10 +105,9 @@ def test_whoever_wants_it_trains_on(tmp_path, caplog):
     assert "step 3: the loss is nan" in caplog.text
 
 
-@pytest.mark.parametrize("looks", ["debug=none", "debug=detect_nan"])
-def test_overflows_of_scaled_gradients_do_not_stop_a_run(looks, tmp_path):
+def test_overflows_of_scaled_gradients_do_not_stop_a_run(tmp_path):
     """The update leaves such a step out; activations and losses are looked at all the same."""
-    half = ("trainer.precision=fp16-mixed", "trainer.max_steps=1", looks)
+    half = ("trainer.precision=fp16-mixed", "trainer.max_steps=1")
     run = trainer(*half)
     run.parts.update.scaler.scale = 2.0**100
     fit(run, tmp_path / "scaled")
@@ -143,50 +140,24 @@ def test_one_number_is_found_among_many(value):
     assert not are_finite(some)
 
 
-# --- debug=detect_nan: where it comes from
-
-DETECT = "debug=detect_nan"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "where"),
-    [
-        (["+model.kind=forward"], "step 1: NaN in poison (Poison), forward, micro-batch 0"),
-        (
-            ["+model.kind=forward", "+model.call=2"],
-            "step 3: NaN in poison (Poison), forward, micro-batch 0",
-        ),
-        (
-            ["+model.kind=forward", "+model.call=3", "parallel.microbatches=2"],
-            "step 2: NaN in poison (Poison), forward, micro-batch 1",
-        ),
-        (["+model.kind=backward"], "step 1: Inf in poison (BadGradient), backward, micro-batch 0"),
-        (["+model.kind=loss"], "step 1: Inf in the loss, forward, micro-batch 0"),
-        (
-            ["+model.kind=backward", "parallel.recompute=stage"],
-            "step 1: Inf in poison (BadGradient), backward, micro-batch 0",
-        ),
-    ],
-)
-def test_the_first_of_them_is_named(overrides, where, tmp_path):
-    run = trainer(DETECT, *overrides)
-    with pytest.raises(NotFinite) as found:
-        run.fit(tmp_path)
-    assert str(found.value) == f"{where}, stage 0, rank 0 on {socket.gethostname()}"
+# --- where it comes from
 
 
 def test_a_weight_that_is_not_finite_is_found_where_it_is_used(tmp_path):
-    run = trainer(DETECT)
+    run = trainer()
     run.parts.pipeline.stages[0].conv2.weight.data[0, 0, 0, 0] = float("-inf")
     with pytest.raises(NotFinite, match=r"step 1: .* in conv2 \(Conv2d\), forward, micro-batch 0"):
         run.fit(tmp_path)
 
 
 def test_what_overflows_between_modules_is_the_input_of_the_next(tmp_path):
-    run = trainer(DETECT)
-    stage = run.parts.pipeline.stages[0]
-    stage.conv2.register_forward_pre_hook(lambda _, args: (args[0] / 0,), prepend=True)
-    with pytest.raises(NotFinite, match=r"in the input of conv2 \(Conv2d\), forward"):
+    run = trainer("parallel.microbatches=2")
+    pipeline = run.parts.pipeline
+    pipeline.stages[0].conv2.register_forward_pre_hook(
+        lambda _, args: (args[0] / (1 - pipeline.doing.microbatch),), prepend=True
+    )
+    where = r"in the input of conv2 \(Conv2d\), forward, micro-batch 1"
+    with pytest.raises(NotFinite, match=where):
         run.fit(tmp_path)
 
 

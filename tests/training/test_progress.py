@@ -8,16 +8,16 @@ from signal import SIGTERM
 import pytest
 
 from spatialdl.comm import trace
-from spatialdl.training import time_split as module
-from spatialdl.training.best import METRICS, Best, check_metric
-from spatialdl.training.progress import TrainingProgress
-from spatialdl.training.time_split import COUNTS, PARTS, TimeSplit
+from spatialdl.training import step_sync as module
+from spatialdl.training.progress import METRICS, Best, TrainingProgress, check_metric
+from spatialdl.training.step_sync import PARTS, TimeSplit
 from tests.bags import write_bags
-from tests.fitting import fit, make_trainer, summary, train_config
+from tests.composing import composed
+from tests.fitting import fit, make_trainer, summary
 
 
 def progress(*overrides: str, steps: int = 8, batches: int = 3) -> TrainingProgress:
-    return TrainingProgress(train_config(*overrides).trainer, steps, batches)
+    return TrainingProgress(composed("train", *overrides).trainer, steps, batches)
 
 
 def due(one: TrainingProgress) -> tuple[list[int], list[int]]:
@@ -199,11 +199,3 @@ def test_the_summary_is_a_mean_over_ranks_and_leaves_the_first_step_out():
     assert found == pytest.approx(
         {"compute": 0.5, "halo": 0.25, "hand_over": 0, "reduce": 0, "data": 0.25}
     )
-
-
-@pytest.mark.parametrize("counts", [False, True])
-def test_so_many_numbers_are_added_up(counts):
-    if counts:
-        trace.count()
-    assert len(TimeSplit().own()) == COUNTS
-    trace.stop_counting()

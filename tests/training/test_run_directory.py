@@ -67,20 +67,6 @@ def test_summary_has_what_others_read(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_lists_are_in_the_summary_only_and_what_is_not_there_is_empty(tmp_path):
-    with RunDirectory(tmp_path, CONFIG) as run:
-        log(run, 2)
-        run.log_validation(step=1, loss=0.5, auroc=None, confusion_matrix=[[1, 2], [0, 3]])
-        run.log_validation(step=2, loss=0.25, auroc=0.75, confusion_matrix=[[3, 0], [0, 3]])
-        run.finish(WORLD)
-    assert rows(tmp_path / "validation.csv") == [
-        {"step": "1", "loss": "0.5", "auroc": ""},
-        {"step": "2", "loss": "0.25", "auroc": "0.75"},
-    ]
-    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
-    assert found[0] == {"step": 1, "loss": 0.5, "auroc": None, "confusion_matrix": [[1, 2], [0, 3]]}
-
-
 def test_a_summary_that_cannot_be_written_leaves_none(tmp_path):
     run = RunDirectory(tmp_path, CONFIG)
     log(run, 1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ from omegaconf import DictConfig
 from spatialdl.data import ShardWriter
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.training.settings import open_sources
-from tests.fitting import train_config
+from tests.composing import composed
 
-config = train_config
+config = partial(composed, "train")
 SIZE = (8, 6)
 
 
@@ -169,16 +170,6 @@ def test_synthetic_targets_and_masks(task):
     assert sources.names == ("0", "1", "2")
     assert sources.train.labels.shape == (64, 3)
     assert (sources.train.labels[:16] != sources.validation.labels).any()
-
-
-def test_fractals_are_volumes_with_masks():
-    data = config("data=fractals", "data.image_size=[12,9,10]", "data.num_classes=3").data
-    sources = open_sources(data, 4, "segmentation")
-    assert sources.names == ("background", "Sierpinski tetrahedron", "Menger sponge")
-    assert sources.train.read_mask(0).shape == (12, 9, 10)
-    assert (sources.train.read(0) != sources.validation.read(0)).any()
-    with pytest.raises(ValueError, match="data=fractals requires task=segmentation, got task=regr"):
-        open_sources(data, 4, "regression")
 
 
 def test_targets_take_the_place_of_labels(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_masks import SyntheticMasks
 from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, make_trainer, summary, train_config
+from tests.composing import composed
+from tests.fitting import fit, make_trainer, summary
 from tests.training.checkpoints.runs import table
 
 TINY = [
@@ -36,7 +36,7 @@ TINY = [
 
 
 def config(*words: str) -> DictConfig:
-    return train_config(*TINY, *words)
+    return composed("train", *TINY, *words)
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
@@ -235,26 +235,10 @@ def test_an_augmented_run_goes_on_in_the_middle_of_an_epoch(tmp_path, plain):
     assert summary(plain[1])["loss"][0] != seen[0]
 
 
-def test_processes_that_read_change_nothing(tmp_path):
-    train(tmp_path / "none", *AUGMENTED, "trainer.max_steps=4")
-    train(tmp_path / "some", *AUGMENTED, "trainer.max_steps=4", "data.workers=1")
-    none, some = summary(tmp_path / "none"), summary(tmp_path / "some")
-    assert none["loss"] == some["loss"]
-    assert none["validation"] == some["validation"]
-    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
-
-
-def test_the_same_seed_gives_the_same_run(tmp_path, plain):
-    check_same(train(tmp_path / "same"), plain)
-    train(tmp_path / "other", "seed=1", "trainer.max_steps=1")
-    assert summary(tmp_path / "other")["loss"][0] != summary(plain[1])["loss"][0]
-
-
 def test_accumulated_batches_are_one_batch(tmp_path):
     """As in Lightning: a step accumulates several batches of `data.batch_size`."""
-    linear = "optimizer.scale_lr=linear"
-    whole = train(tmp_path / "whole", "parallel.microbatches=2", linear)
-    ours = train(tmp_path / "parts", "data.batch_size=2", "trainer.accumulate=2", linear)
+    whole = train(tmp_path / "whole", "parallel.microbatches=2")
+    ours = train(tmp_path / "parts", "data.batch_size=2", "trainer.accumulate=2")
     assert summary(tmp_path / "parts")["loss"] == summary(tmp_path / "whole")["loss"]
     assert ours.progress.step == whole.progress.step == 3
     check_same(ours, (whole, tmp_path))
@@ -278,24 +262,35 @@ def test_averaged_weights_are_validated_and_the_others_trained(tmp_path, plain):
     assert found != summary(plain[1])["validation"][-1]["loss"]
 
 
-def test_deterministic_runs_have_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    options = ["trainer.deterministic=true", "trainer.precision=float32"]
-    try:
-        one = train(tmp_path / "one", *options)
-        assert torch.are_deterministic_algorithms_enabled()
-        two = train(tmp_path / "two", *options)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert summary(tmp_path / "one")["loss"] == summary(tmp_path / "two")["loss"]
-    check_same(one, (two, tmp_path))
-
-
 def test_channels_last_changes_the_order_in_memory_only(tmp_path, plain):
     last = train(tmp_path, "trainer.channels_last=true")
     weights = [p for p in last.parts.pipeline.parameters() if p.dim() == 4 and p.shape[2] > 1]
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
     check_weights(last, plain[0].parts.pipeline.stages[0])
+
+
+def test_one_batch_is_overfitted_without_validation(tmp_path):
+    trainer = train(tmp_path, "debug=overfit", "trainer.max_steps=3", "optimizer.lr=0")
+    assert trainer.progress.step == 3
+    losses = summary(tmp_path)["loss"]
+    assert losses == [losses[0]] * 3, "every step sees the same batch"
+    assert not (tmp_path / "validation.csv").exists()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def of_volumes(num_classes: int, in_channels: int) -> nn.Sequential:
+    layers = [nn.Conv3d(in_channels, 4, 3, padding=1), nn.BatchNorm3d(4), nn.AdaptiveAvgPool3d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, num_classes))
+
+
+def test_channels_of_volumes_may_be_last(tmp_path):
+    """It failed after the ranks had started."""
+    words = (f"++model._target_={__name__}.of_volumes", "~model.width", "data.image_size=[6,7,5]")
+    plain = train(tmp_path / "plain", *words)
+    last = train(tmp_path / "last", *words, "trainer.channels_last=true")
+    weight = last.parts.pipeline.stages[0][0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last_3d)
+    check_weights(last, plain.parts.pipeline.stages[0])
 
 
 def test_a_run_can_be_seen(tmp_path):
@@ -310,12 +305,9 @@ def test_a_run_can_be_seen(tmp_path):
     rows = table(tmp_path / "metrics.csv")
     assert all(float(row["halo"]) == 0 <= float(row["reduce"]) < 1 for row in rows)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<figure>") == 5
     assert "global batch: 1 micro-batch x 1 replica x 4 images = 4 images a step" in page
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    tags = events.Tags()
     assert [one.step for one in events.Scalars("train/loss")] == [1, 2, 3]
     assert [one.step for one in events.Scalars("validation/accuracy")] == [2, 3]
-    assert tags["images"] == [*(f"validation/{n}" for n in range(5)), "run/loss"]
-    assert [one.step for one in events.Images("validation/0")] == [2, 3]
+    assert events.Tags()["images"] == ["run/loss"]

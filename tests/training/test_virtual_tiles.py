@@ -47,7 +47,6 @@ def test_what_goes_with_virtual_tiles(words):
     ("words", "what"),
     [
         ("task.mixup=0.2", "task.mixup=0.2"),
-        ("debug.name=detect_nan", "debug=detect_nan"),
         ("task=survival task.loss=cox", "task.loss=cox"),
         ("parallel.tensor=2", "parallel.tensor=2"),
     ],

@@ -34,7 +34,6 @@ from spatialdl.training.checkpoints.folder import (
 )
 from spatialdl.training.checkpoints.reading import FORMAT, Checkpoint, first_whole
 from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
-from spatialdl.training.checkpoints.settings import local_folder
 from spatialdl.training.checkpoints.writing import Writer
 from spatialdl.training.optimization.update import Update
 from spatialdl.version import __version__
@@ -72,12 +71,11 @@ class Checkpoints:
         run_dir: Path,
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = config.trainer.checkpoint
         self._data = dict(data or {})
         self._config, self._world, self._run_dir = config, world, run_dir
         self._pipeline, self._update = pipeline, update
-        self.keep = int(settings.keep)
-        self.writer = Writer(run_dir, world, self.keep, local_folder(settings.local))
+        self.keep = int(config.trainer.checkpoint.keep)
+        self.writer = Writer(run_dir, world, self.keep)
         self.last: int | None = None
         # computed now, because the data set may be read from copies at the time of saving
         self._identity = identity(config) if world.rank == 0 else {}
@@ -151,7 +149,6 @@ class Checkpoints:
         """
         wanted = self._config.ckpt_path
         paths = self._on_rank_0(lambda: self._choices(wanted))
-        self.writer.clean()  # rank 0 holds the lock of the run directory
         if not paths:
             return None
         path = first_whole(paths, self._world)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,25 +22,13 @@ from spatialdl.errors import CheckpointError
 from spatialdl.parallel.placement import Position
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.training.checkpoints.folder import RANDOM, stage_file
+from spatialdl.training.checkpoints.reading import Checkpoint
 from spatialdl.training.optimization.update import Update
 
 STATE, NUMBER, AVERAGE = "optimizer/", "number/", "average/"
 
 Files = dict[str, dict[str, Tensor]]
 """Copied tensors by file name and tensor name."""
-
-
-class TensorSource(Protocol):
-    """Reader of named tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor; None if it does not exist."""
-
-    def names(self, prefix: str) -> list[str]:
-        """Names of the tensors with a prefix."""
-
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read a tensor, or some of its rows."""
 
 
 def copies(pipeline: PipelineRuntime, update: Update, rank: int) -> Files:
@@ -137,7 +125,7 @@ def _type_of(value: float) -> torch.dtype:
 
 @torch.no_grad()
 def restore(
-    pipeline: PipelineRuntime, update: Update, source: TensorSource, world: Communicator
+    pipeline: PipelineRuntime, update: Update, source: Checkpoint, world: Communicator
 ) -> None:
     """Restore this rank's stages and optimizer state; collective.
 
@@ -158,7 +146,7 @@ def restore(
 
 @torch.no_grad()
 def restore_network(
-    pipeline: PipelineRuntime, source: TensorSource, world: Communicator, *, averaged: bool
+    pipeline: PipelineRuntime, source: Checkpoint, world: Communicator, *, averaged: bool
 ) -> None:
     """Restore this rank's stages; collective.
 
@@ -175,7 +163,7 @@ def restore_network(
     _restore_network(pipeline, source, AVERAGE if averaged else "")
 
 
-def check_network(modules: Iterable[nn.Module], source: TensorSource, world: Communicator) -> None:
+def check_network(modules: Iterable[nn.Module], source: Checkpoint, world: Communicator) -> None:
     """Compare names and shapes of a network with a checkpoint; collective.
 
     Args:
@@ -193,7 +181,7 @@ def check_network(modules: Iterable[nn.Module], source: TensorSource, world: Com
         raise CheckpointError(texts[0])
 
 
-def _restore_network(pipeline: PipelineRuntime, source: TensorSource, prefix: str = "") -> None:
+def _restore_network(pipeline: PipelineRuntime, source: Checkpoint, prefix: str = "") -> None:
     for stage, module in pipeline.stages.items():
         weights = weights_of(module)
         for name, value in module.state_dict().items():
@@ -203,12 +191,12 @@ def _restore_network(pipeline: PipelineRuntime, source: TensorSource, prefix: st
             )
 
 
-def _or_weight(source: TensorSource, name: str) -> str:
+def _or_weight(source: Checkpoint, name: str) -> str:
     """Name of an average, or of the weight if there is no average."""
     return name if source.shape(name) is not None else name.removeprefix(AVERAGE)
 
 
-def _mismatch(modules: Iterable[nn.Module], source: TensorSource) -> str | None:
+def _mismatch(modules: Iterable[nn.Module], source: Checkpoint) -> str | None:
     for module in modules:
         weights = weights_of(module)
         for name, value in _state(module):
@@ -228,7 +216,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _left_over(
-    modules: Iterable[nn.Module], source: TensorSource, world: Communicator
+    modules: Iterable[nn.Module], source: Checkpoint, world: Communicator
 ) -> Iterator[str]:
     own = [name for module in modules for name in module.state_dict()]
     all_names = {name for names in world.allgather(own) for name in names}
@@ -241,7 +229,7 @@ def _fill(
     pipeline: PipelineRuntime,
     stage: int,
     value: Tensor,
-    source: TensorSource,
+    source: Checkpoint,
     name: str,
     weight: Weight | None = None,
 ) -> None:
@@ -256,7 +244,7 @@ def _fill(
 
 
 def _restore_optimizer(
-    pipeline: PipelineRuntime, optimizer: torch.optim.Optimizer, source: TensorSource
+    pipeline: PipelineRuntime, optimizer: torch.optim.Optimizer, source: Checkpoint
 ) -> None:
     """Restore the state of parameters; hyperparameters stay as configured."""
     names = {name: stage for stage, one in pipeline.stages.items() for name in _parameters(one)}
@@ -294,7 +282,7 @@ def _own_state(
     pipeline: PipelineRuntime,
     stage: int,
     parameter: nn.Parameter,
-    source: TensorSource,
+    source: Checkpoint,
     full: str,
     weight: Weight | None,
 ) -> Any:

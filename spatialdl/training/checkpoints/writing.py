@@ -10,15 +10,12 @@ is busy, rank 0's thread completes the checkpoint, or removes it if a rank faile
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -51,18 +48,6 @@ ROWS = "metrics.csv"
 """File in the run directory with one row per step, synced before each checkpoint."""
 
 
-class _Near(NamedTuple):
-    """Temporary folders on a local disk, with a prefix that identifies the run."""
-
-    disk: Path
-    prefix: str
-
-    @classmethod
-    def of(cls, run_dir: Path, disk: Path) -> _Near:
-        run = hashlib.sha256(bytes(run_dir.absolute())).hexdigest()[:16]
-        return cls(disk, f"spatialdl-checkpoint-{run}-")
-
-
 class Writer:
     """Writes the checkpoints of a run, one at a time; collective.
 
@@ -70,31 +55,21 @@ class Writer:
         run_dir: run directory, the same on every rank.
         world: all ranks.
         keep: number of checkpoints to keep besides the best.
-        local: folder on a local disk where files are written first; None without one.
 
     Attributes:
         folder: folder of the checkpoints.
         last: step of the latest complete checkpoint; None without one.
     """
 
-    def __init__(
-        self, run_dir: Path, world: Communicator, keep: int, local: Path | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, world: Communicator, keep: int) -> None:
         self.folder = run_dir / FOLDER
         self._world, self._keep = world, keep
-        self._near = None if local is None else _Near.of(run_dir, local)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._phase: Phase = None
         self._work: Future[Any] | None = None
         self._content: dict[str, Any] = {}
         self._is_best = False
         self.last: int | None = None
-
-    def clean(self) -> None:
-        """Remove files that a killed start of this run left on the local disk."""
-        if self._near is not None:
-            for path in self._near.disk.glob(f"{self._near.prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
 
     def start(self, files: Files, content: dict[str, Any], is_best: bool = False) -> None:
         """Start writing a checkpoint, after a pending one.
@@ -107,7 +82,7 @@ class Writer:
         self.wait()
         self._content, self._is_best = content, is_best
         temporary = temporary_of(self.folder, content["step"])
-        self._work = self._thread.submit(_write, files, temporary, self._near)
+        self._work = self._thread.submit(_write, files, temporary)
         self._phase = "write"
 
     def status(self) -> tuple[float, float]:
@@ -200,34 +175,11 @@ def _reason(work: Future[Any] | None) -> str | None:
     raise error
 
 
-def _write(files: Files, temporary: Path, disk: _Near | None) -> Records:
+def _write(files: Files, temporary: Path) -> Records:
     if not files:
         return {}
     temporary.mkdir(parents=True, exist_ok=True)
-    near = None if disk is None else _write_near(files, disk)
-    if near is None:
-        return {name: save(temporary / name, files.pop(name)) for name in list(files)}
-    files.clear()
-    folder, records = near
-    try:
-        for name, record in records.items():
-            _move(folder / name, temporary / name, record)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return records
-
-
-def _write_near(files: Files, near: _Near) -> tuple[Path, Records] | None:
-    """Write to the local disk; log a warning and return None if that fails."""
-    folder = None
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=near.prefix, dir=near.disk))
-        return folder, {name: save(folder / name, tensors) for name, tensors in files.items()}
-    except (OSError, SafetensorError) as error:
-        log.warning("cannot write to trainer.checkpoint.local=%s: %s", near.disk, error)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        return None
+    return {name: save(temporary / name, files.pop(name)) for name in list(files)}
 
 
 def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Any:
@@ -238,11 +190,3 @@ def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None
     path.chmod(mode)
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _move(source: Path, target: Path, record: dict[str, Any]) -> None:
-    shutil.copyfile(source, target)
-    sync(target)
-    source.unlink()
-    if sha256(target) != record["sha256"]:
-        raise OSError(f"{target} differs from {source} after copying (SHA-256 mismatch)")

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spatialdl.comm.launch import TERMINAL
 from spatialdl.text import readable_bytes
@@ -20,6 +20,20 @@ log = logging.getLogger("spatialdl.progress")
 
 _LINES = 10  # in a log file, evenly over the run
 _LINE_EVERY_S = 60.0  # and at least one in this interval
+
+
+def progress_bar(total: int | None, text: str, unit: str, **how: Any) -> tqdm[Any]:
+    """Bar on stderr, as wide as the terminal.
+
+    Args:
+        total: number of units; None if unknown.
+        text: what makes progress.
+        unit: what is counted.
+        how: further arguments of tqdm.
+    """
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=text, unit=unit, file=sys.stderr, dynamic_ncols=True, **how)
 
 
 class StepProgress:
@@ -50,12 +64,11 @@ class StepProgress:
         self._step = self._done = done
         self._terminal = has_terminal() if terminal is None else terminal
         self._open = ExitStack()
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[Any] | None = None
         self._started = self._last_line = time.monotonic()
 
     def __enter__(self) -> StepProgress:
         if self._terminal:
-            from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
 
             root = logging.getLogger()
@@ -65,14 +78,7 @@ class StepProgress:
                 for one in filters:
                     handler.addFilter(one)
             self._bar = self._open.enter_context(
-                tqdm(
-                    total=self._steps,
-                    initial=self._done,
-                    desc="steps",
-                    unit="step",
-                    file=sys.stderr,
-                    dynamic_ncols=True,
-                )
+                progress_bar(self._steps, "steps", "step", initial=self._done)
             )
         return self
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from spatialdl.training.console.layout_text import ranks_text
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
@@ -21,6 +19,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("spatialdl.ranks")
 
 _MOST = 100  # warnings in the buffer of a rank
+LISTED = 8
+"""Maximum number of ranks that are listed one by one if they are not consecutive."""
+
 _FORMAT = "[%(asctime)s]{}[%(name)s][%(levelname)s] - %(message)s"  # the format of Hydra
 
 
@@ -151,3 +152,14 @@ def log_warnings(world: Communicator) -> None:
             single = len(ranks) == 1
             origin = ranks_text(ranks) if single else f"{len(ranks)} ranks, first {ranks[0]}"
             log.warning("%s: %s", origin, text)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Format ranks: "rank 3", "ranks 0 to 5", "ranks 0, 2, 4", "ranks 0, 2, 4, 6 ... 62"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    if len(ranks) <= LISTED:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks[: LISTED // 2]))} ... {ranks[-1]}"

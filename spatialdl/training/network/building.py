@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 import hydra.utils
 import numpy as np
 import torch
 from omegaconf import DictConfig, open_dict
-from torch import nn
+from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
@@ -21,15 +24,21 @@ from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.options import PipelineOptions
 from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.simulate import Schedule
+from spatialdl.pipeline.stage import rest_in_training
+from spatialdl.spatial.meta import meta_copy, on_meta
 from spatialdl.streaming.memory import memory_within
-from spatialdl.training.network.freezing import freeze
-from spatialdl.training.network.head import check_head
-from spatialdl.training.network.pretrained_input import warn_of_other_input
-from spatialdl.training.network.weights import check_alike, find_weights, load_weights
-from spatialdl.training.optimization.precision import Precision
-from spatialdl.training.settings import Sources
-from spatialdl.training.tasks.cox import Cox
+from spatialdl.torch_internals import BatchNormBase
+from spatialdl.training.checkpoints.content import random_states, restore_random
+from spatialdl.training.network.weights import (
+    check_alike,
+    find_weights,
+    load_weights,
+    warn_of_other_input,
+)
+from spatialdl.training.optimization.precision import Precision, channels_last
+from spatialdl.training.settings import TARGETED, Sources
 from spatialdl.training.tasks.own_metrics import OwnMetrics
+from spatialdl.training.tasks.survival import Cox
 from spatialdl.training.tasks.task import Task
 from spatialdl.training.virtual_tiles import check_room
 
@@ -174,7 +183,8 @@ def make_pipeline(
         metrics.try_out(columns, sources.num_classes, placement.dims, copies, parts)
     parallel = config.parallel
     if config.trainer.channels_last and not parallel.shard_state:  # FSDP2 refuses these
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for one in (*model.parameters(), *model.buffers()):
+            one.data = channels_last(one.data)
     memory = None
     if placement.stream:
         keys = "trainer.memory_limit_gb", "parallel.stream_to"
@@ -216,3 +226,91 @@ def _in_flight(config: DictConfig, sources: Sources, placement: Placement) -> tu
     if config.parallel.schedule != "gpipe":  # other schedules hold one micro-batch per stage
         samples = -(-samples * placement.stages // int(config.parallel.microbatches))
     return (samples, sources.channels, *sources.image_size)
+
+
+# --- freezing
+
+
+log = logging.getLogger("spatialdl.trainer")
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match one of the patterns (``layer1.*``, ``*.bias``).
+
+    BatchNorm layers with only frozen parameters stay in evaluation mode, see `pipeline.stage`:
+    their running statistics are frozen too.
+
+    Raises:
+        ValueError: if a pattern matches nothing, or no trainable parameter is left.
+    """
+    parameters = dict(model.named_parameters())
+    matched: set[nn.Parameter] = set()
+    for pattern in patterns:
+        chosen = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not chosen:
+            names = [*parameters, *(f"{name}.*" for name, _ in model.named_modules() if name)]
+            near = get_close_matches(str(pattern), names, n=3, cutoff=0.3) or names[:3]
+            raise ValueError(
+                f"trainer.freeze: no parameter matches {pattern}; did you mean {' or '.join(near)}?"
+            )
+        for name in chosen:
+            parameters[name].requires_grad_(False)
+            matched.add(parameters[name])
+    for layer in model.modules():
+        own = set(layer.parameters(recurse=False))
+        if isinstance(layer, BatchNormBase) and own and own <= matched:
+            rest_in_training(layer)
+    frozen = [p.numel() for p in parameters.values() if not p.requires_grad]
+    if patterns and len(frozen) == len(parameters):
+        raise ValueError(
+            f"trainer.freeze={list(patterns)} freezes all {len(frozen)} parameters: nothing is "
+            "left to train"
+        )
+    if patterns:
+        total = sum(p.numel() for p in parameters.values())
+        log.info("frozen: %.2f of %.2f M parameters", sum(frozen) / 1e6, total / 1e6)
+
+
+# --- output shape
+
+
+_CPU = torch.device("cpu")
+_SAMPLES = 2  # BatchNorm may reject a single sample
+
+
+def check_head(model: nn.Module, task: Task, sources: Sources) -> int | None:
+    """Run a network on the meta device and check the shape of its output.
+
+    A network that cannot run there is checked by its first loss.
+
+    Args:
+        model: the network, not changed.
+        task: the task.
+        sources: data of the run.
+
+    Returns:
+        Number of output columns, or of classes per pixel; None if it cannot run on meta.
+
+    Raises:
+        ValueError: if shape or number of classes do not match the task.
+    """
+    size = (sources.channels, *sources.image_size)
+    dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+    states = random_states(_CPU)
+    try:
+        with torch.no_grad(), on_meta():
+            output = meta_copy(model)(torch.empty(_SAMPLES, *size, dtype=dtype))
+    except Exception:
+        return None
+    finally:  # a forward may draw random numbers
+        restore_random(states, _CPU)
+    task.check_output(output, _target(task, sources))
+    return int(output.shape[1]) if isinstance(output, Tensor) and output.dim() > 1 else None
+
+
+def _target(task: Task, sources: Sources) -> Tensor:
+    """Labels or masks on the meta device."""
+    if task.name == "segmentation":
+        return torch.empty(_SAMPLES, *sources.image_size, dtype=torch.int64, device="meta")
+    columns = (sources.num_classes,) if task.name in TARGETED else ()
+    return torch.empty(_SAMPLES, *columns, device="meta")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data.normalisation import NAMED, Normalisation
+from spatialdl.data.saving import load_json
 from spatialdl.training.checks import check_weights_file
 
 log = logging.getLogger("spatialdl.trainer")
@@ -28,6 +30,7 @@ WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "ne
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.", "encoder.")
 """Prefixes that DataParallel, torch.compile, Lightning and others add to all names."""
 
+_CLOSE = 1e-3
 _COUNTER = "num_batches_tracked"  # missing in old files
 _HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -199,4 +202,45 @@ def check_alike(model: nn.Module, world: Communicator) -> None:
         raise ValueError(
             f"rank {others[0]} has read other weights than rank 0: use a file on a shared file "
             "system, or identical caches on all machines"
+        )
+
+
+# --- input of pretrained weights
+
+Numbers = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def expected_input(name: str, file: Path) -> Numbers | None:
+    """Mean and std of the input of pretrained weights; None if unknown.
+
+    Read from timm's `config.json` beside the file. ImageNet's for torchvision files in the cache
+    of torch.hub, and for timm repositories without `config.json`.
+
+    Args:
+        name: name passed to `find_weights`.
+        file: file of the weights.
+    """
+    content: Any = load_json(file.parent / "config.json")
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        numbers = content.get("pretrained_cfg", content)
+        return tuple(map(float, numbers["mean"])), tuple(map(float, numbers["std"]))
+    is_of_hub = file.parent == Path(torch.hub.get_dir()) / "checkpoints"
+    if is_of_hub or name.startswith("timm/"):
+        return NAMED["imagenet"]["mean"], NAMED["imagenet"]["std"]
+    return None
+
+
+def warn_of_other_input(name: str, file: Path, normalisation: Normalisation, channels: int) -> None:
+    """Warn if the normalisation of a run differs from that of the weights."""
+    expected = expected_input(name, file)
+    if expected is None or {len(one) for one in expected} != {channels}:
+        return
+    here = normalisation.by_channel(channels)
+    pairs = zip((*here[0], *here[1]), (*expected[0], *expected[1]), strict=True)
+    if any(abs(one - other) >= _CLOSE for one, other in pairs):
+        mean, std = (f"[{','.join(f'{one:g}' for one in values)}]" for values in expected)
+        log.warning(
+            "weights=%s were trained with other means or deviations of the input than this run "
+            "has: set data.mean=%s data.std=%s",
+            *(name, mean, std),
         )

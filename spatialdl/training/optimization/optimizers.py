@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from math import sqrt
 from typing import Any
 
 import hydra.utils
@@ -15,45 +14,25 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from spatialdl.configuring.plugins import describe_cause
 
-SCALES = {
-    "none": lambda ratio: 1.0,
-    "linear": lambda ratio: ratio,
-    "sqrt": sqrt,
-}
-"""Factor of the learning rate for a batch `ratio` times as large: linear is Goyal et al. 2017,
-"Accurate, large minibatch SGD", section 2.1; the square root keeps the variance of a step,
-Krizhevsky 2014, section 5."""
-
 
 def make_optimizer(
-    settings: DictConfig, parameters: Iterable[nn.Parameter], batch_size: int
+    settings: DictConfig, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Create the optimizer of a configuration.
 
     Args:
-        settings: arguments of the optimizer; ``scale_lr``, a key of `SCALES`, which scales `lr`
-            relative to the batch size ``base_batch``; and ``decay_norms_and_biases``.
+        settings: arguments of the optimizer, and ``decay_norms_and_biases``.
         parameters: may be empty; frozen parameters are left out.
-        batch_size: images of a global batch.
 
     Raises:
         ValueError: if it cannot be created.
     """
     settings = settings.copy()
     with open_dict(settings):
-        scale, base = settings.pop("scale_lr", "none"), settings.pop("base_batch", 1)
         decays_all = settings.pop("decay_norms_and_biases", True)
     for key in ("lr", "momentum", "weight_decay"):
         if isinstance(settings.get(key), str | bool):
             raise ValueError(f"optimizer.{key}={settings[key]} must be a number")
-    if scale not in SCALES:
-        raise ValueError(f"optimizer.scale_lr={scale} is unknown: use one of {', '.join(SCALES)}")
-    if not isinstance(base, int) or base < 1:
-        raise ValueError(f"optimizer.base_batch={base} must be at least 1 image")
-    if scale != "none":
-        if "lr" not in settings:
-            raise ValueError(f"optimizer.scale_lr={scale} needs optimizer.lr, which is missing")
-        settings.lr = settings.lr * SCALES[scale](batch_size / base)
     groups = parameter_groups(parameters, bool(decays_all))
     try:
         optimizer: torch.optim.Optimizer = hydra.utils.instantiate(settings)(groups)
@@ -136,23 +115,26 @@ def make_scheduler(
     settings: DictConfig,
     optimizer: torch.optim.Optimizer,
     steps: int,
-    steps_per_epoch: int | None = None,
 ) -> LRScheduler:
     """Create the learning-rate scheduler of a configuration, to be stepped once per step.
 
     Args:
         settings: arguments of the scheduler, null for values derived from the run, see
-            `_lengths`; and ``warmup_steps`` or ``warmup_epochs`` of a linear warm-up.
+            `_lengths`; and ``warmup_steps`` of a linear warm-up.
         optimizer: the optimizer.
         steps: steps of the whole run.
-        steps_per_epoch: steps per epoch, for a warm-up in epochs.
 
     Raises:
         ValueError: if the warm-up is as long as the run, or the scheduler cannot be created.
     """
     settings = settings.copy()
     with open_dict(settings):
-        warm_up = _warm_up(settings, steps, steps_per_epoch)
+        warm_up = settings.pop("warmup_steps", 0)
+        if not isinstance(warm_up, int) or not 0 <= warm_up < steps:
+            raise ValueError(
+                f"scheduler.warmup_steps={warm_up} must be at least 0 and below the run's {steps} "
+                "steps"
+            )
         if "pct_start" in settings:  # OneCycleLR has its own warm-up
             if warm_up:
                 settings.pct_start = (warm_up + 1) / steps
@@ -186,20 +168,3 @@ def _lengths(steps: int) -> dict[str, int]:
     """Length arguments of schedulers, for `steps` steps after the warm-up."""
     third = max(1, -(-steps // 3))
     return {"T_max": steps, "total_iters": steps, "total_steps": steps, "step_size": third}
-
-
-def _warm_up(settings: DictConfig, steps: int, steps_per_epoch: int | None) -> int:
-    """Steps of the warm-up; removes its keys from `settings`."""
-    warm_up, epochs = settings.pop("warmup_steps", 0), settings.pop("warmup_epochs", 0)
-    setting = f"scheduler.warmup_steps={warm_up}"
-    if epochs and warm_up:
-        raise ValueError(f"{setting} and scheduler.warmup_epochs={epochs}: set only one of them")
-    if epochs:
-        setting = f"scheduler.warmup_epochs={epochs}"
-        if not isinstance(epochs, int | float) or epochs < 0 or steps_per_epoch is None:
-            raise ValueError(f"{setting} must be a number of epochs, at least 0")
-        warm_up = round(epochs * steps_per_epoch)
-        setting = f"{setting}, {warm_up} steps,"
-    if not isinstance(warm_up, int) or not 0 <= warm_up < steps:
-        raise ValueError(f"{setting} must be at least 0 and below the run's {steps} steps")
-    return warm_up

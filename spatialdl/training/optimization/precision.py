@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 GROWTH, SHRINKAGE = 2.0, 0.5
 LEAST_SCALE = 1.0
@@ -93,6 +94,12 @@ def set_arithmetic(*, tf32: bool, deterministic: bool, cudnn_benchmark: bool = F
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)  # imports the compiler: 2 s of a CPU
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The tensor in the channels-last memory format of images or volumes; others are unchanged."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=formats[x.dim()]) if x.dim() in formats else x
 
 
 class LossScaler:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor, nn
 
+from spatialdl.comm.gradients import shard_of
 from spatialdl.pipeline.runtime import PipelineRuntime
-from spatialdl.training.optimization.ema import WeightAverage
 from spatialdl.training.optimization.layer_wise import LayerWise
 from spatialdl.training.optimization.optimizers import (
     check_elementwise,
@@ -28,9 +29,7 @@ class Update:
     Args:
         config: configuration of the run.
         pipeline: the network on its ranks.
-        batch: images per step.
         steps: steps of the run.
-        steps_per_epoch: steps per epoch.
 
     Attributes:
         optimizer: optimizer of this rank's parameters.
@@ -41,23 +40,15 @@ class Update:
         learning_rate: learning rate of the last step.
     """
 
-    def __init__(
-        self,
-        config: DictConfig,
-        pipeline: PipelineRuntime,
-        *,
-        batch: int,
-        steps: int,
-        steps_per_epoch: int,
-    ) -> None:
+    def __init__(self, config: DictConfig, pipeline: PipelineRuntime, *, steps: int) -> None:
         self._pipeline, self._clip_norm = pipeline, config.trainer.clip_norm
-        make = partial(make_optimizer, config.optimizer, batch_size=batch)
+        make = partial(make_optimizer, config.optimizer)
         self.optimizer = make(pipeline.parameters())
         if isinstance(self.optimizer, LayerWise):
             self.optimizer.divided = pipeline.divided
         elif pipeline.placement.most_tensor_parts > 1:
             check_elementwise(make)
-        self.scheduler = make_scheduler(config.scheduler, self.optimizer, steps, steps_per_epoch)
+        self.scheduler = make_scheduler(config.scheduler, self.optimizer, steps)
         self.scaler = LossScaler() if pipeline.mixed is torch.float16 else None
         decay = config.trainer.ema
         named = dict(pipeline.named_parameters())
@@ -111,3 +102,56 @@ class Update:
         go_to_step(self.scheduler, state["scheduler_steps"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+class WeightAverage:
+    """Average of parameters over the steps, initialised with their current values.
+
+    Buffers, such as BatchNorm statistics, are averages already and are not averaged again.
+
+    Args:
+        parameters: parameters by name.
+        decay: weight of the old average in a step, in [0, 1).
+
+    Raises:
+        ValueError: if `decay` is out of range.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ValueError(f"trainer.ema={decay} must be at least 0 and below 1, or null")
+        self._parameters, self._decay = dict(parameters), float(decay)
+        self._averages = {
+            name: parameter.detach().clone() for name, parameter in parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the average after an optimizer step."""
+        for average, parameter in self._pairs():
+            average.lerp_(parameter, 1 - self._decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Swap the averages into the network; restore its weights bit for bit afterwards."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Averages by parameter name, sharded like the parameters."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, parameter in self._pairs():
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Local shards of averages and parameters."""
+        for name, average in self._averages.items():
+            yield shard_of(average), shard_of(self._parameters[name].detach())

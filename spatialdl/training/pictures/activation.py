@@ -34,7 +34,7 @@ class Activation(NamedTuple):
         size: spatial size of the whole maps.
         start: start of this rank's part along each spatial dim.
         logits: (n, classes), logits of the images.
-        values: (n, classes, *spatial), or (n, *spatial) of the most probable classes.
+        values: (n, classes, *spatial).
         is_split: whether other ranks have the other parts.
     """
 
@@ -50,14 +50,12 @@ class Activations:
 
     Args:
         pipeline: the network on its ranks.
-        all_classes: whether to compute maps of all classes, or of each image's most probable one.
 
     Attributes:
         refusal: why there are no maps; known after a forward, on ranks of the last stage.
     """
 
-    def __init__(self, pipeline: PipelineRuntime, *, all_classes: bool) -> None:
-        self._all = all_classes
+    def __init__(self, pipeline: PipelineRuntime) -> None:
         self._chosen: int | None = None
         self._large: list[Tensor] = []
         self._last: list[Tensor] = []
@@ -139,22 +137,18 @@ class Activations:
             tile, start = features_map.to_local(), tuple(first for first, _ in box.spatial)
         size = tuple(map(int, features_map.shape[2:]))
         is_split = isinstance(features_map, SpatialTensor)
-        values = self._values(module, tile, output.argmax(1))
+        values = self._values(module, tile)
         self._seen.append(Activation(size, start, output, values, is_split))
 
-    def _values(self, module: nn.Linear, tile: Tensor, classes: Tensor) -> Tensor:
+    def _values(self, module: nn.Linear, tile: Tensor) -> Tensor:
         weight: Tensor = whole_outputs(module.weight).detach()
         bias = whole_outputs(module.bias)
         ones = (1,) * self._dims
-        shape = (len(weight), *tile.shape[2:]) if self._all else tile.shape[2:]
         if not tile.numel():
-            return weight.new_zeros(len(tile), *shape)
+            return weight.new_zeros(len(tile), len(weight), *tile.shape[2:])
         with torch.autocast(tile.device.type, enabled=False):
             tile = tile.to(weight.dtype)
-            if self._all:
-                return _CONVOLUTION[self._dims](tile, weight.reshape(*weight.shape, *ones), bias)
-            values = torch.einsum("nc...,nc->n...", tile, weight[classes])
-            return values if bias is None else values + bias.detach()[classes].reshape(-1, *ones)
+            return _CONVOLUTION[self._dims](tile, weight.reshape(*weight.shape, *ones), bias)
 
 
 def _is_mean(features_map: Tensor, features: Tensor) -> bool:

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from spatialdl.data.volume_geometry import Geometry, VolumeTurn
-from spatialdl.training.pictures.heat_maps import heated
-from spatialdl.training.pictures.thumbnails import SIDE, overlaid, thumbnail_size
+from spatialdl.training.pictures.thumbnails import SIDE, heated, overlaid, thumbnail_size
 
 Array = npt.NDArray[Any]
 Picture = npt.NDArray[np.uint8]

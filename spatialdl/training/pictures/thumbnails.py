@@ -1,29 +1,22 @@
-"""Thumbnails of images that are split over ranks.
+"""Thumbnails of volumes that are split over ranks: three slices through the middle.
 
-Of a volume three slices through the middle are shown; a signal is an image of one row. A pixel of
-a thumbnail is the mean of the pixels below it, for masks the middle one. Both are the same in
-every layout.
+A pixel of a thumbnail is the mean of the pixels below it, for masks the middle one. Both are the
+same in every layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor
 
-from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
 from spatialdl.data.image_source import Box, pairs
-from spatialdl.data.views import Views
 from spatialdl.parallel.layout import even_bounds
-from spatialdl.parallel.placement import Placement
-from spatialdl.slides.stretching import stretched
 
 Array = npt.NDArray[Any]
 
@@ -39,10 +32,10 @@ COLOURS = np.array(
 )
 """Colours of the classes from 1 on; class 0 has none."""
 
+HEAT_COLOURS, HEAT_OPACITY = "turbo", 0.65
+"""Colour map and opacity of heat maps over pictures."""
+
 _OPACITY = 0.45
-_HEIGHT = 120  # pixels of the picture of a signal
-_LINES = ("#1c1f23", "#1f5fa8", "#a1622d")
-_DARK = 64  # brightness below which images are stretched
 
 
 class Patch(NamedTuple):
@@ -54,9 +47,7 @@ class Patch(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Shown part of an image: all of it, or one of three middle slices of a volume.
-
-    A signal is an image of one row.
+    """One of three slices through the middle of a volume.
 
     Attributes:
         at: position along the spatial dim that is not shown, None along the others.
@@ -80,9 +71,8 @@ class Section(NamedTuple):
 
     def rows_and_cols(self, box: Box) -> tuple[int, int, int, int]:
         """Bounds (top, bottom, left, right) of a box in the section."""
-        shown = [pair for pair, at in zip(pairs(box), self.at, strict=True) if at is None]
-        (top, bottom), (left, right) = shown if len(shown) == 2 else ((0, 1), *shown)
-        return top, bottom, left, right
+        rows, cols = (pair for pair, at in zip(pairs(box), self.at, strict=True) if at is None)
+        return (*rows, *cols)
 
     def flat(self, values: Array, box: Box) -> Array:
         """Reshape values (*spatial, ...) of a box within to (rows, columns, ...)."""
@@ -91,11 +81,8 @@ class Section(NamedTuple):
 
 
 def sections(size: Sequence[int]) -> list[Section]:
-    """Sections of a signal or image (one), or of a volume (axial, coronal, sagittal)."""
+    """Sections of a volume: axial, coronal, sagittal."""
     small = thumbnail_size(size)
-    if len(size) < 3:
-        rows, cols = ((1, *sizes)[-2:] for sizes in (size, small))
-        return [Section((None,) * len(size), (rows[0], rows[1]), (cols[0], cols[1]))]
     slices = []
     for hidden in range(3):
         first, second = (dim for dim in range(3) if dim != hidden)
@@ -219,29 +206,6 @@ def joined_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]
     ]
 
 
-def gather_thumbnails(
-    world: Communicator, placement: Placement, views: Views, samples: Sequence[int]
-) -> list[list[Array]] | None:
-    """Gather thumbnails (rows, columns, channels) of the sections of samples; collective.
-
-    Ranks of the first stage read the shown part of their boxes; other ranks read nothing.
-
-    Returns:
-        Thumbnails per section of each sample, on rank 0; None on other ranks.
-    """
-    patches: list[list[Patch | None]] = []
-    box = _own_box(world.rank, placement, views.size)
-    if box is not None:
-        patches = [pixel_patches(partial(views.read, 0, one), box, views.size) for one in samples]
-    gathered = world.gather(patches)
-    if gathered is None:
-        return None
-    return [
-        mean_sections([own[number] for own in gathered if own], views.size)
-        for number in range(len(samples))
-    ]
-
-
 def mean_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]) -> list[Array]:
     """Join all ranks' `pixel_patches` to thumbnails (rows, columns, channels) per section."""
     thumbnails = []
@@ -255,36 +219,6 @@ def mean_sections(parts: Sequence[Sequence[Patch | None]], size: Sequence[int]) 
     return thumbnails
 
 
-def _own_box(rank: int, placement: Placement, size: Sequence[int]) -> Box | None:
-    """Box of a rank of the first replica's first stage and copy; None for other ranks."""
-    ranks = placement.ranks(0, 0)
-    if rank not in ranks:
-        return None
-    parts = np.unravel_index(ranks.index(rank), placement.grids[0])
-    bounds = [even_bounds(n, many) for n, many in zip(size, placement.grids[0], strict=True)]
-    return tuple(
-        int(end)
-        for along, part in zip(bounds, parts, strict=True)
-        for end in along[part : part + 2]
-    )
-
-
-def as_rgb(pixels: Array) -> npt.NDArray[np.uint8]:
-    """Convert channels to RGB: one channel is grey, of more the first three are used.
-
-    Values outside 8 bits and dark images, such as fluorescence, are stretched.
-
-    Args:
-        pixels: (rows, columns, channels), mean values.
-    """
-    channels = pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., :1].repeat(3, -1)
-    if not (1.0 < channels.max() <= 255.0 and channels.min() >= 0.0):
-        low, high = np.nanpercentile(channels, (1, 99))
-        channels = 255.0 * (channels - low) / (high - low if high > low else 1.0)
-    image = np.asarray(np.nan_to_num(channels).round().clip(0, 255), np.uint8)
-    return stretched(image) if np.percentile(image.max(-1), 99) < _DARK else image
-
-
 def overlaid(image: npt.NDArray[np.uint8], classes: Array) -> npt.NDArray[np.uint8]:
     """Overlay an image with class colours."""
     tint = COLOURS[(classes - 1) % len(COLOURS)]
@@ -293,24 +227,29 @@ def overlaid(image: npt.NDArray[np.uint8], classes: Array) -> npt.NDArray[np.uin
     return np.where(shown, mixed, image).round().astype(np.uint8)
 
 
-def drawn_signal(values: Array, classes: Array | None = None) -> npt.NDArray[np.uint8]:
-    """Plot the first three channels of a signal as lines over class colours.
+def heated(
+    image: npt.NDArray[np.uint8], values: Array, most: float | None = None
+) -> npt.NDArray[np.uint8]:
+    """Overlay an image with a heat map.
 
     Args:
-        values: (positions, channels).
-        classes: (positions,).
+        image: (rows, columns, 3).
+        values: (rows, columns), at most those of the image.
+        most: value of the last colour, the first is 0; None uses the maximum.
     """
-    width = max(SIDE, len(values))
-    canvas = np.full((_HEIGHT, width, 3), 255, np.uint8)
-    if classes is not None:
-        below = classes[np.arange(width) * len(classes) // width]
-        canvas = overlaid(canvas, np.broadcast_to(below, (_HEIGHT, width)))
-    known = np.nan_to_num(values[:, :3].astype(np.float64))
-    low, high = known.min(), known.max()
-    heights = (_HEIGHT - 9) * (1 - (known - low) / (high - low if high > low else 1)) + 4
-    across = (np.arange(len(known)) + 0.5) * width / len(known)
-    image = Image.fromarray(canvas)
-    for line, colour in zip(heights.T, _LINES, strict=False):
-        ends = [(0.0, line[0]), *zip(across, line, strict=True), (float(width), line[-1])]
-        ImageDraw.Draw(image).line([(float(x), float(y)) for x, y in ends], colour, 1)
-    return np.asarray(image)
+    from matplotlib import colormaps
+
+    rows, cols = (
+        (2 * np.arange(many) + 1) * few // (2 * many)
+        for many, few in zip(image.shape[:2], values.shape, strict=True)
+    )
+    most = values.max() if most is None else most
+    shares = (values / (most if most > 0 else 1.0)).clip(0, 1)
+    colours = 255 * colormaps[HEAT_COLOURS](shares)[rows[:, None], cols[None, :], :3]
+    mixed = (1 - HEAT_OPACITY) * faint(image)[..., None] + HEAT_OPACITY * colours
+    return np.asarray(mixed.round(), np.uint8)
+
+
+def faint(image: npt.NDArray[np.uint8]) -> Array:
+    """Convert an image to light grey (rows, columns), so that overlaid colours stay true."""
+    return np.asarray(255 - (255 - image.mean(2)) * 0.6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from spatialdl.configuring.plugins import Plugin, check_names, plugins_of
-from spatialdl.training.best import COUNTS, METRICS
+from spatialdl.training.progress import COUNTS, METRICS
 
 _EXAMPLE = "{_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 3}"
 _LISTS = ("confusion_matrix", "recall", "dice", "iou", "step")

@@ -20,11 +20,17 @@ from torch import Tensor
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.format import UNLABELLED
 from spatialdl.spatial.tensor import SpatialTensor
+from spatialdl.training.tasks.foreign_metrics import (
+    State,
+    irreducible,
+    is_random,
+    made_metrics,
+    merge,
+    state_of,
+)
 from spatialdl.training.tasks.losses import own_pixels, split_alike
-from spatialdl.training.tasks.making_metrics import is_random, made_metrics
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.metrics import Scores
-from spatialdl.training.tasks.states import State, irreducible, merge, state_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -243,7 +249,7 @@ class MapMetrics:
             if not any(one.updates for state in states for one in state):  # wrappers count none
                 scores[name] = None
                 continue
-            with _computing(name), _in_float64():
+            with _naming(name), _in_float64():
                 merge(metric, states)
                 value = metric.compute()
             scores |= _numbers(name, value)
@@ -291,24 +297,16 @@ def _same_draws() -> Iterator[None]:
 
 
 @contextmanager
-def _naming(name: str, predictions: Tensor, target: Tensor) -> Iterator[None]:
-    """Add the metric's name and its arguments to errors."""
+def _naming(name: str, *given: Tensor) -> Iterator[None]:
+    """Add the metric's name, and its predictions and targets if given, to errors."""
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            f"task.metrics: {name} rejects predictions {_kind(predictions)} and targets "
-            f"{_kind(target)}: {' '.join(str(error).split())}{_unknown(target)}"
-        ) from error
-
-
-@contextmanager
-def _computing(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"task.metrics: {name} cannot compute its value: {text}") from error
+        what = "cannot compute its value"
+        if given:
+            what = f"rejects predictions {_kind(given[0])} and targets {_kind(given[1])}"
+        text = " ".join(str(error).split()) + "".join(map(_unknown, given[1:]))
+        raise ValueError(f"task.metrics: {name} {what}: {text}") from error
 
 
 def _unknown(target: Tensor) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,9 @@ from torch import Tensor
 from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
 from spatialdl.data.saving import save_table
-from spatialdl.training.tasks.aggregation import SlidePredictions, to_slides
 from spatialdl.training.tasks.metrics import Scores
 from spatialdl.training.tasks.survival import survival_columns
 from spatialdl.training.tasks.task import SampleTask
-
-SHOWN = 4
-"""Number of worst, and of best, samples that are shown."""
-_DIGITS = 12  # so that rounding does not change the order between layouts
 
 
 @dataclass(frozen=True)
@@ -160,24 +155,54 @@ class Predictions:
         return self.names[number] if number < len(self.names) else str(number)
 
 
-def errors_of(task: SampleTask, values: Tensor, labels: Tensor) -> Tensor:
-    """Errors of samples, (N,), to rank them.
+# --- from tiles to slides
 
-    1 - probability of the true class for classification, else the mean distance to the known
-    labels; NaN without any.
+
+class SlidePredictions(NamedTuple):
+    """Predictions of S slides, in the order of the data set.
+
+    Attributes:
+        slides: S names.
+        tiles: int64 (S,), number of tiles.
+        means: float64 (S, columns), mean probabilities or values.
+        votes: int64 (S,), the class predicted for most tiles; ties go to the larger mean.
+        labels: (S,) or (S, columns), label of the first tile.
+        agree: bool (S,), whether all tiles of the slide have this label.
+    """
+
+    slides: list[str]
+    tiles: Tensor
+    means: Tensor
+    votes: Tensor
+    labels: Tensor
+    agree: Tensor
+
+
+def to_slides(predictions: Tensor, labels: Tensor, slides: Sequence[str]) -> SlidePredictions:
+    """Aggregate predictions of tiles by slide.
 
     Args:
-        task: the task.
-        values: (N, columns), predictions.
-        labels: (N,) or (N, columns).
+        predictions: float64 (N, columns), predictions of tiles.
+        labels: (N,) or (N, columns), where NaN equals NaN.
+        slides: N names of slides.
     """
-    if task.name == "classification":
-        return 1 - values.gather(1, labels[:, None])[:, 0]
-    return (values - labels).abs().nanmean(1)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(slides))}
+    of_tiles = torch.tensor([numbers[name] for name in slides])
+    counts = torch.bincount(of_tiles, minlength=len(numbers))
+    columns = predictions.shape[1]
+    sums = predictions.new_zeros(len(numbers), columns).index_add_(0, of_tiles, predictions)
+    means = sums / counts[:, None]
+    cells = of_tiles * columns + predictions.argmax(1)
+    votes = torch.bincount(cells, minlength=len(numbers) * columns).view(-1, columns)
+    most = votes == votes.amax(1, keepdim=True)
+    chosen = torch.where(most, means, -torch.inf).argmax(1)
 
-
-def extremes(errors: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Select the worst and best samples with their errors, worst first, without NaN."""
-    known = [(sample, error) for sample, error in errors if error == error]  # noqa: PLR0124
-    ordered = sorted(known, key=lambda one: (-round(one[1], _DIGITS), one[0]))
-    return ordered if len(ordered) <= 2 * SHOWN else ordered[:SHOWN] + ordered[-SHOWN:]
+    # a slide has the label of its first tile
+    first = torch.full((len(numbers),), len(slides)).scatter_reduce_(
+        0, of_tiles, torch.arange(len(slides)), "amin"
+    )
+    expected = labels[first][of_tiles]
+    alike = (labels == expected) | (labels.isnan() & expected.isnan())
+    other = ~alike.flatten(1).all(1) if labels.dim() > 1 else ~alike
+    agree = torch.bincount(of_tiles[other], minlength=len(numbers)) == 0
+    return SlidePredictions(list(numbers), counts, means, chosen, labels[first], agree)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.image_source import ImageSource
+from spatialdl.pipeline.batch_loss import Width
 from spatialdl.spatial.autocast import wide
 from spatialdl.spatial.constants import on
-from spatialdl.training.tasks.concordance import concordance
 from spatialdl.training.tasks.metrics import Scores
 
 
@@ -122,3 +122,136 @@ def survival_edges(train: ImageSource, bins: int) -> Tensor:
             "different event times"
         )
     return edges
+
+
+# --- Harrell's concordance index
+
+
+def concordance(risks: Tensor, times: Tensor, events: Tensor) -> float | None:
+    """Share of the comparable pairs that the risks order correctly.
+
+    An event precedes all later times and censored samples at the same time. Equal risks count
+    half, NaN risks count as wrong.
+
+    Args:
+        risks: (N,), larger for earlier expected events.
+        times: (N,), NaN for padding.
+        events: (N,), 1 for an event at that time, 0 for a censored sample.
+
+    Returns:
+        The index, 0 to 1; None without comparable pairs.
+    """
+    there = ~times.isnan()
+    risks, times, events = risks[there], times[there], events[there]
+    is_event = events == 1
+    # a pair of an event and a sample of a larger place is comparable
+    place = _ranks(2 * _ranks(times) + ~is_event)
+    pairs = _behind(place, is_event)
+    if not pairs:
+        return None
+    seen = ~risks.isnan()
+    rank, place, is_event = _ranks(risks[seen]), place[seen], is_event[seen]
+    by_risk_and_place = rank * (len(place) + 1) + place
+    equal = _behind(by_risk_and_place, is_event, of=rank)
+    # equal places are sorted by risk, so that their pairs are no inversions
+    order = (place * (len(place) + 1) + rank).argsort()
+    higher = _inversions(rank[order], is_event[order])
+    return (higher + 0.5 * equal) / pairs
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Dense ranks of values, int64 (N,), from 0."""
+    _, inverse = torch.unique(values, return_inverse=True)
+    ranks: Tensor = inverse
+    return ranks
+
+
+def _behind(keys: Tensor, chosen: Tensor, of: Tensor | None = None) -> int:
+    """Count pairs of a chosen sample and one with a larger key, within a group of `of` if set.
+
+    Args:
+        keys: (N,), keys.
+        chosen: (N,), mask of the chosen samples.
+        of: (N,), groups; keys of a later group are larger.
+    """
+    ordered = keys.sort().values
+    end = torch.searchsorted(ordered, keys[chosen], right=True)
+    last = torch.full_like(end, len(keys))
+    if of is not None:
+        last = torch.searchsorted(of.sort().values, of[chosen], right=True)
+    return int((last - end).sum())
+
+
+def _inversions(ranks: Tensor, chosen: Tensor) -> int:
+    """Count pairs of a chosen sample and a later one of lower rank.
+
+    A pair is counted at the highest bit in which its ranks differ. There both are in one group of
+    equal higher bits, in which samples keep their order.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    for bit in reversed(range(len(ranks).bit_length())):
+        is_high = (ranks >> bit) & 1
+        before = (is_high * chosen).cumsum(0)
+        groups = ranks >> (bit + 1)
+        first = torch.searchsorted(groups, groups)
+        of_earlier_groups = torch.where(first > 0, before[(first - 1).clamp(min=0)], 0)
+        total += ((before - of_earlier_groups) * (1 - is_high)).sum()
+        order = (ranks >> bit).argsort(stable=True)
+        ranks, chosen = ranks[order], chosen[order]
+    return int(total)
+
+
+# --- Cox's partial likelihood
+
+
+class Cox(Risks):
+    """Cox partial likelihood of the events in a batch.
+
+    Targets are (N, 2): the time of the event or of censoring, and 1 for an event, else 0.
+    """
+
+    bins = 1
+    meaning = ("task.loss=cox", "a risk")
+    batch_loss = Width(output=1, target=2)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Negative log-likelihood per event; 0 without events. NaN samples are padding."""
+        self.check_output(output, target)
+        return partial_likelihood(wide(output)[:, 0], target[:, 0], target[:, 1])
+
+
+def partial_likelihood(risks: Tensor, times: Tensor, events: Tensor) -> Tensor:
+    """Negative log partial likelihood of Cox, divided by the number of events.
+
+    Args:
+        risks: (N,), log hazard ratios.
+        times: (N,), NaN for padding.
+        events: (N,), 1 for an event at that time, 0 for a censored sample.
+    """
+    # padding is sorted first, where it is never in a risk set
+    times, order = times.nan_to_num(nan=-torch.inf).sort(stable=True)
+    risks, events = risks[order], events.nan_to_num(nan=0.0)[order].to(risks.dtype)
+    first = torch.searchsorted(times, times)  # first sample with the same time
+    at_risk = risks.flip(0).logcumsumexp(0).flip(0)[first]  # risk set from that time on
+    zeros = torch.zeros_like(events)
+    tied = zeros.index_add(0, first, events)[first]
+    share = zeros.index_add(0, first, events * (risks - at_risk).exp())[first]
+    before = events.cumsum(0) - events
+    passed = (before - before[first]) / tied.clamp(min=1)  # share of tied events before it
+    likelihoods = risks - at_risk - torch.log1p(-events * passed * share)
+    return -(events * likelihoods).sum() / events.sum().clamp(min=1)
+
+
+def check_order(train: ImageSource) -> None:
+    """Check that the training samples have comparable pairs.
+
+    Raises:
+        ValueError: if no sample is observed after an event.
+    """
+    labels = torch.from_numpy(train.labels)
+    times = labels[labels[:, 1] == 1, 0]
+    if not len(times) or len(labels) < 2 or bool(times.min() >= labels[:, 0].max()):
+        raise ValueError(
+            f"{len(times)} events among {len(labels)} training slides, but task.loss=cox needs "
+            "events before the last observed time"
+        )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torch import Tensor
 
 from spatialdl.data.bags import BagSource
 from spatialdl.data.image_source import ImageSource
-from spatialdl.training.tasks.cox import Cox, check_order
 from spatialdl.training.tasks.losses import (
     as_columns,
     check_classes,
@@ -30,43 +31,7 @@ from spatialdl.training.tasks.metrics import (
 )
 from spatialdl.training.tasks.own_loss import OwnLoss, own_loss_of
 from spatialdl.training.tasks.segmentation import Segmentation
-from spatialdl.training.tasks.survival import Survival, survival_edges
-from spatialdl.training.tasks.weighting import balanced_classes, balanced_labels, given_weights
-
-
-class SampleTask(Protocol):
-    """Loss and metrics of predictions for whole images.
-
-    Attributes:
-        name: name in the configuration.
-        mixup: alpha of mixup; 0 disables it.
-    """
-
-    name: str
-    mixup: float
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean loss over labelled elements, the same on every rank of an image."""
-        ...
-
-    def check_output(self, output: Tensor, target: Tensor) -> None:
-        """Check the shape of an output against the targets, which may be meta tensors."""
-        ...
-
-    def weights(self, target: Tensor) -> Tensor | None:
-        """Weights of the samples in that mean, (N,); None if they are equal."""
-        ...
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """Convert outputs of the network to probabilities or values, (N, columns)."""
-        ...
-
-    def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
-        """Metrics by name: a number, a list with one per class, or None if undefined."""
-        ...
-
-
-Task = SampleTask | Segmentation
+from spatialdl.training.tasks.survival import Cox, Survival, check_order, survival_edges
 
 
 def task_of(settings: DictConfig, classes: int, train: ImageSource) -> Task:
@@ -165,23 +130,28 @@ class Classification:
         self.classes, self.over_samples = classes, over_samples
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean loss over labelled elements, the same on every rank of an image."""
         return classification_loss(
             *(output, target, self.weight, self.label_smoothing, self.classes),
             over_samples=self.over_samples,
         )
 
     def check_output(self, output: Tensor, target: Tensor) -> None:
+        """Check the shape of an output against the targets, which may be meta tensors."""
         check_classes(output, target, self.weight, self.classes)
 
     def weights(self, target: Tensor) -> Tensor | None:
+        """Weights of the samples in that mean, (N,); None if they are equal."""
         if self.weight is None or self.over_samples:
             return None
         return classification_weights(target, self.weight)
 
     def predictions(self, outputs: Tensor) -> Tensor:
+        """Convert outputs of the network to probabilities or values, (N, columns)."""
         return outputs.softmax(1)
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
+        """Metrics by name: a number, a list with one per class, or None if undefined."""
         return classification_scores(predictions, labels)
 
 
@@ -265,7 +235,8 @@ class WithOwnLoss:
     """Task for whole images with a loss of the user."""
 
     def __init__(self, task: SampleTask, loss: OwnLoss) -> None:
-        self.name, self.mixup = task.name, task.mixup
+        self.name: str = task.name
+        self.mixup: float = task.mixup
         self._task, self._loss = task, loss
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -287,3 +258,64 @@ class WithOwnLoss:
 
     def scores(self, predictions: Tensor, labels: Tensor) -> Scores:
         return self._task.scores(predictions, labels)
+
+
+SampleTask = Classification | MultiLabel | Regression | Survival | Cox | WithOwnLoss
+"""Loss and metrics of predictions for whole images; `name` and `mixup` are of the configuration."""
+
+Task = SampleTask | Segmentation
+
+
+# --- class weights
+
+
+def given_weights(
+    value: object, key: str, classes: int, balanced: Callable[[], Tensor] | None
+) -> Tensor | None:
+    """Parse class weights, float64 (classes,): null, a list, or "balanced".
+
+    Raises:
+        ValueError: if the setting is anything else.
+    """
+    if value is None:
+        return None
+    if value == "balanced" and balanced is not None:
+        return balanced()
+    choices = "null, a list, or balanced" if balanced else "null or a list"
+    if not isinstance(value, ListConfig):
+        raise ValueError(f"task.{key}={value} is unknown: use {choices}")
+    numbers = list(value)
+    if len(numbers) != classes:
+        raise ValueError(f"task.{key} has {len(numbers)} weights for {classes} classes")
+    good = all(
+        isinstance(one, int | float) and not isinstance(one, bool) and isfinite(one) and one >= 0
+        for one in numbers
+    )
+    if not good or not any(numbers):
+        raise ValueError(f"task.{key}={numbers} must be numbers of at least 0, not all of them 0")
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def balanced_classes(train: ImageSource, classes: int) -> Tensor:
+    """N / (classes x samples of the class): equal total weight of all classes in training."""
+    counts = torch.bincount(torch.from_numpy(train.labels), minlength=classes).double()
+    _check(train, counts, "class_weights")
+    return len(train) / (classes * counts)
+
+
+def balanced_labels(train: ImageSource) -> Tensor:
+    """Ratio of absent to present labels per class, over the known training labels."""
+    labels = torch.from_numpy(train.labels)
+    present = (labels == 1).sum(0).double()
+    _check(train, present, "pos_weight")
+    return (labels == 0).sum(0) / present
+
+
+def _check(train: ImageSource, counts: Tensor, key: str) -> None:
+    without = [number for number, count in enumerate(counts.tolist()) if not count]
+    if without:
+        named = [train.classes[n] if n < len(train.classes) else str(n) for n in without]
+        raise ValueError(
+            f"task.{key}=balanced, but there is no training sample of the class "
+            f"{', '.join(named[:5])}: set a list of weights"
+        )

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import FSDPPrecision
@@ -179,37 +177,6 @@ def test_manual_optimization(world: Communicator) -> None:
     assert_equal(ours, fitted("auto", Adversaries)[0])
 
 
-class BySearch(Classifier):
-    """An optimizer that evaluates its closure several times."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-def test_an_optimizer_that_evaluates_the_loss_several_times(world: Communicator) -> None:
-    ours, _, _ = fitted(strategy(world), BySearch, max_epochs=1)
-    assert_equal(ours, fitted("auto", BySearch, max_epochs=1)[0], tolerance=1e-8)
-
-
-@pytest.mark.parametrize("name", ["swa", "ema"])
-def test_averages_of_weights(name: str, world: Communicator) -> None:
-    def callbacks() -> list[Any]:
-        if name == "swa":
-            return [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)]
-        return [EMAWeightAveraging(decay=0.5)]
-
-    ours, _, _ = fitted(strategy(world), callbacks=callbacks(), max_epochs=3)
-    assert_equal(ours, fitted("auto", callbacks=callbacks(), max_epochs=3)[0])
-
-
-def test_bfloat16(world: Communicator) -> None:
-    ours, _, followed = fitted(strategy(world), precision="bf16-mixed", max_epochs=1)
-    _, _, expected = fitted("auto", precision="bf16-mixed", max_epochs=1)
-    torch.testing.assert_close(followed.gradients[0], expected.gradients[0], rtol=0.1, atol=0.01)
-    for value in ours.state_dict().values():
-        assert torch.equal(value, world.bcast(value))
-
-
 # --- files
 
 
@@ -313,10 +280,8 @@ def test_what_cannot_be_split_is_refused(world: Communicator) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sync_batchnorm": True}, "sync_batchnorm=True replaces BatchNorm"),
-        ({"devices": 3, "num_nodes": 5}, r"devices=3, num_nodes=5.* 3 x 5 = 15 processes, but .*"),
-        ({"num_nodes": 7}, "a multiple of 7 processes"),
-        ({"plugins": [FSDPPrecision("32-true")]}, "does not support FSDPPrecision"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True replaces layers"),
+        ({"plugins": [FSDPPrecision("32-true")]}, "FSDPPrecision replaces layers"),
     ],
 )
 def test_arguments_that_contradict_are_refused(

@@ -30,12 +30,12 @@ from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.random import keyed
 from spatialdl.spatial.tensor import from_tile
-from spatialdl.training.step import TrainingStep
-from spatialdl.training.tasks.mixup import mixed
+from spatialdl.training.step import TrainingStep, mixed
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import Classification, MultiLabel, Task
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, train_config
+from tests.composing import composed
+from tests.fitting import fit
 from tests.mpi.device import DEVICE, device_key
 from tests.mpi.equality import several_ranks
 
@@ -176,7 +176,7 @@ def test_a_step_stays_within_its_bounds(
         return loss
 
     monkeypatch.setattr(TrainingStep, "run", counted)
-    trainer = Trainer(train_config(*SMALL.split(), *words.split(), device_key(world)), world)
+    trainer = Trainer(composed("train", *SMALL.split(), *words.split(), device_key(world)), world)
     fit(trainer, tmp_path / "run")
     counts, sites = found[-1]
     most = Counts(*map(max, zip(*world.allgather(counts), strict=True)))

@@ -14,7 +14,8 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.content import copies
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, train_config
+from tests.composing import composed
+from tests.fitting import fit
 from tests.mpi.device import device_key
 
 SAVED, STEPS = 2, 4  # epochs have three steps, so that both lie in the middle of one
@@ -57,7 +58,7 @@ LAYOUTS = {
     "dp+sp shard": Layout(4, "parallel=dp+sp parallel.microbatches=2 parallel.shard_state=true"),
     "tensor": Layout(2, "parallel=none parallel.microbatches=4 parallel.tensor=2"),
     "tensor 3": Layout(3, "parallel=none parallel.microbatches=4 parallel.tensor=3"),
-    "sp+pp tensor": Layout(4, "parallel=sp+pp parallel.microbatches=4 parallel.late=tensor"),
+    "sp+pp tensor": Layout(4, "parallel=sp+pp parallel.microbatches=4 parallel.tensor=[1,2]"),
     "dp tensor": Layout(4, "parallel=dp parallel.microbatches=2 parallel.tensor=2"),
     "shard tensor": Layout(
         4, "parallel=dp parallel.microbatches=2 parallel.tensor=2 parallel.shard_state=true"
@@ -82,7 +83,7 @@ def run(run_dir: Path, comm: Communicator, *overrides: str) -> Outcome:
     """Train with the configuration; every rank of `comm` calls it."""
     words = [*TINY, *(word for one in overrides for word in one.split()), device_key(comm)]
     marked = (f"++{word}" if word.startswith("model._") else word for word in words)
-    trainer = Trainer(train_config(*marked), comm)
+    trainer = Trainer(composed("train", *marked), comm)
     fit(trainer, run_dir)
     own = copies(trainer.parts.pipeline, trainer.parts.update, comm.rank)
     files = [tensors for one in comm.allgather(own) for tensors in one.values()]

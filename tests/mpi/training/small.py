@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, train_config
+from tests.composing import composed
+from tests.fitting import fit
 from tests.mpi.device import device_key
 
 
 def trained(run_dir: Path, comm: Communicator, *words: str) -> tuple[Trainer, dict[str, Any]]:
     """A run of the ranks of `comm`, and its summary on rank 0, if it came to its end."""
-    trainer = Trainer(train_config(*words, device_key(comm), "comm.check=true"), comm)
+    trainer = Trainer(composed("train", *words, device_key(comm), "comm.check=true"), comm)
     fit(trainer, run_dir)
     file = run_dir / "summary.json"
     is_there = comm.rank == 0 and file.exists()

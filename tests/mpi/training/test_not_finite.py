@@ -8,10 +8,10 @@ from mpi4py import MPI
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import NotFinite
 from spatialdl.training.trainer import Trainer
-from tests.fitting import train_config
+from tests.composing import composed
 from tests.mpi.device import device_key
 from tests.training.checkpoints.runs import checkpoints
-from tests.training.debug.networks import CHAIN
+from tests.training.not_finite import CHAIN
 
 THREE = "parallel=sp+pp parallel.microbatches=2"
 TILES = "parallel=sp parallel.grid=[2,2]"
@@ -25,7 +25,7 @@ def first(world: Communicator, folder, *words: str) -> tuple[str, Trainer]:
     """What every rank says alike; some ranks' own findings follow."""
     small = ("data.image_size=[13,10]", "data.samples=8", "data.batch_size=4")
     more = ("data.num_classes=3", "trainer.max_steps=3", "data.validation_samples=2")
-    trainer = Trainer(train_config(*CHAIN, *small, *more, device_key(world), *words), world)
+    trainer = Trainer(composed("train", *CHAIN, *small, *more, device_key(world), *words), world)
     with pytest.raises(NotFinite) as found:
         trainer.fit(folder)
     texts = MPI.COMM_WORLD.allgather(str(found.value))
@@ -33,59 +33,10 @@ def first(world: Communicator, folder, *words: str) -> tuple[str, Trainer]:
     return texts[0], trainer
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words", "where"),
-    [
-        # the second call is that of the second micro-batch
-        (
-            *(3, f"{THREE} +model.kind=forward +model.call=1 +model.part=1 parallel.cut=[conv2]"),
-            f"step 1: {FORWARD}, micro-batch 1, stage 0, rank 1 on",
-        ),
-        (
-            *(3, f"{THREE} +model.kind=forward +model.call=2 parallel.cut=[poison]"),
-            f"step 2: {FORWARD}, micro-batch 0, stage 1, rank 2 on",
-        ),
-        (
-            3,
-            f"{THREE} +model.kind=backward parallel.cut=[conv2] parallel.schedule=1f1b",
-            f"step 1: {BACKWARD}, micro-batch 0, stage 0, rank 0 on",
-        ),
-        (
-            *(3, f"{GEMS} +model.kind=forward"),
-            f"step 1: {FORWARD}, micro-batch 0, stage 0, rank 0 on",
-        ),
-        (
-            *(3, "parallel=dp parallel.data=3 +model.kind=loss"),
-            "step 1: Inf in the loss, forward, micro-batch 0, stage 0, rank ",
-        ),
-        (
-            *(4, f"{TILES} +model.kind=backward parallel.recompute=block"),
-            f"step 1: {BACKWARD}, micro-batch 0, stage 0, rank 0 on",
-        ),
-        (
-            *(4, f"{TENSOR} +model.kind=forward +model.call=1"),
-            f"step 2: {FORWARD}, micro-batch 0, stage 0, rank 0 on",
-        ),
-        (
-            *(4, "parallel=dp+sp +model.kind=forward +model.part=1"),
-            f"step 1: {FORWARD}, micro-batch 0, stage 0, rank 1 on",
-        ),
-        (
-            *(4, f"{STATE} +model.kind=forward"),
-            f"step 1: {FORWARD}, micro-batch 0, stage 0, rank 0 on",
-        ),
-    ],
-)
-def test_the_first_value_is_named_by_all(ranks, words, where, world, tmp_path):
-    if world.size != ranks:
-        pytest.skip(f"a layout of {ranks} ranks")
-    assert first(world, tmp_path, "debug=detect_nan", *words.split())[0].startswith(where)
-
-
 @pytest.mark.world(4)
 def test_what_others_saw_is_told_as_well(world, tmp_path):
-    words = f"{TILES} +model.kind=forward +model.part=3 +model.call=1"
-    text = first(world, tmp_path, "debug=detect_nan", *words.split())[0]
+    words = f"{TILES} +model.kind=from +model.part=3 +model.call=1"
+    text = first(world, tmp_path, *words.split())[0]
     here, _, others = text.partition("; first on other ranks: ")
     assert here.startswith(f"step 2: {FORWARD}, micro-batch 0, stage 0, rank 3 on")
     # the convolution after it brings it to one neighbour, the statistics of the norm to all
@@ -115,6 +66,14 @@ def test_what_others_saw_is_told_as_well(world, tmp_path):
         (
             *(4, f"{TILES} +model.kind=from +model.part=2 +model.call=1"),
             f"step 2: {FORWARD}, micro-batch 0, stage 0, rank 2 on",
+        ),
+        (
+            *(4, f"{TENSOR} +model.kind=from +model.call=1"),
+            f"step 2: {FORWARD}, micro-batch 0, stage 0, rank 0 on",
+        ),
+        (
+            *(3, "parallel=dp parallel.data=3 +model.kind=backward +model.call=1"),
+            f"step 2: {BACKWARD}, micro-batch 0, stage 0, rank ",
         ),
         (
             *(4, f"{STATE} +model.kind=backward +model.call=1"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from spatialdl.errors import ShardError
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.staging import Staging
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, train_config
+from tests.composing import composed
+from tests.fitting import fit
 
 SIZE = 1100, 24  # three rows of chunks
 WORLD = MpiCommunicator(MPI.COMM_WORLD)
@@ -86,7 +86,7 @@ def train(
 ) -> list[float]:
     words = (f"data.path={data}", f"data.stage.to={to}", f"trainer.max_steps={steps}")
     words += (f"data.batch_size={1 if data.name == 'one' else 2}", *layout.split())
-    trainer, losses = Trainer(train_config(*GIVEN, *words), comm, nodes), []
+    trainer, losses = Trainer(composed("train", *GIVEN, *words), comm, nodes), []
     step = trainer._train_step
 
     def stepping(batch):
@@ -194,56 +194,6 @@ def test_a_disk_that_others_fill_is_said_once_a_node(
     assert len(told) == (two_nodes.own.rank == 0)
     assert all("no space left for it; shards missing in" in one for one in told)
     assert [path.name for path in small_disk.iterdir()] in (["of-others"], [])
-
-
-@pytest.mark.slow
-@pytest.mark.world(2, 3, 4)
-def test_copies_that_vanish_are_read_from_the_source(
-    data, tmp_path, world, until_done, two_nodes, monkeypatch, caplog
-):
-    plain = train(tmp_path / "plain", data / "set", world, "off", steps=12)
-    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
-    vanished = []
-
-    def note(run: Staging) -> None:
-        opened = run._datasets[0]._shards
-        is_local = [shard.is_local for shard in opened._shards.values()]
-        if vanished or world.allreduce(int(bool(is_local) and all(is_local))) < RANKS:
-            return
-        vanished.append(True)
-        if run._copier is not None:
-            shutil.rmtree(run._copier.folder)  # as a cleaner of /tmp does
-        world.barrier()
-        opened.close()  # as when others take their place
-
-    caplog.clear()
-    disk = world.bcast(tmp_path / "disk")
-    staged = train(tmp_path / "staged", data / "set", world, disk, note, two_nodes, steps=12)
-    assert staged == plain
-    assert vanished
-    told = {one for one in warnings(caplog) if "is unusable" in one or "are gone" in one}
-    [line] = told  # of all shards; the other ranks of a node say the same words
-    assert line.startswith(f"{socket.gethostname()}: the copies in ")
-    assert line.endswith(f" are gone; reading from {data / 'set'}")
-
-
-@pytest.mark.world(3)
-def test_a_source_that_vanishes_when_all_is_staged_is_not_missed(
-    data, plain, tmp_path, world, until_done, monkeypatch
-):
-    folder = world.bcast(tmp_path) / "mine"
-    if world.rank == 0:
-        shutil.copytree(data / "set", folder)
-    world.barrier()
-    monkeypatch.setattr("spatialdl.data.open_shards._LOOK_EVERY_S", 0.0)
-
-    def note(run: Staging) -> None:
-        world.barrier()
-        if world.rank == 0 and folder.exists():
-            folder.rename(folder.with_name("away"))
-        world.barrier()
-
-    assert train(tmp_path / "run", folder, world, world.bcast(tmp_path / "d"), note) == plain
 
 
 def test_damage_ends_all_ranks(data, tmp_path, world, until_done):

@@ -14,8 +14,7 @@ from spatialdl.errors import ShardError
 from spatialdl.training import signals
 from spatialdl.training.console import run_log
 from spatialdl.training.signals import STOPPING
-from spatialdl.training.step_sync import StepSync
-from spatialdl.training.time_split import COUNTS
+from spatialdl.training.step_sync import COUNTS, StepSync
 from tests.mpi.training.small import trained
 
 WORLD = MpiCommunicator(MPI.COMM_WORLD)

@@ -18,7 +18,8 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, sealed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, sha256
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, train_config
+from tests.composing import composed
+from tests.fitting import fit
 
 TINY = [
     *("++model._target_=tests.training.checkpoints.runs.network", "~model.width"),
@@ -52,7 +53,7 @@ def noisy(num_classes: int = 3, in_channels: int = 3) -> nn.Sequential:
 
 
 def config(*overrides: str) -> DictConfig:
-    return train_config(*TINY, *overrides)
+    return composed("train", *TINY, *overrides)
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:

@@ -208,17 +208,6 @@ def test_a_run_that_gets_no_better_stops_early_and_stays_so(tmp_path, caplog):
     assert train(tmp_path, *more, "ckpt_path=latest").progress.step == 5
 
 
-def test_a_segmentation_keeps_its_lists_of_classes(tmp_path):
-    unet = ("++model._target_=spatialdl.models.unet", "++model.width=2", "++model.depth=1")
-    unet += ("task=segmentation", "data.image_size=[16,12]")
-    train(tmp_path, *unet, "trainer.max_steps=3")
-    train(tmp_path, *unet, "trainer.max_steps=6", "ckpt_path=latest")
-    found = json.loads((tmp_path / "summary.json").read_text())["validation"]
-    assert [row["step"] for row in found] == [3, 6]
-    assert all(len(row["dice"]) == 3 for row in found)
-    assert len(table(tmp_path / "validation.csv")) == 2
-
-
 def test_a_frozen_run_begins_with_weights_and_goes_on_with_its_own(tmp_path):
     start = {key: value + 0.5 for key, value in network().state_dict().items()}
     torch.save(start, tmp_path / "start.pt")

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from spatialdl.data import ShardWriter
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.same_run import check_same, identity, settings_of
-from spatialdl.training.checkpoints.settings import check_settings, local_folder
 from tests.composing import composed
 
 
@@ -125,35 +124,3 @@ def test_no_password_is_kept():
         config("logger=mlflow", "logger.mlflow.tracking_uri=https://me:secret@host/x")
     )
     assert "secret" not in json.dumps(found)
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("validate_every=0", "validate_every=0 must be at least 1 step, or null"),
-        ("validate_every_epochs=null", "validate_every_epochs=None must be at least 1 epoch"),
-        ("checkpoint.every_steps=0", "every_steps=0 must be at least 1 step, or null"),
-        ("checkpoint.every_epochs=1.5", "every_epochs=1.5 must be at least 1 epoch, or null"),
-        ("checkpoint.keep=-1", "keep=-1 must be at least 0 checkpoints"),
-        ("checkpoint.keep=true", "keep=True must be"),
-        ("early_stopping.patience=0", "patience=0 must be at least 1 validation"),
-        ("early_stopping.min_delta=-1", "min_delta=-1 must be 0 or above"),
-        ("early_stopping.min_delta=few", "min_delta=few must be 0 or above"),
-        ("checkpoint.local=/nowhere", "local=/nowhere is not a folder"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(override, sentence):
-    check_settings(config().trainer)
-    with pytest.raises(ValueError, match=sentence):
-        check_settings(config(f"trainer.{override}").trainer)
-
-
-def test_the_local_folder_is_that_of_slurm_unless_said_otherwise(tmp_path):
-    job = {"SLURM_JOB_ID": "7"}
-    assert local_folder("auto", {"TMPDIR": str(tmp_path)}) is None
-    assert local_folder("auto", job) is None
-    assert local_folder("auto", {**job, "TMPDIR": str(tmp_path)}) == tmp_path
-    assert local_folder("auto", {**job, "SLURM_TMPDIR": str(tmp_path), "TMPDIR": "/"}) == tmp_path
-    assert local_folder("auto", {**job, "SLURM_TMPDIR": "/nowhere"}) is None
-    assert local_folder(None, {**job, "TMPDIR": str(tmp_path)}) is None
-    assert local_folder(str(tmp_path), {}) == tmp_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -86,43 +85,6 @@ def test_training_goes_on_while_it_is_written(writer, tmp_path, monkeypatch):
     assert checkpoints(tmp_path) == [1]
     writer.wait()
     assert checkpoints(tmp_path) == [1, 2]
-
-
-def test_what_a_killed_run_left_is_removed(writer, tmp_path):
-    left = tmp_path / "checkpoints" / ".step-00000007.tmp"
-    left.mkdir(parents=True)
-    (left / "stage-00.safetensors").write_bytes(b"half")
-    write(writer, 8)
-    assert not left.exists()
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_local_files_are_moved_where_there_is_a_local_disk(is_there, tmp_path, caplog):
-    local = tmp_path / "local"
-    if is_there:
-        local.mkdir()
-    writer = Writer(tmp_path, SingleProcess(), keep=2, local=local)
-    write(writer, 5, 4.0)
-    writer.close()
-    assert weights(tmp_path, 5)[0] == 4.0
-    assert not is_there or list(local.iterdir()) == []
-    assert ("cannot write to" in caplog.text) != is_there
-
-
-def test_what_a_killed_run_left_on_the_local_disk_is_removed(tmp_path, monkeypatch):
-    """On resuming; folders of other runs are kept."""
-    local = tmp_path / "local"
-    local.mkdir()
-    for run in ("one", "other"):
-        with monkeypatch.context() as during:
-            during.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before
-            writer = Writer(tmp_path / run, SingleProcess(), keep=2, local=local)
-            write(writer, 5)
-            writer.close()
-    assert len(list(local.iterdir())) == 2
-    shutil.rmtree(tmp_path / "one")
-    train(tmp_path / "one", f"trainer.checkpoint.local={local}", "trainer.max_steps=1")
-    assert len(list(local.iterdir())) == 1
 
 
 def test_rows_of_the_steps_before_are_on_the_disk_first(writer, tmp_path, monkeypatch):

@@ -5,19 +5,19 @@ import pytest
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.parallel.placement import Placement
 from spatialdl.text import width
-from spatialdl.training.console.layout_text import DRAWN, WIDEST, draw_layout, ranks_text
-from spatialdl.training.console.rank_table import rank_lines
+from spatialdl.training.console.run_log import ranks_text
 from spatialdl.training.console.start_table import (
     Device,
     StageMemory,
     batch_line,
     device_lines,
+    rank_lines,
     stage_lines,
     start_table,
 )
 from spatialdl.training.console.validation_table import class_rows, confusion_rows, validation_table
 from spatialdl.training.parts import RunParts
-from tests.fitting import train_config
+from tests.composing import composed
 
 TINY = ["model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "device=cpu"]
 
@@ -28,7 +28,7 @@ TINY = ["model.width=2", "data.image_size=[40,36]", "data.num_classes=3", "devic
 )
 def test_bytes_are_those_of_tensors(optimizer, states, precision, size):
     overrides = [f"optimizer={optimizer}", f"trainer.precision={precision}", "trainer.max_steps=1"]
-    config = train_config(*TINY, *overrides, "trainer.freeze=['conv1.*']")
+    config = composed("train", *TINY, *overrides, "trainer.freeze=['conv1.*']")
     parts = RunParts(config, SingleProcess())
     table = start_table(parts.pipeline, parts.world, config, parts.batch_size, "input: uint8")
     parameters = list(parts.pipeline.parameters())
@@ -89,94 +89,10 @@ def test_ranks_of_a_machine_are_told_together():
     ]
 
 
-SP_PP = """
-  stage 0: 2x2 tiles    stage 1: whole
-  +---+---+             +---+
-  | 0 | 1 |          -> | 4 |
-  +---+---+             +---+
-  | 2 | 3 |
-  +---+---+
-"""
-GEMS = """
-  stage 0: whole    stage 1: whole
-  +------+          +------+
-  | 0, 1 |       -> | 1, 0 |
-  +------+          +------+
-  of two ranks in a tile, the second holds it in the copy with inverse stage order
-"""
-DP_SP = """
-  stage 0: 1x2 tiles
-  +---+---+
-  | 0 | 1 |
-  +---+---+
-  replica 1: same layout on ranks 2 to 3
-"""
-LOCAL_DP = """
-  stage 0: 2x1 tiles    stage 1: 2 by samples
-  +---+                 +---+
-  | 0 |              -> | 2 |
-  +---+                 +---+
-  | 1 |                 | 3 |
-  +---+                 +---+
-"""
-
-TENSOR = """
-  stage 0: 2x1 tiles    stage 1: whole, 3 by channels
-  +---+                 +-------+
-  | 0 |              -> | 2+3+4 |
-  +---+                 +-------+
-  | 1 |
-  +---+
-  ranks joined by + share a tile and split its channels
-"""
-
-
-@pytest.mark.parametrize(
-    ("placement", "picture"),
-    [
-        (Placement(1, ((1, 1),)), "\n  stage 0: whole\n  +---+\n  | 0 |\n  +---+\n"),
-        (Placement(1, ((2, 2), (1, 1))), SP_PP),
-        (Placement(1, ((1, 1), (1, 1)), mirrored=True), GEMS),
-        (Placement(2, ((1, 2),)), DP_SP),
-        (Placement(1, ((2, 1), (1, 1)), batch=(1, 2)), LOCAL_DP),
-        (Placement(1, ((2, 1), (1, 1)), tensor=(1, 3)), TENSOR),
-    ],
-)
-def test_layouts(placement, picture):
-    assert draw_layout(placement) == picture.strip("\n").splitlines()
-
-
-@pytest.mark.parametrize(
-    "placement",
-    [
-        Placement(1, ((8, 8),)),
-        Placement(4, ((4, 2), (4, 1), (4, 1))),
-        Placement(8, ((1, 1),) * 8, interleave=2),
-        Placement(1, ((100, 100), (1, 1)), mirrored=True),
-        Placement(1, ((1, 1),), tensor=(64,)),
-    ],
-)
-def test_many_ranks_are_summarised(placement):
-    lines = draw_layout(placement)
-    assert max(map(len, lines)) <= WIDEST
-    assert len(lines) <= 2 * DRAWN + 10
-
-
-def test_a_large_grid_has_its_corners():
-    cells = "|".join(draw_layout(Placement(1, ((8, 9),)))).split("|")
-    assert {"0", "8", "63", "71", "..."} <= {cell.strip() for cell in cells}
-
-
-def test_replicas_are_told_by_their_ranks():
-    assert draw_layout(Placement(4, ((2, 1),)))[-1] == (
-        "  replicas 1 to 3: same layout on ranks 2 to 7, 2 each"
-    )
+def test_ranks_are_told_as_ranges():
     assert [ranks_text([3]), ranks_text(range(3))] == ["rank 3", "ranks 0 to 2"]
     assert ranks_text([0, 2, 4]) == "ranks 0, 2, 4"
     assert ranks_text(range(0, 512, 8)) == "ranks 0, 8, 16, 24 ... 504"
-    dealt = Placement(2, ((2, 1),), order=(0, 2, 1, 3))
-    assert draw_layout(dealt)[-1] == "  replica 1: same layout on ranks 1, 3"
-    assert "  | 2 |" in draw_layout(dealt)
 
 
 DEVICES = [Device(f"node{1 + rank % 2}", f"cuda:{rank // 2}", "a GPU") for rank in range(6)]
@@ -197,25 +113,11 @@ rank  replica  stage             rows  columns
    2        0  1                 0:99     0:70
    2        0  0 of the copy     0:49     0:70
 """
-DEALT_RANKS = """
-rank  replica  stage   rows  columns
-   0        0  0, 2     0:4      0:8
-   0        0  1, 3     0:9      0:4
-   1        0  0, 2     4:9      0:8
-   1        0  1, 3     0:9      4:8
-"""
 LOCAL_DP_RANKS = """
 rank  replica  stage   rows  columns  samples
    0        0  0      0:100     0:70      all
    1        0  1      0:100     0:70   1 of 2
    2        0  1      0:100     0:70   2 of 2
-"""
-TENSOR_RANKS = """
-rank  replica  stage   rows  columns  channels
-   0        0  0       0:49     0:70       all
-   1        0  0      49:99     0:70       all
-   2        0  1       0:99     0:70    1 of 2
-   3        0  1       0:99     0:70    2 of 2
 """
 
 
@@ -227,27 +129,13 @@ rank  replica  stage   rows  columns  channels
             SP_PP_RANKS,
         ),
         (Placement(1, ((2, 1), (1, 1)), mirrored=True), (99, 70), None, GEMS_RANKS),
-        (Placement(1, ((2, 1), (1, 2)) * 2, interleave=4), (9, 8), None, DEALT_RANKS),
         (Placement(1, ((1, 1), (1, 1)), batch=(1, 2)), (100, 70), None, LOCAL_DP_RANKS),
-        (Placement(1, ((2, 1), (1, 1)), tensor=(1, 2)), (99, 70), None, TENSOR_RANKS),
     ],
 )
 def test_what_lies_on_each_rank_has_a_line_a_box(placement, size, devices, text):
     lines = rank_lines(placement, size, devices) if devices else rank_lines(placement, size)
     assert [line.split() for line in lines] == [line.split() for line in text.split("\n")[1:-1]]
     assert len({width(line) for line in lines}) == 1
-
-
-def test_many_ranks_are_readable():
-    devices = [Device(f"node{rank // 8:03d}", f"cuda:{rank % 8}", "") for rank in range(512)]
-    lines = rank_lines(Placement(64, ((2, 4),)), (8192, 8192), devices)
-    heads = [number for number, line in enumerate(lines) if line.startswith("rank")]
-    assert heads[:3] == [0, 41, 82]
-    assert len(lines) == 512 + len(heads)
-    assert len({width(line) for line in lines}) == 1
-    assert lines[-1].split() == [
-        *("511", "node063", "cuda:7", "63", "0", "4096:8192", "6144:8192"),
-    ]
 
 
 CLASSES = {
@@ -278,14 +166,6 @@ def test_metrics_beside_those_before():
         "  benign             1,000       2",
         "  tumour                 3       4",
     ]
-
-
-def test_the_first_validation_has_none_before_it():
-    found = {"loss": 2.0, "samples": 1, "rmse": 0.123456, "rmse_per_target": [0.123456]}
-    lines = validation_table(found, 3, ["mpp"], None).splitlines()
-    assert lines[0] == "validation after step 3, 1 sample"
-    assert [line.split() for line in lines[1:3]] == [["loss", "2"], ["RMSE", "0.1235"]]
-    assert lines[-1].split() == ["mpp", "0.1235"]
 
 
 def test_many_classes_are_cut_short_and_what_is_undefined_left_out():

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from spatialdl.configuring.own_keys import fit_model_keys
+from spatialdl.models import resnet18
 from spatialdl.training.checkpoints.same_run import settings_of
-from spatialdl.training.network.building import instantiate, seed_generators
-from spatialdl.training.network.head import check_head
+from spatialdl.training.network.building import check_head, freeze, instantiate, seed_generators
 from spatialdl.training.settings import open_sources
 from spatialdl.training.tasks.task import task_of
 from spatialdl.training.trainer import Trainer
@@ -148,27 +148,6 @@ def test_the_error_of_a_network_is_the_first():
         built(f"{__name__}.like_timm", "model.depth=3")
 
 
-def test_a_network_of_monai():
-    pytest.importorskip("monai")
-    sizes = ("model.spatial_dims=2", "model.n_input_channels=2", "model.conv1_t_size=3")
-    for words, outputs in (((), 3), (("model.num_classes=5",), 5)):
-        model, recorded = built("monai.networks.nets.resnet18", *sizes, *words)
-        assert model.fc.out_features == outputs
-        assert "in_channels" not in recorded.model
-
-
-def test_a_network_of_transformers():
-    pytest.importorskip("transformers")
-    name = "transformers.models.vit.ViTForImageClassification"
-    words = (
-        "model.config._target_=transformers.ViTConfig",
-        *(f"model.config.{key}=8" for key in ("hidden_size", "image_size", "intermediate_size")),
-        *("model.config.num_hidden_layers=1", "model.config.num_attention_heads=1"),
-        *("model.config.num_labels=3", "model.config.patch_size=4"),
-    )
-    assert built(name, *words)[0].classifier.out_features == 3
-
-
 DATA = "data.image_size=[16,12] data.num_classes=3 data.samples=6 data.batch_size=2 device=cpu"
 
 
@@ -247,10 +226,6 @@ def test_a_run_is_refused_before_its_first_step_or_by_its_first_loss(tmp_path):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_more_outputs_than_classes_can_be_asked_for(tmp_path):
-    fit(run_of("looking", "data.num_classes=1000"), tmp_path)
-
-
 def test_the_network_and_the_generators_stay_as_they_are():
     class Draws(HeadNet):
         def forward(self, x: Tensor) -> Tensor:
@@ -268,3 +243,33 @@ def test_the_network_and_the_generators_stay_as_they_are():
     assert (random.random(), np.random.random(), torch.rand(())) == expected
     assert not hasattr(model, "calls")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- freezing
+
+
+def frozen(*patterns: str) -> set[str]:
+    model = resnet18(3, width=2)
+    freeze(model, patterns)
+    return {name for name, one in model.named_parameters() if not one.requires_grad}
+
+
+def test_patterns_choose_parameters_by_name():
+    assert frozen() == set()
+    assert frozen("conv1.*") == {"conv1.weight"}
+    assert frozen("fc.bias", "bn1.*") == {"fc.bias", "bn1.weight", "bn1.bias"}
+    layer = {name for name, _ in resnet18(width=1).named_parameters() if "layer1." in name}
+    assert frozen("layer1.*") == layer
+    assert len(frozen("layer[1-3].*", "*.bias")) > len(layer)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no parameter matches layer1; did you mean layer\d"):
+        frozen("conv1.*", "layer1")
+    with pytest.raises(ValueError, match=r"no parameter matches fc.wieght; .*fc.weight"):
+        frozen("fc.wieght")
+
+
+def test_something_must_be_left_to_train():
+    with pytest.raises(ValueError, match=r"freezes all \d+ parameters: nothing is left"):
+        frozen("*")

@@ -13,8 +13,13 @@ from torch import nn
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.normalisation import NAMED, Normalisation
 from spatialdl.models import resnet18, resnet50
-from spatialdl.training.network.pretrained_input import expected_input, warn_of_other_input
-from spatialdl.training.network.weights import check_alike, find_weights, load_weights
+from spatialdl.training.network.weights import (
+    check_alike,
+    expected_input,
+    find_weights,
+    load_weights,
+    warn_of_other_input,
+)
 
 
 def names_of_others(blocks: tuple[int, ...], convolutions: int) -> set[str]:
@@ -215,8 +220,8 @@ def test_files_of_torchvision_expect_imagenet(tmp_path, monkeypatch, caplog):
     warn_of_other_input("resnet18", file, Normalisation(), 1)
     assert not caplog.text
     warn_of_other_input("resnet18", file, Normalisation(), 3)
-    assert "weights=resnet18 were trained with mean [0.485,0.456,0.406]" in caplog.text
-    assert "set data.mean=imagenet data.std=imagenet" in caplog.text
+    assert "weights=resnet18 were trained with other means" in caplog.text
+    assert "set data.mean=[0.485,0.456,0.406] data.std=[0.229,0.224,0.225]" in caplog.text
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

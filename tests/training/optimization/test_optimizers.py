@@ -45,44 +45,26 @@ class Rows(torch.optim.SGD):
 
 @pytest.mark.parametrize("target", ["SGD", "AdamW", "NAdam", "RMSprop", "Rprop", "ASGD"])
 def test_parts_of_weights_are_stepped_as_the_whole_by_these(target):
-    check_elementwise(partial(make_optimizer, settings(f"torch.optim.{target}"), batch_size=4))
+    check_elementwise(partial(make_optimizer, settings(f"torch.optim.{target}")))
 
 
 @pytest.mark.parametrize("target", ["torch.optim.Adafactor", f"{__name__}.Rows"])
 def test_what_looks_at_whole_weights_is_refused(target):
-    make = partial(make_optimizer, settings(target, lr=0.1), batch_size=4)
+    make = partial(make_optimizer, settings(target, lr=0.1))
     with pytest.raises(ValueError, match=r"is not elementwise, .* use sgd"):
         check_elementwise(make)
 
 
 @pytest.mark.parametrize(
-    ("scale", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2), (None, 0.1)]
-)
-def test_the_learning_rate_follows_the_global_batch(scale, rate):
-    keys = {} if scale is None else {"scale_lr": scale, "base_batch": 8}
-    given = sgd(momentum=0.9, **keys)
-    made = make_optimizer(given, parameters(), batch_size=32)
-    assert made.param_groups[0]["lr"] == pytest.approx(rate)
-    assert made.param_groups[0]["momentum"] == 0.9
-    assert given.lr == 0.1  # the configuration, which is kept with the run, stays as it was
-
-
-ADAMW = "torch.optim.AdamW"
-
-
-@pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (sgd(scale_lr="cubic"), "scale_lr=cubic is unknown: use one of none, linear, sqrt"),
-        (sgd(scale_lr="linear", base_batch=0), "base_batch=0 must be at least 1"),
         (sgd(momentum="fast"), "optimizer.momentum=fast must be a number"),
         (sgd(weight=1), "cannot create the optimizer: .*weight"),
-        (settings(ADAMW, scale_lr="linear", base_batch=1), r"needs optimizer\.lr"),
     ],
 )
 def test_what_cannot_be_is_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):
-        make_optimizer(given, parameters(), 4)
+        make_optimizer(given, parameters())
 
 
 def network() -> nn.Sequential:
@@ -94,7 +76,7 @@ def test_norms_and_biases_may_be_spared_and_what_is_frozen_is_left_out(all_decay
     model = network()
     model[3].requires_grad_(False)
     given = sgd(weight_decay=0.5, decay_norms_and_biases=all_decay)
-    made = make_optimizer(given, model.parameters(), 4)
+    made = make_optimizer(given, model.parameters())
     assert [group["name"] for group in made.param_groups] == ["decay", "no_decay"]
     assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
     assert sum(len(group["params"]) for group in made.param_groups) == 4
@@ -144,12 +126,12 @@ CYCLE = {
 
 
 def groups_of(
-    rule: str, keys: dict[str, object], steps: int, params: Any = None, **epochs: int
+    rule: str, keys: dict[str, object], steps: int, params: Any = None
 ) -> list[dict[str, Any]]:
     """Those that decay, before each step."""
     params = parameters() if params is None else params
-    optimizer = make_optimizer(sgd(momentum=0.5, decay_norms_and_biases=False), params, 4)
-    scheduler = make_scheduler(settings(f"{RULES}.{rule}", **keys), optimizer, steps, **epochs)
+    optimizer = make_optimizer(sgd(momentum=0.5, decay_norms_and_biases=False), params)
+    scheduler = make_scheduler(settings(f"{RULES}.{rule}", **keys), optimizer, steps)
     found = []
     for _ in range(steps):
         found.append({**optimizer.param_groups[0], "params": None})
@@ -168,7 +150,6 @@ def groups_of(
             [0.025, 0.05, 0.075, *cosine(STEPS - 3)],  # evenly to the first rate of the rule
         ),
         ("ConstantLR", {"factor": 1.0, "warmup_steps": 1}, [0.05, *[0.1] * 11]),
-        ("ConstantLR", {"factor": 1.0, "warmup_epochs": 1.5}, [0.025, 0.05, 0.075, *[0.1] * 9]),
         ("StepLR", {**STEP, "gamma": 0.1}, [0.1 * 0.1 ** (step // 4) for step in range(STEPS)]),
         (
             *("StepLR", {**STEP, "gamma": 0.5, "warmup_steps": 2}),
@@ -184,7 +165,7 @@ def groups_of(
     ],
 )
 def test_rules_have_the_steps_of_the_run(rule, keys, expected):
-    found = groups_of(rule, keys, STEPS, steps_per_epoch=2)
+    found = groups_of(rule, keys, STEPS)
     assert [one["lr"] for one in found] == pytest.approx(expected)
     if rule == "OneCycleLR":  # the momentum goes against it
         momenta = [one["momentum"] for one in found]
@@ -192,7 +173,7 @@ def test_rules_have_the_steps_of_the_run(rule, keys, expected):
         assert momenta[0] == momenta[-1] == pytest.approx(0.9)
     # the same on every stage, of those without norms and those without weights, too
     for others in (network().parameters(), []):
-        assert groups_of(rule, keys, STEPS, others, steps_per_epoch=2) == found
+        assert groups_of(rule, keys, STEPS, others) == found
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -205,15 +186,12 @@ def test_one_cycle_of_few_steps(steps):
     ("keys", "sentence"),
     [
         *(({"warmup_steps": n}, f"warmup_steps={n} must be at least 0") for n in (-1, 9, "two")),
-        ({"warmup_epochs": 1, "warmup_steps": 1}, "set only one of them"),
-        ({"warmup_epochs": -1}, "warmup_epochs=-1 must be a number of epochs"),
-        ({"warmup_epochs": 5}, "warmup_epochs=5, 10 steps, must be .* below the run's 9"),
         ({"fctor": 1}, "cannot create the scheduler: .*fctor"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(keys, sentence):
     with pytest.raises(ValueError, match=sentence):
-        groups_of("ConstantLR", keys, 9, steps_per_epoch=2)
+        groups_of("ConstantLR", keys, 9)
 
 
 # --- against the algorithms of the papers, restated in NumPy element by element

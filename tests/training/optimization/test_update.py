@@ -19,15 +19,14 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training import checks
-from spatialdl.training.optimization.ema import WeightAverage
 from spatialdl.training.optimization.precision import (
     PRECISIONS,
     LossScaler,
     precision_of,
     set_arithmetic,
 )
-from spatialdl.training.optimization.update import Update
-from tests.fitting import train_config
+from spatialdl.training.optimization.update import Update, WeightAverage
+from tests.composing import composed
 
 
 def made(mixed: torch.dtype | None, *words: str) -> tuple[PipelineRuntime, Update]:
@@ -39,8 +38,8 @@ def made(mixed: torch.dtype | None, *words: str) -> tuple[PipelineRuntime, Updat
         *(model, placement, schedule, SingleProcess(), F.cross_entropy, (3, 8, 8)),
         PipelineOptions(mixed=mixed),
     )
-    config = train_config("scheduler=cosine", *words)
-    return pipeline, Update(config, pipeline, batch=2, steps=4, steps_per_epoch=4)
+    config = composed("train", "scheduler=cosine", *words)
+    return pipeline, Update(config, pipeline, steps=4)
 
 
 def backward(pipeline: PipelineRuntime, update: Update, factor: float = 1.0) -> None:
@@ -148,19 +147,6 @@ def test_the_network_s_own_weights_come_back_bit_for_bit(fails):
     assert all(torch.equal(v, averages[name]) for name, v in average.state_dict().items())
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1, "much"])
-def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match=r"trainer\.ema=.* must be at least 0 and below 1"):
-        average_of(network(), decay)
-
-
-def test_a_rank_may_have_no_parameters():
-    average = WeightAverage({}, 0.9)
-    average.update()
-    with average.swapped():
-        assert average.state_dict() == {}
-
-
 # --- precision
 
 
@@ -209,22 +195,6 @@ def test_what_gives_other_bits_the_next_time_is_refused(as_before):
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
     set_arithmetic(tf32=False, deterministic=False)
     torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-
-
-def scales(scaler: LossScaler, steps: str) -> list[float]:
-    """Those of steps, of which those with an x overflow."""
-    found = []
-    for step in steps:
-        found.append(scaler.scale)
-        scaler.update(is_finite=step != "x")
-    return found
-
-
-def test_the_scale_shrinks_with_overflows_and_grows_without():
-    scaler = LossScaler(scale=8.0, interval=3)
-    assert scales(scaler, "..x...x") == [8, 8, 8, 4, 4, 4, 8]
-    assert scaler.scale == 4
-    assert scales(LossScaler(scale=2.0), "xxx") == [2, 1, 1], "it never vanishes"
 
 
 def test_the_scale_is_that_of_pytorch_and_goes_on_where_it_was():

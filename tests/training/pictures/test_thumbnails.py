@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,20 +10,30 @@ import torch
 from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.parallel.layout import even_bounds
 from spatialdl.training.pictures import thumbnails
-from spatialdl.training.pictures.orthogonal_slices import draw_sections
+from spatialdl.training.pictures.orthogonal_slices import Planes, draw_planes, draw_sections
 from spatialdl.training.pictures.thumbnails import (
     COLOURS,
-    Patch,
-    as_rgb,
-    drawn_signal,
-    joined,
+    SIDE,
     joined_sections,
     mask_patches,
     mean_sections,
     pixel_patches,
     sections,
 )
-from tests.training.pictures.whole_volumes import orthogonal_slices, planes_of
+
+
+def planes_of(volume: Any) -> Planes:
+    """The slices through the middle of a volume (depth, height, width)."""
+    depth, height, width = (n // 2 for n in volume.shape)
+    return Planes(volume[depth], volume[:, height], volume[:, :, width])
+
+
+def orthogonal_slices(
+    volume: Any, spacing: Sequence[float] | None = None, classes: Any = None, side: int = SIDE
+) -> Any:
+    """The picture of them."""
+    overlay = None if classes is None else planes_of(classes)
+    return draw_planes(planes_of(volume), spacing, overlay, side=side)
 
 
 @pytest.fixture(autouse=True)
@@ -42,21 +53,16 @@ def window(box: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(*pair) for pair in zip(box[::2], box[1::2], strict=True))
 
 
-def shown(values: np.ndarray, dims: int) -> list[np.ndarray]:
-    """An image, a signal as a row, or the three slices through the middle of a volume."""
-    if dims < 3:
-        return [values if dims == 2 else values[None]]
+def shown(values: np.ndarray) -> list[np.ndarray]:
+    """The three slices through the middle of a volume."""
     depth, height, width = (n // 2 for n in values.shape[:3])
     return [values[depth], values[:, height], values[:, :, width]]
 
 
-SIZES = [(61, 37), (5, 7), (26, 260), (40,), (7,), (9, 20, 31), (3, 5, 4)]
-
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(9, 20, 31), (5, 5, 4)])
 @pytest.mark.parametrize("grid", [(3, 2, 2), (5, 3, 1)])
 def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
-    rng, grid = np.random.default_rng(0), grid[: len(size)]
+    rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (*size, 3), np.uint8)
     mask = torch.from_numpy(rng.integers(0, 9, size))
     own = boxes(size, grid)
@@ -64,7 +70,7 @@ def test_parts_make_the_thumbnails_of_the_whole_image(size, grid):
     found = joined_sections(parts, size)
     read = [pixel_patches(lambda one: image[window(one)], box, size) for box in own]
     thumbnails = mean_sections(read, size)
-    images, masks = shown(image, len(size)), shown(mask.numpy(), len(size))
+    images, masks = shown(image), shown(mask.numpy())
     rows = zip(sections(size), images, masks, found, thumbnails, strict=True)
     for section, whole, classes, drawn, pixels in rows:
         rows, cols = section.small
@@ -91,39 +97,6 @@ def test_the_sections_of_a_volume_have_one_scale():
     ]
 
 
-def test_a_signal_is_a_line_on_the_colours_of_its_classes():
-    values = np.array([[0.0], [0.0], [1.0], [1.0]])
-    plain = drawn_signal(values)
-    assert plain.shape == (120, 13, 3)
-    dark = plain.max(2) < 60
-    assert dark[115, 0]  # low on the left, high on the right
-    assert dark[4, -1]
-    assert not dark[:100, 0].any()
-    assert (plain[60] == 255).all(1).any()
-    classes = np.array([0, 0, 1, 255])
-    coloured = drawn_signal(values, classes)[60]
-    assert coloured[0].tolist() == coloured[-1].tolist() == [255] * 3
-    assert coloured[8].tolist() == (0.55 * 255 + 0.45 * COLOURS[0]).round().tolist()
-    assert drawn_signal(np.full((5, 2), np.nan)).shape == (120, 13, 3)
-
-
-def test_numbers_of_any_range_become_colours():
-    wide = np.array([[[0.0], [65535.0]]])
-    assert as_rgb(wide).tolist() == [[[0] * 3, [255] * 3]]
-    assert as_rgb(np.full((2, 2, 4), 7.4)).tolist() == [[[7] * 3] * 2] * 2
-    assert as_rgb(np.zeros((1, 1, 2))).tolist() == [[[0, 0, 0]]]
-    assert as_rgb(np.array([[[0.0], [0.5], [1.0]]]))[0, :, 0].tolist() == [0, 128, 255]
-    dark = np.zeros((20, 20, 3))
-    for blue, shown_as in ((30, 255), (100, 100)):  # stretched, and bright enough
-        dark[5:10, :, 2] = blue
-        assert as_rgb(dark)[7, 0].tolist() == [0, 0, shown_as]
-
-
-def test_a_patch_without_pixels_adds_nothing():
-    empty = Patch(4, 3, np.zeros((0, 1), np.int32))
-    assert joined([empty], (4, 4)).sum() == 0
-
-
 def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
     volume = np.zeros((5, 20, 10), np.int16)
     picture = orthogonal_slices(volume, (4.0, 1.0, 1.5), side=40)
@@ -131,15 +104,6 @@ def test_slices_lie_side_by_side_in_one_scale_of_millimetres():
     # 20 x 20 x 15 mm, two pixels each
     assert picture.shape == (40, 30 + 4 + 30 + 4 + 40, 3)
     assert orthogonal_slices(volume, side=40).shape == (40, 20 + 4 + 20 + 4 + 40, 3)
-
-
-@pytest.mark.parametrize("dtype", [np.int16, np.float32, bool])
-def test_darkest_is_black_and_brightest_white(dtype):
-    volume = np.zeros((8, 8, 8), dtype)
-    volume[4] = 1
-    picture = orthogonal_slices(volume, side=8)
-    assert picture[:, :8].min() == 255
-    assert picture[0, 12:20].max() == 0
 
 
 def test_voxels_that_are_no_numbers_are_black():

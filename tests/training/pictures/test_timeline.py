@@ -5,14 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from matplotlib import image
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.comm.trace import Span
 from spatialdl.parallel.placement import Placement
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.simulate import Action, describe
-from spatialdl.training.pictures.timeline import StepTimeline, draw_step, simulated, write_trace
+from spatialdl.training.pictures.timeline import StepTimeline, simulated, write_trace
 
 PLACEMENT = Placement(2, ((2, 1), (1, 1)), mirrored=True)
 TRAIN = make_schedule("mast", PLACEMENT, 2).train
@@ -72,13 +71,6 @@ def test_micro_batches_that_were_left_out_are_left_out_of_the_simulation():
         for spans in recorded(placement, train)
     ]
     assert [len(row) for row in simulated(ranks, placement, train)] == [4, 4]
-
-
-@pytest.mark.parametrize("ranks", [recorded(), [[]] * 6])
-def test_a_picture_is_drawn(ranks, tmp_path):
-    draw_step(ranks, PLACEMENT, TRAIN, tmp_path / "timeline.png")
-    height, width, _ = image.imread(tmp_path / "timeline.png").shape
-    assert width > height > 300
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, caplog):

@@ -14,6 +14,7 @@ from spatialdl.data.format import UNLABELLED
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.pipeline.stage_runtime import Microbatch
+from spatialdl.training.step import mixed
 from spatialdl.training.tasks.losses import (
     classification_loss,
     classification_weights,
@@ -21,7 +22,6 @@ from spatialdl.training.tasks.losses import (
     regression_loss,
     segmentation_loss,
 )
-from spatialdl.training.tasks.mixup import mixed
 from spatialdl.training.tasks.task import task_of
 from tests.composing import composed
 
@@ -176,11 +176,6 @@ def test_outputs_that_do_not_fit_are_refused(loss, output, target, sentence):
         loss(output, target)
 
 
-def test_weights_of_other_classes_are_refused():
-    with pytest.raises(ValueError, match=r"class_weights has 4 weights, .* has 5 classes"):
-        classification_loss(torch.zeros(2, 5), torch.tensor([0, 1]), WEIGHT)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_outputs_in_16_bits_are_counted_and_weighed_in_32(dtype):
     """More pixels than float16 has numbers, and weights that have no exact one in 16 bits."""
@@ -284,13 +279,6 @@ def test_replicas_draw_as_one_process_does_for_the_same_slices():
         for ours, theirs in zip(own, plain[replica::2], strict=True):
             assert ours.tile.equal(theirs.tile)
             assert ours.target.equal(theirs.target)
-
-
-def test_other_steps_and_slices_mix_otherwise():
-    first, second = (mixed(slices(4), 1.0, 3, 0, step, 0, 1)[0].tile for step in range(2))
-    two = mixed([*slices(4), *slices(4)], 1.0, 3, 0, 0, 0, 1)
-    assert not first.equal(second)
-    assert not two[0].tile.equal(two[1].tile)
 
 
 def test_ranks_without_images_or_labels_mix_what_they_have():

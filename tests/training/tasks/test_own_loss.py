@@ -13,7 +13,7 @@ from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.training.tasks.own_loss import OwnLoss
 from spatialdl.training.tasks.segmentation import Segmentation
 from spatialdl.training.tasks.task import task_of
-from tests.fitting import train_config
+from tests.composing import composed
 
 HERE = "task.loss._target_=tests.training.tasks.test_own_loss"
 GIVEN = "task.loss.weights=[1,2,0.5]"
@@ -48,7 +48,7 @@ class Learned(nn.Module):
 def made(*words):
     overrides = [rewritten(word) for word in words]
     check_overrides(overrides)
-    return task_of(train_config(*overrides).task, 3, SyntheticDataset(7, (8, 8), 3))
+    return task_of(composed("train", *overrides).task, 3, SyntheticDataset(7, (8, 8), 3))
 
 
 def test_functions_and_classes_are_the_loss_and_metrics_stay():

@@ -9,17 +9,21 @@ from torchmetrics import ClasswiseWrapper
 from torchmetrics.classification import MulticlassAUROC, MulticlassRecall
 
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.training.best import Best
 from spatialdl.training.checks import check_config
 from spatialdl.training.parts import RunParts
-from spatialdl.training.tasks.making_metrics import is_random, made_metrics
+from spatialdl.training.progress import Best
+from spatialdl.training.tasks.foreign_metrics import (
+    made_metrics,
+    merge,
+    state_of,
+)
 from spatialdl.training.tasks.metric_names import own_metric_plugins
 from spatialdl.training.tasks.own_metrics import OwnMetrics
-from spatialdl.training.tasks.states import irreducible, merge, state_of
 from spatialdl.training.trainer import Trainer
-from tests.fitting import fit, summary, train_config
+from tests.composing import composed
+from tests.fitting import fit, summary
 from tests.training.checkpoints.runs import table
-from tests.training.tasks.own_metric_classes import MeanBrightness, NoReduction, RunningMean
+from tests.training.tasks.own_metric_classes import MeanBrightness, RunningMean
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
 F1 = f"{{_target_: {TM}.MulticlassF1Score, num_classes: 3, average: macro}}"
@@ -30,7 +34,7 @@ SMALL = (
 
 
 def config(*overrides: str) -> DictConfig:
-    return train_config(*SMALL, *overrides)
+    return composed("train", *SMALL, *overrides)
 
 
 def own(task: str, *metrics: dict) -> OwnMetrics:
@@ -70,16 +74,6 @@ def test_what_they_get_of_each_task():
     }
     with pytest.raises(ValueError, match="unknown labels are -1: set ignore_index"):
         own("multilabel", exact).of_samples(shares, known)
-
-
-def test_torch_distributed_of_the_program_is_not_asked(monkeypatch):
-    """One rank computes for all ranks, where torchmetrics would wait for its peers forever."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    error = {"_target_": "torchmetrics.regression.MeanAbsoluteError"}
-    inner = {"_target_": "torchmetrics.BootStrapper", "base_metric": error}
-    values = torch.tensor([[1.0], [2.0]]).double()
-    found = own("regression", error, {**inner, "name": "spread"}).of_samples(values, values + 1)
-    assert found["MeanAbsoluteError"] == 1
 
 
 def test_of_nothing_and_of_nan_they_have_no_value():
@@ -229,28 +223,6 @@ def test_each_metric_of_a_collection_is_one_by_its_key():
     assert sorted(made(listed, named)) == sorted(names)
 
 
-def test_values_are_those_of_the_collection():
-    collection = {"_target_": COLLECTION, "name": "x", "metrics": [ACCURACY, F1_EACH]}
-    found = own("classification", collection)
-    shares = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double().softmax(1)
-    labels = torch.arange(9) % 3
-    values = found.of_samples(shares, labels)
-    for name, metric in made(ACCURACY, F1_EACH).items():
-        metric.update(shares, labels)
-        assert values[f"x_{name}"] == pytest.approx(metric.compute().tolist())
-    assert found.is_smaller_better("x_MulticlassAccuracy", "key") is False
-
-
-def test_metrics_of_a_collection_share_no_states():
-    """torchmetrics updates only one of those that count the same."""
-    one, other = made(
-        {"_target_": COLLECTION, "name": "x", "metrics": [ACCURACY, F1_EACH]}
-    ).values()
-    one.update(torch.eye(3), torch.arange(3))
-    assert int(other.tp.sum()) == 0
-    assert float(one.compute()) == 1
-
-
 def collected(metrics: object, **keys: object) -> dict:
     return {"_target_": COLLECTION, "metrics": metrics, **keys}
 
@@ -280,12 +252,6 @@ def test_what_cannot_be_right_is_refused(metrics, said):
         made(*metrics)
 
 
-def test_random_metrics_are_found_inside_of_wrappers():
-    boot = {"_target_": "torchmetrics.BootStrapper", "base_metric": ACCURACY}
-    found = made(boot, F1_EACH, {"_target_": COLLECTION, "name": "x", "metrics": {"a": boot}})
-    assert [name for name, one in found.items() if is_random(one)] == ["BootStrapper", "x_a"]
-
-
 DRAW = torch.Generator().manual_seed(0)
 GIVEN = torch.randn(9, 3, generator=DRAW, dtype=torch.float64).softmax(1)
 WANTED = torch.arange(9) % 3
@@ -298,8 +264,9 @@ MAKES = [
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("cuts", [(0, 2, 9), (0, 5, 5, 9), (0, 9)])
-def test_parts_are_the_whole(make, cuts):
+def test_parts_are_the_whole(make):
+    cuts = (0, 5, 5, 9)
+
     def seen(numbers):
         metric = make()
         for number in numbers:
@@ -311,9 +278,3 @@ def test_parts_are_the_whole(make, cuts):
     merge(together, [state_of(seen(part)) for part in parts])
     found, expected = together.compute(), seen(range(9)).compute()
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0, check_dtype=False)
-
-
-def test_a_state_without_a_reduction_is_found_inside_of_wrappers_too():
-    assert irreducible(MeanBrightness()) is None
-    assert irreducible(NoReduction()) == "last"
-    assert irreducible(ClasswiseWrapper(NoReduction())) == "last"

@@ -12,8 +12,7 @@ from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.synthetic import SyntheticDataset
 from spatialdl.data.synthetic_targets import SyntheticTargets
 from spatialdl.training.parts import RunParts
-from spatialdl.training.tasks.aggregation import to_slides
-from spatialdl.training.tasks.predictions import Predictions, errors_of, extremes
+from spatialdl.training.tasks.predictions import Predictions, to_slides
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression
 from tests.fitting import make_parts, validated
 
@@ -104,25 +103,6 @@ def test_a_network_may_tell_more_classes_apart_than_there_are(tmp_path):
     assert list(table[0])[-1] == "probability_2"
 
 
-def test_errors_of_classes_and_of_labels():
-    values = torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=torch.float64)
-    assert errors_of(Classification(), values, torch.tensor([0, 1])).tolist() == [0.25, 0.5]
-    labels = torch.tensor([[1.0, math.nan], [math.nan, math.nan]], dtype=torch.float64)
-    first, second = errors_of(MultiLabel(), values, labels).tolist()
-    assert first == 0.25
-    assert math.isnan(second)
-
-
-def test_the_first_and_the_last_of_an_order_that_rounding_does_not_change():
-    errors = dict.fromkeys(range(12), 0.5) | {3: 0.9, 5: math.nan, 7: 0.5 + 1e-15, 8: 0.1}
-    assert [sample for sample, _ in extremes(errors.items())] == [3, 0, 1, 2, 9, 10, 11, 8]
-    assert extremes([(4, 0.25), (2, 0.5)]) == [(2, 0.5), (4, 0.25)]
-    # those of all are among those of each part
-    draw = torch.rand(20, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    drawn = list(enumerate(draw.tolist()))
-    assert extremes([*extremes(drawn[:4]), *extremes(drawn[4:])]) == extremes(drawn)
-
-
 def test_tiles_become_slides():
     told = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.45, 0.55]], dtype=torch.float64)
     found = to_slides(told, torch.tensor([1, 0, 1, 0]), ["b", "a", "b", "a"])
@@ -180,12 +160,3 @@ def test_outputs_that_are_no_numbers_have_no_metrics(task):
     assert math.isnan(found.pop("loss"))
     assert found.pop("samples") == 4
     assert all(value in (None, []) for value in found.values())
-
-
-@pytest.mark.parametrize("unet", [[], ["model=unet", "++model.depth=1", "task=segmentation"]])
-def test_without_a_report_nobody_keeps_pictures(unet):
-    given = [*unet, "data.validation_samples=4"]
-    with_pictures, without = parts(*given), parts(*given, "trainer.report=false")
-    assert validated(with_pictures) == validated(without)
-    assert with_pictures.validation.examples()
-    assert without.validation.examples() is None

@@ -8,10 +8,12 @@ import pytest
 import torch
 from scipy.optimize import brentq
 
-from spatialdl.training.tasks.concordance import concordance
-from spatialdl.training.tasks.cox import Cox, check_order, partial_likelihood
 from spatialdl.training.tasks.survival import (
+    Cox,
     Survival,
+    check_order,
+    concordance,
+    partial_likelihood,
     survival_columns,
     survival_edges,
     survival_of,
@@ -175,15 +177,3 @@ def test_a_risk_that_is_nan_is_wrong_and_a_time_that_is_nan_is_no_sample() -> No
     assert concordance(risks, times, torch.ones(4)) == pytest.approx(1 / 3, abs=1e-15)
     for count in (0, 2):  # no order is known without events
         assert concordance(*torch.ones(2, count), torch.zeros(count)) is None
-
-
-def test_no_matrix_of_pairs_is_made() -> None:
-    """Of 200,000 samples one would have 40 GB."""
-    count = 200_000
-    times = torch.arange(count, dtype=torch.float64)
-    assert concordance(-times, times, torch.ones(count)) == 1.0
-    assert concordance(times, times, torch.ones(count)) == 0.0
-    swapped = times.clone()
-    swapped[[0, count - 1]] = swapped[[count - 1, 0]]
-    right = 1 - (2 * count - 3) / (count * (count - 1) / 2)
-    assert concordance(-swapped, times, torch.ones(count)) == pytest.approx(right, abs=1e-15)

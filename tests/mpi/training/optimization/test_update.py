@@ -19,7 +19,7 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.pipeline.schedule import make_schedule
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.optimization.update import Update
-from tests.fitting import train_config
+from tests.composing import composed
 from tests.mpi.device import DEVICE
 from tests.mpi.training.small import trained
 from tests.training.checkpoints.runs import table
@@ -88,8 +88,8 @@ def test_an_overflow_on_one_stage_leaves_the_step_out_on_all_ranks(placement: Pl
         PipelineOptions(cut=cut, mixed=torch.float16, device=DEVICE),
     )
     words = ("scheduler=polynomial", "optimizer.momentum=0.9", "trainer.clip_norm=0.01")
-    config = train_config(*words, "trainer.ema=0.5")
-    update = Update(config, pipeline, batch=4, steps=6, steps_per_epoch=6)
+    config = composed("train", *words, "trainer.ema=0.5")
+    update = Update(config, pipeline, steps=6)
 
     plain = network().to(DEVICE)
     groups = [
@@ -154,7 +154,7 @@ LAYOUTS = {
         ("parallel=dp parallel.shard_state=true comm.backend=mpi4py", "optimizer.nesterov=true"),
     ],
     4: [
-        ("parallel=sp+lp parallel.late=tensor", "optimizer=lars optimizer.lr=50"),
+        ("parallel=sp+lp parallel.tensor=[1,2]", "optimizer=lars optimizer.lr=50"),
         ("parallel=sp parallel.tensor=2", "optimizer=adamw"),
         ("parallel=sp+pp parallel.stages=2 parallel.spatial_stages=2", "optimizer=adamw"),
         ("parallel=sp+lp parallel.grid=[3,1]", "optimizer=lamb scheduler=polynomial"),

@@ -10,7 +10,8 @@ from mpi4py import MPI
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.parts import RunParts
-from tests.fitting import train_config, validated
+from tests.composing import composed
+from tests.fitting import validated
 from tests.mpi.device import device_key
 
 TM, OWN = "torchmetrics.classification", "tests.training.tasks.own_metric_classes"
@@ -84,7 +85,7 @@ def validated_twice(task: str, layout: str, comm: Any) -> dict[str, Any]:
     given = ("data.image_size=[37,45]", "data.num_classes=3", "data.samples=6", "comm.check=true")
     given += ("data.validation_samples=5", "data.batch_size=4", "trainer.max_steps=1")
     given += ("trainer.precision=float64", f"task.metrics=[{','.join(metrics)}]")
-    config = train_config(*given, device_key(comm), *words.split(), *layout.split())
+    config = composed("train", *given, device_key(comm), *words.split(), *layout.split())
     parts = RunParts(config, comm)
     validated(parts)
     found = validated(parts)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import json
 import platform
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from PIL import Image
 
-from spatialdl.pages.writing import as_data, save_page
+from spatialdl.pages.writing import as_data, as_svg, save_page
 from spatialdl.text import readable_bytes, without_passwords
 from spatialdl.training.console.validation_table import (
     SHARES,
@@ -25,15 +22,10 @@ from spatialdl.training.console.validation_table import (
     metric_text,
     scalar_metrics,
 )
-from spatialdl.training.pictures.gallery import Example, stacked
-from spatialdl.training.pictures.heat_maps import COLOURS as HEAT_COLOURS
-from spatialdl.training.pictures.loss_curve import few_validated
-from spatialdl.training.pictures.thumbnails import COLOURS as MASK_COLOURS
-from spatialdl.training.report.curves import curves
-from spatialdl.training.time_split import PARTS
+from spatialdl.training.pictures.curves import draw_curves, few_validated
+from spatialdl.training.step_sync import PARTS
 from spatialdl.version import __version__
 
-_QUALITY = 85
 _MOST_ROWS = 30  # validations in the table; the middle of a longer list is left out
 _PART_TEXT = {
     "compute": "layers, loss and optimizer",
@@ -55,7 +47,6 @@ def save_report(
     steps: Sequence[Mapping[str, float]],
     validations: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
-    examples: Sequence[Example] = (),
     timeline: Path | None = None,
     ended: str = "",
 ) -> None:
@@ -65,14 +56,13 @@ def save_report(
         path: HTML file to write.
         title: title of the run.
         config: resolved and shown without passwords.
-        overrides: command-line overrides, highlighted in the configuration.
+        overrides: command-line overrides.
         table: start table, see `start_table`.
         names: class or target names.
         steps: rows of ``metrics.csv``.
         validations: metrics of each validation, lists included.
         summary: ``images_per_second``, ``peak_memory_mb`` (one per rank), ``device_memory_mb``,
             ``offloaded_mb`` (per rank, see `offloaded_mb`) and ``time_split``; each is optional.
-        examples: predicted samples, worst first.
         timeline: picture of a step, if any.
         ended: why the run ended early.
     """
@@ -86,18 +76,15 @@ def save_report(
         ended=ended,
         facts=_facts(steps, validations, summary),
         table=table,
-        curves=curves(steps, validations) if steps else "",
+        curves=as_svg(draw_curves("", steps, validations)) if steps else "",
         split=_split(summary.get("time_split") or {}),
         step_seconds=(summary.get("time_split") or {}).get("seconds_per_step"),
         validations=_validations(validations),
         classes=class_rows(last, names),
         confusion=_confusion(last, names),
         few=_few(validations),
-        examples=[_shown(example) for example in examples],
-        class_colours=_class_colours(examples, names),
-        heat_colours=_heat_colours(examples),
         timeline=as_data(timeline.read_bytes(), "png") if timeline else "",
-        settings=settings_lines({str(k): v for k, v in plain.items()}, overrides),
+        settings=OmegaConf.to_yaml(OmegaConf.create(plain)),
         overrides=overrides,
         environment=_environment(),
     )
@@ -181,48 +168,10 @@ def _confusion(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
     return {"head": rows[0][1:], "rows": body}
 
 
-def _shown(example: Example) -> dict[str, Any]:
-    pictures = []
-    for name, pixels in example.pictures.items():
-        out = io.BytesIO()
-        Image.fromarray(pixels).save(out, "JPEG", quality=_QUALITY)
-        rows, cols = pixels.shape[:2]
-        data = as_data(out.getvalue(), "jpeg")
-        pictures.append({"name": name, "data": data, "rows": rows, "cols": cols})
-    return {
-        "name": example.name,
-        "title": example.title,
-        "error": f"{example.error:.3f}",
-        "pictures": pictures,
-        "stacked": stacked(example),
-    }
-
-
 def _few(validations: Sequence[Mapping[str, Any]]) -> str:
     """A warning about metrics of few slides."""
     few = few_validated(validations)
     return f"{few[0]}: their metrics say little, and are not drawn above." if few else ""
-
-
-def _class_colours(examples: Sequence[Example], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and CSS colours of classes, if examples show masks; class 0 is not drawn."""
-    if not any("truth" in example.pictures for example in examples):
-        return []
-    tints = (MASK_COLOURS[(k - 1) % len(MASK_COLOURS)] for k in range(1, len(names)))
-    return [
-        (name, f"rgb({', '.join(str(round(float(c))) for c in tint)})")
-        for name, tint in zip(names[1:], tints, strict=True)
-    ]
-
-
-def _heat_colours(examples: Sequence[Example]) -> str:
-    """CSS colours of the scale, lowest first, if examples show heat maps."""
-    from matplotlib import colormaps
-
-    if not any(name.startswith("heat map") for one in examples for name in one.pictures):
-        return ""
-    scale = (colormaps[HEAT_COLOURS](step / 8)[:3] for step in range(9))
-    return ", ".join(f"rgb({', '.join(f'{255 * c:.0f}' for c in colour)})" for colour in scale)
 
 
 def _environment() -> list[tuple[str, str]]:
@@ -235,37 +184,3 @@ def _environment() -> list[tuple[str, str]]:
         ("host of rank 0", f"{socket.gethostname()}, {platform.platform()}"),
     ]
     return rows if mpi else [row for row in rows if row[0] != "MPI"]
-
-
-class Line(NamedTuple):
-    """A line of YAML and the command-line override that set it."""
-
-    text: str
-    override: str
-
-
-def settings_lines(config: Mapping[str, Any], overrides: Sequence[str]) -> list[Line]:
-    """Return the lines of a nested configuration.
-
-    Args:
-        config: the configuration as a dictionary.
-        overrides: as on the command line; the override of a group marks the group's line.
-    """
-    by_key = {}
-    for word in overrides:
-        key, _, value = word.lstrip("+~").partition("=")
-        by_key[key.partition("@")[0].replace("/", ".")] = f"{key}={value}" if value else word
-    return list(_lines(config, by_key, "", 0))
-
-
-def _lines(
-    config: Mapping[str, Any], overrides: Mapping[str, str], path: str, depth: int
-) -> Iterator[Line]:
-    for key, value in config.items():
-        name, indent = f"{path}{key}", "  " * depth
-        if isinstance(value, Mapping) and value:
-            yield Line(f"{indent}{key}:", overrides.get(name, ""))
-            yield from _lines(value, overrides, f"{name}.", depth + 1)
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield Line(f"{indent}{key}: {text}", overrides.get(name, ""))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHAIN = ("model=resnet18", "model._target_=tests.training.debug.networks.chain", "~model.width")
+CHAIN = ("model=resnet18", "model._target_=tests.training.not_finite.chain", "~model.width")
 
 
 class _BadGradient(torch.autograd.Function):

@@ -10,25 +10,19 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from spatialdl.training.loggers import choosing
-from spatialdl.training.loggers.choosing import Loggers, check_loggers, wants_images
-from spatialdl.training.loggers.tensorboard import TensorBoard
+from spatialdl.training import loggers as module
+from spatialdl.training.loggers import Loggers, MLflow, TensorBoard, WandB, check_loggers
 
-TENSORBOARD = OmegaConf.create({"logger": {"csv": {}, "tensorboard": {"images": True}}})
+TENSORBOARD = OmegaConf.create({"logger": {"csv": {}, "tensorboard": {}}})
 
 
 def test_unknown_loggers_and_missing_packages_are_refused(monkeypatch):
     check_loggers(TENSORBOARD.logger)
     with pytest.raises(ValueError, match="logger=comet is unknown: use some of csv, tensorboard"):
         check_loggers({"comet": {}})
-    monkeypatch.setitem(choosing.PACKAGES, "wandb", "a_package_that_nobody_has")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'logger=wandb needs .* pip install "spatialdl\[wandb\]"'):
         check_loggers({"wandb": {}})
-
-
-def test_pictures_are_made_if_a_logger_takes_them():
-    assert wants_images(TENSORBOARD.logger)
-    assert not wants_images({"csv": {}, "tensorboard": {"images": False}})
 
 
 class Full:
@@ -38,7 +32,7 @@ class Full:
         self.steps: list[int] = []
         self.finished = 0
 
-    def log_step(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, values: dict[str, float]) -> None:
         if step > 1:
             raise OSError("no space left")
         self.steps.append(step)
@@ -50,11 +44,11 @@ class Full:
 
 def test_a_logger_that_fails_is_said_once_and_left_out(tmp_path, caplog):
     loggers, full, other = Loggers(OmegaConf.create({}), tmp_path, 0), Full(), Full()
-    other.log_step = lambda step, values: other.steps.append(step)  # type: ignore[method-assign]
+    other.log = lambda step, values: other.steps.append(step)  # type: ignore[method-assign]
     loggers._open = {"wandb": full, "mlflow": other}  # type: ignore[dict-item]
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
-            loggers.log_step(step, {"loss": 1.0})
+            loggers.log("train", step, {"loss": 1.0})
     assert (full.steps, other.steps) == ([1], [1, 2, 3])
     assert (full.finished, other.finished) == (1, 0)
     assert [record.getMessage() for record in caplog.records] == [
@@ -67,7 +61,7 @@ def test_a_logger_that_fails_is_said_once_and_left_out(tmp_path, caplog):
 def test_a_logger_that_cannot_start_ends_no_run(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file in the way")
     loggers = Loggers(TENSORBOARD, tmp_path, 0)
-    loggers.log_step(1, {"loss": 1.0})
+    loggers.log("train", 1, {"loss": 1.0})
     loggers.close()
     assert [record.getMessage()[:19] for record in caplog.records] == ["logger=tensorboard:"]
 
@@ -97,11 +91,10 @@ def events(run_dir: Path) -> EventAccumulator:
 
 
 def log_steps(run_dir: Path, steps: range, done: int = 0) -> None:
-    logger = TensorBoard(run_dir, done)
-    logger.log_config({"optimizer": {"lr": 0.1}})
+    logger = TensorBoard(OmegaConf.create(), run_dir, {"optimizer": {"lr": 0.1}}, done)
     for step in steps:
-        logger.log_step(step, {"loss": 1 / step, "halo": 0.25})
-    logger.log_validation(steps[-1], {"accuracy": 0.5, "loss": math.nan})
+        logger.log(step, {"train/loss": 1 / step, "train/halo": 0.25})
+    logger.log(steps[-1], {"validation/accuracy": 0.5, "validation/loss": math.nan})
     logger.log_image(steps[-1], "sample 0", np.full((4, 5, 3), 200, np.uint8))
     logger.finish()
 
@@ -134,21 +127,18 @@ MLFLOW = {"tracking_uri": None, "experiment": "tests", "name": "mine"}
 
 def test_a_run_of_mlflow_is_in_its_directory_and_goes_on(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
-    from spatialdl.training.loggers.mlflow import MLflow, flat
 
-    assert dict(flat({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for steps, rate in (((1, 2), 0.1), ((3,), 0.2)):
-        logger = MLflow(OmegaConf.create(MLFLOW), tmp_path)
-        logger.log_config({"optimizer": {"lr": rate}, "weights": None})
+        config = {"optimizer": {"lr": rate}, "weights": None, "logger": {"csv": {}}}
+        logger = MLflow(OmegaConf.create(MLFLOW), tmp_path, config, 0)
         for step in steps:
-            logger.log_step(step, {"loss": 1 / step, "bad": math.nan})
-        logger.log_validation(steps[-1], {"accuracy": 0.5})
+            logger.log(step, {"train/loss": 1 / step, "train/bad": math.nan})
         logger.log_image(steps[-1], "sample 0", np.full((4, 5, 3), 200, np.uint8))
         logger.finish()
     client, run = logger._client, logger._client.get_run(logger._id)
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
-    assert run.data.params == {"optimizer.lr": "0.1", "weights": "None"}
+    assert run.data.params == {"optimizer.lr": "0.1", "weights": "None", "logger.csv": "{}"}
     history = client.get_metric_history(logger._id, "train/loss")
     assert [(one.step, one.value) for one in history] == [
         *((1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)))
@@ -163,17 +153,13 @@ WANDB = {"project": "spatialdl", "entity": None, "name": None, "mode": "offline"
 
 def test_an_offline_run_of_wandb_is_in_the_run_directory_and_goes_on(tmp_path):
     pytest.importorskip("wandb")
-    from spatialdl.training.loggers.wandb import WandB
 
     identities = []
     for _ in range(2):
-        logger = WandB(OmegaConf.create(WANDB), tmp_path)
-        logger.log_config({"optimizer": {"lr": 0.1}})
-        logger.log_step(1, {"loss": 0.5})
-        logger.log_validation(1, {"accuracy": 0.5})
+        logger = WandB(OmegaConf.create(WANDB), tmp_path, {"optimizer": {"lr": 0.1}}, 0)
+        logger.log(1, {"train/loss": 0.5})
         logger.log_image(1, "sample 0", np.full((4, 5, 3), 200, np.uint8))
         assert logger._run.summary["train/loss"] == 0.5
-        assert logger._run.summary["validation/accuracy"] == 0.5
         assert logger._run.config["optimizer"] == {"lr": 0.1}
         logger.finish()
         identities.append((tmp_path / "wandb.id").read_text())

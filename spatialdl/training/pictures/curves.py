@@ -1,18 +1,21 @@
-"""Picture of a run's loss and validation metrics."""
+"""Curves of a run: loss, validation metrics, learning rate and speed over the steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spatialdl.text import counted
-from spatialdl.training.best import COUNTS, METRICS
+from spatialdl.training.progress import COUNTS, METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_POINTS = 1000
+"""Points per curve; longer runs are drawn as means of consecutive steps."""
 
 _SMOOTH_OVER = 0.05  # share of the steps in the running mean
 _POINTS_UP_TO = 40  # maximum number of steps drawn with markers
@@ -36,30 +39,47 @@ _SHARES = tuple(name for name in _LABELS if name not in _ERRORS)
 _BUILT_IN = {"step", "loss", *COUNTS, *(name for names in METRICS.values() for name in names)}
 
 
-def draw(
-    path: Path,
-    title: str,
-    steps: Sequence[Mapping[str, float]],
-    validations: Sequence[Mapping[str, Any]],
-) -> None:
-    """Draw the loss and, in a second panel, the validation metrics."""
+def draw_curves(
+    title: str, steps: Sequence[Mapping[str, float]], validations: Sequence[Mapping[str, Any]]
+) -> Figure:
+    """Draw loss, metrics, learning rate and images per second; needs at least one step."""
     from matplotlib.figure import Figure  # instead of pyplot, which has global state and a GUI
 
-    figure = Figure(figsize=(8, 6 if validations else 4), dpi=150, layout="constrained")
-    if validations:
-        panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        draw_metrics(panels[1], validations)
-    else:
-        panels = [figure.subplots()]
-    draw_loss(panels[0], steps, validations)
-    panels[0].set_title(title, loc="left")
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    for panel in panels:
+    rows = thinned(steps)
+    figure = Figure(figsize=(11.5, 6.2), dpi=150, layout="constrained")
+    (loss, metrics), (rate, speed) = figure.subplots(2, 2, sharex=True, height_ratios=(3, 2))
+    with np.errstate(invalid="ignore"):
+        draw_loss(loss, rows, validations)
+        if validations:
+            draw_metrics(metrics, validations)
+    if not metrics.lines:
+        metrics.set_visible(False)
+    loss.set_title(title, loc="left")
+    marker = "o" if len(rows) < 2 else None
+    x = [row["step"] for row in rows]
+    for panel, name, colour in ((rate, "learning_rate", BLUE), (speed, "images_per_second", GREY)):
+        panel.plot(x, [row[name] for row in rows], color=colour, marker=marker, lw=1)
+        panel.set_ylabel(name.replace("_", " "))
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("step")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    if len(rows) < 2:
+        rate.set_xlim(x[0] - 1, x[0] + 1)
+    for panel in (loss, metrics, rate, speed):
         panel.grid(color="0.9")
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    return figure
+
+
+def thinned(steps: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Average consecutive rows so that at most `MOST_POINTS` are left."""
+    if len(steps) <= MOST_POINTS:
+        return [dict(row) for row in steps]
+    names = ("step", "loss", "learning_rate", "images_per_second")
+    values = np.array([[row[name] for name in names] for row in steps])
+    means = (part.mean(0) for part in np.array_split(values, MOST_POINTS))
+    return [dict(zip(names, mean.tolist(), strict=True)) for mean in means]
 
 
 def draw_loss(

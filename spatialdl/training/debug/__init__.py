@@ -1,1 +1,0 @@
-"""Debug runs: ``debug=overfit``, ``debug=detect_nan``."""

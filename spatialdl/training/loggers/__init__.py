@@ -1,1 +1,0 @@
-"""Loggers besides the run directory: TensorBoard, Weights & Biases, MLflow."""
