@@ -225,8 +225,6 @@ class _Check:
             if _is_open(config, path) or path in OWN:
                 self._check_taken(one, path, config)
                 return
-        if key in REMOVED:
-            raise ValueError(f"{key} no longer exists: {REMOVED[key]}")
         group = key.partition(".")[0]
         for choice in groups().get(group, []):
             if key in {known.name for known in keys_of(file_of(group, choice))}:
