@@ -16,9 +16,7 @@ from spatialdl.data.chunk_map import Where
 from spatialdl.data.codec import Codec, Coding
 from spatialdl.data.format import NO_LABEL, Manifest, sha256_of, shard_status
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
-from spatialdl.data.locating import describe_damage
 from spatialdl.data.open_shards import OpenShard, OpenShards
-from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
 from spatialdl.data.samples import RegionBand, RegionSample, Sample, TileSample, VolumeSample
 from spatialdl.errors import ShardError
@@ -36,16 +34,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     Args:
         path: the folder, with `manifest.json` in it.
         split: keep the samples of this split only; None keeps all.
-        io: how chunks are read: through a memory map ("mmap", the fastest; a file truncated during
-            a read kills the process), with "pread", or raw chunks too through HDF5 ("h5py").
-            "auto" is "mmap" on local file systems and "pread" on Lustre, NFS and other network
-            file systems.
         whole: whether all shards must exist with the length in the manifest; if false, a missing
             shard raises when it is read.
 
     Raises:
         ShardError: the folder is missing, incomplete, or of an unknown version.
-        ValueError: the split has no samples, or `io` is unknown.
+        ValueError: the split has no samples.
     """
 
     def __init__(
@@ -53,11 +47,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         path: str | os.PathLike[str],
         split: str | None = None,
         *,
-        io: Io = "auto",
         whole: bool = True,
     ) -> None:
-        if io not in IOS:
-            raise ValueError(f"io is {io!r}, expected one of {', '.join(IOS)}")
         self.path = Path(path).absolute()
         self.split = split
         self._manifest = Manifest.load(self.path)
@@ -76,7 +67,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self.labels: npt.NDArray[np.int64] = np.array(
             [NO_LABEL if sample.label is None else sample.label for sample in samples], np.int64
         )
-        self._shards = OpenShards(self.path, io)
+        self._shards = OpenShards(self.path)
 
     @property
     def classes(self) -> list[str]:
@@ -210,12 +201,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            ShardError: with every shard whose contents changed, and its damaged samples by their
-                index in the folder.
+            ShardError: with every shard whose contents changed, and the indices of its samples in
+                the folder.
         """
         _check_sizes(self.path, self._manifest)
         wrong = [
-            f"{info.file} ({describe_damage(self.path, self._manifest, number)})"
+            f"{info.file} ({self._manifest.describe_samples(number)})"
             for number, info in enumerate(self._manifest.shards)
             if sha256_of(self.path / info.file) != info.sha256
         ]
@@ -292,7 +283,6 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         codec = self.codec if what == "image" else Coding(self.codec).of_masks.codec
         with self._shards.reading(opened):
             opened.read(name, out, where, codec)
-        self._shards.note_read(out.nbytes)
 
 
 def _bands(

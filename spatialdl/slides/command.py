@@ -13,7 +13,7 @@ from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
-from spatialdl.data.striping import Striping
+from spatialdl.data.options import stripe_files
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.duplicates import check_duplicates
@@ -202,7 +202,7 @@ def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None)
     folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
     batch = replace(batch, folder=folder.path, before=folder.before)
     try:
-        undone = Striping(batch.options.stripe_count, batch.options.stripe_size).apply(folder.path)
+        undone = stripe_files(folder.path, batch.options.stripe_count, batch.options.stripe_size)
         if undone:
             print(f"remark: {undone}", file=sys.stderr)
         return _into(folder, batch, tasks, executor)

@@ -26,8 +26,6 @@ TASKS = ("classification", "multilabel", "regression", "segmentation", "survival
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 BALANCES = ("time", "measured", "memory")
 TRANSPORTS = ("auto", "mpi", "torch")
-SYNTHETIC = ("synthetic", "fractals")
-"""Values of `data=` for generated data sets."""
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "trainer.precision": PRECISIONS,

@@ -84,7 +84,6 @@ class RankLoader:
             ),
             seed,
             workers=data.workers,
-            prefetch=data.prefetch,
             device=self._device,
             one_batch=one_batch,
         )

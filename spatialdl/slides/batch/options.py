@@ -12,7 +12,7 @@ from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
 from spatialdl.slides.finding.region_mask import BACKGROUND
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
-from spatialdl.text import positive_int
+from spatialdl.text import positive_int, size_in_bytes
 
 FORMATS = ("shards", "coords")
 UNLABELLED = ("error", "skip")
@@ -150,6 +150,18 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of shards that the rows of a whole region are split over (default: by "
         "--shard-size)",
+    )
+    add(
+        "--stripe-count",
+        type=int,
+        metavar="N",
+        help="on Lustre, number of storage targets per shard file; -1 for all",
+    )
+    add(
+        "--stripe-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="on Lustre, bytes per stripe on each storage target, such as 4M",
     )
 
 

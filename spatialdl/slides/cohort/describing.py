@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spatialdl.data.format import Manifest
-from spatialdl.data.predicted_table import Columns, find_predicted, read_predicted
-from spatialdl.data.slide_table import read_table
+from spatialdl.data.slide_table import Columns, find_predicted, read_predicted, read_table
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.labels import slide_index

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from spatialdl.data.own_dataset import is_elsewhere
+from spatialdl.data.chunk_map import is_elsewhere
 from spatialdl.errors import ShardError
 from spatialdl.text import aligned, counted, fitted, readable_bytes
 

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from spatialdl.data.folder import COORDS
 from spatialdl.data.format import MANIFEST, Manifest, sha256_of, shard_status
-from spatialdl.data.locating import describe_damage
 from spatialdl.data.samples import ShardInfo
 from spatialdl.errors import ShardError
 from spatialdl.slides.batch.record import SlideRecord
@@ -79,7 +78,7 @@ def verify(path: str | os.PathLike[str], progress: bool = True) -> Verified:
             bar.set_description(shard.file)
             problem = _problem(path, shard, bar.update)
             if problem and manifest is not None and os.path.isfile(path / shard.file):
-                problem += f"; {describe_damage(path, manifest, number)}"
+                problem += f"; it contains {manifest.describe_samples(number)}"
             if problem:
                 problems.append(f"{shard.file}: {problem}")
     return Verified(path, len(shards), total, tuple(problems))

@@ -65,7 +65,7 @@ def test_what_fails_leaves_no_shard_open(tmp_path, slide, monkeypatch, kind):
     failing = "spatialdl.slides.reading.reader.Slide.read_rows"
     if kind == "tiles":
         pieces = TilePart(plan_tiles(slide, 256, 0.5).part(0, 3), False)
-        failing = "spatialdl.data.chunks.Chunks.write"
+        failing = "spatialdl.data.shard_file.Chunks.write"
     part = PartRecord()
     with monkeypatch.context() as patch:
         patch.setattr(failing, full)

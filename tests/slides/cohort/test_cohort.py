@@ -61,7 +61,7 @@ def test_slides_labels_tiles_and_predictions_meet(tmp_path, synthetic, capsys):
         (["--labels", "/nowhere.csv"], "cannot read /nowhere.csv"),
         (
             ["--predictions", "/nowhere"],
-            "cannot read /nowhere/slides.csv as a prediction table",
+            "cannot read /nowhere/slides.csv: No such file",
         ),
         (["--tiles", "/nowhere"], "/nowhere"),
     ],

@@ -85,7 +85,7 @@ def test_cut_and_missing_shards(folder, capsys):
     for part in (0.5, 0):
         os.truncate(shard, int(shard.stat().st_size * part))
         reading = r"shard-00002\.h5 has \d+ bytes, the manifest records \d+"
-        said = ("shard-00002.h5: has ", "it was truncated or replaced; ", "sample 2 (slide s2)")
+        said = ("shard-00002.h5: has ", "it was truncated or replaced; ", "sample 2 (of s2)")
         check(folder, capsys, reading, *said)
     (folder / "shard-00001.h5").unlink()
     said = "shard-00001.h5: cannot be read: No such file"
@@ -100,7 +100,7 @@ def test_a_flipped_bit(folder, capsys):
     content = bytearray(shard.read_bytes())
     content[place.byte_offset + place.size // 2] ^= 1
     shard.write_bytes(content)
-    says = ("shard-00001.h5: its contents changed (SHA-256", "damaged: sample 1 (slide s1)")
+    says = ("shard-00001.h5: its contents changed (SHA-256", "it contains sample 1 (of s1)")
     check(folder, capsys, None, *says)
     data = ShardDataset(folder)
     if data.codec != "raw":
