@@ -192,33 +192,18 @@ class TileBag:
         samples: indices of the slide's samples, in order.
 
     Attributes:
+        path: the folder of the data set.
         tile: (C, h, w) of a tile.
+        tiles, width: number of tiles, and values per tile.
+        dtype: type of the pixels.
     """
 
     def __init__(self, slide: str, dataset: ShardDataset, samples: Sequence[int]) -> None:
         self.slide, self.samples, self._dataset = slide, list(samples), dataset
         rows, columns = dataset.image_size(self.samples[0])
+        self.path, self.dtype = dataset.path, dataset.dtype
         self.tile = (dataset.channels, rows, columns)
-
-    @property
-    def path(self) -> Path:
-        """The folder of the data set."""
-        return self._dataset.path
-
-    @property
-    def tiles(self) -> int:
-        """Number of tiles."""
-        return len(self.samples)
-
-    @property
-    def width(self) -> int:
-        """Values per tile."""
-        return prod(self.tile)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of the pixels."""
-        return self._dataset.dtype
+        self.tiles, self.width = len(self.samples), prod(self.tile)
 
     @property
     def attributes(self) -> Mapping[str, Any]:
