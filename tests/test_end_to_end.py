@@ -125,7 +125,7 @@ def test_quickstart_learns(tmp_path):
 @pytest.mark.slow
 def test_volumes_are_learned(tmp_path):
     found = summary(tmp_path / "run", "experiment=volumes")
-    assert found["validation"][-1]["mean_dice"] > 0.95
+    assert found["validation"][-1]["mean_dice"] > 0.9
 
 
 @pytest.mark.slow
