@@ -20,7 +20,7 @@ from spatialdl.slides.reading.plain_image import Header, PlainImage
 
 Bytes = npt.NDArray[np.uint8]
 
-_LFS = b"version https://git-lfs"
+_LFS, _HDF5 = b"version https://git-lfs", b"\x89HDF"
 _NAMED = 3  # slides of a folder listed in a message
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -98,6 +98,8 @@ def _why_unsupported(path: Path, start: bytes) -> str:
         return "the file is empty; copy it again"
     if start.startswith(_LFS):
         return "it is a Git LFS pointer, not the slide; fetch it with `git lfs pull`"
+    if start.startswith(_HDF5):
+        return "it is an HDF5 file, not a slide; give the folder of its data set, or use `h5ls -rv`"
     if b"\0" not in start and _is_text(start):
         return "it is a text file; give the slide itself"
     if is_dicom(start):

@@ -275,12 +275,7 @@ def test_damaged_files_are_slides_that_failed(tmp_path, cases):
 
 
 def test_series_are_inspected(alone, flat):
-    one = inspect(alone)
-    assert "format      dicom" in one
-    assert "in 4 files" in one
-    assert inspect(flat / A).splitlines()[2:] == [
-        line.replace(str(flat / "a0.dcm"), str(flat / A))
-        for line in inspect(flat / "a0.dcm").splitlines()[2:]
-    ]
+    assert "format   dicom" in inspect(alone)
+    assert inspect(flat / A).splitlines()[1:] == inspect(flat / "a0.dcm").splitlines()[1:]
     lines = inspect(flat).splitlines()
     assert [line.split()[0] for line in lines] == ["slide", A, B]
