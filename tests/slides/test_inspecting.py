@@ -1,4 +1,4 @@
-"""`spatialdl-tile inspect` and `verify`: what slides and data sets are, and what is wrong with them."""
+"""`spatialdl-tile inspect` and `verify`: what slides and data sets are, and what is wrong."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from spatialdl.data.codec import CODECS
 from spatialdl.data.options import add_shard_options
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
-from spatialdl.slides.finding.region_mask import BACKGROUND
+from spatialdl.slides.finding.regions import BACKGROUND
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 from spatialdl.text import positive_int
 
@@ -172,7 +172,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 def parsed_path(tool: str, argv: Sequence[str]) -> Path:
     """Parse the path argument of `spatialdl-tile inspect` or `verify`."""
     what = {
-        "inspect": "Show what a slide, a data set or a folder of slides is, and what is wrong with it.",
+        "inspect": "Show what is in a slide, a data set or a folder of slides, and what is wrong.",
         "verify": "Compare every file of a data set with its checksum.",
     }
     parser = argparse.ArgumentParser(prog=f"spatialdl-tile {tool}", description=what[tool])

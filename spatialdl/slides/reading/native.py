@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +72,8 @@ class NativeTiles:
         self._path = path
         self._sound = sound
         self._file = path.open("rb", buffering=0)
-        self._kept: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
-        self._bytes = 0
+        largest = max((3 * int(np.prod(level.tile)) for level in self.levels.values()), default=1)
+        self._tile = lru_cache(max(1, _CACHE // largest))(self._decoded)
 
     def read(
         self, level: int, row: int, col: int, size: tuple[int, int], background: Background
@@ -132,22 +132,7 @@ class NativeTiles:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-        self._kept.clear()
-        self._bytes = 0
-
-    def _tile(self, level: int, number: int) -> Bytes | None:
-        key = (level, number)
-        tile = self._kept.get(key)
-        if tile is not None:
-            self._kept.move_to_end(key)
-            return tile
-        tile = self._decoded(level, number)
-        if tile is not None:
-            self._kept[key] = tile
-            self._bytes += tile.nbytes
-            while self._bytes > _CACHE and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return tile
+        self._tile.cache_clear()
 
     def _decoded(self, level: int, number: int) -> Bytes | None:
         place = self.levels[level]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import openslide
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading import plain_decoded, plain_tiff
+from spatialdl.slides.reading import plain_image, plain_tiff
 from spatialdl.slides.reading.dicom import is_dicom
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.openslide_file import OpenSlideFile
@@ -133,6 +133,6 @@ def open_plain(path: Path, start: bytes) -> PlainImage:
     if start.startswith(TIFF_STARTS):
         header = plain_tiff.header(path)
         return PlainImage(path, header, lambda: plain_tiff.TiffPixels(path))
-    kind = plain_decoded.PNG if start.startswith(PNG_START) else plain_decoded.JPEG
-    size = plain_decoded.checked_size(path, kind)
-    return PlainImage(path, Header(size, {}), lambda: plain_decoded.DecodedPixels(path, kind))
+    kind = plain_image.PNG if start.startswith(PNG_START) else plain_image.JPEG
+    rows, cols, _ = plain_image.checked_shape(path, kind)
+    return PlainImage(path, Header((rows, cols), {}), lambda: plain_image.DecodedPixels(path, kind))

@@ -19,8 +19,8 @@ from spatialdl.slides.reading.handles import Handles
 from spatialdl.slides.reading.opening import open_source
 from spatialdl.slides.reading.openslide_file import OpenSlideFile, composited
 from spatialdl.slides.reading.plain_image import PlainImage
+from spatialdl.slides.reading.plain_tiff import missing_part
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.reading.tiff_check import missing_part
 from tests.slides.dicom_series import uid, write_annotation, write_series
 from tests.slides.tiled_tiffs import picture, write_tiff
 
