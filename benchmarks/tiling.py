@@ -39,9 +39,9 @@ from benchmarks.harness import (
     run_ranks,
     start,
 )
+from spatialdl.data.jpeg import detects_damage
 from spatialdl.slides import command
 from spatialdl.slides.reading import native, reader
-from spatialdl.slides.reading.decoding import DETECTS_DAMAGE
 from spatialdl.slides.synthetic import write_synthetic_slide
 
 OPENSLIDE, NATIVE = "openslide alone", "native alone"
@@ -55,7 +55,7 @@ TARGETS = (
     "times hs2p), 0.85 through openslide, 1.8 by 2 processes"
 )
 BATCH = 4  # slides of a timed batch
-DECODER = "simplejpeg" if DETECTS_DAMAGE else "imagecodecs, each checked by openslide"
+DECODER = "simplejpeg" if detects_damage() else "openslide"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -81,15 +82,17 @@ def _levels(slide: Slide) -> list[tuple[str, ...]]:
 def _remarks(slide: Slide) -> list[str]:
     """What is wrong with a slide, without its path, which is printed beside it."""
     remarks = [slide.remark] if slide.remark else []
-    try:
-        mpp_of(slide.properties, slide.path)
-        # not of plain images, which may have to be decoded completely
-        if "openslide.vendor" in slide.properties:
-            scale = slide.downsamples[-1]
-            y, x = (max(0, int(length / 2 - _PROBE / 2 * scale)) for length in slide.size)
-            slide.read_scaled(x, y, (_PROBE, _PROBE), scale)
-    except SlideError as error:
-        remarks.append(str(error))
+    scale = slide.downsamples[-1]
+    y, x = (max(0, int(length / 2 - _PROBE / 2 * scale)) for length in slide.size)
+    checks: list[Callable[[], object]] = [partial(mpp_of, slide.properties, slide.path)]
+    # not of plain images, which may have to be decoded completely
+    if "openslide.vendor" in slide.properties:
+        checks.append(partial(slide.read_scaled, x, y, (_PROBE, _PROBE), scale))
+    for check in checks:
+        try:
+            check()
+        except SlideError as error:
+            remarks.append(str(error))
     return [" ".join(k.replace(f"slide {slide.path}", "slide").split()) for k in remarks]
 
 

@@ -35,6 +35,7 @@ def test_a_slide_is_described(synthetic, real):
     assert lines[1:8] == [*facts, "file 1.9 MB"]
     lines = inspect(real / "osp-boxes.tiff").splitlines()
     assert lines[-1].startswith("remark: slide has 352.8 x 352.8 micrometres per pixel, ")
+    assert "the file is damaged there" in inspect(real / "osp-unreadable.svs").splitlines()[-1]
 
 
 def test_a_folder_of_slides_has_a_line_for_each(tmp_path, synthetic, real):

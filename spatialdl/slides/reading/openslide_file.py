@@ -139,11 +139,6 @@ class OpenSlideFile(ReopenedFile):
             compared += 1
         return compared > 0
 
-    def _sound(self, level: int, number: int) -> bool:
-        """Whether openslide can decode a tile; it decodes all of it to read one pixel."""
-        row, col = self._levels[level].corner(number)
-        return self._region_of_level(level, row, col, (1, 1)) is not None
-
     def _region_of_level(
         self, level: int, row: int, col: int, size: tuple[int, int]
     ) -> Bytes | None:
@@ -185,7 +180,7 @@ class OpenSlideFile(ReopenedFile):
 
     def _opened_tiles(self) -> native_tiles.NativeTiles:
         if self._tiles is None:
-            self._tiles = native_tiles.NativeTiles(self._path, self._levels, self._sound)
+            self._tiles = native_tiles.NativeTiles(self._path, self._levels)
         return self._tiles
 
     def _let_go(self) -> None:

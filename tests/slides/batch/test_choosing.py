@@ -203,23 +203,6 @@ def test_stains_are_normalised(tmp_path, ring, monkeypatch):
     assert np.abs(pixels(tmp_path / "other") - second).mean() > 3
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (["--overlap", "256"], "--overlap is 256, expected 0 to 255"),
-        (["--overlap", "-1"], "--overlap is -1"),
-        (["--mask-dir", "nowhere"], "--mask-dir nowhere is not a folder"),
-        (["--annotations", "nowhere"], "--annotations nowhere is not a folder"),
-        (["--stain-reference", "a.png"], "requires --stain-normalise"),
-        (["--stain-normalise", "reinhard", "--stain-reference", "a.png"], "cannot read stain ref"),
-    ],
-)
-def test_options_that_cannot_be(tmp_path, ring, capsys, more, says):
-    assert run(tmp_path / "set", ring, *more) == 2
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "set").exists()
-
-
 def test_a_dark_slide(tmp_path, capsys):
     cells = np.zeros((1024, 1024, 3), np.uint8)
     cells[256:768, 256:768] = (10, 30, 120)

@@ -102,11 +102,7 @@ def test_what_is_not_read_is_named(tmp_path):
     for name, data, says in [
         ("16.png", png_of(5, 5, bits=16), "16 bits per channel"),
         ("zero.png", png_of(0, 5), "cut short in its header"),
-        (
-            "interlaced.png",
-            png_of(60000, 60000, interlaced=1),
-            "interlaced, and decoding it needs 10.8 GB",
-        ),
+        ("lines.png", png_of(60000, 60000, interlaced=1), "decoding it needs 10.8 GB of memory"),
         ("cut.png", png_of(5, 5)[:20], "cut short in its header"),
         ("huge.png", png_of(2**30, 2**30), "needs 3458764513.8 GB when decoded"),
         ("cut.jpg", jpeg.read_bytes()[:-200], "cut short: its end is missing"),
