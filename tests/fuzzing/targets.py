@@ -35,7 +35,6 @@ from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.finding.annotations import read_annotations
 from spatialdl.slides.finding.regions import class_map, class_names
 from spatialdl.slides.inspecting import inspect, verify
-from spatialdl.slides.inspecting.hdf5 import hdf5_in_a_line
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.training.checkpoints.content import restore_random
@@ -127,7 +126,6 @@ class ShardTarget(Target):
         wrong: Exception | None = None
         for work in (
             partial(read_all, path),
-            partial(hdf5_in_a_line, path / self.names),
             partial(verify, path, progress=False),
             partial(_opened, [path / self.names]),
         ):

@@ -10,7 +10,7 @@ from spatialdl.data.codec import CODECS
 from spatialdl.data.options import add_shard_options
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
-from spatialdl.slides.finding.region_mask import BACKGROUND
+from spatialdl.slides.finding.regions import BACKGROUND
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
 from spatialdl.text import positive_int, size_in_bytes
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spatialdl-tile",
         description="Cut slides into a data set of tiles.",
-        epilog="`spatialdl-tile inspect FILE|DIR` shows what is in a slide or a data set, "
+        epilog="`spatialdl-tile inspect SLIDE|DIR` shows what is in a slide or a data set, "
         "`spatialdl-tile verify DIR` compares all of it with its checksums.",
     )
     add = parser.add_argument
@@ -184,11 +184,11 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 def parsed_path(tool: str, argv: Sequence[str]) -> Path:
     """Parse the path argument of `spatialdl-tile inspect` or `verify`."""
     what = {
-        "inspect": "Show the contents of a slide, a data set, a shard, or a folder of slides.",
+        "inspect": "Show what is in a slide, a data set or a folder of slides, and what is wrong.",
         "verify": "Compare every file of a data set with its checksum.",
     }
     parser = argparse.ArgumentParser(prog=f"spatialdl-tile {tool}", description=what[tool])
-    parser.add_argument("path", type=Path, metavar="FILE|DIR" if tool == "inspect" else "DIR")
+    parser.add_argument("path", type=Path, metavar="SLIDE|DIR" if tool == "inspect" else "DIR")
     path: Path = parser.parse_args(argv).path
     return path
 
