@@ -37,7 +37,7 @@ from benchmarks.harness import (
 )
 from spatialdl.data.format import MANIFEST
 from spatialdl.planning import calibrate
-from spatialdl.slides.synthetic.drawing import ARRANGEMENTS, write_synthetic_slide
+from spatialdl.slides.synthetic import ARRANGEMENTS, write_synthetic_slide
 
 SIDE, TILE, MPP = 2048, 256, 0.5
 BATCH = 8

@@ -257,7 +257,7 @@ def _load(
 ) -> list[float]:
     """Run an epoch in a subprocess; returns the end times of the steps in seconds."""
     given = {"folder": str(folder), "batch": options.batch, "compute": options.compute}
-    given |= {"workers": workers, "augment": None, "io": "auto", "stage": "off", "staged": False}
+    given |= {"workers": workers, "augment": None, "stage": "off", "staged": False}
     options = argparse.Namespace(**{**given, **more})
     return list(run_ranks("io_worker", options, variables=variables)["ends"])
 
@@ -300,8 +300,8 @@ def stage(options: argparse.Namespace, folder: Path) -> Part:
         work.mkdir()
         server, slow = slow_environment(source, options.rate * 1e6, work)
         disk = "off" if name == SOURCE else str(folder / f"disk-{number}")
-        given = {"stage": disk, "staged": name == STAGED, "io": "pread"}
-        ends = _load(source, options, WORKERS, slow, **given)  # pread: as on network file systems
+        given = {"stage": disk, "staged": name == STAGED}
+        ends = _load(source, options, WORKERS, slow, **given)
         values[name] = {"seconds": ends[-1], "mb": server.served() / 1e6}
         curves[f"{name}: {ends[-1]:.1f} s"] = [(end, float(n)) for n, end in enumerate(ends, 1)]
     rows = [[name, f"{one['seconds']:.2f}", f"{one['mb']:.0f}"] for name, one in values.items()]

@@ -15,7 +15,6 @@ from PIL import Image
 
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.codec import Codec
-from spatialdl.data.raw_reading import Io
 from spatialdl.data.saving import sync
 
 Pixels = npt.NDArray[np.uint8]
@@ -24,13 +23,11 @@ Read = Callable[[int, int, int], Pixels]
 
 MEMMAP, RAW, PLAIN = "np.memmap", "raw shard", "plain h5py, chunks of 256"
 PNG, JPEG = "folder of PNG", "folder of JPEG"
-SHARDS: dict[str, tuple[Codec, Io]] = {
-    RAW: ("raw", "auto"),
-    "raw shard, pread": ("raw", "pread"),
-    "raw shard, through HDF5": ("raw", "h5py"),
-    "zstd shard": ("zstd", "auto"),
-    "lz4 shard": ("lz4", "auto"),
-    "JPEG shard": ("jpeg", "auto"),
+SHARDS: dict[str, Codec] = {
+    RAW: "raw",
+    "zstd shard": "zstd",
+    "lz4 shard": "lz4",
+    "JPEG shard": "jpeg",
 }
 FORMATS = (MEMMAP, *SHARDS, PLAIN, PNG, JPEG)
 LOSSY = ("JPEG shard", JPEG)
@@ -65,7 +62,7 @@ def check_same(reads: Mapping[str, Read], side: int) -> None:
 def write_all(image: Pixels, folder: Path) -> None:
     """Write an image in all formats, and sync to disk."""
     image.tofile(folder / "image.raw")
-    for codec in dict.fromkeys(codec for codec, _ in SHARDS.values()):
+    for codec in SHARDS.values():
         with ShardWriter(folder / codec, kind="regions", codec=codec, quality=QUALITY) as writer:
             writer.add(image)
     with h5py.File(folder / "plain.h5", "w") as file:
@@ -85,7 +82,7 @@ def write_all(image: Pixels, folder: Path) -> None:
 def files_of(folder: Path, name: str) -> list[Path]:
     """The files of a format."""
     if name in SHARDS:
-        return sorted((folder / SHARDS[name][0]).glob("*.h5"))
+        return sorted((folder / SHARDS[name]).glob("*.h5"))
     single = {MEMMAP: "image.raw", PLAIN: "plain.h5"}
     return [folder / single[name]] if name in single else sorted((folder / name).iterdir())
 
@@ -99,8 +96,7 @@ def open_format(folder: Path, side: int, name: str) -> Read:
         plain = h5py.File(folder / "plain.h5", "r")["image"]
         return lambda row, col, n: np.asarray(plain[row : row + n, col : col + n])
     if name in SHARDS:
-        codec, io = SHARDS[name]
-        data = ShardDataset(folder / codec, io=io)
+        data = ShardDataset(folder / SHARDS[name])
         return lambda row, col, n: data.read(0, (row, row + n, col, col + n))
     return partial(_read_files, folder, name)
 

@@ -2,7 +2,7 @@
 
 The slow source is a folder whose files are read at a rate shared by all processes. Requests are
 served in sequence and in pieces, so that concurrent readers share the rate. It throttles
-`os.preadv`, which shards with io="pread" and the copier use, in every Python process with the
+`os.preadv`, which shards and the copier use, in every Python process with the
 hook's folder in its PYTHONPATH: they run a copy of this file at start (`sitecustomize`), whose
 imports are therefore of the standard library only.
 """
@@ -116,7 +116,7 @@ def _load(options: argparse.Namespace) -> dict[str, Any]:
     from spatialdl.data.views import Views
     from spatialdl.training.staging import StageTo, Staging
 
-    dataset = ShardDataset(Path(options.folder), io=options.io)
+    dataset = ShardDataset(Path(options.folder))
     size = dataset.image_size(0)
     views = Views(dataset, size, augmentation=_preset(options.augment), seed=SEED)
     batching = Batching(options.batch, 1, 0, [(0, size[0], 0, size[1])], [None])

@@ -28,7 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from spatialdl.slides.batch.finding_slides import find_slides
-from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
+from spatialdl.slides.synthetic import KINDS, write_synthetic_slide
 
 SPLITS = ("train", "val")
 SIZE = 6144  # side of a slide in pixels

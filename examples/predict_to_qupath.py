@@ -19,7 +19,7 @@ import numpy as np
 from spatialdl.data import ShardWriter
 from spatialdl.slides.cutting.tiling import cut_tiles, plan_tiles
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.synthetic.drawing import write_synthetic_slide
+from spatialdl.slides.synthetic import write_synthetic_slide
 
 TILE, CLASSES = 64, ["gland", "stroma"]
 SIZE = (1200, 1600)

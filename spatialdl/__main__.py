@@ -27,7 +27,6 @@ SCRIPTS = {
     "import": ("data.importing.command", "convert images, patches or volumes to a data set"),
     "stage": ("data.staging.command", "copy a data set to another disk"),
     "split": ("slides.cohort.command", "divide a table of slides into train, val and test"),
-    "cohort": ("slides.cohort.describing", "describe slides: splits, scanners, tissue, outliers"),
     "features": ("features.command", "compute features of tiles with a frozen encoder"),
     "analyze": ("analysis.command", "k-means, PCA, regression and neighbours of features"),
 }

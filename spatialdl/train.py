@@ -39,7 +39,7 @@ from spatialdl.configuring.overrides import flags_of
 from spatialdl.configuring.own_keys import fit_model_keys, is_own_network, rewritten
 from spatialdl.consistency.rank_state import training_files
 from spatialdl.training import signals
-from spatialdl.training.checks import SYNTHETIC, check_config
+from spatialdl.training.checks import check_config
 from spatialdl.training.console import run_log
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def check_data_and_network(config: DictConfig, overrides: Sequence[str]) -> None
 
     check_stored_size(config.data, config.parallel)
     is_own = is_own_network(config.model["_target_"])
-    if config.data.name in SYNTHETIC and not is_own:
+    if config.data.name == "synthetic" and not is_own:
         return
     from spatialdl.training.settings import open_and_check
 

@@ -60,7 +60,7 @@ def test_the_groups_have_the_promised_options():
         "model": "abmil amoebanet_d bag_pooling bag_transformer clam end_to_end resnet110_v2 "
         "resnet18 resnet50 transmil unet unet3d vit wide_view",
         "task": "classification multilabel regression segmentation survival",
-        "data": "bags dataset fractals rare_tiles shards synthetic tile_bags",
+        "data": "bags dataset rare_tiles shards synthetic tile_bags",
         "logger": "csv mlflow tensorboard wandb",
         "optimizer": "adamw lamb lars sgd",
         "scheduler": "constant cosine one_cycle polynomial step",
@@ -127,8 +127,6 @@ def make_data(name: str, folder: Path) -> None:
         return
     given = [f"data.path={folder}"] if name == "shards" else ["data.image_size=[40,36]"]
     shape: tuple[int, ...] = (40, 36, 3)
-    if name == "fractals":
-        given, shape = ["task=segmentation", "data.image_size=[20,18,16]"], (20, 18, 16, 1)
     if name == "dataset":
         given = [f"data.dataset._target_={own_datasets.__name__}.Noise", "data.num_classes=2"]
         given += ["++data.validation.split=val"]

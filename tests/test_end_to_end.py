@@ -80,7 +80,7 @@ PRESETS = {
     "whole_slide_one_device": (
         *(1, ["model.width=2", "data.image_size=[160,120]", "parallel.stream=[4,3]"]),
     ),
-    "volume_fractals": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
+    "volumes": (2, ["model.width=2", "data.image_size=[16,20,18]", "data.samples=4"]),
 }
 
 
@@ -123,11 +123,9 @@ def test_quickstart_learns(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_fractals_are_learned(tmp_path):
-    # 6 minutes on two idle cores
-    found = summary(tmp_path / "run", "experiment=volume_fractals", limit=1700)
-    assert found["validation"][-1]["mean_dice"] > 0.95
+def test_volumes_are_learned(tmp_path):
+    found = summary(tmp_path / "run", "experiment=volumes")
+    assert found["validation"][-1]["mean_dice"] > 0.9
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ AT_LEAST = {
     "own-slides": ("tiles/report.html", "tiles_run/report.html", "tiles_predicted/slides.csv"),
     "transformer": ("vit_run/report.html", "vit_run/metrics.csv"),
     "tutorial": (
-        *("cohort/cohort.html", "cohort/cohort.csv", "split.csv", "features/h5/s0.h5"),
+        *("split.csv", "features/h5/s0.h5"),
         *("clusters/clusters.png", "run/report.html", "predicted/slides.csv"),
         *("predicted/s0-attention.png", "evaluated/report.html", "evaluated/metrics.csv"),
     ),

@@ -113,6 +113,30 @@ def read_bag_labels(
     return BagLabels(path, tuple(chosen), rows, SPLIT in table.columns)
 
 
+def label_slides(
+    slides: Sequence[str], path: Path | None, *, empty: bool = False
+) -> dict[str, SlideRow]:
+    """Rows of all slides in a table with a column label; none without a table.
+
+    Args:
+        empty: accept empty labels, for their splits.
+
+    Raises:
+        ValueError: see `read_bag_labels`; or a slide has no row, or an empty label.
+    """
+    if path is None:
+        return {}
+    rows, _ = read_bag_labels(path, ["label"], setting="a header label").match(slides)
+    for slide in slides:
+        if slide not in rows:
+            raise ValueError(
+                f"{path} has no label of slide {slide}; add a line, or remove the slide"
+            )
+        if not (rows[slide].cells[0] or empty):
+            raise ValueError(f"{rows[slide].where}: label is empty")
+    return rows
+
+
 def _label_columns(
     path: Path, head: Sequence[str], columns: Sequence[str] | None, setting: str
 ) -> Sequence[str]:

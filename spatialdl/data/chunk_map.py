@@ -1,15 +1,19 @@
-"""File offsets of the chunks of a dataset, so that pixels are copied directly from the file.
+"""Datasets in shards: file offsets of their chunks, from which pixels are copied directly.
 
 A raw chunk is contiguous pixels in the file, a compressed one a stream: reading a box needs only
 these offsets from HDF5. They are queried once per dataset (5 microseconds per chunk; a query for a
 single chunk by its coordinates makes HDF5 iterate over all chunks).
+
+An HDF5 name can be a link to another file, and a dataset can have its values in other files
+(external storage, virtual datasets), so a foreign shard could use any local file as pixels.
+spatialdl never writes such, so they are rejected before the other file is opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -61,8 +65,8 @@ class ChunkMap:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the map occupies."""
-        return self.offsets.nbytes * (1 if self.sizes is None else 2)
+        """Approximate bytes of memory that the map occupies."""
+        return 1000 + self.offsets.nbytes * (1 if self.sizes is None else 2)
 
     def parts(self, where: Where, out_shape: tuple[int, ...]) -> Iterator[ChunkPart]:
         """The chunks under a non-empty box.
@@ -111,7 +115,7 @@ def map_chunks(
     file_size: int,
     codec: Codec = "raw",
     spatial: int = 2,
-) -> ChunkMap | None:
+) -> ChunkMap:
     """Map the chunks of an image or a mask, or of a stack of them.
 
     Args:
@@ -121,20 +125,17 @@ def map_chunks(
         codec: codec of the chunks.
         spatial: dims of an image, 3 for a volume, without channels.
 
-    Returns:
-        None if HDF5 must read it: codec is raw, and the dataset is not chunked along spatial dims
-        only, has filters, or is not of native byte order.
-
     Raises:
         ValueError: a chunk lies outside the file or the image, has another size than its pixels,
-            or is not of the codec.
+            or is not of the codec; or the dataset is not chunked along spatial dims only.
     """
     filters = _filters(dataset)
-    fits = _is_cut_alike(dataset, stacked, spatial) and filters == filters_of(codec, dataset.dtype)
-    if codec == "raw":
-        if not fits or not dataset.dtype.isnative or not hasattr(dataset.id, "chunk_iter"):
-            return None
-    elif not fits:
+    if not _is_cut_alike(dataset, stacked, spatial):
+        raise ValueError(
+            f"it has shape {dataset.shape} in chunks {dataset.chunks}, expected chunks of one "
+            "image with all channels"
+        )
+    if filters != filters_of(codec, dataset.dtype):
         raise ValueError(f"it has {dataset.dtype} in filters {filters}, expected codec {codec!r}")
     dims = spatial + stacked
     shape, chunk = dataset.shape, dataset.chunks
@@ -192,3 +193,43 @@ def _is_cut_alike(dataset: h5py.Dataset, stacked: bool, spatial: int) -> bool:
     if chunk is None or more not in (0, 1) or (stacked and chunk[0] != 1):
         return False
     return more == 0 or bool(chunk[-1] == shape[-1])
+
+
+def own_dataset(h5: h5py.File, name: str) -> h5py.Dataset:
+    """Look up a dataset by name.
+
+    Args:
+        h5: open file.
+        name: full path, such as `regions/000000/image`.
+
+    Raises:
+        KeyError: it does not exist.
+        ValueError: it is a link, a group, or a dataset with values in other files.
+    """
+    for part in accumulate(name.split("/"), "{}/{}".format):
+        link: Any = h5.get(part, getlink=True)
+        if link is None:
+            raise KeyError(f"no dataset {part}")
+        if not isinstance(link, h5py.HardLink):
+            raise ValueError(f"{part} is a link, which is not allowed in shards")
+        dataset = h5[part]
+    return checked_dataset(dataset, name)
+
+
+def checked_dataset(dataset: Any, name: str) -> h5py.Dataset:
+    """Check that an object is a dataset with its values in its file.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(dataset, h5py.Dataset):
+        raise ValueError(f"{name} is not a dataset")
+    if is_elsewhere(dataset):
+        raise ValueError(f"{name} has values in other files, which is not allowed in shards")
+    return dataset
+
+
+def is_elsewhere(dataset: h5py.Dataset) -> bool:
+    """Whether a dataset has values in other files, which reading its shape may open."""
+    settings = dataset.id.get_create_plist()
+    return bool(settings.get_layout() == h5py.h5d.VIRTUAL or settings.get_external_count())

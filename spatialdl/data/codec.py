@@ -3,17 +3,23 @@
 A compressed chunk names its registered filters (https://github.com/HDFGroup/hdf5_plugins), so a
 reader with these plug-ins can read it, and without them HDF5 raises instead of returning streams
 as pixels.
+
+Before zstd and LZ4, bytes of multi-byte items are shuffled (all first bytes, all second bytes ...),
+HDF5's shuffle filter. A fletcher32 checksum is appended, because neither zstd frames nor LZ4 blocks
+detect a flipped bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, get_args
 
+import imagecodecs
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data import jpeg, lossless
+from spatialdl.data import jpeg
 from spatialdl.data.jpeg import QUALITY
 
 __all__ = ["CODECS", "LEVEL", "LOSSLESS", "QUALITY", "Codec", "Coding"]
@@ -25,6 +31,11 @@ CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = ("zstd", "lz4")
 LEVEL = 3
 _LEVELS = range(1, 23)
+
+_codecs: Any = imagecodecs  # its annotations do not cover arrays
+Bytes = npt.NDArray[np.uint8]
+FILTERS = {"zstd": 32015, "lz4": 32004}
+_SUM = 4  # bytes of the checksum
 
 SHUFFLE, FLETCHER32, JPEG = 2, 3, 32019
 _GREY, _COLOUR = 0, 1  # the JPEG filter's names for 1 and 3 channels
@@ -86,7 +97,7 @@ class Coding:
             return np.ascontiguousarray(chunk)
         if self.codec == "jpeg":
             return jpeg.encode(chunk, self.quality)
-        return lossless.encode(self.codec, chunk, self.level)
+        return encode_lossless(self.codec, chunk, self.level)
 
     def filters(self, cell: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
         """Filter arguments of `h5py.File.create_dataset` for chunks of a shape."""
@@ -112,7 +123,7 @@ def filters_of(codec: Codec, dtype: np.dtype[Any]) -> list[int]:
     if codec == "jpeg":
         return [JPEG]
     shuffled = [SHUFFLE] if dtype.itemsize > 1 else []
-    return [*shuffled, lossless.FILTERS[codec], FLETCHER32]
+    return [*shuffled, FILTERS[codec], FLETCHER32]
 
 
 def decode(
@@ -126,4 +137,65 @@ def decode(
     if codec == "jpeg":
         rows, cols, channels = shape
         return jpeg.decode(stored.tobytes(), (rows, cols, channels))
-    return lossless.decode(codec, stored, shape, dtype)
+    return decode_lossless(codec, stored, shape, dtype)
+
+
+def encode_lossless(codec: str, chunk: npt.NDArray[Any], level: int) -> bytes:
+    """Compress a chunk.
+
+    Args:
+        codec: "zstd" or "lz4".
+        chunk: numbers of any shape and type.
+        level: zstd level.
+    """
+    flat = _shuffled(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), chunk.dtype.itemsize)
+    if codec == "zstd":
+        packed = bytes(_codecs.zstd_encode(flat, level=level))
+    else:
+        packed = bytes(_codecs.lz4h5_encode(flat))
+    return packed + _checksum(packed)
+
+
+def decode_lossless(
+    codec: str, stored: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
+    """Decompress a chunk of known shape and type, never to more bytes than that.
+
+    Raises:
+        ValueError: it is damaged, or of another size.
+    """
+    packed, expected = stored[:-_SUM], stored[-_SUM:].tobytes()
+    if len(packed) == 0 or _checksum(packed) != expected:
+        raise ValueError(f"checksum mismatch in its {len(stored)} bytes")
+    flat = np.empty(prod(shape) * dtype.itemsize, np.uint8)
+    unpack = _codecs.zstd_decode if codec == "zstd" else _codecs.lz4h5_decode
+    try:
+        count = len(unpack(packed, out=flat))
+    except RuntimeError as error:  # base class of imagecodecs' errors
+        raise ValueError(f"cannot decompress: {error}") from error
+    if count != len(flat):
+        raise ValueError(f"it has {count} bytes, expected {len(flat)}")
+    return _unshuffled(flat, dtype.itemsize).view(dtype).reshape(shape)
+
+
+def _checksum(packed: bytes | Bytes) -> bytes:
+    return int(_codecs.h5checksum_fletcher32(packed)).to_bytes(_SUM, "little")
+
+
+def _shuffled(flat: Bytes, size: int) -> Bytes:
+    if size == 1:
+        return flat
+    # One byte of all items at a time: several times as fast as a transposed copy.
+    items, out = flat.reshape(-1, size), np.empty((size, len(flat) // size), np.uint8)
+    for number in range(size):
+        out[number] = items[:, number]
+    return out.reshape(-1)
+
+
+def _unshuffled(flat: Bytes, size: int) -> Bytes:
+    if size == 1:
+        return flat
+    planes, out = flat.reshape(size, -1), np.empty((len(flat) // size, size), np.uint8)
+    for number in range(size):
+        out[:, number] = planes[number]
+    return out.reshape(-1)

@@ -7,7 +7,8 @@ Some programs write `features` as (1, N, D), which is also supported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.own_dataset import own_dataset
+from spatialdl.data.chunk_map import own_dataset
 from spatialdl.data.saving import unfinished
 
 FEATURES, COORDS = "features", "coords"
@@ -90,13 +91,9 @@ class FeatureFile:
             ValueError: the file is damaged or has changed.
         """
         rows = slice(start, self.tiles if stop is None else stop)
-        try:
-            with h5py.File(self.path, "r", locking=False) as h5:
-                features = own_dataset(h5, FEATURES)
-                found = features[0, rows] if _has_extra_dim(features) else features[rows]
-        except UNREADABLE as error:
-            raise ValueError(f"{self.path} is damaged: {error}") from error
-        return np.asarray(found)
+        with self._opened() as h5:
+            features = own_dataset(h5, FEATURES)
+            return np.asarray(features[0, rows] if _has_extra_dim(features) else features[rows])
 
     def coords(self) -> npt.NDArray[np.int64]:
         """(tiles, 2): level-0 x and y of each tile's top left corner.
@@ -106,9 +103,14 @@ class FeatureFile:
         """
         if not self.has_coords:
             raise ValueError(f"{self.path} has no {COORDS!r}: tile coordinates are unknown")
+        with self._opened() as h5:
+            return np.asarray(own_dataset(h5, COORDS)[:]).astype(np.int64)
+
+    @contextmanager
+    def _opened(self) -> Iterator[h5py.File]:
         try:
             with h5py.File(self.path, "r", locking=False) as h5:
-                return np.asarray(own_dataset(h5, COORDS)[:]).astype(np.int64)
+                yield h5
         except UNREADABLE as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
@@ -127,7 +129,7 @@ def list_features(paths: Iterable[Path]) -> list[FeatureFile]:
         ValueError: none found, a damaged file, duplicate slide names, or different widths.
     """
     files = sorted(
-        (FeatureFile.open(path) for path in _listed(paths)), key=lambda first: first.slide
+        (FeatureFile.open(path) for path in list_h5(paths)), key=lambda first: first.slide
     )
     if not files:
         raise ValueError("no feature files *.h5 in the given folders")
@@ -144,7 +146,12 @@ def list_features(paths: Iterable[Path]) -> list[FeatureFile]:
     return files
 
 
-def _listed(paths: Iterable[Path]) -> list[Path]:
+def list_h5(paths: Iterable[Path]) -> list[Path]:
+    """List files, those of folders by the suffix `.h5`; see `list_features`.
+
+    Raises:
+        ValueError: a path does not exist.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spatialdl.data.format import MANIFEST
-from spatialdl.data.inside import check_own
-from spatialdl.data.saving import NO_LOCKS, apply_umask, fsync_folder, load_json
+from spatialdl.data.saving import NO_LOCKS, apply_umask, check_own, fsync_folder, load_json
 from spatialdl.errors import ShardError
 
 SETTINGS = "settings.json"

@@ -14,21 +14,17 @@ truncated or replaced shard is detected when the folder is opened, before traini
                   [{id, height, width, mpp, bands, label, split, slide, x, y}, ...]    regions
     shard-00000.h5
         images (N, rows, cols, channels), coords (N, 2), labels (N,), slides (N,)
-        images_crc32 (N,)
-        [masks (N, rows, cols) uint8, masks_crc32]                                            tiles
+        [masks (N, rows, cols) uint8]                                                  tiles
         regions/<id>/image            or, striped,  regions/<id>/image/00000 ...       regions
 
-Volumes (since version 4) are regions with an additional leading dim, along which their bands lie:
+Volumes are regions with an additional leading dim, along which their bands lie:
 `regions/<id>/image` is (slices, rows, cols, channels). Their samples also have `depth`, `spacing`
 and `affine`; `row0` and `rows` of their bands count slices.
 
-With codec "jpeg" (since version 2; version 1 is always "raw") each image chunk is a complete JPEG
-stream, which `read_direct_chunk` returns; masks stay raw. With "zstd" and "lz4" (since version 3)
-image and mask chunks are the output of the HDF5 filters of these names. The dataset records its
-filters, so a reader without them fails instead of returning wrong pixels. Images are of `dtype`,
-little-endian (since version 3, always uint8 before; int16 since version 4), masks of uint8.
-
-A manifest has the oldest version that supports its contents, so older readers keep working.
+With codec "jpeg" each image chunk is a complete JPEG stream, which `read_direct_chunk` returns;
+masks stay raw. With "zstd" and "lz4" image and mask chunks are the output of the HDF5 filters of
+these names. The dataset records its filters, so a reader without them fails instead of returning
+wrong pixels. Images are of `dtype`, little-endian, masks of uint8.
 """
 
 from __future__ import annotations
@@ -38,15 +34,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from spatialdl.data import fields
-from spatialdl.data.codec import CODECS, LOSSLESS, Codec
-from spatialdl.data.inside import file_status
-from spatialdl.data.pixels import DTYPES
+from spatialdl.data.codec import CODECS, Codec
+from spatialdl.data.image_source import DTYPES
 from spatialdl.data.samples import (
     Sample,
     ShardInfo,
@@ -56,12 +51,13 @@ from spatialdl.data.samples import (
     parse_shard,
     parse_tile,
     parse_volume,
+    shards_of,
+    with_shards,
 )
-from spatialdl.data.saving import replacing
+from spatialdl.data.saving import file_status, replacing
 from spatialdl.errors import ShardError
 
 FORMAT_VERSION = 4
-"""The newest version."""
 MANIFEST = "manifest.json"
 CHUNK = 512
 VOLUME_CHUNK = 64
@@ -73,6 +69,7 @@ T = TypeVar("T")
 Kind = Literal["tiles", "regions", "volumes"]
 KINDS: tuple[Kind, ...] = ("tiles", "regions", "volumes")
 _BLOCK_BYTES = 2**20
+_LISTED = 3  # samples and slides listed by name
 _USUAL_SPLITS = ("train", "val", "test")
 
 
@@ -102,17 +99,40 @@ class Manifest:
         """Splits in use: train, val and test first."""
         return order_splits(s.split for s in self.samples if s.split is not None)
 
-    @property
-    def version(self) -> int:
-        """The oldest format version that supports the contents."""
-        if self.kind == "volumes" or self.dtype == "int16":
-            return 4
-        return 3 if self.dtype != "uint8" or self.codec in LOSSLESS else 2
+    def describe_samples(self, shard: int) -> str:
+        """List the samples in a shard: "samples 3, 4, 5 and 20 more (of a1)"."""
+        found = [number for number, sample in enumerate(self.samples) if shard in shards_of(sample)]
+        if not found:
+            return "no samples"
+        named = ", ".join(map(str, found[:_LISTED]))
+        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        slides = sorted({self.samples[number].slide for number in found} - {""})
+        where = f" (of {', '.join(slides[:_LISTED])}{', ...' * (len(slides) > _LISTED)})"
+        return f"sample{'s' * (len(found) > 1)} {named}{more}{where if slides else ''}"
+
+    def of_splits(self, splits: Sequence[str]) -> Manifest:
+        """The manifest restricted to some splits and their shards.
+
+        Raises:
+            ValueError: a split does not exist.
+        """
+        for split in splits:
+            if split not in self.splits:
+                known = ", ".join(self.splits) or "none"
+                raise ValueError(f"the data set has no split {split!r}; its splits: {known}")
+        samples = [sample for sample in self.samples if sample.split in splits]
+        used = sorted({shard for sample in samples for shard in shards_of(sample)})
+        number = {shard: n for n, shard in enumerate(used)}
+        return replace(
+            self,
+            shards=[self.shards[shard] for shard in used],
+            samples=[with_shards(sample, number.__getitem__) for sample in samples],
+        )
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` into `folder` atomically."""
         head: dict[str, Any] = {
-            "format_version": self.version,
+            "format_version": FORMAT_VERSION,
             "kind": self.kind,
             "classes": self.classes,
             "splits": self.splits,
@@ -228,16 +248,15 @@ def _parse(raw: dict[str, Any]) -> Manifest:
             f"format version {version} is newer than {FORMAT_VERSION}, the newest that this "
             "spatialdl reads; upgrade spatialdl"
         )
-    codec: Codec = _one_of(raw, "codec", CODECS) if version > 1 else "raw"
     manifest = Manifest(
-        kind=_one_of(raw, "kind", KINDS if version > 3 else KINDS[:2]),
+        kind=_one_of(raw, "kind", KINDS),
         classes=fields.texts(raw, "classes"),
         channels=fields.whole(raw, "channels"),
         tile_size=None if raw["tile_size"] is None else _parse_size(raw["tile_size"]),
         mpp=None if raw["mpp"] is None else fields.positive(raw, "mpp"),
         masks=fields.flag(raw, "masks"),
-        codec=codec,
-        dtype=_one_of(raw, "dtype", DTYPES) if version > 2 else "uint8",
+        codec=_one_of(raw, "codec", CODECS),
+        dtype=_one_of(raw, "dtype", DTYPES),
         shards=_parse_rows(raw, "shards", parse_shard),
         made_with=fields.table(raw, "made_with"),
     )

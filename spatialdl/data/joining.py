@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spatialdl.data.folder import FolderInProgress
 from spatialdl.data.format import Manifest, shard_name, shard_status
-from spatialdl.data.samples import RegionSample, Sample, ShardInfo
+from spatialdl.data.samples import Sample, ShardInfo, with_shards
 from spatialdl.data.saving import link
 from spatialdl.errors import ShardError
 
@@ -128,9 +128,5 @@ def _samples(manifests: Iterable[Manifest]) -> Iterable[Sample]:
     first = 0
     for manifest in manifests:
         for sample in manifest.samples:
-            if isinstance(sample, RegionSample):
-                bands = tuple(replace(band, shard=band.shard + first) for band in sample.bands)
-                yield replace(sample, bands=bands)
-            else:
-                yield replace(sample, shard=sample.shard + first)
+            yield with_shards(sample, first.__add__)
         first += len(manifest.shards)

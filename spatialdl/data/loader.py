@@ -39,7 +39,6 @@ class Loader:
         seed: seed of the order; None keeps the order of the data set.
         workers: reader processes; 0 reads in a thread of this process, or, if a user's data set
             draws from the process's random generators, between the steps.
-        prefetch: batches that each process reads ahead; the thread reads one ahead.
         device: device of the batches.
         one_batch: whether every epoch is the first batch of epoch 0.
 
@@ -54,15 +53,14 @@ class Loader:
         seed: int | None = None,
         *,
         workers: int = 0,
-        prefetch: int = 2,
         device: torch.device | None = None,
         one_batch: bool = False,
     ) -> None:
-        check_workers(workers, prefetch)
+        check_workers(workers)
         self._one_batch = one_batch
         self.views, self.batching, self._seed = views, batching, seed
         self._reader = BatchReader(views, batching)
-        self._workers = Workers(self._reader, workers, prefetch) if workers else None
+        self._workers = Workers(self._reader, workers) if workers else None
         self._copy = DeviceCopy(device or torch.device("cpu"))
 
     def __len__(self) -> int:
@@ -116,15 +114,14 @@ class Loader:
             self._workers.close()
 
 
-def check_workers(workers: int, prefetch: int) -> None:
-    """Reject invalid numbers of workers and batches.
+def check_workers(workers: int) -> None:
+    """Reject an invalid number of workers.
 
     Raises:
         ValueError: with the key and its value.
     """
-    for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"data.{name}={value} must be a whole number of at least {least}")
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+        raise ValueError(f"data.workers={workers} must be a whole number of at least 0")
 
 
 def to_input(

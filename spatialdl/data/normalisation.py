@@ -190,6 +190,6 @@ def _shown(value: object) -> str:
 
 
 def _largest(dtype: np.dtype[Any]) -> int:
-    from spatialdl.data.augmentation.color import value_range
+    from spatialdl.data.augmentation.pixel_changes import value_range
 
     return value_range(dtype)

@@ -13,53 +13,27 @@ from pathlib import Path
 
 import h5py
 
-from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks
+from spatialdl.data.chunk_map import ChunkMap, Where, map_chunks, own_dataset
+from spatialdl.data.chunk_reading import ByteCache, Pixels, read_coded, read_raw
 from spatialdl.data.codec import Codec
-from spatialdl.data.coded_reading import read_coded
 from spatialdl.data.format import sha256_of
-from spatialdl.data.own_dataset import own_dataset
-from spatialdl.data.raw_reading import Io, Pixels, RawFile, open_raw
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import local_name
-from spatialdl.data.staging.read_priority import reading_source
+from spatialdl.data.staging.copying import reading_source
 from spatialdl.errors import ShardError
 
 log = logging.getLogger("spatialdl.data")
 
 _DESCRIPTORS = 64
-_OPEN_SHARDS = _DESCRIPTORS // 3  # one each for the file, its memory map and HDF5
-_MAPS_BYTES = 64 * 2**20
-_MAP_OVERHEAD = 1000  # bytes of a map without its offsets
-_RESIDENT = 64 * 2**20  # bytes read through memory maps before their pages are released
+_OPEN_SHARDS = _DESCRIPTORS // 2  # one each for the file and HDF5
 _LOOK_EVERY_S = 1.0  # interval between checks for a staged copy of an open shard
 
 Identity = tuple[int, ...]
 """(Device, inode, bytes, mtime in ns), which identify one state of a file."""
 
 
-class ChunkMaps:
-    """LRU cache of chunk maps by dataset; they outlive open files."""
-
-    def __init__(self, most: int = _MAPS_BYTES) -> None:
-        self._most = most
-        self._bytes = 0
-        self._maps: OrderedDict[tuple[Identity, str], ChunkMap | None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._maps)
-
-    def __contains__(self, key: tuple[Identity, str]) -> bool:
-        return key in self._maps
-
-    def get(self, key: tuple[Identity, str]) -> ChunkMap | None:
-        self._maps.move_to_end(key)
-        return self._maps[key]
-
-    def put(self, key: tuple[Identity, str], chunks: ChunkMap | None) -> None:
-        self._maps[key] = chunks
-        self._bytes += _bytes_of(chunks)
-        while self._bytes > self._most and len(self._maps) > 1:
-            self._bytes -= _bytes_of(self._maps.popitem(last=False)[1])
+ChunkMaps = ByteCache[ChunkMap]
+"""Chunk maps by the state of a file and the name of a dataset; they outlive open files."""
 
 
 class OpenShard:
@@ -75,15 +49,11 @@ class OpenShard:
         ShardError: its length is not that in the manifest.
     """
 
-    def __init__(
-        self, path: Path, size: int, io: Io, maps: ChunkMaps, is_local: bool = False
-    ) -> None:
-        self._path, self._size, self._io, self._maps = path, size, io, maps
+    def __init__(self, path: Path, size: int, maps: ChunkMaps, is_local: bool = False) -> None:
+        self._path, self._size, self._maps = path, size, maps
         self.is_local = is_local
         self.look_again = time.monotonic() + _LOOK_EVERY_S
         self._h5: h5py.File | None = None
-        self._own: set[str] = set()
-        self._raw: RawFile | None = None
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.identity = identity(os.fstat(self._fd))
@@ -122,47 +92,20 @@ class OpenShard:
             OSError, KeyError, TypeError, ValueError, RuntimeError: damaged, or no such dataset or
                 box.
         """
-        stacked = not isinstance(where[0], slice)
-        chunks = None
-        if codec != "raw" or self._io != "h5py":
-            chunks = self._map(name, stacked, codec, len(where) - stacked)
-        # HDF5 would convert between types silently.
-        dtype = self._dataset(name).dtype if chunks is None else chunks.dtype
-        if dtype not in (out.dtype, out.dtype.newbyteorder()):
-            raise ValueError(f"it has type {dtype}, expected {out.dtype}")
-        if chunks is None:
-            self._dataset(name).read_direct(out, where)
-            return
-        if self._raw is None:
-            self._raw = open_raw(self._fd, self._path, self._io)
-        if codec != "raw":
-            read_coded(self._raw, chunks, codec, out, where, (self.identity, name))
-            return
-        before, cuts = where[:stacked], [at for at in where if isinstance(at, slice)]
-        for part in self._raw.read(chunks, out, where):
-            inside = zip(part.outside, cuts, strict=True)
-            place = (*before, *(_shifted(own, cut.start) for own, cut in inside))
-            # HDF5 knows the fill value of chunks that were never written.
-            out[part.outside] = self.h5[name][place]
-
-    def forget(self) -> None:
-        """Release the memory that has been read."""
-        if self._raw is not None:
-            self._raw.forget()
-
-    def _map(self, name: str, stacked: bool, codec: Codec, spatial: int) -> ChunkMap | None:
         key = self.identity, name
-        if key not in self._maps:
-            found = map_chunks(self._dataset(name), stacked, self._size, codec, spatial)
-            self._maps.put(key, found)
-        return self._maps.get(key)
-
-    def _dataset(self, name: str) -> h5py.Dataset:
-        if name in self._own:
-            return self.h5[name]
-        dataset = own_dataset(self.h5, name)
-        self._own.add(name)
-        return dataset
+        chunks = self._maps.get(key)
+        if chunks is None:
+            stacked = not isinstance(where[0], slice)
+            spatial = len(where) - stacked
+            dataset = own_dataset(self.h5, name)
+            chunks = map_chunks(dataset, stacked, self._size, codec, spatial)
+            self._maps.put(key, chunks)
+        if chunks.dtype != out.dtype:
+            raise ValueError(f"it has type {chunks.dtype}, expected {out.dtype}")
+        if codec == "raw":
+            read_raw(self._fd, chunks, out, where)
+        else:
+            read_coded(self._fd, chunks, codec, out, where, key)
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -176,9 +119,8 @@ class OpenShards:
         local: folder that may hold copies of them, now or later, see `staging.cache.Job`.
     """
 
-    def __init__(self, folder: Path, io: Io, local: Path | None = None) -> None:
-        self._folder, self._io, self.local = folder, io, local
-        self._touched = 0
+    def __init__(self, folder: Path, local: Path | None = None) -> None:
+        self._folder, self.local = folder, local
         self._reset()
 
     def get(self, info: ShardInfo) -> OpenShard:
@@ -250,7 +192,7 @@ class OpenShards:
         if self.local is not None and info.file not in self._distrusted:
             path = self.local / local_name(info)
             try:
-                shard = OpenShard(path, info.bytes, self._io, self._maps, is_local=True)
+                shard = OpenShard(path, info.bytes, self._maps, is_local=True)
                 self._arrived.add(info.file)
                 return shard
             except FileNotFoundError:
@@ -262,7 +204,7 @@ class OpenShards:
 
     def _from_source(self, info: ShardInfo) -> OpenShard:
         path = self._folder / info.file
-        shard = OpenShard(path, info.bytes, self._io, self._maps)
+        shard = OpenShard(path, info.bytes, self._maps)
         before = self._known.setdefault(info.file, shard.identity)
         if shard.identity != before:
             if sha256_of(path) != info.sha256:
@@ -272,14 +214,6 @@ class OpenShards:
                 )
             self._known[info.file] = shard.identity  # e.g. copied again
         return shard
-
-    def note_read(self, count: int) -> None:
-        """Count bytes that were read; releases pages of memory maps before they accumulate."""
-        self._touched += count
-        if self._touched > _RESIDENT:
-            self._touched = 0
-            for shard in list(self._shards.values()):
-                shard.forget()
 
     def close(self) -> None:
         """Close all shards; those being read close afterwards."""
@@ -295,8 +229,8 @@ class OpenShards:
         self._distrusted: set[str] = set()
         self._gone: set[Path] = set()
 
-    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Io, Path | None]]:
-        return OpenShards, (self._folder, self._io, self.local)
+    def __reduce__(self) -> tuple[type[OpenShards], tuple[Path, Path | None]]:
+        return OpenShards, (self._folder, self.local)
 
 
 def identity(status: os.stat_result) -> Identity:
@@ -313,11 +247,3 @@ def _is_first(marker: Path) -> bool:
     except OSError:
         pass
     return True
-
-
-def _bytes_of(chunks: ChunkMap | None) -> int:
-    return _MAP_OVERHEAD + (0 if chunks is None else chunks.nbytes)
-
-
-def _shifted(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)

@@ -1,18 +1,20 @@
-"""Options of commands that write data sets: codec and layout of shards."""
+"""Options of commands that write data sets: codec and size of shards, and Lustre stripes."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from spatialdl.data.codec import QUALITY
-from spatialdl.data.striping import Striping
 from spatialdl.data.writer import DEFAULT_SHARD_SIZE
+from spatialdl.errors import ShardError
 from spatialdl.text import size_in_bytes
 
 
 def add_shard_options(parser: argparse.ArgumentParser, codecs: Sequence[str], about: str) -> None:
-    """Add ``--codec``, ``--quality``, ``--shard-size``, ``--stripe-count`` and ``--stripe-size``.
+    """Add ``--codec``, ``--quality`` and ``--shard-size``.
 
     Args:
         codecs: codecs that the command writes, including "raw".
@@ -34,18 +36,6 @@ def add_shard_options(parser: argparse.ArgumentParser, codecs: Sequence[str], ab
         metavar="SIZE",
         help="approximate size of a shard file, such as 256M or 1G (default 512M)",
     )
-    add(
-        "--stripe-count",
-        type=_stripe_count,
-        metavar="N",
-        help="on Lustre, number of storage targets per shard file; -1 for all",
-    )
-    add(
-        "--stripe-size",
-        type=_stripe_size,
-        metavar="SIZE",
-        help="on Lustre, bytes per stripe on each storage target, such as 4M",
-    )
 
 
 def _quality(text: str) -> int:
@@ -55,19 +45,32 @@ def _quality(text: str) -> int:
     return value
 
 
-def _stripe_count(text: str) -> int:
-    try:
-        count = int(text)
-        Striping(count=count)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 2000, or -1 for all") from None
-    return count
+def stripe_files(folder: Path, count: int | None, size: int | None) -> str:
+    """Stripe the files that will be created in a folder over storage targets of Lustre.
 
+    Args:
+        folder: an existing folder; a file keeps the stripes with which it was created.
+        count: storage targets per file, -1 for all; None leaves it to the file system.
+        size: bytes per stripe.
 
-def _stripe_size(text: str) -> int:
-    size = size_in_bytes(text)
+    Returns:
+        A remark where Lustre's program is missing, which costs at most speed; else "".
+
+    Raises:
+        ShardError: `lfs setstripe` failed.
+    """
+    given = (("-c", count), ("-S", size))
+    options = [text for name, value in given if value is not None for text in (name, str(value))]
+    if not options:
+        return ""
+    command = ["lfs", "setstripe", *options, str(folder)]
     try:
-        Striping(size=size)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of 64K") from None
-    return size
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+    except FileNotFoundError:
+        return "stripes were not set: lfs, the program of Lustre, was not found"
+    if done.returncode:
+        output = " ".join((done.stderr or done.stdout).split())
+        raise ShardError(f"{' '.join(command)} failed: {output}")
+    return ""

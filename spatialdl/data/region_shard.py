@@ -17,13 +17,12 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.chunks import Chunks
 from spatialdl.data.codec import Coding
-from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import NO_LABEL, chunk_size, stored_bytes, volume_chunk
-from spatialdl.data.pixels import as_image, as_mask, image_dtype, image_shape
-from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo, VolumeSample
-from spatialdl.data.shard_file import ImageRows, Settling, ShardFile
+from spatialdl.data.image_source import as_image, as_mask, image_dtype, image_shape
+from spatialdl.data.jpeg import EncodedImage, checked_stream, grid_of
+from spatialdl.data.samples import RegionBand, RegionSample, VolumeSample
+from spatialdl.data.shard_file import Chunks, ImageRows, ShardFile, ShardSeries
 from spatialdl.parallel.layout import even_bounds
 
 
@@ -31,7 +30,7 @@ class OtherTypeError(ValueError):
     """A region whose type or number of channels differs from earlier ones."""
 
 
-class RegionShards:
+class RegionShards(ShardSeries):
     """Writer of regions; band k of each region goes to the shards of stripe k.
 
     A rank that reads the same rows of all regions needs the shards of one or two stripes,
@@ -55,19 +54,10 @@ class RegionShards:
         prefix: str = "",
         spatial: int = 2,
     ) -> None:
-        self._spatial = spatial
-        self._folder = folder
-        self._shard_size = shard_size
-        self._stripes = stripes
-        self._coding = coding or Coding()
-        self._prefix = prefix
-        self._settling = Settling()
-        self._started = 0
-        self._open: dict[int, ShardFile] = {}  # by stripe
+        super().__init__(folder, shard_size, coding)
+        self._spatial, self._stripes, self._prefix = spatial, stripes, prefix
         self._channels: int | None = None
-        self.dtype = np.dtype(np.uint8)
         self.samples: list[RegionSample] = []
-        self.masks = False
 
     @property
     def channels(self) -> int:
@@ -146,18 +136,6 @@ class RegionShards:
                 file.bytes = size
             raise
 
-    def finish(self) -> list[ShardInfo]:
-        """Finish the last shards and return all of them."""
-        for stripe in list(self._open):
-            self._end(stripe)
-        return self._settling.finish()
-
-    def abort(self) -> None:
-        """Close the open shards and keep the finished ones."""
-        for file in self._open.values():
-            file.abort()
-        self._settling.abort()
-
     @property
     def _striped(self) -> bool:
         return self._stripes > 1
@@ -180,14 +158,7 @@ class RegionShards:
         if file is not None and file.samples and file.bytes + more > self._shard_size:
             self._end(stripe)
             file = None
-        if file is None:
-            file = self._open[stripe] = ShardFile(self._folder, self._started)
-            self._started += 1
-        return file
-
-    def _end(self, stripe: int) -> None:
-        self._settling.add(self._open[stripe])
-        del self._open[stripe]
+        return self._start(stripe) if file is None else file
 
 
 def write_band(
@@ -226,13 +197,11 @@ def write_band(
         _copy_streams(image, pixels, band)
     else:
         _copy_rows(image, pixels, band, usual[0], lambda p: _checked(p, shape, dtype))
-    pixels.dataset.attrs["crc32"] = np.uint32(pixels.sums[0])
     if mask is not None:
         name = region_path(sample, number, "mask")
         classes = Chunks(file.h5, name, size, usual, coding=coding.of_masks)
         classes.dataset.attrs["row0"] = band.row0
         _copy_rows(mask, classes, band, usual[0], lambda p: as_mask(p, (len(p), *size[1:])))
-        classes.dataset.attrs["crc32"] = np.uint32(classes.sums[0])
     file.bytes += _band_bytes(image, size, sample.striped)
 
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from spatialdl.data.format import UNLABELLED
-from spatialdl.data.image_source import Pixels
-from spatialdl.data.pixels import as_mask, image_dtype
+from spatialdl.data.image_source import Pixels, as_mask, image_dtype
 
 IMAGE_KEYS = ("image", "img", "pixel_values", "images", "input")
 LABEL_KEYS = ("label", "labels", "target", "targets", "class", "fine_label")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -188,6 +189,21 @@ def _common(row: dict[str, Any]) -> dict[str, Any]:
         "x": fields.place(row, "x"),
         "y": fields.place(row, "y"),
     }
+
+
+def shards_of(sample: Sample) -> list[int]:
+    """Numbers of the shards that hold a sample."""
+    if isinstance(sample, RegionSample):
+        return [band.shard for band in sample.bands]
+    return [sample.shard]
+
+
+def with_shards(sample: Sample, number: Callable[[int], int]) -> Sample:
+    """A sample with its shards renumbered."""
+    if isinstance(sample, RegionSample):
+        bands = tuple(replace(band, shard=number(band.shard)) for band in sample.bands)
+        return replace(sample, bands=bands)
+    return replace(sample, shard=number(sample.shard))
 
 
 def as_row(row: ShardInfo | Sample) -> dict[str, Any]:

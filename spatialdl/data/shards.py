@@ -13,12 +13,10 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from spatialdl.data.chunk_map import Where
-from spatialdl.data.codec import Codec, Coding
+from spatialdl.data.codec import Coding
 from spatialdl.data.format import NO_LABEL, Manifest, sha256_of, shard_status
 from spatialdl.data.image_source import Box, Pixels, Size, check_box, extents, pairs, whole_box
-from spatialdl.data.locating import describe_damage
 from spatialdl.data.open_shards import OpenShard, OpenShards
-from spatialdl.data.raw_reading import IOS, Io
 from spatialdl.data.region_shard import region_path
 from spatialdl.data.samples import RegionBand, RegionSample, Sample, TileSample, VolumeSample
 from spatialdl.errors import ShardError
@@ -36,16 +34,22 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     Args:
         path: the folder, with `manifest.json` in it.
         split: keep the samples of this split only; None keeps all.
-        io: how chunks are read: through a memory map ("mmap", the fastest; a file truncated during
-            a read kills the process), with "pread", or raw chunks too through HDF5 ("h5py").
-            "auto" is "mmap" on local file systems and "pread" on Lustre, NFS and other network
-            file systems.
         whole: whether all shards must exist with the length in the manifest; if false, a missing
             shard raises when it is read.
 
+    Attributes:
+        manifest: the table of contents of the folder.
+        kind: "tiles" (all of one size), "regions" or "volumes".
+        channels: of every image.
+        mpp: micrometres per pixel of the tiles, if known.
+        codec: codec of the images in the shards: raw, jpeg, zstd or lz4.
+        dtype: type of image pixels: uint8, uint16, int16 or a float type; masks are uint8.
+        classes: names of the classes; a label is an index into them, or -1 for none.
+        has_masks: whether every sample has a mask.
+
     Raises:
         ShardError: the folder is missing, incomplete, or of an unknown version.
-        ValueError: the split has no samples, or `io` is unknown.
+        ValueError: the split has no samples.
     """
 
     def __init__(
@@ -53,22 +57,22 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         path: str | os.PathLike[str],
         split: str | None = None,
         *,
-        io: Io = "auto",
         whole: bool = True,
     ) -> None:
-        if io not in IOS:
-            raise ValueError(f"io is {io!r}, expected one of {', '.join(IOS)}")
         self.path = Path(path).absolute()
         self.split = split
-        self._manifest = Manifest.load(self.path)
+        manifest = self.manifest = Manifest.load(self.path)
+        self.kind, self.channels, self.mpp = manifest.kind, manifest.channels, manifest.mpp
+        self.codec, self.dtype = manifest.codec, np.dtype(manifest.dtype)
+        self.classes, self.has_masks = list(manifest.classes), manifest.masks
         if whole:
-            _check_sizes(self.path, self._manifest)
-        samples = self._manifest.samples
+            _check_sizes(self.path, manifest)
+        samples = manifest.samples
         if split is not None:
             samples = [sample for sample in samples if sample.split == split]
             if not samples:
                 known = (
-                    ", ".join(self._manifest.splits)
+                    ", ".join(self.manifest.splits)
                     or "none; use all samples with split=None (data.split=null for training)"
                 )
                 raise ValueError(f"data set {path} has no split {split!r}; its splits: {known}")
@@ -76,47 +80,12 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self.labels: npt.NDArray[np.int64] = np.array(
             [NO_LABEL if sample.label is None else sample.label for sample in samples], np.int64
         )
-        self._shards = OpenShards(self.path, io)
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes; a label is an index into them, or -1 for none."""
-        return list(self._manifest.classes)
+        self._shards = OpenShards(self.path)
 
     @property
     def splits(self) -> list[str]:
         """Splits of the folder."""
-        return self._manifest.splits
-
-    @property
-    def kind(self) -> str:
-        """ "tiles" (all of one size), "regions" or "volumes"."""
-        return self._manifest.kind
-
-    @property
-    def channels(self) -> int:
-        """Channels of every image."""
-        return self._manifest.channels
-
-    @property
-    def mpp(self) -> float | None:
-        """Micrometres per pixel of the tiles, if known."""
-        return self._manifest.mpp
-
-    @property
-    def codec(self) -> Codec:
-        """Codec of the images in the shards: raw, jpeg, zstd or lz4."""
-        return self._manifest.codec
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of image pixels: uint8, uint16, int16 or a float type; masks are uint8."""
-        return np.dtype(self._manifest.dtype)
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether every sample has a mask."""
-        return self._manifest.masks
+        return self.manifest.splits
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -137,7 +106,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
         """Indices of the samples of this split among those of all splits."""
-        samples = self._manifest.samples
+        samples = self.manifest.samples
         split = self.split
         return np.flatnonzero([split is None or sample.split == split for sample in samples])
 
@@ -149,8 +118,8 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """(Rows, columns) of a sample; of a volume (slices, rows, columns)."""
         found = self.sample(sample)
         if isinstance(found, TileSample):
-            assert self._manifest.tile_size is not None  # checked when the manifest was loaded
-            return self._manifest.tile_size
+            assert self.manifest.tile_size is not None  # checked when the manifest was loaded
+            return self.manifest.tile_size
         return found.size
 
     def read(self, sample: int, box: Box | None = None) -> Pixels:
@@ -188,11 +157,6 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         self._fill(out, self.sample(sample), "mask", box)
         return out
 
-    @property
-    def manifest(self) -> Manifest:
-        """The table of contents of the folder."""
-        return self._manifest
-
     def shards_under(self, sample: int, box: Box) -> tuple[int, ...]:
         """Numbers of the shards that hold a box of a sample, in reading order."""
         if min(extents(box)) <= 0:
@@ -210,13 +174,13 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         """Read every shard and compare its SHA-256 with the manifest.
 
         Raises:
-            ShardError: with every shard whose contents changed, and its damaged samples by their
-                index in the folder.
+            ShardError: with every shard whose contents changed, and the indices of its samples in
+                the folder.
         """
-        _check_sizes(self.path, self._manifest)
+        _check_sizes(self.path, self.manifest)
         wrong = [
-            f"{info.file} ({describe_damage(self.path, self._manifest, number)})"
-            for number, info in enumerate(self._manifest.shards)
+            f"{info.file} ({self.manifest.describe_samples(number)})"
+            for number, info in enumerate(self.manifest.shards)
             if sha256_of(self.path / info.file) != info.sha256
         ]
         if wrong:
@@ -268,7 +232,7 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
     def _read_into(
         self, out: Pixels, shard: int, what: str, name: str, where: tuple[int | slice, ...]
     ) -> None:
-        info = self._manifest.shards[shard]
+        info = self.manifest.shards[shard]
         try:
             opened = self._shards.get(info)
             try:
@@ -292,7 +256,6 @@ class ShardDataset(Dataset[tuple[Pixels, int]]):
         codec = self.codec if what == "image" else Coding(self.codec).of_masks.codec
         with self._shards.reading(opened):
             opened.read(name, out, where, codec)
-        self._shards.note_read(out.nbytes)
 
 
 def _bands(

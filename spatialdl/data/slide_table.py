@@ -1,11 +1,13 @@
-"""A table of slides or images: a CSV with one row for each; all columns are kept."""
+"""CSV tables of slides, images or predictions, as text; predictions also as Parquet."""
 
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spatialdl.data.saving import save_table
 
@@ -16,6 +18,8 @@ IMAGE_COLUMNS = ("image", "image_id", "image_name", "filename", "file_name", "fi
 """Names of the column of images in a table of images, in order of precedence."""
 
 PATIENT, SPLIT = "patient", "split"
+
+Columns = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,38 @@ class PathIndex:
         return matches[0] if matches else None
 
 
+def read_cells(path: Path) -> tuple[tuple[str, ...], dict[int, list[str]]]:
+    """The header of a CSV file, and its other lines by number, without empty ones.
+
+    Raises:
+        ValueError: the file is missing or malformed, or a line has more or fewer cells than the
+            header; with the line.
+    """
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: it is not a UTF-8 text file: {error}") from error
+    except csv.Error as error:
+        raise ValueError(f"cannot read {path}: it is not a CSV file: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    finally:
+        csv.field_size_limit(before)  # the limit is global in the process
+    head = tuple(name.strip() for name in lines[0]) if lines else ()
+    rows = {}
+    for number, cells in enumerate(lines[1:], start=2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) != len(head):
+            raise ValueError(
+                f"{path} line {number} has {len(cells)} cells, but the header has {len(head)}"
+            )
+        rows[number] = cells
+    return head, rows
+
+
 def read_table(
     path: Path, others: Sequence[str] = (), names: Sequence[str] = SLIDE_COLUMNS
 ) -> SlideTable:
@@ -127,16 +163,7 @@ def read_table(
         ValueError: the file is missing or malformed, has no slide column, no rows, or a duplicate
             slide; with the line.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.reader(file))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a UTF-8 text file: {error}") from error
-    except csv.Error as error:
-        raise ValueError(f"{path} is not a CSV file: {error}") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    columns = tuple(name.strip() for name in lines[0]) if lines else ()
+    columns, lines = read_cells(path)
     keys = (*(name for name in columns[:1] if name in others), *names)
     key = next((name for name in keys if name in columns), None)
     if key is None:
@@ -147,25 +174,11 @@ def read_table(
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
         raise ValueError(f"{path} has two columns {twice[0]!r}; rename one of them")
-    rows = _rows(path, columns, key, lines[1:])
-    if not rows:
+    if not lines:
         raise ValueError(f"{path} has no rows below its header")
-    return SlideTable(columns, tuple(rows.values()), key, tuple(rows))
-
-
-def _rows(
-    path: Path, columns: Sequence[str], key: str, lines: Sequence[Sequence[str]]
-) -> dict[int, dict[str, str]]:
-    """Rows by line number."""
-    rows: dict[int, dict[str, str]] = {}
+    rows: list[dict[str, str]] = []
     seen: dict[str, int] = {}
-    for number, cells in enumerate(lines, start=2):
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) != len(columns):
-            raise ValueError(
-                f"{path} line {number} has {len(cells)} cells, but the header has {len(columns)}"
-            )
+    for number, cells in lines.items():
         row = {name: cell.strip() for name, cell in zip(columns, cells, strict=True)}
         slide = row[key]
         if not slide:
@@ -175,5 +188,50 @@ def _rows(
                 f"{path} line {number}: {key} {slide!r} is already in line {seen[slide]}; keep one"
             )
         seen[slide] = number
-        rows[number] = row
-    return rows
+        rows.append(row)
+    return SlideTable(columns, tuple(rows), key, tuple(lines))
+
+
+def find_predicted(folder: Path, name: str) -> Path | None:
+    """The file of a prediction table, or None; CSV before Parquet."""
+    return next(
+        (path for kind in ("csv", "parquet") if (path := folder / f"{name}.{kind}").is_file()), None
+    )
+
+
+def read_predicted(path: Path) -> Columns:
+    """Read the columns of a prediction table as text, by name.
+
+    Raises:
+        ValueError: it cannot be read, or a line has more or fewer cells than the header.
+    """
+    if path.suffix == ".parquet":
+        arrow = need_pyarrow()
+        try:
+            table = arrow.parquet.read_table(path).to_pydict()
+        except (OSError, arrow.ArrowException) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        return {
+            name: ["" if cell is None else str(cell) for cell in cells]
+            for name, cells in table.items()
+        }
+    head, rows = read_cells(path)
+    if not head:
+        raise ValueError(f"cannot read {path}: it is empty")
+    return {name: [row[k] for row in rows.values()] for k, name in enumerate(head)}
+
+
+def need_pyarrow() -> Any:
+    """Import pyarrow.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            "table=parquet requires pyarrow: pip install 'spatialdl[parquet]', or set table=csv"
+        ) from None
+    return pyarrow

@@ -12,7 +12,6 @@ cells are unknown targets.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.shards import ShardDataset
+from spatialdl.data.slide_table import read_table
 
 Targets = npt.NDArray[np.float64]
 
@@ -42,35 +42,20 @@ def read_targets(file: Path, *, binary: bool) -> tuple[str, list[str], dict[str,
     Raises:
         ValueError: the file is missing or malformed, with the line.
     """
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as lines:
-            rows = list(csv.reader(lines))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"cannot read data.targets={file}: {error}") from error
-    head = [name.strip() for name in rows[0]] if rows else []
-    if len(head) < 2 or head[0] not in _KEYS:
+    table = read_table(file, names=_KEYS)
+    names = [name for name in table.columns if name != table.key]
+    if not names or not all(names):
         raise ValueError(
-            f"{file} starts with {','.join(head) or 'an empty line'}: its header must be "
-            "sample,TARGET,... or slide,TARGET,..."
+            f"{file} has the header {','.join(table.columns)}: every target needs a column with a "
+            f"name beside {table.key}"
         )
-    names = head[1:]
-    if len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"{file} line 1: every target needs a unique name, got {names}")
-    found: dict[str, list[float]] = {}
-    for number, row in enumerate(rows[1:], start=2):
-        if not any(cell.strip() for cell in row):
-            continue
-        where = f"{file} line {number}"
-        if len(row) != len(head):
-            raise ValueError(f"{where} has {len(row)} cells, but the header has {len(head)}")
-        key = row[0].strip()
-        if key in found:
-            raise ValueError(f"{where}: duplicate {head[0]} {key}; keep one line")
-        found[key] = [
-            target_of(cell.strip(), f"{where}, {name}", binary)
-            for cell, name in zip(row[1:], names, strict=True)
+    found = {
+        row[table.key]: [
+            target_of(row[name], f"{file} line {line}, {name}", binary) for name in names
         ]
-    return head[0], names, found
+        for line, row in zip(table.lines, table.rows, strict=True)
+    }
+    return table.key, names, found
 
 
 def target_of(cell: str, where: str, binary: bool) -> float:

@@ -9,16 +9,15 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.chunks import Chunks
 from spatialdl.data.codec import Coding
-from spatialdl.data.encoded import EncodedImage, checked_stream, grid_of
 from spatialdl.data.format import NO_LABEL, chunk_size, stored_bytes
-from spatialdl.data.pixels import as_image, as_mask
-from spatialdl.data.samples import ShardInfo, TileSample
-from spatialdl.data.shard_file import Settling, ShardFile
+from spatialdl.data.image_source import as_image, as_mask
+from spatialdl.data.jpeg import EncodedImage, checked_stream, grid_of
+from spatialdl.data.samples import TileSample
+from spatialdl.data.shard_file import Chunks, ShardFile, ShardSeries
 
 
-class TileShards:
+class TileShards(ShardSeries):
     """Writer of tiles, one shard after the other.
 
     Args:
@@ -36,19 +35,12 @@ class TileShards:
         coding: Coding | None = None,
         chunk: tuple[int, int] | None = None,
     ) -> None:
-        self._folder = folder
-        self._shard_size = shard_size
-        self._coding = coding or Coding()
+        super().__init__(folder, shard_size, coding)
         self._chunk = chunk
-        self._settling = Settling()
-        self._started = 0
-        self._file: ShardFile | None = None
-        self._stacks: dict[str, Chunks] = {}  # datasets of that file
+        self._stacks: dict[str, Chunks] = {}  # datasets of the open file
         self._shape: tuple[int, int, int] | None = None
         self._in_shard: list[TileSample] = []
-        self.dtype = np.dtype(np.uint8)
         self.samples: list[TileSample] = []
-        self.masks = False
 
     @property
     def tile_size(self) -> tuple[int, int]:
@@ -71,7 +63,7 @@ class TileShards:
         rows, cols, channels = pixels.shape
         classes = None if mask is None else as_mask(mask, (rows, cols))
         self._check_same((rows, cols, channels), pixels.dtype, classes is not None, self._chunk)
-        file = self._file or self._start()
+        file = self._open.get(0) or self._start()
         images = self._stacks["images"]
         images.write(pixels, number=images.grow())
         self._end_sample(file, classes, known)
@@ -98,24 +90,12 @@ class TileShards:
         }
         byte = np.dtype(np.uint8)
         self._check_same((rows, cols, channels), byte, classes is not None, (high, wide))
-        file = self._file or self._start()
+        file = self._open.get(0) or self._start()
         images = self._stacks["images"]
         number = images.grow()
         for (row, col), stream in streams.items():
             images.write_stream(stream, row, col, number)
         self._end_sample(file, classes, known)
-
-    def finish(self) -> list[ShardInfo]:
-        """Finish the last shard and return all of them."""
-        if self._file is not None:
-            self._end(self._file)
-        return self._settling.finish()
-
-    def abort(self) -> None:
-        """Close the open shard and keep the finished ones."""
-        if self._file is not None:
-            self._file.abort()
-        self._settling.abort()
 
     @property
     def _known_shape(self) -> tuple[int, int, int]:
@@ -157,9 +137,8 @@ class TileShards:
         if masked != self.masks:
             raise ValueError("some tiles have masks and others do not; give all of them masks")
 
-    def _start(self) -> ShardFile:
-        file = self._file = ShardFile(self._folder, self._started)
-        self._started += 1
+    def _start(self, stripe: int = 0) -> ShardFile:
+        file = super()._start(stripe)
         rows, cols, channels = self._known_shape
         usual = chunk_size(rows, cols)
         images = Chunks(
@@ -191,12 +170,11 @@ class TileShards:
         self.samples.append(sample)
         file.samples += 1
         if file.samples == self._capacity:
-            self._end(file)
+            self._end()
 
-    def _end(self, file: ShardFile) -> None:
+    def _end(self, stripe: int = 0) -> None:
+        file = self._open[stripe]
         inside, self._in_shard = self._in_shard, []
-        for name, stack in self._stacks.items():
-            file.h5[f"{name}_crc32"] = np.array(stack.sums, np.uint32)
         self._stacks = {}
         labels = [NO_LABEL if sample.label is None else sample.label for sample in inside]
         file.h5["coords"] = np.array([(sample.x, sample.y) for sample in inside], np.int64)
@@ -204,5 +182,4 @@ class TileShards:
         file.h5.create_dataset(
             "slides", data=[sample.slide for sample in inside], dtype=h5py.string_dtype("utf-8")
         )
-        self._settling.add(file)
-        self._file = None
+        super()._end(stripe)

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.augmentation.blur import blur, with_margin
-from spatialdl.data.augmentation.color import recolour, value_range
-from spatialdl.data.augmentation.drawing import Draw, draw
-from spatialdl.data.augmentation.geometry import clipped, read_padded, window_of
+from spatialdl.data.augmentation.geometry import Draw, clipped, draw, read_padded, window_of
+from spatialdl.data.augmentation.pixel_changes import blur, recolour, value_range, with_margin
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.format import UNLABELLED

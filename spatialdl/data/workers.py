@@ -32,13 +32,14 @@ PRELOADED = (
     "spatialdl.data.fork_server",
     "spatialdl.data.dataset_source",
     "spatialdl.data.shards",
-    "spatialdl.data.synthetic_masks",
+    "spatialdl.data.synthetic",
     "spatialdl.data.workers",
     "hydra",
 )
 """`hydra` is for the commands: each worker imports the main module of its program again."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_AHEAD = 2  # batches that each process reads ahead
 _ALIGNED = 64  # alignment of tensors in a block, bytes
 
 
@@ -48,12 +49,11 @@ class Workers:
     Args:
         reader: is pickled and sent to each process.
         workers: number of processes.
-        prefetch: batches that each process reads ahead.
     """
 
-    def __init__(self, reader: BatchReader, workers: int, prefetch: int) -> None:
+    def __init__(self, reader: BatchReader, workers: int) -> None:
         self._wanted: list[Batch] = []
-        self._reader, self._workers, self._prefetch = reader, workers, prefetch
+        self._reader, self._workers = reader, workers
         self._loader: DataLoader[Any] | None = None
         _start_server()  # its imports run while this process continues
 
@@ -96,7 +96,7 @@ class Workers:
                 batch_size=None,
                 sampler=self._wanted,
                 num_workers=self._workers,
-                prefetch_factor=self._prefetch,
+                prefetch_factor=_AHEAD,
                 persistent_workers=True,
                 multiprocessing_context="forkserver",
                 worker_init_fn=_init_worker,
@@ -112,14 +112,13 @@ class Workers:
             ) from error
 
     def _death_message(self, error: Exception, number: int) -> str:
-        ahead = self._wanted[number : number + self._workers * self._prefetch]
+        ahead = self._wanted[number : number + self._workers * _AHEAD]
         samples = [sample for batch in ahead for sample in batch.samples.tolist()]
         shown = ", ".join(map(str, samples[:8])) + (" ..." if len(samples) > 8 else "")
         return (
             f"a worker process exited ({error}) while reading samples {shown} of epoch "
             f"{ahead[0].epoch}: it was killed, perhaps by the out-of-memory killer (reduce "
-            "data.workers or data.prefetch), or a file was truncated during a read "
-            "(data.io=pread reports which), or it could not start (see above); data.workers=0 "
+            "data.workers), or it could not start (see above); data.workers=0 "
             "reads without worker processes"
         )
 
@@ -196,7 +195,7 @@ def _shared_memory_message(size: int, error: RuntimeError) -> str:
         free = f", {status.f_bavail * status.f_frsize / 2**20:.1f} MB are free in {SHARED}"
     return (
         f"cannot allocate {size / 2**20:.1f} MB of shared memory for a batch{free}: reduce "
-        "data.workers or data.prefetch, or set data.workers=0, which needs none; enlarge that of "
+        "data.workers, or set data.workers=0, which needs none; enlarge that of "
         f"a container with --shm-size or --ipc=host ({error})"
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.codec import LEVEL, QUALITY, Codec, Coding
-from spatialdl.data.encoded import EncodedImage
 from spatialdl.data.folder import Comm, FolderInProgress, agree, check_target
 from spatialdl.data.format import KINDS, Kind, Manifest
 from spatialdl.data.joining import join_parts, part_folder, remove_parts
+from spatialdl.data.jpeg import EncodedImage
 from spatialdl.data.region_shard import RegionShards
 from spatialdl.data.samples import affine_of, spacing_of
 from spatialdl.data.shard_file import ImageRows
-from spatialdl.data.striping import Striping
 from spatialdl.data.tile_shard import TileShards
 from spatialdl.errors import ShardError
 
@@ -61,8 +59,6 @@ class ShardWriter:
         level: zstd level, 1 (fast) to 22 (small).
         chunk: JPEG tiles only: (rows, columns) of a chunk, if tiles added encoded have chunks of
             another size than the first tile.
-        stripe_count: on Lustre, number of storage targets per shard (`lfs setstripe`), -1 for all.
-        stripe_size: on Lustre, bytes per stripe.
         overwrite: replace an existing data set of that name.
         made_with: settings to record in the manifest unchanged.
 
@@ -87,8 +83,6 @@ class ShardWriter:
         quality: int = QUALITY,
         level: int = LEVEL,
         chunk: tuple[int, int] | None = None,
-        stripe_count: int | None = None,
-        stripe_size: int | None = None,
         overwrite: bool = False,
         made_with: Mapping[str, Any] | None = None,
     ) -> None:
@@ -96,7 +90,6 @@ class ShardWriter:
             self._classes = _checked_classes(classes)
             _check_sizes(shard_size, kind, stripes)
             coding = Coding(codec, quality, level)
-            striping = Striping(stripe_count, stripe_size)
             if chunk is not None and (kind != "tiles" or codec != "jpeg" or min(chunk) < 1):
                 raise ValueError(
                     f"chunk is {chunk}; it requires kind 'tiles' and codec 'jpeg', and at least "
@@ -107,7 +100,6 @@ class ShardWriter:
         self._target, self._overwrite = Path(path).resolve(), overwrite
         self._comm, self._part = comm, part
         self._folder = self._open_folder()
-        self._apply_striping(striping)
         self._shards: TileShards | RegionShards
         if kind == "tiles":
             self._shards = TileShards(self._folder.path, shard_size, coding, chunk)
@@ -252,16 +244,6 @@ class ShardWriter:
                 remove_parts(self._target)
         with _agreed(comm):
             return FolderInProgress(part_folder(self._target, self._part))
-
-    def _apply_striping(self, striping: Striping) -> None:
-        try:
-            with _agreed(self._comm):
-                undone = striping.apply(self._folder.path)
-        except BaseException:
-            self._folder.discard()
-            raise
-        if undone and (self._comm is None or self._comm.rank == 0):
-            warnings.warn(undone, stacklevel=3)
 
     def _end(self, error: BaseException | None) -> None:
         """Publish the folder, or discard it and raise if this or another rank failed."""

@@ -7,8 +7,13 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spatialdl.configuring.values import check_values
-from spatialdl.data.predicted_table import find_predicted
-from spatialdl.data.slide_table import IMAGE_COLUMNS, SLIDE_COLUMNS, SlideTable, read_table
+from spatialdl.data.slide_table import (
+    IMAGE_COLUMNS,
+    SLIDE_COLUMNS,
+    SlideTable,
+    find_predicted,
+    read_table,
+)
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.checks import check_config
 from spatialdl.training.checks import check_choices

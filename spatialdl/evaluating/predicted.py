@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.predicted_table import find_predicted, read_predicted
+from spatialdl.data.slide_table import find_predicted, read_predicted
 from spatialdl.evaluating.checks import SAMPLE
 from spatialdl.predicting.tables import PIXELS
 

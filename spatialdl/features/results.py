@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spatialdl.data.chunk_map import own_dataset
 from spatialdl.data.feature_file import FEATURES, UNREADABLE, write_features
-from spatialdl.data.own_dataset import own_dataset
 from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.features.encoding import Filling

@@ -22,8 +22,7 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.predicting.inputs import Input, shard_inputs
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import tile_attributes
-from spatialdl.slides.batch.identity import slide_key
-from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.record import PartRecord, slide_key
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task, initial_report
 from spatialdl.slides.cutting.stains import Colours

@@ -18,8 +18,8 @@ from spatialdl.comm.launch import end_with_launcher
 from spatialdl.features.encoders.encoder import Encoder, Wish
 from spatialdl.features.encoders.making import make_encoder
 from spatialdl.features.working import FeatureJob, FeatureWorker, WorkerResult
+from spatialdl.slides.batch.executors import DIED
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.sharing import DIED
 from spatialdl.text import counted
 
 _POLL_S = 0.5  # interval at which the parent checks that its processes are alive

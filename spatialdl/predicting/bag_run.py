@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from spatialdl.comm import check
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.bags import BagSource, PlacedBag
+from spatialdl.data.bags import BagSource, PlacedBag, open_tile_bags
 from spatialdl.data.feature_file import list_features
 from spatialdl.data.loader import bag_to_input
-from spatialdl.data.tile_bags import open_tile_bags
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig
 from spatialdl.comm.waiting import check_timeout
 from spatialdl.configuring.own_keys import is_own_network
 from spatialdl.configuring.values import check_values
-from spatialdl.data.predicted_table import need_pyarrow
+from spatialdl.data.slide_table import need_pyarrow
 from spatialdl.parallel.placement import Placement
 from spatialdl.predicting.spatial_data import need_spatialdata
 from spatialdl.slides.reading.resolution import PLAUSIBLE_MPP, is_plausible

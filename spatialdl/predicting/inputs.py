@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spatialdl.data.augmentation.color import value_range
+from spatialdl.data.augmentation.pixel_changes import value_range
 from spatialdl.data.image_source import Box, ImageSource, Pixels, Size
 from spatialdl.data.samples import TileSample
 from spatialdl.data.shards import ShardDataset

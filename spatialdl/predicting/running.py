@@ -118,7 +118,7 @@ class Runner:
         if reports:
             log.info("%s: predicting an image of %s", name, " x ".join(map(str, size)))
         loader = RankLoader(
-            OmegaConf.create({"workers": 0, "prefetch": 2}),
+            OmegaConf.create({"workers": 0}),
             turned_views(views, turn),
             pipeline,
             batch_size=1 if given.whole else int(self._config.batch_size),

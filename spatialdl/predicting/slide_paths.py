@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import ListConfig
 
 from spatialdl.data.importing.volume_file import SUFFIXES, is_volume, volume_name, volumes_in
-from spatialdl.data.importing.volume_files.dicom_folder import find_series
+from spatialdl.data.importing.volume_files.dicom import find_series
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.reading.paths import series_at
 

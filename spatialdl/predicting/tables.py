@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spatialdl.data.predicted_table import need_pyarrow
 from spatialdl.data.saving import replacing, save_table
+from spatialdl.data.slide_table import need_pyarrow
 from spatialdl.predicting.records import PredictionRecord
 from spatialdl.text import aligned, fitted
 from spatialdl.training.tasks.predictions import to_slides

@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data import fields
 from spatialdl.data.format import Manifest
+from spatialdl.data.image_source import DTYPES
 from spatialdl.data.normalisation import Normalisation
-from spatialdl.data.pixels import DTYPES
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import CheckpointError, ShardError
 from spatialdl.training.checkpoints.folder import CONTENT, candidates

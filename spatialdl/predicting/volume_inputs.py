@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from spatialdl.data.image_source import Box, Pixels, Size, extents, whole_box
+from spatialdl.data.image_source import DTYPES, Box, Pixels, Size, extents, whole_box
 from spatialdl.data.importing.volume_file import StoredVolume, open_volume
-from spatialdl.data.pixels import DTYPES
 from spatialdl.data.samples import VolumeSample
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.volume_geometry import VolumeTurn

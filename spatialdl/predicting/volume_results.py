@@ -26,8 +26,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.data.augmentation.drawing import Draw
-from spatialdl.data.augmentation.geometry import window_of
+from spatialdl.data.augmentation.geometry import Draw, window_of
 from spatialdl.data.image_source import Box, Size, pairs, whole_box
 from spatialdl.data.saving import replacing
 from spatialdl.data.volume_geometry import VolumeTurn

@@ -13,10 +13,9 @@ from types import FrameType
 
 from spatialdl.comm.launch import launched
 from spatialdl.data.folder import ResumableFolder, holds_results
-from spatialdl.data.striping import Striping
+from spatialdl.data.options import stripe_files
 from spatialdl.slides.batch.assembling import PAGE, PROCESS_LIST, assemble, load_settings
 from spatialdl.slides.batch.choosing import Choosing
-from spatialdl.slides.batch.duplicates import check_duplicates
 from spatialdl.slides.batch.executors import batch_executor, executor_of_ranks
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.labels import SlideLabel, read_labels
@@ -26,8 +25,8 @@ from spatialdl.slides.batch.report import TilingReport, save_reports, table, war
 from spatialdl.slides.batch.resume import PICTURES, holds_work, keep_failed, keep_others, names_in
 from spatialdl.slides.batch.running import BatchRun
 from spatialdl.slides.batch.steps import BatchRequest, Task
-from spatialdl.slides.cohort.leaks import check_patients, check_pictures
-from spatialdl.slides.finding.region_mask import BACKGROUND
+from spatialdl.slides.cohort.leaks import check_duplicates, check_patients, check_pictures
+from spatialdl.slides.finding.regions import BACKGROUND
 from spatialdl.slides.inspecting import inspect, verify
 from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.text import counted, print_lines, readable_bytes
@@ -37,7 +36,7 @@ _TERMINATED = 143
 _TOOLS: dict[str, Callable[[Path], object]] = {"inspect": inspect, "verify": verify}
 
 
-def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Cut slides into a data set folder.
 
     Under mpiexec or srun all ranks call it: rank 0 schedules the work, all other ranks execute
@@ -45,7 +44,6 @@ def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
 
     Args:
         argv: arguments of the command; None uses those of the process.
-        native: false reads all slides with openslide that it supports.
 
     Returns:
         The exit code: 0 if every slide could be used, 1 if some could not (0 with
@@ -57,7 +55,7 @@ def main(argv: Sequence[str] | None = None, *, native: bool = True) -> int:
         return _run_tool(argv[0], argv[1:])
     try:
         with executor_of_ranks() as (first, executor):
-            return _main(argv, executor, native) if first else _OK
+            return _main(argv, executor) if first else _OK
     except ValueError as error:
         world = launched()
         if world is None or world.rank == 0:
@@ -84,7 +82,7 @@ class _EmptyError(ValueError):
     """No slide has a tile."""
 
 
-def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
+def _main(argv: Sequence[str], executor: Executor | None) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         options = parsed(argv)
@@ -92,7 +90,7 @@ def _main(argv: Sequence[str], executor: Executor | None, native: bool) -> int:
         slides, labels = _labelled(options, slides)
         choosing = Choosing(options, slides, outside=options.unannotated == BACKGROUND)
         labels = _with_classes(options, labels, choosing)
-        batch = _batch(options, labels, choosing, native)
+        batch = _batch(options, labels, choosing)
         checked = options.labels is not None and not options.allow_leaks
         if checked:
             check_patients(options.labels)
@@ -128,8 +126,6 @@ def _labelled(
         unlabelled=options.unlabelled,
         classes=options.annotations is None,
     )
-    if not labels:
-        raise ValueError(f"{options.labels} has no line for any of the slides; check its names")
     skipped = [slide.name for slide in slides if slide not in labels]
     if skipped:
         count = counted(len(skipped), "slide")
@@ -166,7 +162,6 @@ def _batch(
     options: argparse.Namespace,
     labels: Mapping[Path, SlideLabel],
     choosing: Choosing,
-    native: bool,
 ) -> BatchRequest:
     classes = choosing.classes or sorted({label.label for label in labels.values()})
     settings = settings_of(options, classes)
@@ -174,7 +169,7 @@ def _batch(
     before = None
     if not options.overwrite and load_settings(target) == settings:
         before = target
-    return BatchRequest(options, choosing, settings, classes, None, target, before, native)
+    return BatchRequest(options, choosing, settings, classes, None, target, before)
 
 
 def _tasks(slides: Sequence[Path], labels: Mapping[Path, SlideLabel]) -> list[Task]:
@@ -202,7 +197,7 @@ def _tile(batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None)
     folder = ResumableFolder(batch.target, overwrite=overwrite, settings=batch.settings)
     batch = replace(batch, folder=folder.path, before=folder.before)
     try:
-        undone = Striping(batch.options.stripe_count, batch.options.stripe_size).apply(folder.path)
+        undone = stripe_files(folder.path, batch.options.stripe_count, batch.options.stripe_size)
         if undone:
             print(f"remark: {undone}", file=sys.stderr)
         return _into(folder, batch, tasks, executor)
@@ -261,7 +256,7 @@ def _run(
     batch: BatchRequest, tasks: Sequence[Task], executor: Executor | None, *, dry: bool
 ) -> BatchRun:
     run = BatchRun(batch, tasks, dry=dry)
-    with batch_executor(batch.options.jobs, executor, run.watch) as workers:
+    with batch_executor(batch.options.jobs, executor) as workers:
         run.go(workers)
     return run
 

@@ -12,11 +12,10 @@ import numpy.typing as npt
 from omegaconf import DictConfig, ListConfig
 
 from spatialdl.data.bag_labels import BagLabels, SlideRow, read_bag_labels
-from spatialdl.data.bags import Bag, BagSource
+from spatialdl.data.bags import Bag, BagSource, labels_of_tiles, open_tile_bags
 from spatialdl.data.feature_file import list_features
 from spatialdl.data.rare_tiles import KINDS, RareTilesBag
 from spatialdl.data.targets import target_of
-from spatialdl.data.tile_bags import labels_of_tiles, open_tile_bags
 
 log = logging.getLogger("spatialdl.data")
 
@@ -105,7 +104,7 @@ def _opened(data: DictConfig, task: str) -> tuple[dict[str, Bag], BagLabels]:
         bags = list_features(feature_paths(data.features))
         labels = None
     else:
-        bags, dataset = open_tile_bags(Path(data.tiles).expanduser(), data.io)
+        bags, dataset = open_tile_bags(Path(data.tiles).expanduser())
         if data.labels is None and task != "classification":
             raise ValueError(
                 f"task={task} needs data.labels=FILE.csv: tiles only have class labels"

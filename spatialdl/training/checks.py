@@ -24,8 +24,6 @@ DEVICE_PATHS = ("auto", "nccl", "mpi", "host")
 TASKS = ("classification", "multilabel", "regression", "segmentation", "survival")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 TRANSPORTS = ("auto", "mpi", "torch")
-SYNTHETIC = ("synthetic", "fractals")
-"""Values of `data=` for generated data sets."""
 BACKENDS = (None, "mpi4py", "gloo", "nccl")
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "trainer.precision": PRECISIONS,

@@ -85,7 +85,6 @@ class RankLoader:
             ),
             seed,
             workers=data.workers,
-            prefetch=data.prefetch,
             device=self._device,
             one_batch=one_batch,
         )

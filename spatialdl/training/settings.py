@@ -21,15 +21,12 @@ from spatialdl.data.loader import check_workers
 from spatialdl.data.normalisation import Normalisation, wants_statistics
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.statistics import statistics_of
-from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.data.synthetic_fractals import SyntheticFractals
-from spatialdl.data.synthetic_masks import SyntheticMasks
-from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.synthetic import SyntheticDataset, SyntheticMasks, SyntheticTargets
 from spatialdl.data.targets import set_targets
 from spatialdl.data.views import Views
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.training.bag_sources import open_bags
-from spatialdl.training.checks import SYNTHETIC, common_size
+from spatialdl.training.checks import common_size
 from spatialdl.training.layouts import check_image, placement_of
 from spatialdl.training.own_data import open_own_data
 
@@ -119,11 +116,11 @@ def open_sources(
         ValueError: if labels or masks are missing, or images differ in size.
         ShardError: if a data set is missing or damaged.
     """
-    check_workers(data.workers, data.prefetch)
+    check_workers(data.workers)
     if data.name == "bags":
         return _bags(data, seed, task, loss)
     augmentation = Augmentation.from_config(data.augment)
-    opener = {"dataset": _own, **dict.fromkeys(SYNTHETIC, _synthetic)}.get(data.name, _shards)
+    opener = {"dataset": _own, "synthetic": _synthetic}.get(data.name, _shards)
     sources = opener(data, seed, task)
     augmentation.check_channels(sources.channels)
     background = _background(data.background)
@@ -184,7 +181,7 @@ def resolve_statistics(data: DictConfig, world: Communicator) -> None:
     """
     if not wants_statistics(data):
         return
-    source = ShardDataset(Path(data.path).expanduser(), data.split, io=data.io)
+    source = ShardDataset(Path(data.path).expanduser(), data.split)
     statistics = statistics_of(source, data.split, world)
     white = Normalisation(scale=data.scale).white(source.dtype)
     source.close()
@@ -194,14 +191,13 @@ def resolve_statistics(data: DictConfig, world: Communicator) -> None:
 
 def _shards(data: DictConfig, seed: int, task: str) -> Sources:
     if data.name != "shards":
-        known = f"shards, bags, dataset, {' or '.join(SYNTHETIC)}"
-        raise ValueError(f"data={data.name} is unknown: use {known}")
+        raise ValueError(f"data={data.name} is unknown: use shards, bags, dataset or synthetic")
     _check_targets(data, task)
     path = Path(data.path).expanduser()
-    train = ShardDataset(path, data.split, io=data.io)
+    train = ShardDataset(path, data.split)
     validation = None
     if data.validation_split is not None and data.validation_split in train.splits:
-        validation = ShardDataset(path, data.validation_split, io=data.io)
+        validation = ShardDataset(path, data.validation_split)
     elif data.validation_split is not None:
         # not a warning, since every rank would report it
         log.info("%s has no split %s: the run has no validation", path, data.validation_split)
@@ -288,15 +284,13 @@ def _check_targets(data: DictConfig, task: str) -> None:
 
 
 def _synthetic(data: DictConfig, seed: int, task: str) -> Sources:
-    if data.name == "fractals" and task != "segmentation":
-        raise ValueError(f"data=fractals requires task=segmentation, got task={task}")
     size = _size(data.image_size)
     if size is None:
         raise ValueError("data.image_size must be [rows,columns], got null")
     classes, channels = int(data.num_classes), int(data.channels)
     kind: Callable[..., SyntheticDataset] = SyntheticDataset
     if task == "segmentation":
-        kind = SyntheticMasks if data.name == "synthetic" else SyntheticFractals
+        kind = SyntheticMasks
     elif task in TARGETED:
         kind = partial(SyntheticTargets, present=task == "multilabel")
     train = kind(int(data.samples), size, classes, channels, seed)

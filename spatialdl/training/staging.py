@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.processes import Nodes
-from spatialdl.data.raw_reading import is_local
 from spatialdl.data.shard_usage import (
     ShardUsage,
     combined_usage,
@@ -25,9 +24,8 @@ from spatialdl.data.shard_usage import (
 )
 from spatialdl.data.shards import ShardDataset
 from spatialdl.data.staging.cache import local_name
-from spatialdl.data.staging.local_disk import DiskSpace, find_disk
+from spatialdl.data.staging.local_disk import DiskSpace, find_disk, is_local
 from spatialdl.data.staging.process import CopierProcess
-from spatialdl.data.staging.samples import samples_in
 from spatialdl.errors import ShardError
 from spatialdl.text import counted, readable_bytes
 from spatialdl.training.progress import TrainingProgress
@@ -227,7 +225,7 @@ class Staging:
         manifest = self._datasets[0].manifest
         file, why = next(iter(self._copier.damaged.items()))
         number = next(n for n, info in enumerate(manifest.shards) if info.file == file)
-        return f"{why}. It holds {samples_in(manifest, number)}"
+        return f"{why}. It holds {manifest.describe_samples(number)}"
 
 
 def stage_loaders(

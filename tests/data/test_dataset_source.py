@@ -20,8 +20,7 @@ from torch.utils.data import Dataset
 from spatialdl.data.dataset_source import DatasetSource
 from spatialdl.data.sample_forms import SampleForm
 from spatialdl.data.sample_generators import own_generators, seeded
-from spatialdl.data.sample_transforms import SampleTransforms, convention_of
-from spatialdl.data.unpaired_transforms import check_follows
+from spatialdl.data.sample_transforms import SampleTransforms, check_follows, convention_of
 from tests.data import own_datasets as own
 from tests.vision import need_timm
 

@@ -7,14 +7,18 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from spatialdl.data import ShardWriter, striping
 from spatialdl.data.folder import FolderInProgress, ResumableFolder, check_target
-from spatialdl.data.inside import check_own, file_status
-from spatialdl.data.saving import apply_umask, load_json, replacing, unfinished
-from spatialdl.data.striping import Striping
+from spatialdl.data.options import stripe_files
+from spatialdl.data.saving import (
+    apply_umask,
+    check_own,
+    file_status,
+    load_json,
+    replacing,
+    unfinished,
+)
 from spatialdl.errors import ShardError
 
 NOT_OURS = "not a folder owned by this user"
@@ -309,87 +313,33 @@ def test_what_is_no_json_is_as_if_it_were_missing(tmp_path: Path) -> None:
         assert load_json(path) == found
 
 
-TILE = np.zeros((4, 4, 3), np.uint8)
-
-
-@pytest.fixture
-def lustre(tmp_path: Path) -> Path:
-    """A table of mounts by which the test's folder is on Lustre."""
-    table = tmp_path / "mounts"
-    table.write_text(f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:40 / {tmp_path} rw - lustre a rw\n")
-    return table
-
-
 @pytest.fixture
 def lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name that records its arguments and the contents of the folder."""
+    """A program of that name that records its arguments."""
     program = tmp_path / "bin" / "lfs"
     program.parent.mkdir()
     said = tmp_path / "asked"
     program.write_text(
-        '#!/bin/sh\necho "$@" >> ' + f"{said}\n"
-        'for last; do :; done\nfind "$last" -name "*.h5*" >> ' + f"{said}\n"
-        '[ "$3" != 77 ] || { echo "lfs: bad  stripe\ncount" >&2; exit 22; }\n'
+        f'#!/bin/sh\necho "$@" >> {said}\n'
+        '[ "$3" != 77 ] || { printf "lfs: bad  stripe\ncount \\377" >&2; exit 22; }\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     return said
 
 
-def test_a_folder_on_lustre_is_laid_out(tmp_path: Path, lustre: Path, lfs: Path) -> None:
-    for layout, asked in [
-        (Striping(4, 2**22), f"setstripe -c 4 -S 4194304 {tmp_path}\n"),
-        (Striping(count=-1), f"setstripe -c -1 {tmp_path}\n"),
-        (Striping(size=2**16), f"setstripe -S 65536 {tmp_path}\n"),
+def test_a_folder_on_lustre_is_laid_out(tmp_path: Path, lfs: Path, monkeypatch) -> None:
+    for count, size, asked in [
+        (4, 2**22, f"setstripe -c 4 -S 4194304 {tmp_path}\n"),
+        (-1, None, f"setstripe -c -1 {tmp_path}\n"),
+        (None, 2**16, f"setstripe -S 65536 {tmp_path}\n"),
     ]:
-        assert layout.apply(tmp_path, lustre) is None
+        assert stripe_files(tmp_path, count, size) == ""
         assert lfs.read_text() == asked
         lfs.unlink()
-    assert Striping().apply(tmp_path, lustre) is None
+    assert stripe_files(tmp_path, None, None) == ""
     assert not lfs.exists()
-
-
-def test_what_cannot_be_done_is_said(
-    tmp_path: Path, lustre: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with pytest.raises(ShardError, match=r"-c 77 .* failed: lfs: bad stripe count \ufffd"):
+        stripe_files(tmp_path, 77, None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = Striping(4).apply(tmp_path / "set", lustre)
-    assert said == f"stripes were not set: {tmp_path} is on Lustre, but lfs was not found"
-    lustre.write_text("1 0 8:1 / / rw - ext4 /dev/sda rw\n")
-    said = Striping(4).apply(tmp_path / "set", lustre)
-    assert said == f"stripes were not set: {tmp_path} is on ext4, not on Lustre"
-    said = Striping(4).apply(tmp_path / "set", tmp_path / "none")
-    assert said == f"stripes were not set: {tmp_path} is on an unknown file system, not on Lustre"
-
-
-def test_no_such_layout() -> None:
-    assert [Striping(count).count for count in (1, 2000, -1)] == [1, 2000, -1]
-    for count in (0, -2, 2001):
-        with pytest.raises(ValueError, match=f"stripe count is {count}, expected 1 to 2000, or -1"):
-            Striping(count)
-    for size in (0, 2**16 + 1):
-        with pytest.raises(ValueError, match=f"stripe size is {size} bytes, expected a multiple"):
-            Striping(size=size)
-
-
-def test_what_lfs_refuses_is_an_error(tmp_path: Path, lustre: Path, lfs: Path) -> None:
-    with pytest.raises(ShardError, match=r"lfs setstripe -c 77 .* failed: lfs: bad stripe count"):
-        Striping(77).apply(tmp_path, lustre)
-    program = tmp_path / "bin" / "lfs"
-    program.write_text(  # folders may have names in any encoding
-        "#!/bin/sh\nprintf 'lfs: no \\377 here' >&2\nexit 2\n"
-    )
-    with pytest.raises(ShardError, match="failed: lfs: no \ufffd here"):
-        Striping(4).apply(tmp_path, lustre)
-
-
-def test_a_writer_lays_its_folder_out_before_it_writes(
-    tmp_path: Path, lfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(striping, "file_system", lambda *_: "lustre")
-    with ShardWriter(tmp_path / "set", stripe_count=2, stripe_size=2**20) as writer:
-        writer.add(TILE)
-        assert lfs.read_text() == f"setstripe -c 2 -S 1048576 {writer.workdir}\n"
-    with pytest.raises(ShardError, match="failed"):
-        ShardWriter(tmp_path / "other", stripe_count=77)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked", "bin", "set"]
+    assert "stripes were not set: lfs" in stripe_files(tmp_path, 4, None)

@@ -13,10 +13,9 @@ import pytest
 from spatialdl.data import ShardDataset, ShardWriter, open_shards
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.batches import Batch, Batching, BatchReader
-from spatialdl.data.chunk_map import ChunkMap
 from spatialdl.data.format import Manifest
 from spatialdl.data.loader import sample_order
-from spatialdl.data.open_shards import ChunkMaps, OpenShard, OpenShards
+from spatialdl.data.open_shards import OpenShards
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.shard_usage import (
     ShardUse,
@@ -48,22 +47,13 @@ def infos(folder: Path) -> list[ShardInfo]:
 
 @pytest.fixture
 def shards(folder: Path) -> OpenShards:
-    return OpenShards(folder, "auto")
+    return OpenShards(folder)
 
 
 def is_read(shards: OpenShards, infos: list[ShardInfo], number: int = 0) -> bool:
     out = np.empty((17, 7, 3), np.uint8)
     shards.get(infos[number]).read("images", out, (0, slice(3, 20), slice(0, 7)))
     return (out == TILES[number, 3:20, :7]).all()
-
-
-def test_maps_are_dropped_when_they_are_many() -> None:
-    maps = ChunkMaps(most=5000)
-    one = ChunkMap((), (), np.dtype(np.uint8), np.zeros(125, np.int64))  # 1000 bytes, and as many
-    for number in range(4):
-        maps.put(((0, 0, 0, 0), str(number)), one)
-        assert maps.get(((0, 0, 0, 0), "0") if number < 2 else ((0, 0, 0, 0), "2")) is one
-    assert [((0, 0, 0, 0), str(k)) in maps for k in range(4)] == [False, False, True, True]
 
 
 def test_a_file_that_was_written_to_is_opened_again(shards, infos, folder) -> None:
@@ -120,16 +110,6 @@ def test_few_files_are_open_and_descriptors_given_back(shards, infos, monkeypatc
     shards.close()
 
 
-def test_memory_that_was_read_is_let_go(shards, infos, monkeypatch) -> None:
-    forgot = []
-    monkeypatch.setattr(OpenShard, "forget", lambda shard: forgot.append(shard))  # noqa: PLW0108
-    monkeypatch.setattr(open_shards, "_RESIDENT", 100)
-    opened = [shards.get(info) for info in infos[:2]]
-    for count, expected in [(60, []), (40, []), (1, opened), (60, opened)]:
-        shards.note_read(count)
-        assert forgot == expected
-
-
 @pytest.fixture
 def staged(shards, tmp_path, monkeypatch) -> Path:
     """A folder of copies; the shards look into it before each read."""
@@ -180,7 +160,7 @@ def test_a_copy_that_is_no_good_is_not_read(shards, infos, staged, caplog, fault
     [told] = caplog.messages
     assert f"the copy of {infos[0].file} in {staged} is unusable" in told
     # others of the node find out for themselves, and do not say it again
-    other = OpenShards(shards._folder, "auto", staged)
+    other = OpenShards(shards._folder, staged)
     assert other.get(infos[0]).is_local == (fault == "written to")
     assert len(caplog.messages) == 1
 

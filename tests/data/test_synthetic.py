@@ -8,32 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spatialdl.data.rare_tiles import KINDS, MARKED, RareTilesBag, draw_tile
-from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.data.synthetic_fractals import SyntheticFractals
-from spatialdl.data.synthetic_masks import SyntheticMasks
-from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.synthetic import SyntheticDataset, SyntheticMasks, SyntheticTargets
 
-SIZE = (40, 43, 37)
 sizes = st.integers(1, 3).flatmap(lambda dims: st.tuples(*[st.integers(1, 45 // dims)] * dims))
 """Of signals, images and volumes."""
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(["stripes", "masks", "fractals", "targets"]), st.integers(0, 3), st.data())
+@given(st.sampled_from(["stripes", "masks", "targets"]), st.integers(0, 3), st.data())
 def test_any_box_is_the_slice_of_the_whole(kind, sample, data):
-    size = SIZE if kind == "fractals" else (19, 23) if kind == "targets" else data.draw(sizes)
+    size = (19, 23) if kind == "targets" else data.draw(sizes)
     channels = data.draw(st.sampled_from([1, 3, 11]))
     images = {
         "stripes": lambda: SyntheticDataset(4, size, channels=channels, seed=5),
         "masks": lambda: SyntheticMasks(4, size, data.draw(st.integers(1, 12)), channels, seed=5),
-        "fractals": lambda: SyntheticFractals(4, size, 6, channels, seed=5),
         "targets": lambda: SyntheticTargets(4, size, 3, channels, 5, present=True),
     }[kind]()
     ends = [sorted(data.draw(st.integers(0, n)) for _ in range(2)) for n in size]
     box = tuple(bound for pair in ends for bound in pair)
     reads = [
         (images.read, (channels,)),
-        *[(images.read_mask, ())] * (kind in ("masks", "fractals")),
+        *[(images.read_mask, ())] * (kind == "masks"),
     ]
     for read, tail in reads:
         whole = read(sample)
@@ -45,7 +40,6 @@ def test_all_follow_from_seed_and_sample():
     for least, draw in [
         (0.9, lambda seed, n: SyntheticDataset(4, (16, 16), seed=seed).read(n)),
         (0.1, lambda seed, n: SyntheticMasks(4, (64, 64), seed=seed).read_mask(n)),
-        (0.01, lambda seed, n: SyntheticFractals(4, SIZE, seed=seed).read_mask(n)),
         (0.1, lambda seed, n: RareTilesBag("s", 1, 6, 32, (0, n, seed)).read()),
     ]:
         assert (draw(0, 0) == draw(0, 0)).all()
@@ -91,15 +85,6 @@ def test_the_stripes_are_equally_wide_whatever_the_size():
         (lambda: SyntheticDataset(2, (0, 4)), r"at least 1 .* image_size=\[0, 4\]"),
         (lambda: SyntheticDataset(2, (4, 4), num_classes=0), "at least 1 .* num_classes=0"),
         (lambda: SyntheticDataset(2, (4, 4), channels=0), "at least 1 .* channels=0"),
-        (
-            lambda: SyntheticFractals(4, (40, 40), 4),
-            r"are volumes: data.image_size=\[40, 40\] must",
-        ),
-        (
-            lambda: SyntheticFractals(4, SIZE, 7),
-            "num_classes=7 of fractals must be 2 to 6: the bac",
-        ),
-        (lambda: SyntheticFractals(4, SIZE, 1), "must be 2 to 6"),
         (lambda: RareTilesBag("s", 0, 1, 32, (0,)), "at least 2 tiles of at least 24 pixels"),
         (lambda: RareTilesBag("s", 0, 16, 8, (0,)), "at least 2 tiles of at least 24 pixels"),
     ],
@@ -114,7 +99,6 @@ def test_what_cannot_be_drawn_is_refused(make, said):
     [
         (SyntheticMasks(4, (24, 28, 20), 3, seed=1), 3, 0.001, 0.99),
         (SyntheticMasks(16, (96, 80), num_classes=5), 5, 0.03, 0.8),
-        (SyntheticFractals(16, (40, 40, 40)), 6, 0.001, 0.97),
     ],
 )
 def test_all_classes_occur(images, classes, least, most_of_background):
@@ -133,19 +117,6 @@ def test_a_pixel_shows_its_class_on_average_only(channels):
     dark, bright = pixels[mask == 0], pixels[mask == 1]
     assert bright.mean() - dark.mean() > 70
     assert dark.max() > bright.min()
-
-
-def test_brightness_tells_no_class_of_fractals():
-    """Objects are brighter than air, but balls are class 0, and all classes are as bright."""
-    volumes = SyntheticFractals(16, (40, 40, 40))
-    pixels = np.stack([volumes.read(n)[..., 0] for n in range(16)]).astype(float)
-    masks = np.stack([volumes.read_mask(n) for n in range(16)])
-    means = [pixels[masks == label].mean() for label in range(1, 6)]
-    spreads = [pixels[masks == label].std() for label in range(1, 6)]
-    assert max(means) - min(means) < min(spreads)
-    assert min(means) > pixels[masks == 0].mean() + 60
-    bright = pixels > 110
-    assert 0.15 < (masks[bright] == 0).mean() < 0.8
 
 
 def test_targets_follow_from_the_seed_are_in_range_and_show_in_the_image():

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.encoded import Streams
-from spatialdl.data.jpeg import decode, encode
+from spatialdl.data.jpeg import Streams, decode, encode
 from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import even_bounds
 from tests.data.conftest import noise, picture

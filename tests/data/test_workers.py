@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from spatialdl.data.augmentation.settings import Augmentation
 from spatialdl.data.batches import Batch, Batching, BatchReader, Slice
 from spatialdl.data.loader import Loader, sample_order
-from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.data.synthetic import SyntheticMasks
 from spatialdl.data.views import Views
 from spatialdl.data.workers import Workers, pack, unpack
 from tests.data.numbers import SIZE, WHOLE, Numbers, batching, contents, views
@@ -69,7 +69,7 @@ def test_workers_give_the_same_batches():
     expected = [contents(Loader(views(11), cut, 1).batches(epoch)) for epoch in (0, 1)]
     assert expected[0] != expected[1]
     before = torch.get_rng_state()
-    loader = Loader(views(11), cut, 1, workers=2, prefetch=1)
+    loader = Loader(views(11), cut, 1, workers=2)
     early = loader.batches(1)
     next(early)
     early.close()
@@ -80,7 +80,7 @@ def test_workers_give_the_same_batches():
 
 
 def test_a_worker_is_no_rank_and_has_one_thread():
-    workers = Workers(BatchReader(Views(Snoop(2), SIZE), batching(2)), workers=1, prefetch=1)
+    workers = Workers(BatchReader(Views(Snoop(2), SIZE), batching(2)), workers=1)
     (batch,) = workers.batches([Batch(0, np.arange(2))])
     pid, *facts = batch[0].tiles[0, 0, 0].tolist()
     workers.close()
@@ -89,7 +89,7 @@ def test_a_worker_is_no_rank_and_has_one_thread():
 
 
 def test_an_error_in_a_worker_comes_out_with_its_sample_and_traceback():
-    loader = Loader(views(9, broken=4), batching(2), workers=1, prefetch=2)
+    loader = Loader(views(9, broken=4), batching(2), workers=1)
     batches = loader.batches()
     assert [next(batches)[0].labels.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(OSError, match="sample 4 is gone") as caught:
@@ -112,7 +112,7 @@ def test_an_error_in_a_worker_comes_out_with_its_sample_and_traceback():
     ],
 )
 def test_what_ends_a_worker_is_told(source, error, says):
-    loader = Loader(Views(source, SIZE), batching(2), workers=1, prefetch=1)
+    loader = Loader(Views(source, SIZE), batching(2), workers=1)
     with pytest.raises(error, match=says):
         list(loader.batches())
     loader.close()
@@ -193,7 +193,7 @@ def test_a_process_that_is_ended_before_it_begins_ends(tmp_path):
     source = Slow(40)
     source.gate = str(tmp_path / "gate")
     os.mkfifo(source.gate)
-    workers = Workers(BatchReader(Views(source, SIZE), batching(2)), 1, 1)
+    workers = Workers(BatchReader(Views(source, SIZE), batching(2)), 1)
     workers._start()
     (child,) = multiprocessing.active_children()
     child.terminate()
@@ -315,7 +315,7 @@ def test_an_epoch_goes_on_from_any_batch_with_what_remains():
     cut = batching(3, 2, box=(4, 19, 0, 13), mask_box=(0, 20, 5, 9))
 
     def loader() -> Loader:
-        return Loader(Views(images, (21, 17), None, ALL, 4), cut, 4, prefetch=1)
+        return Loader(Views(images, (21, 17), None, ALL, 4), cut, 4)
 
     epoch, first, seen, epochs = 0, 0, [], []
     for batches in (3, 2, 4):  # of each life; epochs hold 4
@@ -339,9 +339,9 @@ def test_an_epoch_goes_on_from_any_batch_with_what_remains():
 
 
 def test_numbers_that_make_no_sense_are_refused():
-    for key, value in (("workers", -1), ("prefetch", 0)):
-        with pytest.raises(ValueError, match=f"data.{key}={value} must be"):
-            Loader(views(1), batching(1), **{key: value})
+    for wrong in (-1, True, "2"):
+        with pytest.raises(ValueError, match=f"data.workers={wrong} must be"):
+            Loader(views(1), batching(1), workers=wrong)
 
 
 def test_a_rank_reads_its_own_box_of_its_own_samples():

@@ -17,8 +17,8 @@ import pytest
 
 from spatialdl.data import ShardWriter, join_parts
 from spatialdl.data.format import Manifest, sha256_of
+from spatialdl.data.image_source import as_mask
 from spatialdl.data.joining import part_folder, parts_folder
-from spatialdl.data.pixels import as_mask
 from spatialdl.data.shard_file import Settling, ShardFile
 from spatialdl.errors import ShardError
 
@@ -40,7 +40,7 @@ def test_shards_are_plain_hdf5_and_the_manifest_says_where_everything_lies(tmp_p
         writer.add(TILE + 1)
         writer.add(TILE, np.int64(0), "train", slide="s", xy=(3, 4))
     with h5py.File(tmp_path / "set" / "shard-00000.h5") as file:
-        assert sorted(file) == ["coords", "images", "images_crc32", "labels", "slides"]
+        assert sorted(file) == ["coords", "images", "labels", "slides"]
         assert (file["images"][:] == [TILE, TILE + 1]).all()
         assert (file["images"].dtype, file["images"].compression) == (np.uint8, None)
         assert file["images"].chunks == (1, 4, 5, 3)
@@ -49,7 +49,7 @@ def test_shards_are_plain_hdf5_and_the_manifest_says_where_everything_lies(tmp_p
         assert file["labels"][:].tolist() == [1, -1]
         assert file["slides"].asstr()[:].tolist() == ["näme", ""]
     raw = json.loads((tmp_path / "set" / "manifest.json").read_text())
-    assert (raw["format_version"], raw["codec"], raw["kind"]) == (2, "raw", "tiles")
+    assert (raw["format_version"], raw["codec"], raw["kind"]) == (4, "raw", "tiles")
     assert (raw["classes"], raw["splits"]) == (["a", "b"], ["train", "val"])
     assert (raw["tile_size"], raw["made_with"]) == ([4, 5], made_with)
     assert [shard["file"] for shard in raw["shards"]] == ["shard-00000.h5", "shard-00001.h5"]

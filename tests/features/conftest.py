@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spatialdl.slides.synthetic.drawing import write_synthetic_slide
+from spatialdl.slides.synthetic import write_synthetic_slide
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,11 @@ import tifffile
 import torch
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.data.bag_labels import label_slides
 from spatialdl.data.importing.clam import _opened
-from spatialdl.data.importing.clam import read_labels as read_clam
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.saving import load_json
 from spatialdl.data.shards import ShardDataset
-from spatialdl.data.staging.samples import of_splits
 from spatialdl.data.targets import match_targets, read_targets
 from spatialdl.data.writer import ShardWriter
 from spatialdl.errors import CheckpointError, ShardError
@@ -36,7 +35,6 @@ from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.finding.annotations import read_annotations
 from spatialdl.slides.finding.regions import class_map, class_names
 from spatialdl.slides.inspecting import inspect, verify
-from spatialdl.slides.inspecting.hdf5 import hdf5_in_a_line
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.training.checkpoints.content import restore_random
@@ -69,10 +67,10 @@ def data_sets(folder: Path) -> list[Path]:
     return [folder / name for name in kinds]
 
 
-def read_all(path: Path, io: Any = "auto") -> None:
+def read_all(path: Path) -> None:
     """Read a data set in every way there is, all of it and boxes."""
-    data = ShardDataset(path, io=io)
-    of_splits(data.manifest, data.splits[:1])
+    data = ShardDataset(path)
+    data.manifest.of_splits(data.splits[:1])
     shard_inputs(data, (8, 8), maps=False)
     for number in {0, len(data) // 2, len(data) - 1} if len(data) else ():
         rows, cols = data.image_size(number)
@@ -112,7 +110,7 @@ class ShardTarget(Target):
     names = "shard-00000.h5"
 
     def __init__(self, folder: Path) -> None:
-        self._sets, self._tried = data_sets(folder), 0
+        self._sets = data_sets(folder)
         self._manifests = [json.loads((path / "manifest.json").read_bytes()) for path in self._sets]
         self._valid = [(path / self.names).read_bytes() for path in self._sets]
 
@@ -125,11 +123,9 @@ class ShardTarget(Target):
         manifest["shards"][0]["bytes"] = len(data)
         manifest["shards"][0]["sha256"] = hashlib.sha256(self._valid[number]).hexdigest()
         (path / "manifest.json").write_text(json.dumps(manifest))
-        self._tried += 1
         wrong: Exception | None = None
         for work in (
-            partial(read_all, path, ("mmap", "pread", "h5py")[self._tried % 3]),
-            partial(hdf5_in_a_line, path / self.names),
+            partial(read_all, path),
             partial(verify, path, progress=False),
             partial(_opened, [path / self.names]),
         ):
@@ -160,7 +156,7 @@ class CsvTarget(Target):
         if number == 0:
             read_labels(path, [self._folder / name for name in ("a.svs", "b.svs", "c d.svs")])
         elif number == 3:
-            read_clam(path)
+            label_slides(["a", "b"], path)
         else:
             key, _, found = read_targets(path, binary=number == 1)
             samples = ["a.svs", "b.svs"] if key == "slide" else ["0", "1"]

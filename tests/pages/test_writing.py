@@ -54,7 +54,6 @@ def test_a_name_without_a_value_leaves_the_page_before(tmp_path: Path, package: 
     [
         "spatialdl.evaluating",
         "spatialdl.slides.batch",
-        "spatialdl.slides.cohort",
         "spatialdl.training",
     ],
 )

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.data.bags import open_tile_bags
 from spatialdl.data.feature_file import write_features
-from spatialdl.data.tile_bags import open_tile_bags
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps, shares_below, tile_span
 from spatialdl.predicting.bag_records import BagOutcome, BagRecords
 from spatialdl.predicting.bag_run import BagPredictor, run

@@ -9,7 +9,7 @@ import pytest
 
 from spatialdl.data.writer import ShardWriter
 from spatialdl.slides.batch import picture
-from spatialdl.slides.synthetic.drawing import KINDS, write_synthetic_slide
+from spatialdl.slides.synthetic import KINDS, write_synthetic_slide
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "slides"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_mistakes_in_the_labels_write_nothing(tmp_path, synthetic, labels, capsy
     assert "remark: skipped 1 slide without a label: strand.tiff" in capsys.readouterr().err
     labels.write_text("slide,label,split\n")
     assert tile(*synthetic.values(), *skip) == 2
-    assert "has no line for any of the slides" in capsys.readouterr().err
+    assert "has no rows below its header" in capsys.readouterr().err
     assert tile(*synthetic.values(), *given[:-2], *skip[-3:]) == 2
     assert "--unlabelled skip requires --labels" in capsys.readouterr().err
 
@@ -162,15 +163,13 @@ def test_a_resolution_may_be_given_and_a_level_needs_none(tmp_path, real):
 
 
 def test_magnification_and_level(tmp_path, synthetic):
-    sets = []
-    for name, *wanted in [("a", "--mpp", 1.0), ("b", "--mag", 10), ("c", "--level", 1)]:
-        how = ("--tile-size", 128, *wanted)
-        assert tile(synthetic["ring"], "--out", tmp_path / name, *how) == 0
-        sets.append(ShardDataset(tmp_path / name))
-    assert [data.mpp for data in sets] == [1.0, None, None]
-    tiles = [np.stack([np.asarray(image) for image, _ in data]) for data in sets]
-    assert (tiles[0] == tiles[1]).all()
-    assert (tiles[0] == tiles[2]).all()
+    tiles = []
+    for number, wanted in enumerate([("--mpp", 1.0), ("--mag", 10), ("--level", 1)]):
+        out = tmp_path / str(number)
+        assert tile(synthetic["ring"], "--out", out, "--tile-size", 128, *wanted) == 0
+        assert ShardDataset(out).mpp == (None if number else 1.0)
+        tiles.append(np.stack([image for image, _ in ShardDataset(out)]))
+        assert (tiles[number] == tiles[0]).all()
 
 
 def test_the_labels_may_say_resolutions(tmp_path, synthetic, labels, capsys):
@@ -203,17 +202,8 @@ def test_annotations_become_the_masks_of_whole_regions(tmp_path, synthetic, labe
     annotate(drawn, "ring", polygon(300, 320, 900, 1000, "Tumour"))
     annotate(drawn, "strand")
     labels.write_text("slide,label,split\nring,,train\nstrand.tiff,Strand,val\n")
-    given = (
-        "--whole",
-        "--level",
-        0,
-        "--stripes",
-        2,
-        "--codec",
-        "jpeg-native",
-        "--annotations",
-        drawn,
-    )
+    how = "--whole --level 0 --stripes 2 --codec jpeg-native --annotations"
+    given = (*how.split(), drawn)
     assert tile(slides, "--out", out, *given, "--labels", labels) == 0
     data = ShardDataset(out)
     data.verify()
@@ -236,19 +226,11 @@ def test_annotations_become_the_masks_of_whole_regions(tmp_path, synthetic, labe
 
 
 def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path, synthetic):
-    words = ["--dry-run", "--out", "set", *TILES, str(synthetic["ring"])]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spatialdl.slides.command", *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    assert process.wait() == 0
+    words = ["--dry-run", "--out", tmp_path / "set", *TILES, synthetic["ring"]]
+    command = shlex.join(map(str, [sys.executable, "-m", "spatialdl.slides.command", *words]))
+    shell = ["bash", "-o", "pipefail", "-c", f"{command} | true"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("edge", ["pad", "shift"])

@@ -13,12 +13,7 @@ from scipy import ndimage
 from spatialdl.slides.pyramid import level_sizes, write_pyramid
 from spatialdl.slides.reading.reader import Slide
 from spatialdl.slides.stretching import stretched
-from spatialdl.slides.synthetic.drawing import (
-    APART,
-    KINDS,
-    Crescents,
-    write_synthetic_slide,
-)
+from spatialdl.slides.synthetic import APART, KINDS, crescents, write_synthetic_slide
 
 
 def smooth(rows: int, cols: int) -> np.ndarray:
@@ -141,7 +136,7 @@ def test_a_slide_follows_from_its_seed_and_blocks_meet_without_a_seam(tmp_path, 
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr("spatialdl.slides.synthetic.drawing._BLOCK", (256, 256))
+            patch.setattr("spatialdl.slides.synthetic._BLOCK", (256, 256))
             write_synthetic_slide(tmp_path / "b", kind, size=(400, 300), seed=3)
         # sums of waves are rounded differently in blocks of another size
         one, other = (pixels(tmp_path / name).astype(int) for name in "ab")
@@ -190,32 +185,22 @@ def test_wrong_arguments_are_refused(tmp_path, arguments, says):
     assert list(tmp_path.iterdir()) == []
 
 
-SIDE = 2048
-AXIS = np.arange(2.0, SIDE, 4.0)
-
-
-def crescents(seed: int, facing: bool) -> list[tuple[float, float, float]]:
-    """Row and column of the middle of each, and how far its mass lies to the right of that."""
-    inside = Crescents(np.random.default_rng(seed), (SIDE, SIDE), facing)(AXIS, AXIS)
-    labels, count = ndimage.label(inside)
-    found = []
-    for part in ndimage.find_objects(labels):
-        rows, cols = part
-        here = labels[part] > 0
-        mass = float((here.sum(0) * np.arange(here.shape[1])).sum() / here.sum())
-        middle = (here.shape[1] - 1) / 2
-        found.append((rows.start * 4.0, cols.start * 4.0, mass - middle))
-    assert count == len(found)
-    return found
-
-
-def test_pairs_face_each_other_or_look_away():
-    for seed in range(3):
-        for facing in (True, False):
-            found = crescents(seed, facing)
-            for _, col, lean in found:
-                on_the_left = col < (SIDE - APART) / 2 + 260
-                opens_right = lean < 0  # its mass is where it is closed
-                assert opens_right == (on_the_left == facing)
-            # as many open to either side
-            assert (len(found), sum(lean < 0 for _, _, lean in found)) == (8, 4)
+@pytest.mark.parametrize("facing", [True, False])
+def test_pairs_of_crescents_face_each_other_or_look_away(tmp_path, facing):
+    places = crescents((2048, 2048), facing, np.random.default_rng(0))
+    assert len(places) == 8
+    for _, col, open_to in places:
+        assert abs(abs(col - 1024) - APART / 2) <= 160
+        assert (open_to > 0) == (facing == (col < 1024))
+    # the pale lumen is where it is open
+    path = tmp_path / "a.tiff"
+    write_synthetic_slide(path, "facing" if facing else "averted", (2048, 2048))
+    red = pixels(path)[..., 1].astype(float)
+    pale = ndimage.binary_opening(ndimage.uniform_filter(red, 9) > 205, iterations=9)
+    pieces, _ = ndimage.label(pale)
+    for part in ndimage.find_objects(pieces):
+        here = pieces[part] > 0
+        if here.sum() > 20_000 and part[0].start > 0 and part[0].stop < 2048:
+            mass = (here.sum(0) * np.arange(here.shape[1])).sum() / here.sum()
+            opens_right = mass < (here.shape[1] - 1) / 2
+            assert opens_right == (facing == (part[1].start < 1024))

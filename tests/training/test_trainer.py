@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import sample_order, to_input
-from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.data.synthetic_masks import SyntheticMasks
+from spatialdl.data.synthetic import SyntheticDataset, SyntheticMasks
 from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
 from tests.composing import composed

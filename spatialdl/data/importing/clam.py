@@ -6,8 +6,7 @@ A file has `imgs` (N, rows, cols, channels) and `coords` (N, 2), level-0 x and y
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from spatialdl.data.own_dataset import own_dataset
-from spatialdl.data.pixels import image_dtype
+from spatialdl.data.bag_labels import SlideRow, label_slides
+from spatialdl.data.chunk_map import own_dataset
+from spatialdl.data.feature_file import COORDS, UNREADABLE, list_h5
+from spatialdl.data.image_source import image_dtype
 from spatialdl.data.writer import ShardWriter
 
-IMAGES, COORDS = "imgs", "coords"
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError)  # raised for damaged HDF5
+IMAGES = "imgs"
 _AT_ONCE = 16 * 2**20  # bytes of patches in memory
 
 
@@ -34,14 +34,6 @@ class PatchFile:
     patches: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-
-
-@dataclass(frozen=True)
-class ClamLabel:
-    """Label and split of a slide in a table."""
-
-    label: str
-    split: str | None
 
 
 def import_clam(
@@ -58,7 +50,7 @@ def import_clam(
     Args:
         paths: files, or folders of `*.h5` files.
         out: the data set to create.
-        labels: a table with columns slide_id, label and, optionally, split.
+        labels: a table with columns slide or slide_id, label and, optionally, split.
         skip_broken: skip files without readable patches.
         progress: show a progress bar on a terminal.
         settings: arguments of `ShardWriter`.
@@ -78,9 +70,8 @@ def import_clam(
             f"--skip-broken skips them:\n  {shown}"
         )
     _check_alike(files)
-    known = read_labels(labels) if labels is not None else {}
-    label_by_slide = {file.slide: label_of(file.slide, known, labels) for file in files}
-    classes = sorted({label.label for label in label_by_slide.values() if label is not None})
+    rows = label_slides([file.slide for file in files], labels)
+    classes = sorted({row.cells[0] for row in rows.values()})
     off = None if progress else True
     total = sum(file.patches for file in files)
     with (
@@ -89,52 +80,13 @@ def import_clam(
     ):
         for file in files:
             bar.set_description(file.slide)
-            for count in _copy(file, label_by_slide[file.slide], writer):
+            for count in _copy(file, rows.get(file.slide), writer):
                 bar.update(count)
     return broken
 
 
-def read_labels(path: Path, *, empty: bool = False) -> dict[str, ClamLabel]:
-    """Read the labels of slides, by slide_id.
-
-    Args:
-        path: path of the table.
-        empty: accept slides with an empty label, for their splits.
-
-    Raises:
-        ValueError: a column is missing, a cell is empty, or a slide has two different labels.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return _labels_in(path, csv.DictReader(file), empty)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
-
-
-def _labels_in(path: Path, table: csv.DictReader[str], empty: bool) -> dict[str, ClamLabel]:
-    labels: dict[str, ClamLabel] = {}
-    missing = {"slide_id", "label"}.difference(table.fieldnames or ())
-    if missing:
-        raise ValueError(f"{path} has no column {' and '.join(sorted(missing))}")
-    for row in table:
-        slide, label = (str(row[name] or "").strip() for name in ("slide_id", "label"))
-        if not slide or not (label or empty):
-            raise ValueError(f"{path}, line {table.line_num}: slide_id or label is empty")
-        made = ClamLabel(label, str(row.get("split") or "").strip() or None)
-        if labels.setdefault(slide, made) != made:
-            raise ValueError(
-                f"{path}, line {table.line_num}: {slide} has another label or split in an "
-                "earlier line"
-            )
-    return labels
-
-
 def _listed(paths: Iterable[Path]) -> list[Path]:
-    found: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path}: no such file or directory")
-        found += sorted(path.glob("*.h5")) if path.is_dir() else [path]
+    found = sorted(list_h5(paths))
     if not found:
         raise ValueError("no files *.h5 in the given folders")
     names: dict[str, Path] = {}
@@ -150,7 +102,7 @@ def _opened(paths: Sequence[Path]) -> tuple[list[PatchFile], list[str]]:
         try:
             with h5py.File(path, "r", locking=False) as h5:
                 files.append(_described(path, h5))
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             broken.append(f"{path}: {error}")
     return files, broken
 
@@ -184,26 +136,7 @@ def _check_alike(files: Sequence[PatchFile]) -> None:
             )
 
 
-def label_of(slide: str, known: Mapping[str, ClamLabel], table: Path | None) -> ClamLabel | None:
-    """Look up the label of a slide in a table; None without a table.
-
-    Raises:
-        ValueError: the table has no label of the slide.
-    """
-    if table is None:
-        return None
-    found = known.get(slide)
-    if found is None:  # tables may contain file names
-        named = [label for name, label in known.items() if Path(name).stem == slide]
-        if len(set(named)) != 1:
-            raise ValueError(
-                f"{table} has no label of slide {slide}; add a line, or remove the slide"
-            )
-        found = named[0]
-    return found
-
-
-def _copy(file: PatchFile, label: ClamLabel | None, writer: ShardWriter) -> Iterable[int]:
+def _copy(file: PatchFile, row: SlideRow | None, writer: ShardWriter) -> Iterable[int]:
     each = int(np.prod(file.shape)) * file.dtype.itemsize
     at_once = max(1, _AT_ONCE // each)
     with h5py.File(file.path, "r", locking=False) as h5:
@@ -211,7 +144,7 @@ def _copy(file: PatchFile, label: ClamLabel | None, writer: ShardWriter) -> Iter
             try:
                 images = h5[IMAGES][begin : begin + at_once]
                 coords = h5[COORDS][begin : begin + at_once]
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 raise ValueError(
                     f"{file.path} is damaged from patch {begin} on, and nothing was written: "
                     f"{error}"
@@ -219,8 +152,8 @@ def _copy(file: PatchFile, label: ClamLabel | None, writer: ShardWriter) -> Iter
             for image, (x, y) in zip(images, coords, strict=True):
                 writer.add(
                     image,
-                    label.label if label else None,
-                    label.split if label else None,
+                    row.cells[0] if row else None,
+                    row.split if row else None,
                     slide=file.slide,
                     xy=(int(x), int(y)),
                 )

@@ -18,10 +18,7 @@ from spatialdl.data.options import add_shard_options
 from spatialdl.text import counted, positive_int
 
 _OK, _FAILED = 0, 1
-_SETTINGS = (
-    *("codec", "quality", "level", "shard_size", "mpp", "stripe_count", "stripe_size"),
-    *("overwrite", "stripes"),
-)
+_SETTINGS = (*("codec", "quality", "level", "shard_size", "mpp", "overwrite", "stripes"),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import tifffile
 from PIL import Image, ImageOps
 
-from spatialdl.data.pixels import as_image
+from spatialdl.data.image_source import as_image
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Split of each folder name above the classes."""

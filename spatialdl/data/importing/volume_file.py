@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from spatialdl.data.importing.volume_files.dicom_folder import DicomFolder, find_series
+from spatialdl.data.importing.volume_files.dicom import DicomFolder, find_series
 from spatialdl.data.importing.volume_files.nifti import load_nifti, open_nifti
 from spatialdl.data.importing.volume_files.nrrd import open_nrrd
 from spatialdl.data.importing.volume_files.ome_zarr import open_ome_zarr

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from spatialdl.data.bag_labels import label_slides
 from spatialdl.data.format import volume_chunk
-from spatialdl.data.image_source import whole_box
-from spatialdl.data.importing.clam import label_of, read_labels
+from spatialdl.data.image_source import DTYPES, whole_box
 from spatialdl.data.importing.image_folder import BrokenImagesError
 from spatialdl.data.importing.volume_file import (
     SUFFIXES,
@@ -28,7 +28,6 @@ from spatialdl.data.importing.volume_file import (
     volumes_in,
 )
 from spatialdl.data.importing.volume_files.volume import StoredVolume
-from spatialdl.data.pixels import DTYPES
 from spatialdl.data.region_shard import OtherTypeError
 from spatialdl.data.volume_geometry import VolumeTurn, orientation_of
 from spatialdl.data.writer import ShardWriter
@@ -66,8 +65,8 @@ def import_volumes(
         out: the data set to create.
         masks: folder with a mask of the same name for each volume, with classes 0 to 255. A mask
             with an affine is reoriented to its volume.
-        labels: a table with columns slide_id (the name), label and, optionally, split. With masks
-            the label may be empty.
+        labels: a table with columns slide or slide_id (the name), label and, optionally, split.
+            With masks the label may be empty.
         skip_broken: skip volumes that cannot be read or do not match earlier ones.
         progress: show a progress bar on a terminal.
         settings: arguments of `ShardWriter`.
@@ -82,9 +81,8 @@ def import_volumes(
     """
     found = find_volumes(folder)
     of_masks = None if masks is None else find_volumes(masks, masks=True)
-    known = {} if labels is None else read_labels(labels, empty=masks is not None)
-    by_name = {name: label_of(name, known, labels) for name in found}
-    classes = sorted({label.label for label in by_name.values() if label and label.label})
+    rows = label_slides(list(found), labels, empty=masks is not None)
+    classes = sorted({row.cells[0] for row in rows.values()} - {""})
     if masks is not None and classes:
         warnings.warn(
             f"the labels ({', '.join(classes[:5])}{', ...' * (len(classes) > 5)}) also name the "
@@ -98,14 +96,14 @@ def import_volumes(
     off = None if progress else True
     with ShardWriter(out, classes, kind="volumes", **settings) as writer:
         for name, one in tqdm(found.items(), "volumes", disable=off, leave=False):
-            label = by_name[name]
+            row = rows.get(name)
             try:
                 volume = _narrowed(one.open())
                 mask = None if of_masks is None else _mask(name, of_masks, volume)
                 writer.add(
                     _Rows(volume),
-                    (label.label or None) if label else None,
-                    label.split if label else None,
+                    (row.cells[0] or None) if row else None,
+                    row.split if row else None,
                     slide=name,
                     mask=mask,
                     spacing=volume.spacing,

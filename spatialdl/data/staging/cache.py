@@ -26,9 +26,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from spatialdl.data.inside import check_own
 from spatialdl.data.samples import ShardInfo
-from spatialdl.data.saving import fsync_folder
+from spatialdl.data.saving import check_own, fsync_folder
 from spatialdl.data.staging.copying import is_still
 from spatialdl.errors import ShardError
 

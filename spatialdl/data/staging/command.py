@@ -1,17 +1,186 @@
-"""The command that copies a data set: `spatialdl-stage`, `tools/stage_shards.py`."""
+"""Copy of a data set folder: `spatialdl-stage`, `tools/stage_shards.py`.
+
+Every shard is verified, and the manifest is written last.
+"""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from spatialdl.data.staging.cache import NodeCache
-from spatialdl.data.staging.whole import copy_folder
+from tqdm import tqdm
+
+from spatialdl.data.format import MANIFEST, Manifest, shard_status
+from spatialdl.data.saving import apply_umask, fsync_folder, replacing
+from spatialdl.data.staging.cache import NodeCache, local_name
+from spatialdl.data.staging.copying import BusyError, StoppedError, WriteError, fetch, is_whole
+from spatialdl.data.staging.local_disk import DiskSpace
+from spatialdl.errors import ShardError
 from spatialdl.text import counted, positive_int, readable_bytes, size_in_bytes
+
+_NAMED = 3  # faults reported in full
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """Shards and bytes of a copied folder, and bytes of these that already existed."""
+
+    shards: int
+    bytes: int
+    there: int
+
+
+def copy_folder(
+    source: Path,
+    target: Path,
+    splits: Sequence[str] = (),
+    *,
+    at_once: int = 4,
+    keep_free: int | None = None,
+) -> CopyResult:
+    """Copy a data set folder; `target` is a data set once the copy is complete.
+
+    Existing shards are verified; an interrupted copy is resumed.
+
+    Args:
+        source: the data set folder.
+        target: the folder to create.
+        splits: splits to copy; none copies all.
+        at_once: files copied in parallel.
+        keep_free: bytes of the disk that stay free, see `DiskSpace`.
+
+    Raises:
+        ShardError: a shard is missing or damaged, `target` has other contents, the disk has too
+            little space, or another process writes it; verified shards stay.
+        ValueError: a split does not exist.
+        OSError: a file cannot be read or written.
+    """
+    manifest = Manifest.load(source)
+    text = (source / MANIFEST).read_bytes()
+    if splits:
+        manifest = manifest.of_splits(splits)
+    for info in manifest.shards:
+        local_name(info)
+        with suppress(OSError):  # reported when it is copied
+            shard_status(source, info)
+    if target.exists() and not target.is_dir():
+        raise ShardError(f"{target} is a file; choose a folder")
+    if target.exists() and target.samefile(source):
+        raise ShardError(f"{target} is the data set itself; choose another folder")
+    may_replace = (target / MANIFEST).exists()
+    if may_replace and Manifest.load(target) != manifest:
+        raise ShardError(
+            f"{target} contains another data set, or another state of this one; choose another "
+            f"folder or remove it"
+        )
+    _check_room(manifest, target, keep_free)
+    target.mkdir(parents=True, exist_ok=True)
+    with _Copying(source, target, manifest, may_replace) as copying:
+        there = copying.run(at_once)
+    if not splits:
+        with replacing(target / MANIFEST) as out:
+            out.write(text)
+    else:
+        manifest.save(target)
+    return CopyResult(len(manifest.shards), sum(info.bytes for info in manifest.shards), there)
+
+
+class _Copying:
+    """Parallel copies of the shards."""
+
+    def __init__(self, source: Path, target: Path, manifest: Manifest, may_replace: bool) -> None:
+        self._source, self._target, self._manifest = source, target, manifest
+        self._may_replace = may_replace
+        self._stopped = threading.Event()
+        self._faults: list[str] = []
+        total = sum(info.bytes for info in manifest.shards)
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="staging", disable=None)
+
+    def __enter__(self) -> _Copying:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._bar.close()
+
+    def run(self, at_once: int) -> int:
+        """Copy all shards to the target; return the bytes that already existed."""
+        with ThreadPoolExecutor(at_once) as threads:
+            shards = range(len(self._manifest.shards))
+            tasks = [threads.submit(self._bring, shard) for shard in shards]
+            try:
+                there = sum(task.result() for task in tasks)
+            except BaseException:
+                self._stopped.set()  # also on Ctrl-C: the threads end soon
+                raise
+        if self._faults:
+            more = len(self._faults) - _NAMED
+            text = " ".join(self._faults[:_NAMED]) + (f" And {more} more." if more > 0 else "")
+            raise ShardError(f"{counted(len(self._faults), 'shard')} cannot be copied: {text}")
+        fsync_folder(self._target)
+        return there
+
+    def _bring(self, shard: int) -> int:
+        info = self._manifest.shards[shard]
+        path = self._target / info.file
+        try:
+            if path.exists():
+                if is_whole(path, info, self._stopped.is_set, self._bar.update):
+                    return info.bytes
+                if not self._may_replace:
+                    raise FileExistsError(
+                        f"{path} differs from {self._source / info.file}; remove it, or choose "
+                        "another folder"
+                    )
+            partial = path.with_name(f".{info.file}.part")
+            fetch(
+                self._source / info.file,
+                partial,
+                info,
+                lambda: _rename(partial, path),
+                stopped=self._stopped.is_set,
+                progress=self._bar.update,
+            )
+        except StoppedError:
+            pass
+        except BusyError as error:
+            raise ShardError(f"{error}; wait for it, or choose another folder") from None
+        except WriteError as error:
+            raise WriteError(
+                error.errno, f"cannot write to {self._target}: {error.strerror}"
+            ) from error
+        except (ShardError, OSError) as error:
+            self._faults.append(f"{error}. It contains {self._manifest.describe_samples(shard)}.")
+        return 0
+
+
+def _check_room(manifest: Manifest, target: Path, keep_free: int | None) -> None:
+    needed = 0
+    for info in manifest.shards:
+        there = (target / info.file, target / f".{info.file}.part")
+        needed += max(0, info.bytes - sum(p.stat().st_size for p in there if p.exists()))
+    disk = next(path for path in (target, *target.parents) if path.exists())
+    room = DiskSpace(disk, keep_free).bytes
+    if needed > room:
+        raise ShardError(
+            f"not enough space on the disk of {target}: {readable_bytes(needed)} required, "
+            f"{readable_bytes(max(room, 0))} available besides what is kept free; free some, "
+            "choose another folder, or copy fewer splits (--split)"
+        )
+
+
+def _rename(partial: Path, path: Path) -> None:
+    apply_umask(partial)
+    partial.replace(path)
+
 
 _OK, _FAILED, _MISUSED, _INTERRUPTED, _TERMINATED = 0, 1, 2, 130, 143
 

@@ -25,6 +25,7 @@ from spatialdl.data.samples import ShardInfo
 from spatialdl.data.staging.cache import NodeCache, StagedJob
 from spatialdl.data.staging.copying import (
     BusyError,
+    ReadPriority,
     StoppedError,
     WriteError,
     fetch,
@@ -32,7 +33,6 @@ from spatialdl.data.staging.copying import (
     writing,
 )
 from spatialdl.data.staging.local_disk import DiskSpace
-from spatialdl.data.staging.read_priority import ReadPriority
 from spatialdl.errors import ShardError
 
 AT_ONCE = 4  # files

@@ -1,17 +1,21 @@
-"""The disk of the node for staging, and its free space."""
+"""File systems: the disk of the node for staging, and its free space."""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from spatialdl.data.raw_reading import file_system, is_local
-
 _RESERVE = 2**30  # bytes that stay free ...
 _RESERVED_SHARE = 20  # ... or 1/20 of a small disk
 _MEMORY = ("tmpfs", "ramfs")
+_MOUNTS = Path("/proc/self/mountinfo")
+_LOCAL = {
+    *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"),
+    *("tmpfs", "ramfs", "rootfs", "overlay", "aufs", "squashfs", "erofs", "iso9660", "exfat"),
+}
 
 
 class DiskSpace:
@@ -87,3 +91,34 @@ def unsuitable(folder: Path) -> str | None:
     if not is_local(folder):
         return f"is on a network file system ({kind or 'unknown'})"
     return "has no space left" if DiskSpace(folder).bytes <= 0 else None
+
+
+def is_local(path: Path) -> bool:
+    """Whether a file is on a local file system; False if unknown."""
+    return file_system(path) in _LOCAL
+
+
+def file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the file system of a file, such as "ext4" or "lustre"; None if unknown.
+
+    Args:
+        path: the file.
+        mounts: the mount table (proc_pid_mountinfo(5)), available on Linux.
+    """
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    found: tuple[int, str] | None = None
+    real = path.resolve()
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        point = Path(_unescaped(left.split()[4]))
+        # Of two mounts at one point, the later one hides the earlier one.
+        if real.is_relative_to(point) and (found is None or len(point.parts) >= found[0]):
+            found = len(point.parts), right.split()[0]
+    return None if found is None else found[1]
+
+
+def _unescaped(name: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name)

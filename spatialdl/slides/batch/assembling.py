@@ -13,7 +13,7 @@ from spatialdl.data.format import MANIFEST, Manifest, shard_name
 from spatialdl.data.samples import Sample, ShardInfo, TileSample
 from spatialdl.data.saving import TEMPORARY, fsync_folder, link, load_json, save_json
 from spatialdl.slides.batch.parts import stored_codec
-from spatialdl.slides.batch.preview import preview_name
+from spatialdl.slides.batch.picture import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, SlideRecord
 from spatialdl.slides.batch.resume import PICTURES
 

@@ -24,8 +24,7 @@ from spatialdl.slides.finding.annotations import (
     read_annotations,
 )
 from spatialdl.slides.finding.masks import find_mask, read_mask
-from spatialdl.slides.finding.region_mask import BACKGROUND, class_list
-from spatialdl.slides.finding.regions import Region
+from spatialdl.slides.finding.regions import BACKGROUND, Region, class_list
 from spatialdl.slides.finding.tissue import BACKGROUNDS, Tissue, find_tissue
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spatialdl.comm.launch import check_mpi_world, initialise_mpi, launched
 
+DIED = "the process that worked on it died (killed, perhaps out of memory)"
 _STEPS = "spatialdl.slides.batch.steps"
 _AHEAD = 2  # calls in flight for each worker, so that none is idle between calls
-_COUNT: ContextVar[Callable[[int], None]] = ContextVar("count", default=lambda tiles: None)
-
-
-def count_tiles(tiles: int) -> None:
-    """Add processed tiles to the executor's count; call it in the process that does the work."""
-    _COUNT.get()(tiles)
 
 
 class BatchExecutor(Protocol):
@@ -36,48 +39,26 @@ class BatchExecutor(Protocol):
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Schedule a call. Its future may raise `BrokenProcessPool`."""
 
-    def counted(self) -> int:
-        """Return the tiles processed so far, unfinished calls included; 0 if unknown."""
-
     def renew(self) -> None:
         """Restart after a process died; all calls in flight are lost."""
 
 
 class SerialExecutor:
-    """Executes calls one by one in this process.
-
-    Args:
-        watch: called with the number of tiles processed so far.
-    """
+    """Executes calls one by one in this process."""
 
     room = 1
 
-    def __init__(self, watch: Callable[[int], None]) -> None:
-        self._tiles = 0
-        self._watch = watch
-
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Execute the call at once."""
-        before = _COUNT.set(self._count)
         future: Future[Any] = Future()
         try:
             future.set_result(call())
         except Exception as error:
             future.set_exception(error)
-        finally:
-            _COUNT.reset(before)
         return future
-
-    def counted(self) -> int:
-        """Return the tiles processed so far."""
-        return self._tiles
 
     def renew(self) -> None:
         """Do nothing: there is no other process that could die."""
-
-    def _count(self, tiles: int) -> None:
-        self._tiles += tiles
-        self._watch(self._tiles)
 
 
 class ProcessExecutor:
@@ -94,16 +75,11 @@ class ProcessExecutor:
         self._context = multiprocessing.get_context("forkserver")
         # imported once, not by every process
         self._context.set_forkserver_preload(["spatialdl.data.fork_server", _STEPS])
-        self._tiles = self._context.Value("q", 0)
         self._pool = self._start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Schedule the call on the next idle process."""
         return self._pool.submit(call)
-
-    def counted(self) -> int:
-        """Return the tiles processed so far."""
-        return int(self._tiles.value)
 
     def renew(self) -> None:
         """Replace the processes by new ones."""
@@ -118,9 +94,7 @@ class ProcessExecutor:
             process.terminate()
 
     def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self._count, mp_context=self._context, initializer=_in_worker, initargs=(self._tiles,)
-        )
+        return ProcessPoolExecutor(self._count, mp_context=self._context, initializer=_in_worker)
 
 
 class RankExecutor:
@@ -139,30 +113,23 @@ class RankExecutor:
         future: Future[Any] = self._executor.submit(call)
         return future
 
-    def counted(self) -> int:
-        """Return 0: counts of other ranks are not known."""
-        return 0
-
     def renew(self) -> None:
         """Raise: MPI aborts all ranks when one dies."""
         raise BrokenProcessPool("a rank died")
 
 
 @contextmanager
-def batch_executor(
-    jobs: int, executor: Executor | None, watch: Callable[[int], None]
-) -> Iterator[BatchExecutor]:
+def batch_executor(jobs: int, executor: Executor | None) -> Iterator[BatchExecutor]:
     """Create the executor of a batch, and stop its processes on exit.
 
     Args:
         jobs: worker processes on this machine; 1 executes calls in this process.
         executor: pool of the MPI ranks, if there are several; `jobs` is then ignored.
-        watch: called with the tiles so far, if this process itself executes the calls.
     """
     if executor is not None:
         yield RankExecutor(executor)
     elif jobs == 1:
-        yield SerialExecutor(watch)
+        yield SerialExecutor()
     else:
         processes = ProcessExecutor(jobs)
         try:
@@ -194,17 +161,11 @@ def executor_of_ranks() -> Iterator[tuple[bool, Any]]:
         yield executor is not None, executor
 
 
-def _in_worker(count: Any) -> None:
+def _in_worker() -> None:
     # the scheduling process ends its workers by SIGTERM, which the fork server blocks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-
-    def add(tiles: int) -> None:
-        with count.get_lock():
-            count.value += tiles
-
-    _COUNT.set(add)
 
 
 def _end_with_parent() -> None:
@@ -213,3 +174,63 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+@dataclass(order=True)
+class Work:
+    """A call and its continuation.
+
+    Attributes:
+        urgency: the smallest value is scheduled first.
+        call: runs on the executor.
+        then: takes the result of the call, or its exception, and returns more work.
+    """
+
+    urgency: tuple[int, ...]
+    call: Callable[[], Any] = field(compare=False)
+    then: Callable[[Any], Iterable[Work]] = field(compare=False)
+
+
+def share(executor: BatchExecutor, works: Iterable[Work]) -> None:
+    """Execute all work, and the work that its results add.
+
+    If a process dies, each call that was in flight is repeated with no other call in flight. The
+    call that kills its process again has `BrokenExecutor` as its result.
+    """
+    waiting = list(works)
+    heapq.heapify(waiting)
+    running: dict[Future[Any], Work] = {}
+    suspects: list[Work] = []
+    tried = False  # a suspect is in flight, and no other call
+    while waiting or running or suspects:
+        if suspects and not running:
+            suspect, tried = suspects.pop(), True
+            running[_submitted(executor, suspect)] = suspect
+        while waiting and not (suspects or tried) and len(running) < executor.room:
+            work = heapq.heappop(waiting)
+            running[_submitted(executor, work)] = work
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        broken = False
+        for future in done:
+            work = running.pop(future)
+            error = future.exception()
+            if isinstance(error, BrokenExecutor):
+                broken = True
+                if not tried:
+                    suspects.append(work)
+                    continue
+            for more in work.then(future.result() if error is None else error):
+                heapq.heappush(waiting, more)
+        if broken:
+            suspects.extend(running.values())
+            running.clear()
+            executor.renew()
+        tried = tried and bool(running)
+
+
+def _submitted(executor: BatchExecutor, work: Work) -> Future[Any]:
+    try:
+        return executor.submit(work.call)
+    except BrokenExecutor:  # a process died between two calls
+        executor.renew()
+        return executor.submit(work.call)

@@ -10,9 +10,9 @@ from spatialdl.data.codec import CODECS
 from spatialdl.data.options import add_shard_options
 from spatialdl.slides.batch.choosing import add_options
 from spatialdl.slides.batch.parts import NATIVE
-from spatialdl.slides.finding.region_mask import BACKGROUND
+from spatialdl.slides.finding.regions import BACKGROUND
 from spatialdl.slides.reading.resolution import MPP_AT_1X, PLAUSIBLE_MPP
-from spatialdl.text import positive_int
+from spatialdl.text import positive_int, size_in_bytes
 
 FORMATS = ("shards", "coords")
 UNLABELLED = ("error", "skip")
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spatialdl-tile",
         description="Cut slides into a data set of tiles.",
-        epilog="`spatialdl-tile inspect FILE|DIR` shows what is in a slide or a data set, "
+        epilog="`spatialdl-tile inspect SLIDE|DIR` shows what is in a slide or a data set, "
         "`spatialdl-tile verify DIR` compares all of it with its checksums.",
     )
     add = parser.add_argument
@@ -151,6 +151,18 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         help="number of shards that the rows of a whole region are split over (default: by "
         "--shard-size)",
     )
+    add(
+        "--stripe-count",
+        type=int,
+        metavar="N",
+        help="on Lustre, number of storage targets per shard file; -1 for all",
+    )
+    add(
+        "--stripe-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="on Lustre, bytes per stripe on each storage target, such as 4M",
+    )
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
@@ -172,11 +184,11 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 def parsed_path(tool: str, argv: Sequence[str]) -> Path:
     """Parse the path argument of `spatialdl-tile inspect` or `verify`."""
     what = {
-        "inspect": "Show the contents of a slide, a data set, a shard, or a folder of slides.",
+        "inspect": "Show what is in a slide, a data set or a folder of slides, and what is wrong.",
         "verify": "Compare every file of a data set with its checksum.",
     }
     parser = argparse.ArgumentParser(prog=f"spatialdl-tile {tool}", description=what[tool])
-    parser.add_argument("path", type=Path, metavar="FILE|DIR" if tool == "inspect" else "DIR")
+    parser.add_argument("path", type=Path, metavar="SLIDE|DIR" if tool == "inspect" else "DIR")
     path: Path = parser.parse_args(argv).path
     return path
 

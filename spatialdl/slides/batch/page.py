@@ -15,11 +15,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from spatialdl.pages.writing import save_page
-from spatialdl.slides.batch.picture import LEGEND
-from spatialdl.slides.batch.preview import preview_name
+from spatialdl.slides.batch.picture import LEGEND, preview_name
 from spatialdl.slides.batch.report import STATUSES, TilingReport, by_status, totals
 from spatialdl.slides.cutting.filters import FILTERS
-from spatialdl.text import counted, readable_bytes
+from spatialdl.text import counted
 
 _WIDTH, _HEIGHT, _QUALITY = 240, 240, 75  # of a thumbnail; sizes are limits
 _ALWAYS = ("written", "with_tissue", "in_grid")
@@ -54,8 +53,6 @@ def save_batch(
     reports: Sequence[TilingReport],
     pictures: Path,
     settings: Mapping[str, object],
-    *,
-    stored: int | None = None,
 ) -> None:
     """Write the page, atomically.
 
@@ -65,20 +62,18 @@ def save_batch(
         pictures: folder with `NAME.png` and `NAME.stitched.jpg` of slides, which may be missing;
             the page embeds thumbnails and links to these files by relative paths.
         settings: of the run; None values are omitted.
-        stored: size of the batch on disk in bytes, if known.
     """
     numbers = _columns(reports)
     reasons = any(report.reason or report.remark for report in reports)
     pictured = any(picture.is_file() for r in reports for picture in _pictures(pictures, r))
     tiles = sum(report.written for report in reports)
-    facts = [counted(tiles, "tile")] + ([] if stored is None else [readable_bytes(stored)])
     save_page(
         path,
         __package__,
         totals=totals(reports),
         heading=counted(len(reports), "slide"),
         statuses=by_status(reports),
-        facts=facts,
+        facts=[counted(tiles, "tile")],
         settings={name: value for name, value in settings.items() if value is not None},
         count=len(reports),
         columns=_heads(numbers, pictured, reasons),

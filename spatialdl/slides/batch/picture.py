@@ -1,8 +1,9 @@
-"""Picture of the tiling of a slide: thumbnail, outline of the tissue, tiles."""
+"""Pictures of the tiling of a slide: tissue and outlines of tiles; the tiles as written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import floor
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,17 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
+from spatialdl.data.saving import replacing
 from spatialdl.slides.finding.regions import Region
 from spatialdl.slides.finding.tissue import Tissue
 from spatialdl.slides.reading.reader import Thumbnail
 
 _LONGEST, _SHORTEST = 1600, 800  # limits of the longer side; thumbnails of small slides are tiny
 _OUTLINE, _REGION, _MISSING = (0, 150, 60), (140, 0, 200), (160, 160, 160)
+PREVIEW = 2048
+"""Largest number of rows or columns of a preview."""
+_NOTHING = 208  # grey, to distinguish missing tiles from white glass
+_QUALITY = 85
 _TAKEN, _UNREADABLE, _DROPPED = (30, 80, 220), (220, 30, 30), (240, 150, 0)
 LEGEND = (
     (_OUTLINE, "tissue"),
@@ -96,6 +102,44 @@ def save_picture(
             corners = [left, top, max(left, right), max(top, bottom)]
             draw.rectangle(corners, outline=colour, width=thick)
     picture.save(path, compress_level=1)
+
+
+def preview_name(slide: str) -> str:
+    """File name of the preview of a slide, beside its picture."""
+    return f"{slide}.stitched.jpg"
+
+
+def save_preview(
+    path: Path,
+    image: npt.NDArray[np.uint8],
+    zoom: float,
+    span: tuple[float, float],
+    taken: Iterable[tuple[float, float]],
+) -> None:
+    """Write a JPEG of the tiles of a slide, each at its place, atomically.
+
+    Args:
+        path: the picture to write.
+        image: the whole slide, uint8 (rows, cols, 3).
+        zoom: pixels of the picture per level-0 pixel.
+        span: level-0 rows and columns of a tile.
+        taken: level-0 (x, y) of the tiles.
+    """
+    canvas = np.full_like(image, _NOTHING)
+    for x, y in taken:
+        # the end of a tile is rounded like the start of its neighbour, so that there are no gaps
+        (top, bottom), (left, right) = (
+            (_half_up(start * zoom), _half_up((start + length) * zoom))
+            for start, length in zip((y, x), span, strict=True)
+        )
+        place = slice(top, max(top + 1, bottom)), slice(left, max(left + 1, right))
+        canvas[place] = image[place]
+    with replacing(path) as file:
+        Image.fromarray(canvas).save(file, "JPEG", quality=_QUALITY)
+
+
+def _half_up(number: float) -> int:
+    return floor(number + 0.5)  # rounding half to even would leave gaps
 
 
 def _thickness(size: tuple[int, int]) -> int:

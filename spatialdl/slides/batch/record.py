@@ -1,8 +1,8 @@
-"""State of a slide on disk: its parts while it is cut, its record when it is done.
+"""State of a slide on disk: its key, its parts while it is cut, its record when it is done.
 
 A part is the output of one call of a worker: at most a shard, and the places of its tiles. It is
-reused if it was cut from the same slide with the same settings (`key`), and if its shard still has
-the recorded SHA-256. ::
+reused if it was cut from the same slide with the same settings (its key, a digest of both), and if
+its shard still has the recorded SHA-256. ::
 
     parts/NAME/00000/part.json, shard-00000.h5, tiles.npy       each, in progress
     records/NAME.json                                           once all of them are done
@@ -10,7 +10,9 @@ the recorded SHA-256. ::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -20,11 +22,72 @@ from spatialdl.data.format import sha256_of, shard_status
 from spatialdl.data.samples import RegionSample, ShardInfo, parse_region
 from spatialdl.data.saving import load_json, save_json
 from spatialdl.errors import ShardError
+from spatialdl.slides.batch.labels import SlideLabel
 from spatialdl.slides.batch.report import TilingReport
+from spatialdl.slides.reading.paths import slide_bytes, slide_files
+from spatialdl.slides.reading.reader import Slide
 
 RECORDS, PARTS = "records", "parts"
 _PART = "part.json"
 Place = tuple[int, int]
+
+CUTTING_VERSION = 2
+"""To be incremented when the same settings give different tiles than before."""
+
+_SAMPLES, _SAMPLE = 16, 2**20  # samples of a large file, and bytes of each
+
+
+def slide_key(
+    slide: Slide,
+    name: str,
+    label: SlideLabel | None,
+    settings: dict[str, object],
+    beside: Iterable[Path] = (),
+) -> str:
+    """Compute a digest that differs if the tiles may differ.
+
+    Slides are large: the digest covers the length and samples of the bytes of each file, and
+    openslide's own hash, which includes companion files. It ignores path and modification time.
+
+    Args:
+        slide: open.
+        name: in the data set.
+        label: its class and split.
+        settings: of the batch that determine the tiles.
+        beside: small files that determine the tiles, such as a mask; all their bytes are hashed.
+    """
+    content = {
+        "version": CUTTING_VERSION,
+        "slide": slide_content(slide.path),
+        "quickhash": slide.quickhash,
+        "name": name,
+        "label": label,
+        "settings": settings,
+        "beside": [sha256_of(path) for path in beside],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def slide_content(path: Path) -> str:
+    """Return the length of the files of a slide and a digest of samples of their bytes."""
+    digests = [sampled_digest(file) for file in slide_files(path)]
+    return f"{slide_bytes(path)}-{hashlib.sha256(' '.join(digests).encode()).hexdigest()}"
+
+
+def sampled_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's length and of 16 evenly spaced samples of 1 MiB.
+
+    Files up to 16 MiB are hashed completely.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        digest.update(str(size).encode())
+        last = max(size, _SAMPLES * _SAMPLE) - _SAMPLE
+        for k in range(_SAMPLES):
+            file.seek(last * k // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 @dataclass
@@ -80,7 +143,7 @@ class SlideRecord:
     """Record of a finished slide.
 
     Attributes:
-        key: digest of the slide and the settings; see `spatialdl.slides.batch.identity`.
+        key: digest of the slide and the settings; see `slide_key`.
         source: resolved path of the slide.
         split: None without labels.
         parts: in order; their shards are files of the data set.

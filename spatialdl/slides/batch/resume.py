@@ -11,7 +11,7 @@ from tqdm import tqdm
 from spatialdl.data.samples import ShardInfo
 from spatialdl.data.saving import link
 from spatialdl.errors import ShardError, SlideError
-from spatialdl.slides.batch.preview import preview_name
+from spatialdl.slides.batch.picture import preview_name
 from spatialdl.slides.batch.record import PARTS, RECORDS, SlideRecord
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.reading.paths import slide_files, slide_source

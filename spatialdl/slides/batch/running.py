@@ -11,10 +11,9 @@ from functools import partial
 from tqdm import tqdm
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.executors import BatchExecutor
+from spatialdl.slides.batch.executors import DIED, BatchExecutor, Work, share
 from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.sharing import DIED, Work, share
 from spatialdl.slides.batch.steps import (
     BatchRequest,
     Planned,
@@ -48,8 +47,6 @@ class BatchRun:
         self._dry = dry
         # largest first: with a large slide at the end all processes but one would be idle
         self._tasks = sorted(tasks, key=lambda task: (-task.bytes, task.name))
-        self._left = sum(task.bytes for task in tasks)  # bytes of slides not planned yet
-        self._known = self._known_bytes = self._over = 0
         self.reports: dict[str, TilingReport] = {}
         self.before: list[str] = []
         self.finished: list[str] = []
@@ -59,8 +56,6 @@ class BatchRun:
             unit="strip" if batch.options.whole else "tile",
             disable=None,
             leave=False,
-            smoothing=0.1,
-            dynamic_ncols=True,
         )
 
     def go(self, executor: BatchExecutor) -> None:
@@ -74,21 +69,10 @@ class BatchRun:
             for order, task in enumerate(self._tasks)
         ]
         with self._bar:
-            share(executor, works, lambda: self.watch(executor.counted()))
-
-    def watch(self, counted: int) -> None:
-        """Update the progress bar to at least `counted` processed tiles."""
-        bar, tiles = self._bar, max(self._over, min(counted, self._known))
-        # slides not planned yet are assumed to have as many tiles per byte as planned ones
-        ahead = self._known * self._left / self._known_bytes if self._known_bytes else 0
-        bar.total = round(self._known + ahead)
-        bar.set_postfix_str(f"{len(self.reports)}/{len(self._tasks)} slides", refresh=False)
-        bar.update(tiles - bar.n)
-        bar.refresh()
+            share(executor, works)
 
     def _planned(self, order: int, planned: Planned | Exception) -> Iterator[Work]:
         task = self._tasks[order]
-        self._left -= task.bytes
         if isinstance(planned, Exception):
             self._failed(task, planned)
             return
@@ -102,8 +86,7 @@ class BatchRun:
         if planned.plan is None or self._dry:
             self.reports[task.name] = planned.report
             return
-        self._known += planned.pieces
-        self._known_bytes += task.bytes
+        self._bar.total += planned.pieces  # so far: later slides are not planned yet
         parts: dict[int, PartRecord] = {}
         if not planned.parts:
             yield self._finishing(order, planned, [])
@@ -123,7 +106,8 @@ class BatchRun:
         part: PartRecord | Exception,
     ) -> Iterator[Work]:
         task = self._tasks[order]
-        self._over += planned.parts[number].count
+        self._bar.set_postfix_str(f"{len(self.reports)}/{len(self._tasks)} slides", refresh=False)
+        self._bar.update(planned.parts[number].count)
         if isinstance(part, Exception):
             if task.name not in self.reports:  # else another part of the slide failed before
                 self._failed(task, part, planned.report)

@@ -11,22 +11,42 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import floor
 from pathlib import Path
 
 from spatialdl.data.format import CHUNK, stored_bytes
 from spatialdl.data.samples import RegionSample
-from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.coords import save_coords
-from spatialdl.slides.batch.identity import slide_content, slide_key
 from spatialdl.slides.batch.labels import SlideLabel
-from spatialdl.slides.batch.parts import NATIVE, Cutting, PartPieces, cut_part, load_seen
-from spatialdl.slides.batch.picture import save_overview, save_picture
-from spatialdl.slides.batch.preview import Preview, preview_name
-from spatialdl.slides.batch.record import PARTS, PartRecord, SlideRecord, load_part
+from spatialdl.slides.batch.parts import (
+    NATIVE,
+    BandPart,
+    Cutting,
+    PartPieces,
+    TilePart,
+    bands_of,
+    cut_part,
+    native_grid,
+    native_region,
+)
+from spatialdl.slides.batch.picture import (
+    PREVIEW,
+    preview_name,
+    save_overview,
+    save_picture,
+    save_preview,
+)
+from spatialdl.slides.batch.record import (
+    PARTS,
+    PartRecord,
+    SlideRecord,
+    load_part,
+    slide_content,
+    slide_key,
+)
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.resume import PICTURES, taken_over
-from spatialdl.slides.batch.tile_part import TilePart, native_grid
 from spatialdl.slides.cutting.stains import Colours
 from spatialdl.slides.cutting.tiling import TilePlan, outside_remark, plan_tiles
 from spatialdl.slides.cutting.whole import plan_whole
@@ -61,7 +81,6 @@ class BatchRequest:
         folder: where the batch is built; None for a dry run.
         target: the final folder.
         before: an earlier batch with the same settings, whose slides are reused.
-        native: read tiles without openslide where that gives the same pixels.
     """
 
     options: argparse.Namespace
@@ -71,7 +90,6 @@ class BatchRequest:
     folder: Path | None
     target: Path
     before: Path | None
-    native: bool = True
 
 
 @dataclass
@@ -245,7 +263,6 @@ def cut_slide(
         task.name,
         task.label,
         planned.own,
-        None if planned.own is None else Preview(planned.size),
         None if options.format == "coords" else options.codec,
         options.quality,
     )
@@ -332,28 +349,23 @@ def _save_preview(
     parts: Sequence[PartRecord],
     span: tuple[float, float],
 ) -> None:
+    """Show the tiles written, on a thumbnail in the colours of the tiles."""
     assert batch.folder is not None
     assert planned.plan is not None
-    preview = Preview(planned.size)
-    if planned.own is None:  # tiles have the slide's own colours, so one thumbnail suffices
-        with _opened(batch, task) as slide:
-            image = slide.thumbnail(preview.scale).image
-        height, width = preview.pixels.shape[:2]
-        # cropped: the last pixels of a thumbnail may be mostly beyond the slide
-        image = planned.plan.tissue.shown(image[:height, :width])
-        for part in parts:
-            for x, y, _ in part.taken:
-                preview.reveal(image, x, y, *span)
-    else:
-        for number in range(len(parts)):
-            for left, top, small in load_seen(_at(batch.folder / PARTS / task.name, number)):
-                preview.paste(left, top, small)
-    preview.save(batch.folder / PICTURES / preview_name(task.name))
+    zoom = min(1.0, PREVIEW / max(planned.size))
+    height, width = (max(1, floor(length * zoom + 0.5)) for length in planned.size)
+    with _opened(batch, task) as slide:
+        image = slide.thumbnail(1 / zoom).image
+    # cropped: the last pixels of a thumbnail may be mostly beyond the slide
+    image = planned.plan.tissue.shown(image[:height, :width])
+    image = batch.choosing.finished(image, planned.own)
+    taken = [(x, y) for part in parts for x, y, _ in part.taken]
+    save_preview(batch.folder / PICTURES / preview_name(task.name), image, zoom, span, taken)
 
 
 def _opened(batch: BatchRequest, task: Task) -> Slide:
     mpp = task.label.mpp if task.label else None
-    return Slide(task.path, mpp or batch.options.slide_mpp, native=batch.native)
+    return Slide(task.path, mpp or batch.options.slide_mpp)
 
 
 def _at(folder: Path, number: int) -> Path:

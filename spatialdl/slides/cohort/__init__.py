@@ -1,1 +1,1 @@
-"""Slides of many patients: their table, their splits, what is in two of them, their page."""
+"""Slides of many patients: their splits, and what is in two of them."""

@@ -1,29 +1,65 @@
 """Detection of slides with the same image: equal bytes, or the image re-encoded or rescanned.
 
 Grey thumbnails of 64 pixels are compared by their largest correlation over all shifts, quarter
-turns and flips (`pairs.py`). Different sections of the same block stay below the threshold.
+turns and flips. Different sections of the same block stay below the threshold.
+
+At one shift the correlation of pictures with spectra A and B is the mean over frequencies k of
+conj(A_k) B_k times a phase; over all shifts it is at most the mean of |A_k| |B_k|. A matrix product
+computes this upper bound for many pairs at once, and nearly all are below the threshold. Only the
+other pairs are correlated. The search is exact: no pair is missed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from scipy import fft
 from tqdm import tqdm
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.duplicates import twins
-from spatialdl.slides.cohort.pairs import SIDE, Look, correlated_pairs
+from spatialdl.slides.batch.record import slide_content
+from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.slides.reading.reader import Slide
 
 ALIKE = 0.9
 """Correlation from which two thumbnails count as the same image."""
+SIDE = 64
+"""Largest number of rows or columns of a thumbnail."""
 
 _ENERGY = 1.25  # largest ratio of the energies of two thumbnails that are compared
 _FLAT = 2.0  # standard deviation of grey values, of 255, below which a thumbnail is empty
+_BATCH = 64  # correlations in memory at a time
+_SLACK = 1e-3  # tolerance for bounds in float32, larger than their rounding errors
+# of a real picture |A_k| = |A_-k|: a half turn, at index + 2, changes no magnitude
+_DIFFERENT = [0, 1, 4, 5]
+
+Spectra = npt.NDArray[np.complex64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A thumbnail prepared for comparison.
+
+    Attributes:
+        energy: standard deviation of its grey values.
+        square: (SIDE + 1, SIDE + 1), of norm 1; 0 outside of the picture.
+    """
+
+    energy: float
+    square: Floats
+
+    @property
+    def spectra(self) -> Spectra:
+        """(8, 2 * SIDE, SIDE + 1): spectra in all eight orientations, by turns and flips."""
+        ways = [np.rot90(one, turns) for one in (self.square, self.square.T) for turns in range(4)]
+        return _spectra(np.stack(ways))
 
 
 def look_at(path: Path) -> Look | None:
@@ -50,16 +86,37 @@ def look_of(image: npt.NDArray[np.uint8], seen: npt.NDArray[np.bool_]) -> Look |
     return Look(energy, square / np.float32(np.linalg.norm(square)))
 
 
-def same_slides(paths: Sequence[Path], *, jobs: int = 1, progress: bool = True) -> list[list[int]]:
+def twins(slides: Sequence[Path]) -> list[tuple[Path, Path]]:
+    """List pairs of slides with equal contents; only slides of the same length are read."""
+    lengths: dict[int, list[Path]] = {}
+    for slide in slides:
+        lengths.setdefault(slide_bytes(slide), []).append(slide)
+    contents: dict[str, list[Path]] = {}
+    for group in lengths.values():
+        for slide in group if len(group) > 1 else []:
+            contents.setdefault(slide_content(slide), []).append(slide)
+    return [pair for group in contents.values() for pair in pairwise(group) if _same_hash(*pair)]
+
+
+def _same_hash(first: Path, second: Path) -> bool:
+    """Whether openslide's hashes are equal, which cover the companion files of a slide, too."""
+    try:
+        with Slide(first) as slide, Slide(second) as other:
+            return slide.quickhash == other.quickhash
+    except SlideError:
+        return False  # the report has the error
+
+
+def same_slides(paths: Sequence[Path], *, jobs: int = 1) -> list[list[int]]:
     """Find groups of slides with the same image, as indices into `paths`; see `same_pictures`."""
     numbers = {path: number for number, path in enumerate(paths)}
     equal = [[numbers[path] for path in pair] for pair in twins(paths)]
-    alike = same_pictures(paths, range(len(paths)), jobs=jobs, progress=progress)
+    alike = same_pictures(paths, range(len(paths)), jobs=jobs)
     return equal + [[*pair] for pair in alike]
 
 
 def same_pictures(
-    paths: Sequence[Path], splits: Sequence[Hashable], *, jobs: int = 1, progress: bool = True
+    paths: Sequence[Path], splits: Sequence[Hashable], *, jobs: int = 1
 ) -> list[tuple[int, int]]:
     """Find pairs of slides of different splits with the same image, as indices into `paths`.
 
@@ -69,23 +126,86 @@ def same_pictures(
         paths: of the slides.
         splits: of each slide.
         jobs: threads that read and compare slides.
-        progress: show a progress bar on a terminal.
     """
     if len(set(splits)) < 2:
         return []
-    off = None if progress else True
     with ThreadPoolExecutor(jobs) as pool:
         read = pool.map(look_at, paths)
-        looks = [*tqdm(read, "reading", len(paths), unit="slide", disable=off, leave=False)]
-    known = [number for number, look in enumerate(looks) if look is not None]
+        looks = [*tqdm(read, "reading", len(paths), unit="slide", disable=None, leave=False)]
+    known = {number: look for number, look in enumerate(looks) if look is not None}
+    kinds = [splits[number] for number in known]
     count = len(known) * (len(known) - 1) // 2
-    with tqdm(desc="comparing", total=count, unit="pair", disable=off, leave=False) as bar:
+    with tqdm(desc="comparing", total=count, unit="pair", disable=None, leave=False) as bar:
         pairs = correlated_pairs(
-            [look for look in looks if look is not None],
-            [splits[number] for number in known],
-            ALIKE,
-            _ENERGY,
-            jobs=jobs,
-            progress=bar.update,
+            [*known.values()], kinds, ALIKE, _ENERGY, jobs=jobs, progress=bar.update
         )
-    return [(known[first], known[second]) for first, second in pairs]
+    numbers = [*known]
+    return [(numbers[first], numbers[second]) for first, second in pairs]
+
+
+def correlation(one: Look, other: Look) -> float:
+    """Return the largest correlation over all shifts, quarter turns and flips, -1 to 1."""
+    return float(_largest([one.square], other.spectra)[0])
+
+
+def correlated_pairs(
+    looks: Sequence[Look],
+    kinds: Sequence[Hashable],
+    least: float,
+    energy: float,
+    *,
+    jobs: int = 1,
+    progress: Callable[[int], object] = lambda pairs: None,
+) -> list[tuple[int, int]]:
+    """Find all correlated pairs of looks of different kinds, as sorted indices.
+
+    Args:
+        looks: thumbnails.
+        kinds: of each look; looks of the same kind are not compared.
+        least: smallest correlation of a pair.
+        energy: largest ratio of the energies of a pair.
+        jobs: threads.
+        progress: called with the number of pairs compared since the last call.
+    """
+    codes = {kind: code for code, kind in enumerate(dict.fromkeys(kinds))}
+    kind_codes = np.array([codes[kind] for kind in kinds])
+    energies = np.array([look.energy for look in looks])
+    magnitudes = np.array([_magnitudes(_spectra(look.square[None]))[0] for look in looks])
+    pairs: list[tuple[int, int]] = []
+    for number, look in enumerate(looks):
+        first = number + 1
+        ratios = energies[first:] / look.energy
+        wanted = (kind_codes[first:] != kind_codes[number]) & (ratios <= energy)
+        wanted &= ratios * energy >= 1
+        if wanted.any():
+            ways = look.spectra
+            bounds = _magnitudes(ways[_DIFFERENT]) @ magnitudes[first:].T
+            for way, row in zip(_DIFFERENT, (bounds >= least - _SLACK) & wanted, strict=True):
+                some = np.flatnonzero(row) + first
+                squares = [looks[other].square for other in some.tolist()]
+                values = _largest(squares, ways[[way, way + 2]], jobs)
+                pairs += [(number, other) for other in some[values >= least].tolist()]
+        progress(len(wanted))
+    return sorted(set(pairs))
+
+
+def _spectra(squares: Floats) -> Spectra:
+    return np.asarray(fft.rfft2(squares, (2 * SIDE, 2 * SIDE)), np.complex64)
+
+
+def _magnitudes(spectra: Spectra) -> Floats:
+    """(N, frequencies): of a half spectrum; all but its edge columns stand for two frequencies."""
+    twice = np.full(SIDE + 1, np.sqrt(2), np.float32)
+    twice[[0, -1]] = 1
+    scaled = np.abs(spectra) * (twice / (2 * SIDE))
+    return np.asarray(scaled.reshape(len(spectra), -1), np.float32)
+
+
+def _largest(squares: Sequence[Floats], ways: Spectra, jobs: int = 1) -> Floats:
+    """(N,): largest correlations of N pictures with another in some orientations and all shifts."""
+    largest = np.empty(len(squares), np.float32)
+    for first in range(0, len(squares), _BATCH):
+        products = _spectra(np.stack(squares[first : first + _BATCH]))[:, None].conj() * ways
+        shifts = fft.irfft2(products, (2 * SIDE, 2 * SIDE), overwrite_x=True, workers=jobs)
+        largest[first : first + _BATCH] = shifts.max((1, 2, 3))
+    return largest

@@ -1,8 +1,7 @@
 """Decoding of the compressed tiles of a TIFF to RGB, as openslide does.
 
-libjpeg conceals damage in a JPEG stream and only warns; openslide turns the warning into an error,
-imagecodecs ignores it. simplejpeg, if installed, reports it; without simplejpeg every tile must be
-checked by openslide (`Decoder.silent`), which takes as long as decoding it.
+libjpeg conceals damage in a JPEG stream and only warns; openslide and simplejpeg turn the warning
+into an error. Without simplejpeg openslide decodes JPEG tiles.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from spatialdl.data import jpeg
 
 Bytes = npt.NDArray[np.uint8]
 
-DETECTS_DAMAGE = jpeg.detects_damage()
-"""Whether the JPEG decoder detects damage, so that openslide need not check tiles."""
-
-JPEG, APERIO_YCBCR, APERIO_RGB = 7, 33003, 33005  # of the TIFF tag Compression
+JPEG, APERIO_RGB = 7, 33005  # of the TIFF tag Compression
 GREY, RGB, YCBCR = 1, 2, 6  # of PhotometricInterpretation
 _START = b"\xff\xd8"
 # the Adobe marker, whose last byte selects RGB (0) or YCbCr (1) in libjpeg
@@ -42,12 +38,11 @@ class WholeJpeg(NamedTuple):
 class Decoder(NamedTuple):
     """Decoder for the tiles of one level.
 
-    `decode` takes a stored tile and returns uint8 (rows, cols, 3), or raises. If `silent`, it
-    may return wrong pixels for a damaged tile. `jpeg` is None if the tiles are not JPEG.
+    `decode` takes a stored tile and returns uint8 (rows, cols, 3), or raises. `jpeg` is None if the
+    tiles are not JPEG.
     """
 
     decode: Callable[[bytes], Bytes]
-    silent: bool
     jpeg: WholeJpeg | None = None
 
 
@@ -63,13 +58,9 @@ def decoder_of(
     if samples != (1 if photometric == GREY else 3):
         return None
     if compression == JPEG and photometric in (GREY, RGB, YCBCR):
-        return _jpeg(photometric, tables)
+        return _jpeg(photometric, tables) if jpeg.detects_damage() else None
     if compression == APERIO_RGB and photometric in (RGB, YCBCR):
-        return Decoder(lambda data: _three(imagecodecs.jpeg2k_decode(data)), silent=False)
-    if compression == APERIO_YCBCR and photometric in (RGB, YCBCR):
-        return Decoder(
-            lambda data: _rgb_of_ycbcr(_three(imagecodecs.jpeg2k_decode(data))), silent=False
-        )
+        return Decoder(lambda data: _three(imagecodecs.jpeg2k_decode(data)))
     return None
 
 
@@ -84,10 +75,7 @@ def _jpeg(photometric: int, tables: bytes | None) -> Decoder:
         return head + data[2:]
 
     channels = 1 if photometric == GREY else 3
-    silent = not jpeg.detects_damage()
-    return Decoder(
-        lambda data: jpeg.decode_colours(whole(data), 3), silent, WholeJpeg(whole, channels)
-    )
+    return Decoder(lambda data: jpeg.decode_colours(whole(data), 3), WholeJpeg(whole, channels))
 
 
 def _three(pixels: Bytes) -> Bytes:
@@ -97,33 +85,3 @@ def _three(pixels: Bytes) -> Bytes:
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"decoded to {pixels.dtype} {pixels.shape}, expected uint8, 3 channels")
     return pixels
-
-
-def _rgb_of_ycbcr(pixels: Bytes) -> Bytes:
-    """Transform of JFIF (ITU-T T.871, section 7) in integers."""
-    y = pixels[..., 0].astype(np.int32)
-    red_of, green_cb, green_cr, blue_of = _TABLES
-    rgb = np.empty(pixels.shape, np.int32)
-    rgb[..., 0] = y + red_of[pixels[..., 2]]
-    rgb[..., 1] = y + ((green_cb[pixels[..., 1]] + green_cr[pixels[..., 2]]) >> 16)
-    rgb[..., 2] = y + blue_of[pixels[..., 1]]
-    return np.clip(rgb, 0, 255).astype(np.uint8)
-
-
-def _chroma_tables() -> tuple[npt.NDArray[np.int32], ...]:
-    chroma = np.arange(256) - 128
-    half = 1 << 15
-
-    def fixed(factor: float) -> npt.NDArray[np.int64]:
-        return int(factor * 65536 + 0.5) * chroma
-
-    tables = (
-        (fixed(1.402) + half) >> 16,
-        -fixed(0.344136) + half,
-        -fixed(0.714136),
-        (fixed(1.772) + half) >> 16,
-    )
-    return tuple(table.astype(np.int32) for table in tables)
-
-
-_TABLES = _chroma_tables()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spatialdl.data.encoded import EncodedImage
-from spatialdl.data.jpeg import JpegStream
+from spatialdl.data.jpeg import EncodedImage, JpegStream
 
 
 class JpegGrid(EncodedImage):

@@ -1,6 +1,6 @@
 """Decoding of a TIFF slide's own tiles, several times as fast as openslide.
 
-Supports JPEG and Aperio's JPEG 2000 tiles of 8-bit grey or colour, for levels that match exactly
+Supports JPEG of 8-bit grey or colour, and Aperio's JPEG 2000 of RGB, for levels that match exactly
 one page of the file. Openslide reads all other levels, and every tile that is missing or does not
 decode, and raises the errors.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,21 +59,14 @@ class NativeTiles:
     Args:
         path: the TIFF.
         levels: the supported levels, by number.
-        sound: whether a tile (level, tile number) is undamaged; called for silent decoders.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        levels: Mapping[int, TileLevel],
-        sound: Callable[[int, int], bool],
-    ) -> None:
+    def __init__(self, path: Path, levels: Mapping[int, TileLevel]) -> None:
         self.levels = dict(levels)
         self._path = path
-        self._sound = sound
         self._file = path.open("rb", buffering=0)
-        self._kept: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
-        self._bytes = 0
+        largest = max((3 * int(np.prod(level.tile)) for level in self.levels.values()), default=1)
+        self._tile = lru_cache(max(1, _CACHE // largest))(self._decoded)
 
     def read(
         self, level: int, row: int, col: int, size: tuple[int, int], background: Background
@@ -124,36 +117,17 @@ class NativeTiles:
             raise ValueError("the tile is not a JPEG")
         if not place.lengths[number]:
             raise ValueError("the tile is missing")
-        if place.decoder.silent and not self._sound(level, number):
-            raise ValueError("openslide cannot read the tile")
         whole, channels = place.decoder.jpeg
         return checked(whole(self._stored(level, number)), (*place.tile, channels))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-        self._kept.clear()
-        self._bytes = 0
-
-    def _tile(self, level: int, number: int) -> Bytes | None:
-        key = (level, number)
-        tile = self._kept.get(key)
-        if tile is not None:
-            self._kept.move_to_end(key)
-            return tile
-        tile = self._decoded(level, number)
-        if tile is not None:
-            self._kept[key] = tile
-            self._bytes += tile.nbytes
-            while self._bytes > _CACHE and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return tile
+        self._tile.cache_clear()
 
     def _decoded(self, level: int, number: int) -> Bytes | None:
         place = self.levels[level]
         if not place.lengths[number]:
-            return None
-        if place.decoder.silent and not self._sound(level, number):
             return None
         try:
             tile = place.decoder.decode(self._stored(level, number))

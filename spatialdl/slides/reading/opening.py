@@ -11,7 +11,7 @@ import numpy.typing as npt
 import openslide
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading import plain_decoded, plain_tiff
+from spatialdl.slides.reading import plain_image, plain_tiff
 from spatialdl.slides.reading.dicom import is_dicom
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
 from spatialdl.slides.reading.openslide_file import OpenSlideFile
@@ -20,7 +20,7 @@ from spatialdl.slides.reading.plain_image import Header, PlainImage
 
 Bytes = npt.NDArray[np.uint8]
 
-_LFS = b"version https://git-lfs"
+_LFS, _HDF5 = b"version https://git-lfs", b"\x89HDF"
 _NAMED = 3  # slides of a folder listed in a message
 TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -98,6 +98,8 @@ def _why_unsupported(path: Path, start: bytes) -> str:
         return "the file is empty; copy it again"
     if start.startswith(_LFS):
         return "it is a Git LFS pointer, not the slide; fetch it with `git lfs pull`"
+    if start.startswith(_HDF5):
+        return "it is an HDF5 file, not a slide; give the folder of its data set, or use `h5ls -rv`"
     if b"\0" not in start and _is_text(start):
         return "it is a text file; give the slide itself"
     if is_dicom(start):
@@ -131,6 +133,6 @@ def open_plain(path: Path, start: bytes) -> PlainImage:
     if start.startswith(TIFF_STARTS):
         header = plain_tiff.header(path)
         return PlainImage(path, header, lambda: plain_tiff.TiffPixels(path))
-    kind = plain_decoded.PNG if start.startswith(PNG_START) else plain_decoded.JPEG
-    size = plain_decoded.checked_size(path, kind)
-    return PlainImage(path, Header(size, {}), lambda: plain_decoded.DecodedPixels(path, kind))
+    kind = plain_image.PNG if start.startswith(PNG_START) else plain_image.JPEG
+    rows, cols, _ = plain_image.checked_shape(path, kind)
+    return PlainImage(path, Header((rows, cols), {}), lambda: plain_image.DecodedPixels(path, kind))

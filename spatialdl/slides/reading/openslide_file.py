@@ -12,9 +12,9 @@ from PIL import Image
 
 from spatialdl.data.jpeg import JpegStream
 from spatialdl.errors import SlideError
+from spatialdl.slides.reading import native as native_tiles
 from spatialdl.slides.reading.handles import HANDLES, ReopenedFile
 from spatialdl.slides.reading.jpeg_grid import JpegGrid
-from spatialdl.slides.reading.native import NativeTiles, tile_levels
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -48,7 +48,7 @@ class OpenSlideFile(ReopenedFile):
         self._slide = slide or path
         self._handle: openslide.OpenSlide | None = None
         self._spoiled = False
-        self._tiles: NativeTiles | None = None
+        self._tiles: native_tiles.NativeTiles | None = None
         self._native_levels: dict[int, bool] = {}
         handle = self._opened()
         # read now: a handle that failed once does not return these either
@@ -57,7 +57,7 @@ class OpenSlideFile(ReopenedFile):
         self.properties: Mapping[str, str] = dict(handle.properties)
         self.background = _background(self.properties)
         self.is_patchy = False
-        self._levels = tile_levels(path, self.properties) if native else {}
+        self._levels = native_tiles.tile_levels(path, self.properties) if native else {}
 
     def read(self, x: int, y: int, level: int, size: tuple[int, int], again: bool) -> Bytes:
         """Read a box of a level over the background.
@@ -139,11 +139,6 @@ class OpenSlideFile(ReopenedFile):
             compared += 1
         return compared > 0
 
-    def _sound(self, level: int, number: int) -> bool:
-        """Whether openslide can decode a tile; it decodes all of it to read one pixel."""
-        row, col = self._levels[level].corner(number)
-        return self._region_of_level(level, row, col, (1, 1)) is not None
-
     def _region_of_level(
         self, level: int, row: int, col: int, size: tuple[int, int]
     ) -> Bytes | None:
@@ -183,9 +178,9 @@ class OpenSlideFile(ReopenedFile):
             self._spoiled = False
         return self._handle
 
-    def _opened_tiles(self) -> NativeTiles:
+    def _opened_tiles(self) -> native_tiles.NativeTiles:
         if self._tiles is None:
-            self._tiles = NativeTiles(self._path, self._levels, self._sound)
+            self._tiles = native_tiles.NativeTiles(self._path, self._levels)
         return self._tiles
 
     def _let_go(self) -> None:

@@ -1,9 +1,11 @@
-"""TIFFs that openslide does not support, mostly striped ones, read strip by strip."""
+"""TIFFs that openslide does not support: read strip by strip, or why they are refused."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import struct
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,6 @@ import tifffile
 
 from spatialdl.errors import SlideError
 from spatialdl.slides.reading.plain_image import Header
-from spatialdl.slides.reading.tiff_check import missing_part, slide_problem
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -22,6 +23,13 @@ _CHANNELS = {_WHITE_IS_0: 1, _GREY: 1, _RGB: 3, _PALETTE: 1, _YCBCR: 3}
 _SEPARATE, _PREMULTIPLIED = 2, 1
 _JPEG = 7
 _UNITS = {2: 25_400.0, 3: 10_000.0}  # micrometres per inch and per centimetre
+_BIG = (b"II+\0", b"MM\0+")
+_APERIO = "Aperio"
+_MAKERS = {
+    **{"svs": _APERIO, "ndpi": "Hamamatsu", "scn": "Leica", "philips": "Philips"},
+    "bif": "Ventana",
+}
+"""Manufacturers of slide formats that openslide supports, by tifffile's names."""
 
 
 class TiffPixels:
@@ -44,8 +52,7 @@ class TiffPixels:
         samples = page.samplesperpixel if self._palette is None else 3
         self.shape = (page.imagelength, page.imagewidth, samples)
         self._mapped = _mapped(page)
-        self._kept: OrderedDict[int, Bytes | None] = OrderedDict()
-        self._bytes = 0
+        self._segment = lru_cache(max(1, _CACHE // int(np.prod(page.chunks))))(self._decoded)
 
     def box(self, top: int, bottom: int, left: int, right: int) -> Bytes:
         """Return a box inside the image, (rows, cols, channels); missing strips are white."""
@@ -60,7 +67,7 @@ class TiffPixels:
     def close(self) -> None:
         """Close the file."""
         self._tiff.close()
-        self._kept.clear()
+        self._segment.cache_clear()
         self._mapped = None
 
     def _assembled(self, top: int, bottom: int, left: int, right: int) -> Bytes:
@@ -84,20 +91,8 @@ class TiffPixels:
                     box[y0 - top : y1 - top, x0 - left : x1 - left, channel] = inside
         return box
 
-    def _segment(self, number: int) -> Bytes | None:
-        """A strip or tile, (rows, cols, channels); None if it is missing."""
-        if number in self._kept:
-            self._kept.move_to_end(number)
-            return self._kept[number]
-        part = self._decoded(number)
-        self._kept[number] = part
-        self._bytes += 0 if part is None else part.nbytes
-        while self._bytes > _CACHE and len(self._kept) > 1:
-            oldest = self._kept.popitem(last=False)[1]
-            self._bytes -= 0 if oldest is None else oldest.nbytes
-        return part
-
     def _decoded(self, number: int) -> Bytes | None:
+        """A strip or tile, (rows, cols, channels); None if it is missing."""
         page = self._page
         length = page.databytecounts[number]
         if not length:
@@ -188,3 +183,83 @@ def _resolution(page: tifffile.TiffPage) -> dict[str, str]:
         if unit and above and below:
             properties[f"openslide.mpp-{axis}"] = repr(unit * below / above)
     return properties
+
+
+class _Layout(NamedTuple):
+    """Layout of TIFF directories: struct formats of tag count and offset, bytes of a tag."""
+
+    tags: str
+    tag_bytes: int
+    offset: str
+
+
+def missing_part(path: Path) -> str:
+    """Describe the first truncated directory or image of a TIFF; empty if it is complete.
+
+    Raises:
+        Exception: tifffile cannot read the file; it raises many kinds.
+    """
+    size = path.stat().st_size
+    broken = _broken_directory(path, size)
+    if broken:
+        return broken
+    with tifffile.TiffFile(path) as tiff:
+        for number, page in enumerate(tiff.pages):
+            end = _data_end(page)
+            if end > size:
+                return f"image {number} ends at byte {end}, the file at byte {size}"
+    return ""
+
+
+def _data_end(page: tifffile.TiffPage | tifffile.TiffFrame) -> int:
+    """Where the pixels of a page end in the file."""
+    places = zip(page.dataoffsets, page.databytecounts, strict=True)
+    return max((start + length for start, length in places), default=0)
+
+
+def slide_problem(tiff: tifffile.TiffFile) -> tuple[str, bool]:
+    """Describe why a TIFF of a scanner manufacturer was rejected by openslide.
+
+    Returns:
+        A sentence, and whether the file must not be read as a plain image; empty and false for
+        other TIFFs. ImageScope exports regions of slides as striped TIFFs, which are not slides.
+    """
+    page = tiff.pages.first
+    maker = next((name for kind, name in _MAKERS.items() if getattr(page, f"is_{kind}", False)), "")
+    if not maker:
+        return "", False
+    if maker == _APERIO and not page.is_tiled:
+        return (
+            f"the TIFF is from {_APERIO}, but its first image has strips instead of tiles, so "
+            "openslide does not accept it as a slide; reading it as a plain image",
+            False,
+        )
+    return f"openslide rejects this slide of {maker}: it is damaged or incomplete", True
+
+
+def _broken_directory(path: Path, size: int) -> str:
+    """Describe the first directory beyond the end of the file or in a cycle; else empty."""
+    with path.open("rb") as file:
+        head = file.read(16)
+        order = "<" if head.startswith(b"II") else ">"
+        big = head.startswith(_BIG)
+        layout = _Layout("Q", 20, "Q") if big else _Layout("H", 12, "I")
+        width = struct.calcsize(order + layout.tags)
+        (offset,) = struct.unpack_from(order + layout.offset, head, 8 if big else 4)
+        seen: set[int] = set()
+        while offset:
+            where = f"directory {len(seen)}, at byte {offset},"
+            if offset in seen:
+                return f"{where} was read before: the directories form a cycle"
+            seen.add(offset)
+            file.seek(offset)
+            raw = file.read(width)
+            if len(raw) < width:
+                return f"{where} is beyond the end of the file, at byte {size}"
+            (tags,) = struct.unpack(order + layout.tags, raw)
+            file.seek(offset + width + tags * layout.tag_bytes)
+            raw = file.read(struct.calcsize(order + layout.offset))
+            if len(raw) < struct.calcsize(order + layout.offset):
+                return f"{where} extends beyond the end of the file, at byte {size}"
+            (offset,) = struct.unpack(order + layout.offset, raw)
+    return ""

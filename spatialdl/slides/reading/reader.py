@@ -241,14 +241,9 @@ class Slide:
         """
         return self.read_scaled(x, y, size, self.scale(mpp))
 
-    def read_scaled(
-        self, x: int, y: int, size: tuple[int, int], scale: float, *, again: bool = True
-    ) -> Bytes:
-        """Read a region as `read` does, at `scale` level-0 pixels per pixel.
-
-        A failed read is repeated with a new handle, unless `again` is false.
-        """
-        return self.read_rows(x, y, size, scale, (0, size[0]), again=again)
+    def read_scaled(self, x: int, y: int, size: tuple[int, int], scale: float) -> Bytes:
+        """Read a region as `read` does, at `scale` level-0 pixels per pixel."""
+        return self.read_rows(x, y, size, scale, (0, size[0]))
 
     def read_rows(
         self,
@@ -257,13 +252,11 @@ class Slide:
         size: tuple[int, int],
         scale: float,
         rows: tuple[int, int],
-        *,
-        again: bool = True,
     ) -> Bytes:
         """Read rows of a region; parts of a region can be joined without seams.
 
         Args:
-            x, y, size, scale, again: of the region; see `read_scaled`.
+            x, y, size, scale: of the region; see `read_scaled`.
             rows: half-open range of rows of the region.
 
         Returns:
@@ -272,7 +265,7 @@ class Slide:
         Raises:
             SlideError: the file is damaged there.
         """
-        return self.read_box(x, y, size, scale, (*rows, 0, size[1]), again=again)
+        return self.read_box(x, y, size, scale, (*rows, 0, size[1]))
 
     def read_box(
         self,
@@ -281,15 +274,13 @@ class Slide:
         size: tuple[int, int],
         scale: float,
         box: tuple[int, int, int, int],
-        *,
-        again: bool = True,
     ) -> Bytes:
         """Read a box of a region; boxes of a region can be joined without seams.
 
         See `is_exact`.
 
         Args:
-            x, y, size, scale, again: of the region; see `read_scaled`.
+            x, y, size, scale: of the region; see `read_scaled`.
             box: half-open (row0, row1, col0, col1) of the region, not empty.
 
         Returns:
@@ -298,7 +289,7 @@ class Slide:
         Raises:
             SlideError: the file is damaged there.
         """
-        return self._box(x, y, size, scale, box, partial(self._source.read, again=again))
+        return self._box(x, y, size, scale, box, partial(self._source.read, again=True))
 
     def _box(
         self,

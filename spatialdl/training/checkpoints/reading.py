@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data import fields
-from spatialdl.data.inside import file_status
+from spatialdl.data.saving import file_status
 from spatialdl.errors import CheckpointError
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, check_seal, step_of
 

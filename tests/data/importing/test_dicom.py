@@ -14,7 +14,7 @@ from pydicom.data import get_testdata_file
 from pydicom.uid import JPEGLSLossless, SegmentationStorage
 
 from spatialdl.data.importing.volume_file import open_volume
-from spatialdl.data.importing.volume_files.dicom_folder import find_series
+from spatialdl.data.importing.volume_files.dicom import find_series
 from tests.data.importing.written import (
     check,
     dataset,

@@ -280,7 +280,6 @@ def test_what_lies_before_the_voxels_is_passed_over(lines, skip, tmp_path):
         ((5, 7, 4), {"kinds": ["domain", "domain", "time"]}, "three spatial axes"),
         ((5, 7, 4, 2), {"kinds": [*["domain"] * 3, "time"]}, "three spatial axes"),
         ((5, 7, 4, 2), {}, "three spatial axes"),
-        ((5, 7, 4), {"encoding": "ascii"}, "encoding ascii"),
     ],
 )
 def test_nrrd_that_is_no_volume_is_refused(shape, said, text, tmp_path):

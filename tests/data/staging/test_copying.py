@@ -16,13 +16,14 @@ from spatialdl.data.staging import copying
 from spatialdl.data.staging.cache import local_name
 from spatialdl.data.staging.copying import (
     BusyError,
+    ReadPriority,
     StoppedError,
     WriteError,
     fetch,
     is_still,
     is_whole,
+    reading_source,
 )
-from spatialdl.data.staging.read_priority import ReadPriority, reading_source
 from spatialdl.errors import ShardError
 from tests.data.conftest import flip
 

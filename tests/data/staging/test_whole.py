@@ -15,12 +15,10 @@ import pytest
 from spatialdl.data import ShardDataset, ShardWriter
 from spatialdl.data.format import MANIFEST, Manifest
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
-from spatialdl.data.staging import command, whole
+from spatialdl.data.staging import command
 from spatialdl.data.staging.cache import NodeCache, StagedJob, local_name
-from spatialdl.data.staging.command import main
-from spatialdl.data.staging.local_disk import DiskSpace, find_disk, unsuitable
-from spatialdl.data.staging.samples import of_splits
-from spatialdl.data.staging.whole import copy_folder
+from spatialdl.data.staging.command import copy_folder, main
+from spatialdl.data.staging.local_disk import DiskSpace, file_system, find_disk, unsuitable
 from spatialdl.errors import ShardError
 from tests.data.conftest import flip
 
@@ -64,7 +62,7 @@ def test_a_split_is_a_data_set_of_its_own(folder, target):
 
 
 def test_an_interrupted_copy_goes_on(folder, target, monkeypatch):
-    fetch = whole.fetch
+    fetch = command.fetch
 
     def interrupted(source, partial, info, *rest, **more):
         if info.file == "shard-00003.h5":
@@ -72,13 +70,13 @@ def test_an_interrupted_copy_goes_on(folder, target, monkeypatch):
             raise KeyboardInterrupt
         fetch(source, partial, info, *rest, **more)
 
-    monkeypatch.setattr(whole, "fetch", interrupted)
+    monkeypatch.setattr(command, "fetch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         copy_folder(folder, target, at_once=1)
     assert (target / ".shard-00003.h5.part").stat().st_size == 10_000
     with pytest.raises(ShardError, match=r"it has no manifest\.json"):
         ShardDataset(target)
-    monkeypatch.setattr(whole, "fetch", fetch)
+    monkeypatch.setattr(command, "fetch", fetch)
     assert copy_folder(folder, target).there
     assert contents(target) == contents(folder)
 
@@ -139,7 +137,7 @@ def test_a_disk_without_room_is_told_before_anything_is_copied(folder, small_dis
     with pytest.raises(ShardError, match=r", 24\.0 kB available"):
         copy_folder(folder, disk, keep_free=1000 * 1024 - 24_000)
     copy_folder(folder, disk, keep_free=1000)
-    monkeypatch.setattr(whole, "_check_room", lambda *_: None)  # somebody else writes after that
+    monkeypatch.setattr(command, "_check_room", lambda *_: None)  # somebody else writes after that
     disk = small_disk(200)
     with pytest.raises(OSError, match=r"cannot write to .*: No space left on device"):
         copy_folder(folder, disk)
@@ -159,15 +157,15 @@ STRIPED.samples = [region(0, "train", 0, 1), region(1, "val", 2, 1), region(2, "
 
 
 def test_splits_take_their_shards_with_them(dataset):
-    val = of_splits(dataset.manifest, ["val"])
+    val = dataset.manifest.of_splits(["val"])
     assert val.shards == dataset.manifest.shards[5:]
     assert [(sample.shard, sample.index) for sample in val.samples] == [(0, 0), (0, 1)]
-    assert of_splits(dataset.manifest, ["val", "train"]) == dataset.manifest
-    striped = of_splits(STRIPED, ["val"])
+    assert dataset.manifest.of_splits(["val", "train"]) == dataset.manifest
+    striped = STRIPED.of_splits(["val"])
     assert striped.shards == SHARDS[1:]
     assert [band.shard for band in striped.samples[0].bands] == [1, 0]
     with pytest.raises(ValueError, match="has no split 'test'; its splits: train, val"):
-        of_splits(STRIPED, ["test"])
+        STRIPED.of_splits(["test"])
 
 
 @pytest.mark.parametrize(
@@ -376,3 +374,22 @@ def test_what_speaks_against_a_place(tmp_path, small_disk):
     assert unsuitable(small_disk(100, "ro")) == "is not writable"
     if Path("/dev/mqueue").is_dir():  # a file system that nobody knows to be local
         assert unsuitable(Path("/dev/mqueue")) == "is on a network file system (mqueue)"
+
+
+def test_file_systems_are_found_by_their_mounts(tmp_path):
+    table = tmp_path / "mounts"
+    table.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        "2 1 0:40 / /data rw shared:5 - nfs4 server:/data rw\n"
+        "3 2 0:41 / /data/my\\040set rw - lustre mds@tcp:/x rw\n"
+        "4 1 0:42 / /data/hidden rw - xfs /dev/sdb rw\n"
+        "5 4 0:43 / /data/hidden rw - fuse.gcsfuse bucket rw\n"
+    )
+    (tmp_path / "link").symlink_to("/data")
+    for path, kind in [
+        *(("/home/a", "ext4"), ("/data/a", "nfs4"), ("/database/a", "ext4")),
+        *(("/data/my set/a.h5", "lustre"), ("/data/hidden/a", "fuse.gcsfuse")),
+        (tmp_path / "link/a", "nfs4"),
+    ]:
+        assert file_system(Path(path), table) == kind
+    assert file_system(Path("/a"), tmp_path / "none") is None

@@ -21,13 +21,12 @@ from spatialdl.data.samples import ShardInfo
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.options import parsed
 from spatialdl.slides.batch.parts import Cutting
-from spatialdl.slides.batch.preview import Preview
 from spatialdl.slides.command import main
 from spatialdl.slides.reading.reader import Slide
 from tests.vision import import_path
 
 TILES = ["--tile-size", "64", "--mpp", "0.5", "--shard-size", "64K"]
-"""Twelve tiles of slide a, nine of slide b, five a shard."""
+"""Twelve tiles of slide a, eight of slide b, five a shard."""
 
 
 def tile(*arguments: object) -> int:
@@ -132,7 +131,7 @@ def choosing(path: Path, *more: str) -> Choosing:
 def cutting(slide: Slide, *more: str, **changes: Any) -> Cutting:
     """How a slide is cut, with nothing but what cutting needs."""
     known = {"classes": [], "name": "a", "label": None, "own": None, **changes}
-    return Cutting(choosing(slide.path, *more), preview=Preview(slide.size), **known)
+    return Cutting(choosing(slide.path, *more), **known)
 
 
 def shard(folder: Path, name: str = "shard-00000.h5") -> ShardInfo:

@@ -7,16 +7,9 @@ import signal
 from pathlib import Path
 
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.executors import count_tiles
-
-
-def count_and_pid(tiles: int) -> int:
-    count_tiles(tiles)
-    return os.getpid()
 
 
 def refused() -> None:
-    count_tiles(1)
     raise SlideError("slide a.svs: é")
 
 

@@ -14,9 +14,10 @@ from PIL import Image, ImageDraw
 from spatialdl.data import ShardDataset
 from spatialdl.slides.batch import choosing
 from spatialdl.slides.cutting.normalise import own_colours
+from spatialdl.slides.cutting.tiling import TilePlan
 from spatialdl.slides.pyramid import write_pyramid
 from spatialdl.slides.reading.reader import Slide
-from spatialdl.slides.synthetic.drawing import write_synthetic_slide
+from spatialdl.slides.synthetic import write_synthetic_slide
 from tests.slides.batch.batches import annotate, places, polygon, rows, samples, tile
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -108,29 +109,6 @@ def test_qupath_counts_from_the_scanned_part(tmp_path, synthetic, everywhere, fo
     assert places(tmp_path / "aperio") == [(0, 0), (256, 0)]
 
 
-def test_tiles_outside_of_annotations_are_background(tmp_path, real, folder, labels, capsys):
-    sets, slide = {}, real / "CMU-1-Small-Region.svs"
-    annotate(folder, slide.stem, polygon(0, 0, 1100, 3000, "stroma"))
-    labels.write_text(f"slide,split\n{slide.stem},val\n")
-    more = ("--annotations", folder, "--labels", labels, "--min-tissue", 0.3)
-    background = ("--unannotated", "background")
-    for name, kind in (("drop", ()), ("background", background)):
-        assert run(tmp_path / name, slide, *more, *kind) == 0
-        found, data = samples(tmp_path / name), ShardDataset(tmp_path / name)
-        sets[name] = {(s.x, s.y): data.classes[s.label] for s in found if s.label is not None}
-        assert len(sets[name]) == len(data)
-        assert {s.split for s in found} == {"val"}
-    assert data.classes == ["background", "stroma"]
-    left = {place for place, name in sets["background"].items() if name == "stroma"}
-    assert left == set(sets["drop"]) == {(x, y) for x, y in sets["background"] if x + 128 <= 1100}
-    assert len(sets["background"]) > len(left) > 3
-    (row,) = rows(tmp_path / "background").values()
-    assert (row["unannotated"], row["with_tissue"]) == ("0", str(len(sets["background"])))
-    # not mixed with tiles of other settings
-    assert tile(slide, *more, *background, "--out", tmp_path / "drop", *SIZE) == 2
-    assert "already contains a data set" in capsys.readouterr().err
-
-
 def test_a_slide_without_regions_may_be_background(tmp_path, synthetic, folder, labels, capsys):
     slides, tumor = synthetic["ring"].parent, polygon(0, 0, 1100, 1600, "tumor")
     annotate(folder, "ring", tumor, polygon(0, 0, 9, 9, "background"))
@@ -140,6 +118,12 @@ def test_a_slide_without_regions_may_be_background(tmp_path, synthetic, folder, 
     assert ShardDataset(tmp_path / "set").classes == ["background", "tumor"]
     found = {(s.slide, s.label) for s in samples(tmp_path / "set")}
     assert found == {("ring", 0), ("ring", 1), ("strand", 0)}
+    assert {row["unannotated"] for row in rows(tmp_path / "set").values()} == {"0"}
+    for sample in samples(tmp_path / "set"):
+        assert (sample.label == 1) == (sample.slide == "ring" and sample.x + 128 <= 1100)
+    # not mixed with tiles of other settings
+    assert tile(slides, *more[:2], "--out", tmp_path / "set", *SIZE) == 2
+    assert "already contains a data set" in capsys.readouterr().err
     annotate(folder, "ring", polygon(0, 0, 1100, 1600, None))
     assert run(tmp_path / "none", slides, *more) == 2
     assert "no region of --annotations" in capsys.readouterr().err
@@ -186,17 +170,18 @@ def pixels(out: Path) -> np.ndarray:
     return np.stack([image for image, _ in ShardDataset(out)]).astype(int)
 
 
-@pytest.mark.parametrize("method", ["reinhard", "vahadane"])
-def test_stains_are_normalised(tmp_path, ring, monkeypatch, method):
+def test_stains_are_normalised(tmp_path, ring, monkeypatch):
     asked: list[Path] = []
 
-    def counted(slide: Slide, *more: Any) -> Any:
+    def counted(slide: Slide, plan: TilePlan, method: Any, refused: Any) -> Any:
         asked.append(slide.path)
-        return own_colours(slide, *more)
+        assert refused(np.zeros((256, 256, 3), np.uint8)) == "black"  # it has no say in the stains
+        return own_colours(slide, plan, method, refused)
 
     monkeypatch.setattr(choosing, "own_colours", counted)
-    more = ("--stain-normalise", method, "--min-tissue", 0.1)
-    assert run(tmp_path / "plain", ring, "--min-tissue", 0.1) == 0
+    plain = ("--min-tissue", 0.1, "--filter", "black")
+    more = ("--stain-normalise", "vahadane", *plain)
+    assert run(tmp_path / "plain", ring, *plain) == 0
     assert asked == []
     assert run(tmp_path / "set", ring, *more) == 0
     assert asked == [ring]  # once a slide
@@ -204,46 +189,18 @@ def test_stains_are_normalised(tmp_path, ring, monkeypatch, method):
     assert np.abs(first - second).mean() > 3
     white = (first >= 240).all(-1)
     assert np.abs(first - second)[white].mean() < 6
-    if method == "vahadane":  # which draws
-        assert run(tmp_path / "again", ring, *more) == 0
-        assert (pixels(tmp_path / "again") == second).all()
-    if method == "reinhard":  # to a reference of one's own
-        picture = Image.new("RGB", (60, 40), (120, 60, 150))
-        ImageDraw.Draw(picture).rectangle([0, 0, 29, 39], fill=(220, 150, 190))
-        picture.save(tmp_path / "reference.png")
-        given = ("--stain-reference", tmp_path / "reference.png")
-        assert run(tmp_path / "other", ring, *more, *given) == 0
-        assert np.abs(pixels(tmp_path / "other") - second).mean() > 3
-
-
-def test_tiles_that_filters_drop_have_no_say_in_the_stains(tmp_path, synthetic, capsys):
-    stains, slide = ("--stain-normalise", "reinhard"), synthetic["ring"]
-    everything, tissue = tmp_path / "a", tmp_path / "b"
-    assert run(everything, slide, *stains) == 0
-    assert run(tissue, slide, *stains, "--filter", "white=0.2") == 0
-    number = places(everything).index(places(tissue)[0])
-    one, two = pixels(everything)[number], pixels(tissue)[0]
-    assert 0.2 < np.abs(one - two).mean() < 20
-    # nothing to look at is the filters' doing, not a failure of the stains
-    assert run(tmp_path / "c", slide, *stains, "--filter", "white=0") == 1
-    assert "filters dropped every tile" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (["--overlap", "256"], "--overlap is 256, expected 0 to 255"),
-        (["--overlap", "-1"], "--overlap is -1"),
-        (["--mask-dir", "nowhere"], "--mask-dir nowhere is not a folder"),
-        (["--annotations", "nowhere"], "--annotations nowhere is not a folder"),
-        (["--stain-reference", "a.png"], "requires --stain-normalise"),
-        (["--stain-normalise", "reinhard", "--stain-reference", "a.png"], "cannot read stain ref"),
-    ],
-)
-def test_options_that_cannot_be(tmp_path, ring, capsys, more, says):
-    assert run(tmp_path / "set", ring, *more) == 2
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "set").exists()
+    # the preview has the colours of the tiles
+    previews = [tmp_path / name / "pictures" / "ring.stitched.jpg" for name in ("plain", "set")]
+    one, two = (np.asarray(Image.open(path)).astype(int) for path in previews)
+    shift = (second - first).mean((0, 1, 2))
+    assert (two - one)[(one != 208).any(-1)].mean(0) == pytest.approx(shift, abs=12)
+    # to a reference of one's own
+    picture = Image.new("RGB", (60, 40), (120, 60, 150))
+    ImageDraw.Draw(picture).rectangle([0, 0, 29, 39], fill=(220, 150, 190))
+    picture.save(tmp_path / "reference.png")
+    given = ("--stain-reference", tmp_path / "reference.png")
+    assert run(tmp_path / "other", ring, *more, *given) == 0
+    assert np.abs(pixels(tmp_path / "other") - second).mean() > 3
 
 
 def test_a_dark_slide(tmp_path, capsys):

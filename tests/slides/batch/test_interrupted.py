@@ -128,55 +128,41 @@ def everywhere(
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped", "step"),
+    ("begun", "how", "stopped", "step"),
     [
-        (TILES, interrupted, 4),
-        pytest.param(TILES, interrupted, 1, marks=pytest.mark.slow),
-        pytest.param(TILES, killed, 1, marks=pytest.mark.slow),
-        pytest.param(WHOLE, interrupted, 1, marks=pytest.mark.slow),
-        pytest.param(COORDS, killed, 1, marks=pytest.mark.slow),
+        ("", TILES, interrupted, 7),
+        ("labels", TILES, interrupted, 7),
+        *(
+            pytest.param(begun, how, stopped, 1, marks=pytest.mark.slow)
+            for begun, how, stopped in [
+                *(("", TILES, interrupted), ("", TILES, killed), ("", WHOLE, interrupted)),
+                *(("", COORDS, killed), ("slide", TILES, killed), ("slide", TILES, interrupted)),
+                *(("labels", TILES, killed), ("labels", TILES, interrupted)),
+            ]
+        ),
     ],
 )
-def test_a_new_data_set(tmp_path, small, watched, how, stopped, step):
-    out = tmp_path / "set"
-
-    def go() -> int:
-        return tile(small, "--out", out, *how)
-
-    assert everywhere(watched, stopped, lambda: None, go, out, range(1, 10_000, step)) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [killed, interrupted])
-def test_a_slide_more(tmp_path, small, watched, stopped):
-    out, before = tmp_path / "set", tmp_path / "before"
-    assert tile(small / "b.tiff", "--out", before, *TILES) == 0
-
-    def go() -> int:  # which does not name the slides that are there
-        return tile(small / "a.tiff", "--out", out, *TILES)
-
-    assert everywhere(watched, stopped, lambda: shutil.copytree(before, out), go, out) > 25
-    assert {sample.slide for sample in Manifest.load(out).samples} == {"a", "b"}
-
-
-@pytest.mark.parametrize(
-    ("stopped", "step"),
-    [
-        (interrupted, 4),
-        *(pytest.param(one, 1, marks=pytest.mark.slow) for one in (interrupted, killed)),
-    ],
-)
-def test_other_labels(tmp_path, small, watched, stopped, step):
+def test_a_batch_goes_on_wherever_it_was_stopped(
+    tmp_path, small, watched, begun, how, stopped, step
+):
+    """A new one, one more slide in a data set, or a data set of which the labels are others."""
     out, before, labels = tmp_path / "set", tmp_path / "before", tmp_path / "labels.csv"
-    arguments = ["--labels", labels, *TILES[:4]]
+    slides, more = [small], ["--labels", labels] if begun == "labels" else []
     labels.write_text("slide,label,split\na,x,train\nb,y,val\n")
-    assert tile(small, "--out", before, *arguments) == 0
+    if begun:
+        slides = [small / "b.tiff"] if begun == "slide" else slides
+        assert tile(*slides, "--out", before, *how, *more) == 0
+        slides = [small / "a.tiff"] if begun == "slide" else slides
     labels.write_text("slide,label,split\na,y,train\nb,x,val\n")
 
-    def go() -> int:
-        return tile(small, "--out", out, *arguments)
+    def prepare() -> None:
+        if begun:
+            shutil.copytree(before, out)
 
-    some = range(3, 10_000, step) if step > 1 else range(1, 10_000)
-    assert everywhere(watched, stopped, lambda: shutil.copytree(before, out), go, out, some) > 20
-    if stopped is interrupted:
-        assert sorted(watched.cut) == ["a/00000", "b/00000"]
+    def go() -> int:
+        return tile(*slides, "--out", out, *how, *more)
+
+    last = everywhere(watched, stopped, prepare, go, out, range(1, 10_000, step))
+    assert last > (25 if begun == "slide" else 20)
+    if how is TILES:
+        assert {sample.slide for sample in Manifest.load(out).samples} == {"a", "b"}

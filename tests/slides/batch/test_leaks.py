@@ -11,8 +11,8 @@ import pytest
 import tifffile
 
 from spatialdl.data import ShardDataset
-from spatialdl.slides.batch.duplicates import check_duplicates
 from spatialdl.slides.batch.labels import SlideLabel
+from spatialdl.slides.cohort.leaks import check_duplicates
 from tests.slides.batch.batches import TILES, tile
 
 TRAIN, VAL = SlideLabel("x", "train"), SlideLabel("x", "val")

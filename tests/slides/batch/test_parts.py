@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import openslide
 import pytest
 from PIL import Image
 
 from spatialdl.data.samples import RegionBand, RegionSample, ShardInfo
 from spatialdl.errors import SlideError
-from spatialdl.slides.batch.band_part import BandPart, bands_of, native_region
 from spatialdl.slides.batch.coords import save_coords
-from spatialdl.slides.batch.parts import native_tiles
-from spatialdl.slides.batch.picture import save_overview, save_picture
-from spatialdl.slides.batch.preview import Preview
+from spatialdl.slides.batch.parts import (
+    BandPart,
+    TilePart,
+    bands_of,
+    native_grid,
+    native_region,
+    native_tiles,
+)
+from spatialdl.slides.batch.picture import save_overview, save_picture, save_preview
 from spatialdl.slides.batch.record import PartRecord, holds
-from spatialdl.slides.batch.tile_part import TilePart, native_grid
 from spatialdl.slides.cutting.tiling import TilePlan, cut_tiles, plan_tiles
 from spatialdl.slides.cutting.whole import WholePlan
 from spatialdl.slides.finding.regions import Region
@@ -65,7 +67,7 @@ def test_what_fails_leaves_no_shard_open(tmp_path, slide, monkeypatch, kind):
     failing = "spatialdl.slides.reading.reader.Slide.read_rows"
     if kind == "tiles":
         pieces = TilePart(plan_tiles(slide, 256, 0.5).part(0, 3), False)
-        failing = "spatialdl.data.chunks.Chunks.write"
+        failing = "spatialdl.data.shard_file.Chunks.write"
     part = PartRecord()
     with monkeypatch.context() as patch:
         patch.setattr(failing, full)
@@ -227,36 +229,14 @@ def test_annotations_are_drawn_and_small_pictures_enlarged(tmp_path, synthetic):
     assert Image.open(tmp_path / "a.png").size == (800, 600)
 
 
-GREY = 208
-
-
-def plain(size: tuple[int, int], colour: int) -> npt.NDArray[np.uint8]:
-    return np.full((*size, 3), colour, np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("size", "step", "longest"),
-    [
-        ((1003, 777), 37.3, 300),
-        ((1501, 1001), 12.0, 60),  # tiles smaller than a pixel
-        ((300, 200), 64.0, 2048),  # not enlarged
-    ],
-)
-def test_tiles_meet_without_gaps(size, step, longest):
-    preview = Preview(size, longest)
-    zoom = min(1.0, longest / max(size))
-    assert preview.pixels.shape == (*(max(1, int(n * zoom + 0.5)) for n in size), 3)
-    rows, cols = (int(n / step) + 1 for n in size)  # the last ones reach beyond the slide
-    small = preview.shrunk(plain((64, 64), 77), step, step)
-    for row, col in product(range(rows), range(cols)):
-        preview.paste(col * step, row * step, small)
-    assert (preview.pixels == 77).all()
-
-
-def test_later_tiles_lie_on_top():
-    preview = Preview((100, 200))
-    for x, colour in ((0, 10), (32, 20), (180, 30), (-40, 40)):
-        preview.paste(x, 0, preview.shrunk(plain((64, 64), colour), 64, 64))
-    row = preview.pixels[50, :, 0]
-    assert row.tolist() == [40] * 24 + [10] * 8 + [20] * 64 + [GREY] * 84 + [30] * 20
-    assert (preview.pixels[64:] == GREY).all()
+def test_a_preview_shows_the_tiles_that_were_written_without_gaps(tmp_path):
+    step, zoom = 37.3, 300 / 1003
+    places = [(x * step, y * step) for y in range(27) for x in range(21)]
+    image = np.full((300, 232, 3), 77, np.uint8)
+    save_preview(tmp_path / "a.jpg", image, zoom, (step, step), places)
+    assert (np.asarray(Image.open(tmp_path / "a.jpg")) == 77).all()
+    # tiles smaller than a pixel, and beyond the picture; the others are missing
+    save_preview(tmp_path / "a.jpg", image, 0.1, (4, 4), [(160, 160), (162, 160), (9000, 9000)])
+    pixels = np.asarray(Image.open(tmp_path / "a.jpg")).astype(int)
+    assert abs(pixels[16, 16] - 77).max() < 9
+    assert abs(pixels[40:] - 208).max() == 0

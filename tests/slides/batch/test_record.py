@@ -23,19 +23,16 @@ from spatialdl.slides.batch.assembling import load_settings
 from spatialdl.slides.batch.executors import (
     RankExecutor,
     SerialExecutor,
+    Work,
     batch_executor,
-    count_tiles,
     executor_of_ranks,
+    share,
 )
 from spatialdl.slides.batch.record import PartRecord, SlideRecord, holds, load_part, save_part
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.resume import (
-    names_in,
-    taken_over,
-)
-from spatialdl.slides.batch.sharing import Work, share
+from spatialdl.slides.batch.resume import names_in, taken_over
 from tests.slides.batch.batches import in_python, shard
-from tests.slides.batch.calls import count_and_pid, die, die_once, refused, write
+from tests.slides.batch.calls import die, die_once, refused, write
 
 
 def part_of(info: ShardInfo | None) -> PartRecord:
@@ -197,10 +194,6 @@ def test_a_slide_that_is_as_it_was_is_taken_over(tmp_path, folder, monkeypatch, 
     assert taken_over(folder, before, "a", Path("/elsewhere/a.svs"), "key of a") is not None
 
 
-def nothing(*_: object) -> None:
-    """Watches."""
-
-
 def noted(found: list[Any], *more: Work) -> Callable[[Any], Iterator[Work]]:
     def then(result: Any) -> Iterator[Work]:
         found.append(result)
@@ -217,14 +210,14 @@ def test_the_most_urgent_goes_first_and_what_follows_is_done():
         Work((1, 9), lambda: "first", noted(found, last)),
         Work((2, 0), lambda: "second", noted(found)),
     ]
-    share(SerialExecutor(nothing), works, lambda: None)
+    share(SerialExecutor(), works)
     assert found == ["first", "first of all, once it is known", "second", "third"]
 
 
 def test_an_exception_is_a_result_and_ctrl_c_is_none():
     found: list[Any] = []
     works = [Work((0,), lambda: 1 // 0, noted(found)), Work((1,), lambda: 1, noted(found))]
-    share(SerialExecutor(nothing), works, lambda: None)
+    share(SerialExecutor(), works)
     assert isinstance(found[0], ZeroDivisionError)
     assert found[1] == 1
 
@@ -232,7 +225,7 @@ def test_an_exception_is_a_result_and_ctrl_c_is_none():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        share(SerialExecutor(nothing), [Work((0,), pressed, noted([]))], lambda: None)
+        share(SerialExecutor(), [Work((0,), pressed, noted([]))])
 
 
 def test_only_the_one_that_kills_its_process_fails(tmp_path):
@@ -242,9 +235,9 @@ def test_only_the_one_that_kills_its_process_fails(tmp_path):
     works = [Work((k,), call, noted(found)) for k, call in enumerate(calls)]
     works.append(Work((4, 1), partial(die, tmp_path / "guilty", "kill"), noted(found, more)))
     unlucky = Work((0,), partial(die_once, tmp_path / "unlucky"), noted(found))
-    with batch_executor(2, None, nothing) as crew:
-        share(crew, works, lambda: None)
-        share(crew, [unlucky], lambda: None)
+    with batch_executor(2, None) as crew:
+        share(crew, works)
+        share(crew, [unlucky])
     (failed,) = (result for result in found if isinstance(result, Exception))
     assert isinstance(failed, BrokenExecutor)
     found.remove(failed)
@@ -254,26 +247,15 @@ def test_only_the_one_that_kills_its_process_fails(tmp_path):
     assert len((tmp_path / "guilty").read_text()) <= 2
 
 
-def test_this_process_does_it_at_once_and_tells():
-    seen: list[int] = []
-    with batch_executor(1, None, seen.append) as crew:
-        assert isinstance(crew, SerialExecutor)
-        futures = [crew.submit(partial(count_and_pid, tiles)) for tiles in (16, 5)]
-        assert [future.result() for future in futures] == [os.getpid()] * 2
-        assert isinstance(crew.submit(refused).exception(), SlideError)
-        assert crew.counted() == 22
-    assert seen == [16, 21, 22]
-
-
-def test_processes_do_it_and_tell_and_are_replaced_when_one_dies():
-    count_tiles(3)  # where nobody watches it does nothing
-    with batch_executor(2, None, nothing) as crew:
-        futures = [crew.submit(partial(count_and_pid, 16)) for _ in range(crew.room)]
+def test_processes_do_it_and_are_replaced_when_one_dies():
+    with batch_executor(1, None) as crew:
+        assert crew.submit(os.getpid).result() == os.getpid()
+    with batch_executor(2, None) as crew:
+        futures = [crew.submit(os.getpid) for _ in range(crew.room)]
         assert os.getpid() not in {future.result() for future in futures}
         error = crew.submit(refused).exception()
         assert isinstance(error, SlideError)
         assert str(error) == "slide a.svs: é"
-        assert crew.counted() == 16 * crew.room + 1
         # Ctrl-C is left to the process that hands out
         assert crew.submit(partial(signal.raise_signal, signal.SIGINT)).exception() is None
         assert isinstance(crew.submit(partial(os._exit, 1)).exception(), BrokenProcessPool)
@@ -284,10 +266,11 @@ def test_processes_do_it_and_tell_and_are_replaced_when_one_dies():
 
 
 AFTER_A_LOADER = """
-import signal
-from spatialdl.slides.batch.executors import ProcessExecutor, count_tiles
+import signal, sys
+from pathlib import Path
+from spatialdl.slides.batch.executors import ProcessExecutor
 def work():
-    count_tiles(1)
+    Path(sys.argv[1]).touch()
     signal.pause()
 if __name__ == "__main__":
     from spatialdl.data.loader import Loader
@@ -297,7 +280,7 @@ if __name__ == "__main__":
     loader.close()
     crew = ProcessExecutor(1)
     futures = [crew.submit(work) for _ in range(3)]
-    while not crew.counted():
+    while not Path(sys.argv[1]).exists():
         pass
     crew.stop()
     for future in futures:
@@ -311,7 +294,7 @@ if __name__ == "__main__":
 def test_stopping_does_not_wait_for_work(tmp_path):
     """Processes of the fork server of a loader keep SIGTERM from it: they went on for ever."""
     (tmp_path / "after.py").write_text(AFTER_A_LOADER)
-    done = in_python(tmp_path / "after.py")
+    done = in_python(tmp_path / "after.py", tmp_path / "begun")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
     assert set(done.stdout.splitlines()) <= {"CancelledError", "BrokenProcessPool"}
@@ -345,6 +328,6 @@ def test_one_process_needs_no_mpi_and_a_rank_that_died_is_not_replaced():
         num_workers = 3
 
     crew = RankExecutor(Executor())
-    assert (crew.room, crew.counted()) == (6, 0)
+    assert crew.room == 6
     with pytest.raises(BrokenProcessPool, match="rank"):
         crew.renew()

@@ -15,11 +15,9 @@ import pytest
 import tifffile
 from PIL import Image
 
-from spatialdl.data import ShardDataset
 from spatialdl.errors import SlideError
-from spatialdl.slides.reading import plain_decoded, plain_tiff
+from spatialdl.slides.reading import plain_image, plain_tiff
 from spatialdl.slides.reading.reader import Slide
-from tests.slides.batch.batches import places, tile
 
 Bytes = npt.NDArray[np.uint8]
 GREY = np.add.outer(np.arange(120), np.arange(200) // 2).astype(np.uint8)
@@ -67,9 +65,9 @@ def test_kinds_of_jpeg(tmp_path, mode, progressive):
 def test_large_ones_are_decoded_into_a_file(tmp_path, monkeypatch):
     picture = Image.fromarray(GREY).convert("RGB")
     picture.save(tmp_path / "a.png")
-    monkeypatch.setattr(plain_decoded, "IN_MEMORY", GREY.size * 3 - 1)
+    monkeypatch.setattr(plain_image, "IN_MEMORY", GREY.size * 3 - 1)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # nothing to do with it
-    pixels = plain_decoded.DecodedPixels(tmp_path / "a.png", plain_decoded.PNG)
+    pixels = plain_image.DecodedPixels(tmp_path / "a.png", plain_image.PNG)
     assert pixels._spool is not None
     assert (pixels.box(5, 50, 6, 70) == np.asarray(picture)[5:50, 6:70]).all()
     pixels.close()
@@ -103,14 +101,14 @@ def test_what_is_not_read_is_named(tmp_path):
     content[frame + 5 : frame + 9] = struct.pack(">HH", 60000, 60000)
     for name, data, says in [
         ("16.png", png_of(5, 5, bits=16), "16 bits per channel"),
-        ("zero.png", png_of(0, 5), "0 x 5 pixels"),
-        ("interlaced.png", png_of(60000, 60000, interlaced=1), "interlaced PNG needs 10.8 GB"),
+        ("zero.png", png_of(0, 5), "cut short in its header"),
+        ("lines.png", png_of(60000, 60000, interlaced=1), "decoding it needs 10.8 GB of memory"),
         ("cut.png", png_of(5, 5)[:20], "cut short in its header"),
-        ("huge.png", png_of(2**30, 2**30), "it needs 3458764513.8 GB when decoded"),
+        ("huge.png", png_of(2**30, 2**30), "needs 3458764513.8 GB when decoded"),
         ("cut.jpg", jpeg.read_bytes()[:-200], "cut short: its end is missing"),
         ("head.jpg", jpeg.read_bytes()[:30], "cut short"),
-        ("cmyk.jpg", cmyk.read_bytes(), "4 channels (CMYK)"),
-        ("prog.jpg", bytes(content), "progressive JPEG needs 21.6 GB of memory"),
+        ("cmyk.jpg", cmyk.read_bytes(), "has the colours CMYK"),
+        ("prog.jpg", bytes(content), "decoding it needs 21.6 GB of memory"),
     ]:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(SlideError, match=re.escape(says)) as caught:
@@ -124,13 +122,13 @@ def test_damaged_pixels_are_named_and_decoded_once(tmp_path, monkeypatch):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
-    original = plain_decoded.DecodedPixels
+    original = plain_image.DecodedPixels
 
-    def counted(path: Path, kind: plain_decoded.Kind) -> plain_decoded.DecodedPixels:
+    def counted(path: Path, kind: plain_image.Kind) -> plain_image.DecodedPixels:
         opened.append(path)
         return original(path, kind)
 
-    monkeypatch.setattr(plain_decoded, "DecodedPixels", counted)
+    monkeypatch.setattr(plain_image, "DecodedPixels", counted)
     with Slide(path) as slide:
         assert slide.thumbnail(1.0).missing.all()
         with pytest.raises(SlideError, match="the PNG is damaged"):
@@ -221,19 +219,3 @@ def test_a_damaged_strip_does_not_spoil_the_others(tmp_path):
     path.write_bytes(content[:-500])
     with pytest.raises(SlideError, match="cut short"):
         Slide(path)
-
-
-@pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_the_command_cuts_plain_images(tmp_path, suffix, quick, capsys):
-    random = np.random.default_rng(0).integers(0, 256, (70, 90, 3), np.uint8)
-    image = np.asarray(Image.fromarray(random).resize((900, 700), Image.Resampling.BICUBIC))
-    path, out = tmp_path / f"photo.{suffix}", tmp_path / "set"
-    Image.fromarray(image).save(path)
-    how = (path, "--out", out, "--tile-size", 256, "--min-tissue", 0, "--mpp", 0.5)
-    assert tile(*how, "--skip-errors") == 1
-    assert "--slide-mpp" in capsys.readouterr().err
-    assert tile(*how, "--slide-mpp", 0.5) == 0
-    data = ShardDataset(out)
-    assert len(data) == 6
-    for number, (x, y) in enumerate(places(out)):
-        assert (data.read(number) == image[y : y + 256, x : x + 256]).all()

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spatialdl.data.format import UNLABELLED
-from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.synthetic import SyntheticDataset, SyntheticTargets
 from spatialdl.pipeline.stage_runtime import Microbatch
 from spatialdl.training.step import mixed
 from spatialdl.training.tasks.losses import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from spatialdl.data import ShardDataset, ShardWriter
-from spatialdl.data.synthetic import SyntheticDataset
-from spatialdl.data.synthetic_targets import SyntheticTargets
+from spatialdl.data.synthetic import SyntheticDataset, SyntheticTargets
 from spatialdl.training.parts import RunParts
 from spatialdl.training.tasks.predictions import Predictions, to_slides
 from spatialdl.training.tasks.task import Classification, MultiLabel, Regression

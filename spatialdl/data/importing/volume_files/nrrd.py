@@ -1,14 +1,10 @@
 """NRRD files with attached or detached headers, which pynrrd parses.
 
-Their last spatial axis comes first, as with NIfTI.
+Their last spatial axis comes first, as with NIfTI. The voxels of a file are read all at once.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -39,75 +35,25 @@ _TO_RAS = {
 }
 
 
-@dataclass(frozen=True)
-class _Data:
-    """Location and layout of the voxels.
-
-    Attributes:
-        path: the file with the voxels.
-        start: offset of their first byte, or of the compressed stream.
-        skip: bytes of the decompressed stream before them.
-        encoding: "raw", "gzip" or "bzip2".
-        shape: sizes of all axes; the first varies fastest.
-        dtype: stored type.
-        order: axes of slices, rows, columns and perhaps channels.
-    """
-
-    path: Path
-    start: int
-    skip: int
-    encoding: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    order: tuple[int, ...]
-
-
 def open_nrrd(path: Path) -> StoredVolume:
     """Open a file with three spatial axes, and optionally one channel axis at any position.
 
     Raises:
-        ValueError: pynrrd or nibabel is missing, or it is not a volume; other errors if damaged.
+        ValueError: pynrrd is missing, or it is not a volume; other errors if damaged.
     """
-    nrrd = needed("nrrd")
     with path.open("rb") as file:
-        header = {key.replace(" ", ""): value for key, value in nrrd.read_header(file).items()}
-        data = _data(path, header, file.tell())
-    size = tuple(data.shape[axis] for axis in data.order[:3])
-    channels = prod(data.shape[axis] for axis in data.order[3:])
-    geometry, reader = _geometry(header, data.order[:3]), Reader(partial(_start, data))
-    return StoredVolume(size, channels, numbers_of(data.dtype), *geometry, reader)
-
-
-def _data(path: Path, header: dict[str, Any], end: int) -> _Data:
-    shape, encoding = tuple(int(n) for n in header["sizes"]), str(header["encoding"]).lower()
-    encoding = {"gz": "gzip", "bz2": "bzip2"}.get(encoding, encoding)
-    if encoding not in ("raw", "gzip", "bzip2"):
-        raise ValueError(f"it has encoding {encoding}, expected raw, gzip or bzip2")
+        header = needed("nrrd").read_header(file)
+    header = {key.replace(" ", ""): value for key, value in header.items()}
+    shape = tuple(int(n) for n in header["sizes"])
     if not shape or min(shape) < 1:
         raise ValueError(f"it has sizes {shape}, which is no voxels")
-    detached = header.get("datafile")
-    start = end
-    if detached is not None:
-        if not isinstance(detached, str) or detached.startswith("LIST") or "%" in detached:
-            raise ValueError(f"its data are in several files ({detached}); save it as one")
-        path, start = path.parent / detached, 0
-    start = _behind_lines(path, start, int(header.get("lineskip", 0)))
-    dtype, skip = _dtype(header), int(header.get("byteskip", 0))
-    if skip < 0 and encoding == "raw":
-        start, skip = path.stat().st_size - prod(shape) * dtype.itemsize, 0
-    if skip < 0 or start < 0:
-        raise ValueError(
-            f"it has byte skip {skip}, but its data file has {path.stat().st_size} bytes"
-        )
-    return _Data(path, start, skip, encoding, shape, dtype, _order(header, shape))
-
-
-def _behind_lines(path: Path, start: int, lines: int) -> int:
-    with path.open("rb") as file:
-        file.seek(start)
-        for _ in range(lines):
-            file.readline()
-        return file.tell()
+    if "%" in (detached := str(header.get("datafile", ""))) or detached.startswith("LIST"):
+        raise ValueError(f"its data are in several files ({detached}); save it as one")
+    order = _order(header, shape)
+    size = tuple(shape[axis] for axis in order[:3])
+    channels = prod(shape[axis] for axis in order[3:])
+    geometry, reader = _geometry(header, order[:3]), Reader(partial(_start, path, order))
+    return StoredVolume(size, channels, numbers_of(_dtype(header)), *geometry, reader)
 
 
 def _dtype(header: dict[str, Any]) -> np.dtype[Any]:
@@ -118,8 +64,6 @@ def _dtype(header: dict[str, Any]) -> np.dtype[Any]:
         dtype = np.dtype(_TYPES.get(name, name))
     except TypeError:
         raise ValueError(f"it has voxels of {header['type']}, expected numbers") from None
-    if dtype.itemsize > 1 and "endian" not in header:
-        raise ValueError("its header lacks endian, the byte order")
     return dtype.newbyteorder(">" if header.get("endian") == "big" else "<")
 
 
@@ -169,32 +113,7 @@ def _geometry(
     return affine_from([step * signs for step in steps], np.asarray(origin) * scale * signs)
 
 
-def _start(data: _Data) -> Read:
-    fileslice = needed("nibabel.fileslice").fileslice
-    file: Any = io.BufferedReader(_Behind(data.path, data.start))
-    if data.encoding != "raw":
-        file = gzip.GzipFile(fileobj=file) if data.encoding == "gzip" else bz2.BZ2File(file)
-
-    def read(box: tuple[slice, ...]) -> npt.NDArray[Any]:
-        at = [slice(None)] * len(data.shape)
-        for axis, span in zip(data.order, box, strict=False):
-            at[axis] = span
-        found = fileslice(file, tuple(at), data.shape, data.dtype, data.skip, "F")
-        return np.asarray(found).transpose(data.order)
-
-    return read
-
-
-class _Behind(io.FileIO):
-    """A file from an offset on: decompressors rewind to the start."""
-
-    def __init__(self, path: Path, start: int) -> None:
-        super().__init__(path)
-        self._start = start
-        self.seek(0)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return super().seek(offset + self._start * (whence == io.SEEK_SET), whence) - self._start
-
-    def tell(self) -> int:
-        return super().tell() - self._start
+def _start(path: Path, order: tuple[int, ...]) -> Read:
+    voxels, _ = needed("nrrd").read(str(path))
+    voxels = np.asarray(voxels).transpose(order)
+    return lambda box: voxels[box]

@@ -53,7 +53,8 @@ class StoredVolume:
     def read(self, box: Box | None = None) -> npt.NDArray[Any]:
         """Read a box (slices, rows, columns, channels), without loading the rest of the file.
 
-        In a compressed NIfTI or NRRD file the data before the box is decompressed and skipped.
+        In a compressed NIfTI file the data before the box is decompressed and skipped; NRRD is
+        loaded as a whole.
 
         Args:
             box: half-open (slice0, slice1, row0, row1, col0, col1); None is the whole volume.

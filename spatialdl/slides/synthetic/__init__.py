@@ -1,1 +1,0 @@
-"""Synthetic slides for demonstrations, benchmarks and tests."""
