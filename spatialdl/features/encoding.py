@@ -1,10 +1,14 @@
-"""Batched encoding of tiles across slides, with features returned per slide."""
+"""Tiles read ahead by threads, and encoded in batches across slides.
+
+Decoders and resampling release the GIL, so threads suffice.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +22,81 @@ from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.preprocessing import Preprocess
 from spatialdl.features.sources import SlideTiles, TilePiece, Tiles
 from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.training.optimization.precision import Precision
+
+Opened = SlideTiles | TilingReport
+"""A slide to read, or the report of a slide without tiles to read."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A piece of a slide, or the error of reading it; neither marks the end of the slide."""
+
+    bag: SlideTiles
+    piece: TilePiece | None = None
+    problem: Exception | None = None
+
+
+class ReadAhead:
+    """A reader that prefetches slide after slide.
+
+    ::
+
+        with ReadAhead(opened, threads=4) as reading:
+            for one in reading:  # a `TilingReport`, or a `Read`
+
+    Args:
+        opened: returns the next slide, None at the end; called by one thread at a time.
+        threads: number of reading threads.
+    """
+
+    def __init__(self, opened: Callable[[], Opened | None], threads: int) -> None:
+        self._opened, self._room = opened, 2 * threads + 2
+        self._pool = ThreadPoolExecutor(threads, "reading")
+        self._opening = self._pool.submit(opened)
+        self._inside = False  # whether the slide that was opened last has more pieces
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Stop the threads; pending reads are cancelled."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[TilingReport | Read]:
+        """Yield results in order."""
+        submitted, ahead = self._submit(), deque[tuple[Opened, Future[TilePiece] | None]]()
+        while True:
+            # never wait for a slide to be opened while tiles are there
+            while len(ahead) < self._room and (self._inside or self._opening.done() or not ahead):
+                one = next(submitted, None)
+                if one is None:
+                    break
+                ahead.append(one)
+            if not ahead:
+                return
+            found, future = ahead.popleft()
+            if isinstance(found, TilingReport):
+                yield found
+            elif future is None:
+                yield Read(found)
+            else:
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield Read(found, None if error else future.result(), error)
+
+    def _submit(self) -> Iterator[tuple[Opened, Future[TilePiece] | None]]:
+        """Start to open the next slide, and to read one piece after the other of this one."""
+        while (found := self._opening.result()) is not None:
+            self._opening = self._pool.submit(self._opened)
+            if not isinstance(found, TilingReport):
+                self._inside = True
+                for first, last in found.pieces():
+                    yield found, self._pool.submit(found.read, first, last)
+                self._inside = False
+            yield found, None
 
 
 @dataclass

@@ -25,7 +25,7 @@ from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
 from spatialdl.features.encoding import Filling
 from spatialdl.slides.batch.report import TilingReport
-from spatialdl.slides.batch.steps import sum_up
+from spatialdl.slides.batch.steps import Task, sum_up
 
 LAYOUTS, MAPS = ("h5", "clam"), "maps"
 _KEY, _REPORT = "key", "report"
@@ -93,17 +93,23 @@ def load_before(layout: ResultFolders, name: str) -> Before | None:
         return None
 
 
-def check_other(before: Before | None, key: str, out: Path, file: str) -> None:
-    """Check that existing features are not of another slide with the same name.
+def resume(layout: ResultFolders, task: Task, key: str) -> TilingReport | None:
+    """The report of a slide that an earlier run finished, with the same inputs.
+
+    Args:
+        key: digest of the inputs.
 
     Raises:
-        SlideError: they are.
+        SlideError: there are features of another slide with the same name.
     """
-    if before is None or before.key == key or before.report.file == file:
-        return
+    before = load_before(layout, task.name)
+    if before is None or (before.key != key and before.report.file == str(task.path)):
+        return None
+    if before.key == key:
+        return None if before.report.failed else before.report
     raise SlideError(
-        f"{out} has features of another slide named {before.report.slide}, from "
-        f"{before.report.file}; rename {file}, or write to another folder"
+        f"{layout.out} has features of another slide named {before.report.slide}, from "
+        f"{before.report.file}; rename {task.path}, or write to another folder"
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -22,9 +23,9 @@ from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.predicting.checks import GEOJSON
-from spatialdl.predicting.confusion import Counts, confusion_of
 from spatialdl.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
+from spatialdl.predicting.pieces import Counts, confusion_of
 from spatialdl.predicting.records import PredictionRecord, key_of
 from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Runner, SlideOutput
@@ -42,6 +43,12 @@ from spatialdl.text import counted
 from spatialdl.training.layouts import placement_of
 
 log = logging.getLogger("spatialdl.predict")
+
+_SETTINGS = (
+    *("average", "maps", "activation", "classes", "precision", "split", "tta", "geojson"),
+    "spatialdata",
+)
+"""Keys of the command on which the prediction of a slide, or its files, depends."""
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
@@ -173,22 +180,11 @@ class _Batch:
         maps = trained.task == "segmentation"
         found = shard_inputs(dataset, trained.image_size, maps=maps)
         single_images = any(one.whole for one in found)
-        return [_Job(one.name, key, partial(_known, one)) for one in found], single_images
+        return [_Job(one.name, key, lambda one=one: one) for one in found], single_images
 
     def _key(self, cutting: BatchCutting | None, path: Path) -> str:
-        config = self._config
-        chosen = (
-            "average",
-            "maps",
-            "activation",
-            "classes",
-            "precision",
-            "split",
-            "tta",
-            "geojson",
-            "spatialdata",
-        )
-        settings = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
+        given: Any = OmegaConf.to_container(self._config, resolve=True)
+        settings = {key: given[key] for key in _SETTINGS}
         try:
             how = None if cutting is None else cutting.key()
             return key_of([self._trained.digest, settings, how], path)
@@ -232,17 +228,12 @@ class _Batch:
         confusion = confusion_of(self._ranks, given, outcome.pieces, classes)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            maps: VolumeMaps | Maps
+            words: Any = self._run_dir, given, self._trained, self._shown, self._ranks
             if isinstance(given.source, VolumeImages):
-                maps = VolumeMaps(self._run_dir, given, self._trained, self._shown, self._ranks)
+                files = VolumeMaps(*words).save(outcome)
             else:
-                ending = GEOJSON[self._config.geojson]
-                maps = Maps(
-                    *(self._run_dir, given, self._trained, self._shown, self._ranks),
-                    geojson=ending,
-                    store=self._config.spatialdata,
-                )
-            files = maps.save(outcome)
+                ending, store = GEOJSON[self._config.geojson], self._config.spatialdata
+                files = Maps(*words, geojson=ending, store=store).save(outcome)
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files, confusion)
@@ -278,10 +269,6 @@ def _in_keys(text: str) -> str:
     """Replace options of the tiling command in its error message by keys of this command."""
     text = text.replace(", or a column mpp of the labels", "").replace("--edge pad", "edge=pad")
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda m: m[1].replace("-", "_") + "=...", text)
-
-
-def _known(given: Input) -> Input:
-    return given
 
 
 def _check_dims(trained: Trained, *, volumes: bool, given: str) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.data.saving import replacing
-from spatialdl.slides.reading.reader import Thumbnail
+from spatialdl.slides.finding.tissue import find_tissue
+from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.text import fitted
 from spatialdl.training.pictures.heat_maps import COLOURS, OPACITY, faint
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST = 8
 """Number of classes drawn at most."""
+_THUMBNAIL = 1600  # longer side of a slide's thumbnail, in pixels
 _PANEL_INCHES, _MOST_INCHES = 4.6, 7.0
 
 
@@ -80,6 +82,24 @@ def save_overlay(
     hidden = len(maps) - len(drawn)
     more = f" (and {hidden} more classes)" if hidden else ""
     figure.suptitle(f"{fitted(title, 60)}{more}", fontsize=11)
+    save_figure(path, figure)
+
+
+def slide_thumbnail(slide: Slide) -> Thumbnail:
+    """A thumbnail of the slide, contrast-stretched if it is dark."""
+    found = slide.thumbnail(max(1.0, max(slide.size) / _THUMBNAIL))
+    return found._replace(image=find_tissue(found).shown(found.image))
+
+
+def new_figure(width: float, height: float, dpi: int = 130) -> Figure:
+    """A figure of a size in inches, which needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG, atomically."""
     with replacing(path) as out:
         figure.savefig(out, format="png")
 
@@ -90,13 +110,10 @@ def _panels(panels: int, steepness: float) -> tuple[Figure, list[Axes]]:
     Args:
         steepness: rows of the slide divided by its columns.
     """
-    from matplotlib.figure import Figure
-
     cols = 2 if panels == 4 else min(panels, 3)
     rows = ceil(panels / cols)
     high = min(_MOST_INCHES, max(1.2, _PANEL_INCHES * steepness))
-    size = (_PANEL_INCHES * cols + 0.9, (high + 0.35) * rows + 0.5)
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    figure = new_figure(_PANEL_INCHES * cols + 0.9, (high + 0.35) * rows + 0.5)
     axes = list(figure.subplots(rows, cols, squeeze=False).flat)
     for panel in axes:
         panel.set_axis_off()

@@ -20,13 +20,13 @@ from spatialdl.training.console.progress import has_terminal
 BAND = 1024  # rows per read
 
 
-def bar(name: str, what: str, total: int, unit: str) -> tqdm[Any]:
-    """A progress bar that is erased when closed; disabled without a terminal."""
+def bar(name: str, what: str, total: int, unit: str, *, shows: bool = True) -> tqdm[Any]:
+    """A progress bar that is erased when closed; it needs a terminal."""
     return tqdm(
         total=total,
         desc=f"{name}, {what}",
         unit=unit,
-        disable=not has_terminal(),
+        disable=not (shows and has_terminal()),
         leave=False,
         file=sys.stderr,
         dynamic_ncols=True,

@@ -47,6 +47,8 @@ class PredictionRecord:
         confusion: int64 (classes, classes), pixels by true and predicted class, if there is a mask.
         region_of: the slide of which it is a region.
         samples: indices of its tiles in their data set, if they are from one.
+        bag: number of tiles, if the slide was predicted as one bag of them.
+        remark: why files are missing.
     """
 
     name: str
@@ -60,19 +62,15 @@ class PredictionRecord:
     confusion: npt.NDArray[np.int64] | None = None
     region_of: str = ""
     samples: Sequence[int] = ()
+    bag: int = 0
+    remark: str = ""
 
     def save(self, run_dir: Path) -> None:
         """Write the record, after all of its files."""
         (run_dir / FOLDER).mkdir(exist_ok=True)
-        entries = {
-            "name": self.name,
-            "key": self.key,
-            "span": self.span,
-            "left_out": self.left_out,
-            "files": list(self.files),
-            "labels": list(self.labels),
-            "region_of": self.region_of,
-        }
+        names = ("name", "key", "span", "left_out", "region_of", "bag", "remark")
+        entries = {name: getattr(self, name) for name in names}
+        entries |= {"files": list(self.files), "labels": list(self.labels)}
         arrays: dict[str, Any] = {"places": self.places, "values": self.values}
         arrays["samples"] = np.asarray(self.samples, np.int64)
         if self.confusion is not None:
@@ -90,23 +88,26 @@ class PredictionRecord:
                 samples, confusion = found["samples"], found.get("confusion")
             files, left_out = fields.texts(entries, "files"), fields.whole(entries, "left_out")
             labels, region_of = fields.texts(entries, "labels"), fields.text(entries, "region_of")
+            bag, remark = entries.get("bag", 0), entries.get("remark", "")
             span = None if entries["span"] is None else _span(entries["span"])
             same = fields.text(entries, "key") == key
             whole = all((run_dir / file).is_file() for file in files)
         except _UNREADABLE:
             return None
         alike = places.shape == (len(values), 2) and values.ndim == 2
-        if not (same and whole and alike and (places.dtype, values.dtype) == (_PLACE, _VALUE)):
+        typed = (places.dtype, values.dtype, samples.dtype) == (_PLACE, _VALUE, _PLACE)
+        if not (same and whole and alike and typed) or len(labels) not in (0, len(values)):
             return None
-        if samples.dtype != _PLACE or samples.shape not in ((0,), (len(values),)):
+        if samples.shape not in ((0,), (len(values),)):
             return None
-        if len(labels) not in (0, len(values)):
-            return None
-        if not _are_counts(confusion, values.shape[1]):
+        if confusion is not None and (confusion.dtype, confusion.shape) != (
+            _PLACE,
+            (values.shape[1],) * 2,
+        ):
             return None
         return cls(
             *(name, key, places, span, values, left_out, files, labels, confusion),
-            *(region_of, samples.tolist()),
+            *(region_of, samples.tolist(), int(bag), str(remark)),
         )
 
 
@@ -118,10 +119,6 @@ def key_of(settings: Any, path: Path | None) -> str:
         state = [v for file, at in files for v in (str(file.resolve()), at.st_size, at.st_mtime_ns)]
     text = json.dumps([_VERSION, settings, state], default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _are_counts(found: npt.NDArray[Any] | None, classes: int) -> bool:
-    return found is None or (found.dtype == _PLACE and found.shape == (classes, classes))
 
 
 def _span(value: Any) -> tuple[float, float]:

@@ -203,11 +203,10 @@ class Runner:
 
     def _microbatches(self, loader: RankLoader, given: Input, name: str) -> Iterator[Any]:
         reports = self._world.rank == 0 and not given.whole
-        with bar(name, "tiles", len(loader), "batch") if reports else nullcontext() as done:
+        with bar(name, "tiles", len(loader), "batch", shows=reports) as done:
             for batch in loader.batches():
                 yield loader.microbatches(batch)
-                if done is not None:
-                    done.update()
+                done.update()
 
     def _kept(self, given: Input) -> tuple[list[int], str]:
         """Images readable on all ranks, and the read error of the first unreadable one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,7 @@ def save_tables(
         tables[PIXELS] = pixels
     else:  # left by an earlier command with other images
         (folder / f"{PIXELS}.{kind}").unlink(missing_ok=True)
-    paths = []
-    for name, columns in tables.items():
-        paths.append(save_columns(folder, name, columns, kind))
-    return paths
+    return [save_columns(folder, name, columns, kind) for name, columns in tables.items()]
 
 
 def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
@@ -72,24 +69,24 @@ def save_columns(folder: Path, name: str, columns: Columns, kind: str) -> Path:
         rows = zip(*columns.values(), strict=True)
         save_table(path, columns, rows, errors="backslashreplace")
     else:
-        _save_parquet(path, columns)
+        arrow = need_pyarrow()
+        with replacing(path) as out:
+            data = {_text(name): list(map(_text, values)) for name, values in columns.items()}
+            arrow.parquet.write_table(arrow.table(data), out)
     return path
 
 
 def tile_columns(records: Sequence[PredictionRecord], classes: Sequence[str], task: str) -> Columns:
     """Columns of all tiles: position in level-0 pixels of their slide, and predictions."""
-    found: Columns = {"slide": [], "x": [], "y": [], "width": [], "height": []}
-    for record in records:
-        count = len(record.values)
-        height, width = record.span or (None, None)
-        rows = {
-            "slide": [record.name] * count,
-            "x": record.places[:, 0].tolist(),
-            "y": record.places[:, 1].tolist(),
-            "width": [width] * count,
-            "height": [height] * count,
-        }
-        found = {key: [*found[key], *rows[key]] for key in found}
+    spans = [record.span or (None, None) for record in records for _ in record.values]
+    places = [place for record in records for place in record.places.tolist()]
+    found: Columns = {
+        "slide": [record.name for record in records for _ in record.values],
+        "x": [x for x, _ in places],
+        "y": [y for _, y in places],
+        "width": [width for _, width in spans],
+        "height": [height for height, _ in spans],
+    }
     found |= _of_data_set(records)
     if any(record.labels for record in records):
         found["label"] = [label for record in records for label in _labels(record)]
@@ -185,13 +182,6 @@ def predicted_columns(values: Any, classes: Sequence[str], task: str) -> Columns
 
 def _stacked(records: Sequence[PredictionRecord], columns: int) -> Any:
     return np.concatenate([np.empty((0, columns)), *(record.values for record in records)])
-
-
-def _save_parquet(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    arrow = need_pyarrow()
-    with replacing(path) as out:
-        data = {_text(name): list(map(_text, values)) for name, values in columns.items()}
-        arrow.parquet.write_table(arrow.table(data), out)
 
 
 def _text(value: Any) -> Any:

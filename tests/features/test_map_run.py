@@ -15,18 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from spatialdl.features.command import main
 from spatialdl.slides.reading.reader import Slide
 from tests.features.maps.networks import Convolved
-from tests.features.test_command import REAL, ended, started
+from tests.features.test_command import EXACT, REAL, run
 
 NETWORK = "tests.features.maps.networks.Convolved"
 WHOLE = ["--whole", "--encoder", NETWORK, "--device", "cpu"]
-EXACT = ["--precision", "float64", "--dtype", "float32"]
-
-
-def run(*arguments: object) -> int:
-    return main([*map(str, arguments)])
 
 
 def map_of(out: Path, name: str) -> tuple[np.ndarray, dict[str, object]]:
@@ -128,7 +122,6 @@ def test_maps_and_layouts_of_tiles_replace_each_other(small, tmp_path, capsys):
 KILLED = """
 import os, signal, sys
 
-from spatialdl.features.command import main
 from spatialdl.features.maps import running
 
 save, saved = running.save_map, []
@@ -215,20 +208,3 @@ def test_parts_are_of_whole_regions_and_sets_are_not(small, tmp_path, capsys):
     (tmp_path / "set" / "manifest.json").touch()
     assert run(tmp_path / "set", "--out", tmp_path / "out", *WHOLE) == 2
     assert "--whole needs slides" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ranks_of_a_launcher_share_each_region(small, done, tmp_path):
-    from spatialdl.comm.launch import mpiexec_command
-
-    words = [small, "--mpp", 1, *WHOLE, *EXACT, "--out", tmp_path / "ranks"]
-    launcher = tuple(mpiexec_command(2))
-    code, said = ended(started(*words, "--grid", "3,1", launcher=launcher))
-    assert code != 0
-    assert said.count("--grid 3,1 needs 3 ranks, but there are 2") == 1
-    code, said = ended(started(*words, launcher=launcher))
-    assert code == 0, said
-    assert said.count("maps of 10 features of 3 slides") == 1
-    for name in "abc":
-        found, wanted = map_of(tmp_path / "ranks", name)[0], map_of(done, name)[0]
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-10)

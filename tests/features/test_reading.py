@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spatialdl.features.claims import new_claims
-from spatialdl.features.reading import Read, ReadAhead
+from spatialdl.features.encoding import Read, ReadAhead
 from spatialdl.features.sources import SlideTiles, TilePiece
+from spatialdl.features.workers import new_claims
 from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.batch.report import TilingReport
 

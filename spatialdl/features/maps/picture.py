@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from spatialdl.data.saving import replacing
+from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import SlideError
-from spatialdl.features.maps.components import COUNT
 from spatialdl.features.maps.regions import SlideRegion
+from spatialdl.predicting.overlay import new_figure, save_figure
+from spatialdl.predicting.pieces import MapPiece
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.text import fitted
 
+COUNT = 3
+"""Components of a map that are shown."""
 LONGEST = 1600
 """Cells or pixels of a side at most; larger maps are subsampled."""
 _PANEL_INCHES, _LEAST_INCHES = 6.0, 1.6
 _LIMITS = (1, 99)  # percentiles of the darkest and the brightest colour
+
+_ROWS = 2**16  # cells converted to float64 at a time
 
 Colours = npt.NDArray[np.uint8]
 
@@ -54,12 +62,10 @@ def save_picture(
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.figure import Figure
-
     height, width = region.size
     long = _PANEL_INCHES / max(height, width)
     wide, high = (max(_LEAST_INCHES, long * side) for side in (width, height))
-    figure = Figure(figsize=(2 * wide + 0.6, high + 0.9), dpi=130, layout="constrained")
+    figure = new_figure(2 * wide + 0.6, high + 0.9)
     axes = figure.subplots(1, 2)
     place = (0, width, height, 0)
     thumbnail = _thumbnail(region, slide_mpp)
@@ -79,8 +85,7 @@ def save_picture(
         panel.set_ylim(height, 0)
         panel.set_title(title, fontsize=9)
     figure.suptitle(fitted(region.name, int(14 * wide)), fontsize=10)
-    with replacing(path) as out:
-        figure.savefig(out, format="png")
+    save_figure(path, figure)
 
 
 def _thumbnail(region: SlideRegion, slide_mpp: float | None) -> Thumbnail | None:
@@ -91,3 +96,66 @@ def _thumbnail(region: SlideRegion, slide_mpp: float | None) -> Thumbnail | None
             return slide.thumbnail(max(1.0, span / LONGEST))
     except SlideError:  # the map is written without it
         return None
+
+
+# --- principal components
+
+
+class Components(NamedTuple):
+    """Principal components over all cells.
+
+    Attributes:
+        mean: float64 (width,).
+        directions: float64 (found, width), unit vectors, at most `COUNT`; the largest entry of each
+            is positive, so that they are the same for any number of ranks.
+        parts: (found,), share of variance of each.
+    """
+
+    mean: Tensor
+    directions: Tensor
+    parts: Tensor
+
+    def of(self, piece: MapPiece) -> MapPiece:
+        """Project a piece of the map on the components, float32 (found, rows, columns)."""
+        rows, columns = piece.values.shape[1:]
+        projected = [(cells - self.mean) @ self.directions.T for cells in _cells(piece)]
+        values = torch.cat(projected).T.float().reshape(len(self.directions), rows, columns)
+        return MapPiece(piece.start, values.contiguous())
+
+
+def components_of(pieces: Sequence[MapPiece], width: int, world: Communicator) -> Components:
+    """Compute the components of a map; collective over `world`.
+
+    Args:
+        pieces: pieces of this rank.
+        width: features per cell.
+    """
+    sums = torch.zeros(width + 1, dtype=torch.float64)
+    for cells in _all_cells(pieces):
+        sums[:-1] += cells.sum(0)
+        sums[-1] += len(cells)
+    sums = world.all_reduce(sums)
+    mean = sums[:-1] / sums[-1]
+    products = torch.zeros(width, width, dtype=torch.float64)
+    for cells in _all_cells(pieces):  # a second pass, which avoids cancellation
+        centred = cells - mean
+        products += centred.T @ centred
+    products = world.all_reduce(products)
+    variances, vectors = torch.linalg.eigh(products)
+    order = variances.argsort(descending=True)[:COUNT]
+    directions = vectors[:, order].T
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    whole = variances.clamp(min=0).sum().clamp(min=torch.finfo(torch.float64).tiny)
+    parts = variances[order].clamp(min=0) / whole
+    return Components(mean, directions * largest.sign(), parts)
+
+
+def _all_cells(pieces: Sequence[MapPiece]) -> Iterator[Tensor]:
+    for piece in pieces:
+        yield from _cells(piece)
+
+
+def _cells(piece: MapPiece) -> Iterator[Tensor]:
+    """Iterate over cells of a piece, float64 (cells, width), in row-major order."""
+    for some in torch.split(piece.values.flatten(1), _ROWS, 1):
+        yield some.T.double()

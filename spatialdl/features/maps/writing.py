@@ -19,10 +19,10 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.data.feature_file import FEATURES
 from spatialdl.data.saving import unfinished
 from spatialdl.errors import SlideError
-from spatialdl.features.maps.components import components_of
-from spatialdl.features.maps.picture import LONGEST, as_colours, save_picture
+from spatialdl.features.maps.picture import LONGEST, as_colours, components_of, save_picture
 from spatialdl.features.maps.regions import SlideRegion
 from spatialdl.features.results import ResultFolders
+from spatialdl.predicting.agreed_errors import agreeing
 from spatialdl.predicting.pieces import MapPiece, PiecedMap
 
 _CHUNK_BYTES, _BAND_BYTES = 2**20, 2**26
@@ -82,7 +82,7 @@ def save_map(
         attributes: attributes of the features.
 
     Raises:
-        OSError: a file cannot be written; on all ranks.
+        OSError, AgreedError: a file cannot be written; on all ranks.
     """
     name = found.region.name
     components = components_of(found.pieces, found.width, world)
@@ -95,15 +95,10 @@ def save_map(
             count, step * LONGEST, np.float32
         )
     ]
-    problem: OSError | None = None
-    if world.rank == 0:
-        colours = as_colours(np.concatenate(shown, 1))
-        try:
-            picture = layout.picture_of(name)
+    with agreeing(world):
+        if world.rank == 0:
+            picture, colours = layout.picture_of(name), as_colours(np.concatenate(shown, 1))
             save_picture(picture, found.region, colours, components.parts.numpy(), slide_mpp)
-        except OSError as error:
-            problem = error
-    _agree(problem, world)
     _write(layout.features_of(name), found, attributes, world)
 
 
@@ -115,19 +110,17 @@ def _write(path: Path, found: FoundMap, attributes: Mapping[str, Any], world: Co
     chunk = found.width, min(side, found.size[0]), min(side, found.size[1])
     rows = max(1, _BAND_BYTES // (each * found.size[1]) // chunk[1]) * chunk[1]
     bands = PiecedMap(world, found.size, found.pieces, found.size).blocks(found.width, rows, dtype)
-    problem: OSError | None = None
-    if world.rank == 0:
+    with agreeing(world):
         try:
-            with unfinished(path) as temporary, h5py.File(temporary, "w") as h5:
-                shape = (found.width, *found.size)
-                features = h5.create_dataset(FEATURES, shape, dtype, chunks=chunk)
-                features.attrs.update(dict(attributes))
-                _fill(features, bands)
-        except OSError as error:
-            problem = error
-    for _ in bands:  # iteration is collective, also after an error on rank 0
-        pass
-    _agree(problem, world)
+            if world.rank == 0:
+                with unfinished(path) as temporary, h5py.File(temporary, "w") as h5:
+                    shape = (found.width, *found.size)
+                    features = h5.create_dataset(FEATURES, shape, dtype, chunks=chunk)
+                    features.attrs.update(dict(attributes))
+                    _fill(features, bands)
+        finally:
+            for _ in bands:  # iteration is collective, also after an error on rank 0
+                pass
 
 
 def _fill(features: h5py.Dataset, bands: Any) -> None:
@@ -137,10 +130,3 @@ def _fill(features: h5py.Dataset, bands: Any) -> None:
             raise RuntimeError(f"rows from {first} of a map are missing: this is a bug")
         features[:, first : first + band.shape[1]] = band
         first += band.shape[1]
-
-
-def _agree(problem: OSError | None, world: Communicator) -> None:
-    """Raise an error of rank 0 on all ranks."""
-    agreed: OSError | None = world.bcast(problem)
-    if agreed is not None:
-        raise agreed

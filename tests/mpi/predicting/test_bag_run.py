@@ -38,9 +38,9 @@ def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
     WORLD.barrier()
     names, predict = [], BagPredictor.predict
 
-    def noted(self, file):
+    def noted(self, file, key):
         names.append(file.slide)
-        return predict(self, file)
+        return predict(self, file, key)
 
     monkeypatch.setattr(BagPredictor, "predict", noted)
     given = command(*words, every, "parallel=dp")
