@@ -19,12 +19,13 @@ from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import run_as_rank
+from spatialdl.predicting.agreed_errors import agreeing, parse_once
 from spatialdl.text import counted, print_lines
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
 
-_OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
+_OK, _FAILED, _INTERRUPTED = 0, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(world: Communicator, words: Sequence[str]) -> int:
     """Run the command on every rank; errors are raised on all ranks and printed by rank 0."""
-    parsed = world.bcast(_parsed(words) if world.rank == 0 else None)
+    parsed = parse_once(world, lambda: given.parser().parse_args(words))
     if isinstance(parsed, int):
         return parsed
     code = _OK
@@ -73,20 +74,11 @@ def _run(world: Communicator, words: Sequence[str]) -> int:
     return code
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace | int:
-    """Parse the options; prints help or an error and returns the exit code for those."""
-    try:
-        return given.parser().parse_args(words)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else _MISUSED
-
-
 def _analyze(options: argparse.Namespace, world: Communicator) -> None:
     from spatialdl.analysis import methods
     from spatialdl.analysis.cohort import Cohort
     from spatialdl.analysis.regressing import regress
     from spatialdl.data.saving import save_json
-    from spatialdl.predicting.agreed_errors import agreeing
 
     began = time.monotonic()
     with agreeing(world):

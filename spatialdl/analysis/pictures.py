@@ -203,7 +203,7 @@ def draw_regression(
     panel = figure.subplots()
     ends = [float(pairs.min()), float(pairs.max())]
     panel.plot(ends, ends, color="#b0b0b0", lw=1, zorder=0)
-    panel.scatter(*pairs.T, s=22, color="#1f5fa8", alpha=0.75, linewidths=0)
+    panel.scatter(pairs[:, 0], pairs[:, 1], s=22, color="#1f5fa8", alpha=0.75, linewidths=0)
     panel.set(xlabel=f"{target}, true", ylabel=f"{target}, predicted")
     panel.set_title(title, fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)

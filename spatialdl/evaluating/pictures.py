@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.evaluating.curves import Curve, Ranking, kaplan_meier
 from spatialdl.evaluating.levels import Level
 from spatialdl.evaluating.measured import ALL, Measured, shown_value
-from spatialdl.evaluating.scores import BINS, PixelScores, bins_of, from_confusion
+from spatialdl.evaluating.scores import (
+    BINS,
+    Curve,
+    PixelScores,
+    Ranking,
+    bins_of,
+    from_confusion,
+    kaplan_meier,
+)
 from spatialdl.predicting.overlay import new_figure, save_figure
 from spatialdl.text import fitted
 
@@ -24,6 +31,8 @@ _MOST_CLASSES = 20  # classes of a readable confusion matrix
 _MOST_POINTS = 20_000
 _LONGEST = 24  # characters of a name
 Floats = npt.NDArray[np.float64]
+_OF_CLASSES = ("classification", "multilabel")
+_UNDEFINED = "undefined"
 FEW = 5
 """Curves need as many samples with and without the class; calibration twice as many in all."""
 
@@ -36,38 +45,25 @@ def save_pictures(
     Returns:
         Files by title.
     """
-    task = levels[0].task
-    wanted: dict[str, Callable[..., Any]] = {}
-    if task in ("classification", "multilabel"):
-        wanted = {"roc": _draw_roc, "precision-recall": _draw_precision, "calibration": _draw_bins}
-    if task in ("classification", "segmentation") and len(classes) <= _MOST_CLASSES:
-        wanted["confusion"] = _draw_confusion
-    if task == "segmentation":
-        wanted["dice"] = _draw_dice
-    if task == "regression":
-        wanted["regression"] = _draw_numbers
-    if task == "survival":
-        wanted["survival"] = _draw_survival
+    pictures: list[tuple[str, str, Callable[..., str], tuple[str, ...]]] = [
+        ("roc", "ROC curves", _draw_roc, _OF_CLASSES),
+        ("precision-recall", "Precision and recall", _draw_precision, _OF_CLASSES),
+        ("calibration", "Calibration", _draw_bins, _OF_CLASSES),
+        ("confusion", "Confusion", _draw_confusion, ("classification", "segmentation")),
+        ("dice", "Dice", _draw_dice, ("segmentation",)),
+        ("regression", "Predictions and targets", _draw_numbers, ("regression",)),
+        ("survival", "Survival by predicted risk", _draw_survival, ("survival",)),
+    ]
     paths = {}
-    for name, draw in wanted.items():
-        path = folder / f"{name}.png"
-        if _save(path, levels, classes, found, draw):
-            paths[_TITLES[name]] = path
-        else:
-            path.unlink(missing_ok=True)  # left by an earlier evaluation
+    for name, title, draw, tasks in pictures:
+        large = draw is _draw_confusion and len(classes) > _MOST_CLASSES
+        if levels[0].task in tasks and not large:
+            path = folder / f"{name}.png"
+            if _save(path, levels, classes, found, draw):
+                paths[title] = path
+            else:
+                path.unlink(missing_ok=True)  # left by an earlier evaluation
     return paths
-
-
-_UNDEFINED = "undefined"
-_TITLES = {
-    "roc": "ROC curves",
-    "precision-recall": "Precision and recall",
-    "calibration": "Calibration",
-    "confusion": "Confusion",
-    "dice": "Dice",
-    "regression": "Predictions and targets",
-    "survival": "Survival by predicted risk",
-}
 
 
 def _save(

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import prod
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ from spatialdl.comm.capacity import check_capacity
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.features.encoders.making import make_encoder
-from spatialdl.features.maps.running import map_regions
+from spatialdl.features.maps.network import RegionParts, grid_for
+from spatialdl.features.maps.regions import RegionSource, stride_of
+from spatialdl.features.maps.running import MapJob, MapWorker
 from spatialdl.features.options import parsed
 from spatialdl.features.preparing import (
     FAILED,
     MISUSED,
-    OK,
     Prepared,
     finish,
     given_in,
@@ -29,11 +31,15 @@ from spatialdl.features.preparing import (
     prepare,
 )
 from spatialdl.features.workers import FeatureJob, FeatureWorker, check_same, device_for
-from spatialdl.predicting.agreed_errors import AgreedError, agreeing
+from spatialdl.predicting.agreed_errors import AgreedError, agreeing, parse_once
 
 if TYPE_CHECKING:
+    import torch
+
     from spatialdl.comm.communicator import Communicator
-    from spatialdl.features.manifest import Folder
+    from spatialdl.features.encoders.encoder import Encoder
+    from spatialdl.features.results import Folder
+    from spatialdl.training.optimization.precision import Precision
 
 _INTERRUPTED, _TERMINATED = 130, 143
 
@@ -88,26 +94,14 @@ def _as_rank(argv: Sequence[str], local_rank: int) -> int:
     install_abort_hook()
     end_with_launcher()
     world = start_world()
-    options: argparse.Namespace | int | None = None
     try:
-        with agreeing(world):
-            if world.rank == 0:  # so that help and errors are printed once
-                options = _parsed(argv)
-        options = world.bcast(options)
+        options = parse_once(world, lambda: parsed(argv))
         return options if isinstance(options, int) else _run(options, world, local_rank)
     except AgreedError as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         world.barrier()  # otherwise a launcher may kill rank 0 before it prints the error
         return FAILED if error.is_io else MISUSED
-
-
-def _parsed(argv: Sequence[str]) -> argparse.Namespace | int:
-    """The options; the exit code after help or a misused option."""
-    try:
-        return parsed(argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else OK if stop.code is None else MISUSED
 
 
 def _run(options: argparse.Namespace, world: Communicator, local_rank: int) -> int:
@@ -133,23 +127,78 @@ def _run(options: argparse.Namespace, world: Communicator, local_rank: int) -> i
     with agreeing(world):
         if world.size > 1:
             check_same(encoder, agreed.digest)
-    if options.whole:
-        return map_regions(agreed, world, encoder, device, precision)
+    return compute(agreed, world, encoder, device, precision)
+
+
+def compute(
+    prepared: Prepared,
+    world: Communicator,
+    encoder: Encoder,
+    device: torch.device,
+    precision: Precision,
+) -> int:
+    """Write features of tiles, or maps of whole regions; collective over `world`.
+
+    Returns:
+        The exit code.
+    """
+    options, source = prepared.options, prepared.source
     folder: Folder | None = None
-    job: FeatureJob | None = None
+    job: FeatureJob | MapJob | None = None
     with ExitStack() as stack:
         with agreeing(world):
+            if isinstance(source, RegionSource):
+                job = MapJob(
+                    source,
+                    prepared.layout,
+                    prepared.about,
+                    options.dtype,
+                    precision,
+                    stride_of(encoder),
+                    int(prepared.settings["encoder"]["width"]),
+                    _parts(options.grid, options.limit_gb, world.size, device),
+                )
             if world.rank == 0:
-                folder = stack.enter_context(opened_folder(agreed))
-                job = agreed.job(precision)
-                stack.callback(job.claims.remove)
-        job = world.bcast(job)
-        assert job is not None
-        with agreeing(world):
-            outcome = FeatureWorker(job, encoder, device, shows=world.rank == 0).run()
-        outcomes = world.gather(outcome)
-        code = None if folder is None else finish(agreed, folder, outcomes or [])
+                folder = stack.enter_context(opened_folder(prepared))
+                if job is None:
+                    job = prepared.job(precision)
+                    stack.callback(job.claims.remove)
+        if isinstance(job, MapJob):
+            outcomes = [MapWorker(job, encoder, device, world).run()]
+        else:
+            job = world.bcast(job)
+            assert job is not None
+            with agreeing(world):
+                outcome = FeatureWorker(job, encoder, device, shows=world.rank == 0).run()
+            outcomes = world.gather(outcome) or []
+        code = None if folder is None else finish(prepared, folder, outcomes)
         return int(world.bcast(code))
+
+
+def _parts(
+    grid: tuple[int, int] | None, limit_gb: float | None, ranks: int, device: torch.device
+) -> RegionParts:
+    """The parts into which regions are split.
+
+    Raises:
+        ValueError: options conflict with the number of ranks or the device.
+    """
+    if ranks > 1 and limit_gb is not None:
+        raise ValueError(
+            f"--limit-gb {limit_gb:g} is for a single process, but {ranks} ranks share each "
+            "region: leave it out"
+        )
+    if ranks > 1 and grid is not None and prod(grid) != ranks:
+        raise ValueError(
+            f"--grid {grid[0]},{grid[1]} needs {prod(grid)} ranks, but there are {ranks}: leave it "
+            "out, or start as many"
+        )
+    if limit_gb is not None and device.type != "cpu":
+        raise ValueError(
+            f"--limit-gb {limit_gb:g} limits host memory, but the encoder is on {device}: add "
+            "--device cpu, or leave it out"
+        )
+    return RegionParts(grid or grid_for(ranks), limit_gb)
 
 
 if __name__ == "__main__":

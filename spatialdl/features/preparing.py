@@ -15,10 +15,9 @@ import torch
 
 from spatialdl.data.format import MANIFEST
 from spatialdl.features.encoders.encoder import Encoder
-from spatialdl.features.manifest import Folder, encoder_settings
 from spatialdl.features.maps.regions import RegionSource
 from spatialdl.features.options import PRECISIONS, cutting_settings, given_options
-from spatialdl.features.results import LAYOUTS, MAPS, ResultFolders
+from spatialdl.features.results import LAYOUTS, MAPS, Folder, ResultFolders, encoder_settings
 from spatialdl.features.sources import ShardSource, SlideSource, TileSource
 from spatialdl.features.workers import FeatureJob, WorkerResult, new_claims
 from spatialdl.slides.batch.choosing import Choosing
@@ -30,7 +29,7 @@ from spatialdl.text import counted, print_lines
 from spatialdl.training.optimization.precision import Precision, precision_of
 from spatialdl.training.run_lock import held
 
-OK, FAILED, MISUSED = 0, 1, 2
+FAILED, MISUSED = 1, 2
 """Exit codes: failed slides or an I/O error; invalid arguments or files."""
 
 PROCESS_LIST = "process_list.csv"

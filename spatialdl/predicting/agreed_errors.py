@@ -1,8 +1,9 @@
-"""Errors of one rank, raised on all ranks."""
+"""Errors of one rank, raised on all ranks; options that are parsed on one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from spatialdl.comm.communicator import Communicator
@@ -38,3 +39,20 @@ def agreeing(world: Communicator) -> Iterator[None]:
         raise own
     if problems:
         raise AgreedError(*problems[0]) from own
+
+
+def parse_once(world: Communicator, parse: Callable[[], Namespace]) -> Namespace | int:
+    """Options that rank 0 parses, so that help and errors are printed once; collective.
+
+    Returns:
+        The options; the exit code after help, or of a misused option.
+    """
+    found: Namespace | int = 0
+    with agreeing(world):
+        if world.rank == 0:
+            try:
+                found = parse()
+            except SystemExit as stop:
+                found = stop.code if isinstance(stop.code, int) else 0
+    agreed: Namespace | int = world.bcast(found)
+    return agreed

@@ -180,7 +180,7 @@ class _Batch:
         maps = trained.task == "segmentation"
         found = shard_inputs(dataset, trained.image_size, maps=maps)
         single_images = any(one.whole for one in found)
-        return [_Job(one.name, key, lambda one=one: one) for one in found], single_images
+        return [_Job(one.name, key, partial(_known, one)) for one in found], single_images
 
     def _key(self, cutting: BatchCutting | None, path: Path) -> str:
         given: Any = OmegaConf.to_container(self._config, resolve=True)
@@ -228,12 +228,12 @@ class _Batch:
         confusion = confusion_of(self._ranks, given, outcome.pieces, classes)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            words: Any = self._run_dir, given, self._trained, self._shown, self._ranks
+            words = self._run_dir, given, self._trained, self._shown, self._ranks
             if isinstance(given.source, VolumeImages):
                 files = VolumeMaps(*words).save(outcome)
             else:
-                ending, store = GEOJSON[self._config.geojson], self._config.spatialdata
-                files = Maps(*words, geojson=ending, store=store).save(outcome)
+                ending, store = GEOJSON[self._config.geojson], bool(self._config.spatialdata)
+                files = Maps(*words, ending, store).save(outcome)
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files, confusion)
@@ -269,6 +269,10 @@ def _in_keys(text: str) -> str:
     """Replace options of the tiling command in its error message by keys of this command."""
     text = text.replace(", or a column mpp of the labels", "").replace("--edge pad", "edge=pad")
     return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda m: m[1].replace("-", "_") + "=...", text)
+
+
+def _known(given: Input) -> Input:
+    return given
 
 
 def _check_dims(trained: Trained, *, volumes: bool, given: str) -> None:

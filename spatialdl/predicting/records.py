@@ -88,7 +88,8 @@ class PredictionRecord:
                 samples, confusion = found["samples"], found.get("confusion")
             files, left_out = fields.texts(entries, "files"), fields.whole(entries, "left_out")
             labels, region_of = fields.texts(entries, "labels"), fields.text(entries, "region_of")
-            bag, remark = entries.get("bag", 0), entries.get("remark", "")
+            defaults = {"bag": 0, "remark": "", **entries}  # which older records lack
+            bag, remark = fields.whole(defaults, "bag"), fields.text(defaults, "remark")
             span = None if entries["span"] is None else _span(entries["span"])
             same = fields.text(entries, "key") == key
             whole = all((run_dir / file).is_file() for file in files)
@@ -107,7 +108,7 @@ class PredictionRecord:
             return None
         return cls(
             *(name, key, places, span, values, left_out, files, labels, confusion),
-            *(region_of, samples.tolist(), int(bag), str(remark)),
+            *(region_of, samples.tolist(), bag, remark),
         )
 
 

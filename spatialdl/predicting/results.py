@@ -36,8 +36,7 @@ from spatialdl.predicting.geojson import (
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.overlay import save_overlay, slide_thumbnail
 from spatialdl.predicting.pieces import PiecedMap
-from spatialdl.predicting.progress import bar
-from spatialdl.predicting.running import SlideOutput
+from spatialdl.predicting.running import SlideOutput, bar
 from spatialdl.predicting.spatial_data import SlideMaps, save_spatial_data
 from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.trained import Trained

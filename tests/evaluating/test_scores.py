@@ -14,7 +14,6 @@ from sklearn import metrics as known
 
 from spatialdl.evaluating import pictures
 from spatialdl.evaluating import scores as scores_module
-from spatialdl.evaluating.curves import Ranking, kaplan_meier
 from spatialdl.evaluating.evaluation import evaluate
 from spatialdl.evaluating.levels import Level, Levels
 from spatialdl.evaluating.measured import (
@@ -33,7 +32,9 @@ from spatialdl.evaluating.scores import (
     LabelScores,
     NumberScores,
     PixelScores,
+    Ranking,
     SurvivalScores,
+    kaplan_meier,
 )
 from spatialdl.training.tasks.concordance import concordance
 from spatialdl.training.tasks.metrics import (

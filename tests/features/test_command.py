@@ -114,12 +114,12 @@ def test_a_data_set_of_the_same_tiles_has_the_same_features(small, done, tmp_pat
     assert run(tmp_path / "set", "--out", tmp_path / "b", *TINY, "--mpp", 0.5) == 2
 
 
-def test_what_is_done_is_not_done_again_and_other_settings_are_refused(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    common = [small, "--out", out, "--mpp", 0.5, *TINY]
-    assert run(*common) == 0
+def test_what_is_done_is_not_done_again_and_other_settings_are_refused(
+    small, done, tmp_path, capsys
+):
+    out = shutil.copytree(done, tmp_path / "out")
+    common = [small, "--out", out, "--mpp", 0.5, *TINY, *EXACT]
     before = {path.name: path.stat().st_mtime_ns for path in (out / "h5").iterdir()}
-    assert FeatureFile.open(out / "h5" / "a.h5").dtype == np.float16
     (out / "h5" / "b.h5").write_bytes(b"damaged")
     assert run(*common) == 0
     assert "2 of them by an earlier run" in capsys.readouterr().out
@@ -305,17 +305,16 @@ def test_trident_finds_the_places_and_the_scale_of_tiles(small, tmp_path):
 
 
 def test_a_slide_without_its_tensor_is_computed_again(small, clam, tmp_path, capsys):
-    assert run_tiny(small, tmp_path, "--layout", "clam") == 0
-    lost = tmp_path / "pt_files" / "b.pt"
+    out = shutil.copytree(clam, tmp_path / "out")
+    lost = out / "pt_files" / "b.pt"
     lost.unlink()
-    capsys.readouterr()
-    assert run_tiny(small, tmp_path, "--layout", "clam") == 0
+    assert run_tiny(small, out, "--layout", "clam") == 0
     assert "of 3 slides, 2 of them by an earlier run" in capsys.readouterr().out
     assert torch.equal(torch.load(lost), torch.load(clam / "pt_files" / "b.pt"))
 
 
-def test_another_layout_is_refused_or_replaces_the_first(small, tmp_path, capsys):
-    assert run_tiny(small, tmp_path) == 0
+def test_another_layout_is_refused_or_replaces_the_first(small, done, tmp_path, capsys):
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     assert run_tiny(small, tmp_path, "--layout", "clam") == 2
     assert "layout was None, is clam" in capsys.readouterr().err
     assert run_tiny(small, tmp_path, "--layout", "clam", "--overwrite") == 0

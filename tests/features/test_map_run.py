@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,11 +85,9 @@ def test_parts_in_one_process_give_the_same(small, done, tmp_path):
         assert said["key"] == before["key"]  # parts change nothing, so that others may go on
 
 
-def test_what_is_done_is_not_done_again(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    common = [small, "--out", out, "--mpp", 1, *WHOLE]
-    assert run(*common) == 0
-    assert map_of(out, "a")[0].dtype == np.float16
+def test_what_is_done_is_not_done_again(small, done, tmp_path, capsys):
+    out = shutil.copytree(done, tmp_path / "out")
+    common = [small, "--out", out, "--mpp", 1, *WHOLE, *EXACT]
     before = {path.name: path.stat().st_mtime_ns for path in (out / "maps").iterdir()}
     (out / "maps" / "b.h5").write_bytes(b"damaged")
     (out / "maps" / "c.png").unlink()
@@ -102,12 +101,11 @@ def test_what_is_done_is_not_done_again(small, tmp_path, capsys):
     assert run(*common, "--encoder-args", "seed=4") == 2
 
 
-def test_maps_and_layouts_of_tiles_replace_each_other(small, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_maps_and_layouts_of_tiles_replace_each_other(small, done, tmp_path, capsys):
+    out = shutil.copytree(done, tmp_path / "out")
     tiles = [small, "--out", out, "--mpp", 1, "--encoder", "tests.features.tiny.Tiny"]
     tiles += ["--device", "cpu", "--layout", "clam"]
     maps = [small, "--out", out, "--mpp", 1, *WHOLE]
-    assert run(*maps) == 0
     assert run(*tiles) == 2
     assert "has features of other settings" in capsys.readouterr().err
     assert run(*tiles, "--overwrite") == 0
@@ -117,6 +115,7 @@ def test_maps_and_layouts_of_tiles_replace_each_other(small, tmp_path, capsys):
     assert run(*maps, "--overwrite") == 0
     assert [*(out / "h5_files").iterdir(), *(out / "pt_files").iterdir()] == []
     assert {path.name for path in (out / "maps").glob("a.*")} == {"a.h5", "a.png"}
+    assert map_of(out, "a")[0].dtype == np.float16
 
 
 KILLED = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.features.manifest import different
 from spatialdl.features.options import given_options, parsed
+from spatialdl.features.results import different
 
 COMMON = ["slides", "--out", "out", "--encoder", "package.Net"]
 

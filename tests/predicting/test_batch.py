@@ -50,7 +50,7 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "other",
-    ["average=false", "precision=float32", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
+    ["average=false", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
     """Otherwise a command with other settings would reuse the last predictions."""

@@ -1,12 +1,10 @@
-"""Run of `--whole`: slide after slide, each region on all ranks."""
+"""Worker of `--whole`: slide after slide, each region on all ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -15,14 +13,11 @@ from tqdm import tqdm
 from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import SlideError
 from spatialdl.features.encoders.encoder import Encoder
-from spatialdl.features.manifest import Folder
-from spatialdl.features.maps.network import MapNetwork, RegionParts, grid_for
-from spatialdl.features.maps.regions import RegionSource, SlideRegion, Stride, stride_of
+from spatialdl.features.maps.network import MapNetwork, RegionParts
+from spatialdl.features.maps.regions import RegionSource, SlideRegion, Stride
 from spatialdl.features.maps.writing import FoundMap, save_map
-from spatialdl.features.preparing import Prepared, finish, opened_folder
 from spatialdl.features.results import ResultFolders, resume, resume_attributes
 from spatialdl.features.workers import WorkerResult, failed
-from spatialdl.predicting.agreed_errors import agreeing
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task
 from spatialdl.training.optimization.precision import Precision
@@ -132,63 +127,3 @@ class MapWorker:
             return report, key, region
         except Exception as error:
             return failed(TilingReport(task.name, file=str(task.path)), error), "", None
-
-
-def map_regions(
-    prepared: Prepared,
-    world: Communicator,
-    encoder: Encoder,
-    device: torch.device,
-    precision: Precision,
-) -> int:
-    """Write maps of whole regions; collective over `world`.
-
-    Returns:
-        The exit code.
-    """
-    options, source = prepared.options, prepared.source
-    assert isinstance(source, RegionSource)
-    with ExitStack() as stack:
-        folder: Folder | None = None
-        with agreeing(world):
-            job = MapJob(
-                source,
-                prepared.layout,
-                prepared.about,
-                options.dtype,
-                precision,
-                stride_of(encoder),
-                int(prepared.settings["encoder"]["width"]),
-                _parts(options.grid, options.limit_gb, world.size, device),
-            )
-            if world.rank == 0:
-                folder = stack.enter_context(opened_folder(prepared))
-        outcome = MapWorker(job, encoder, device, world).run()
-        code = None if folder is None else finish(prepared, folder, [outcome])
-        return int(world.bcast(code))
-
-
-def _parts(
-    grid: tuple[int, int] | None, limit_gb: float | None, ranks: int, device: torch.device
-) -> RegionParts:
-    """The parts into which regions are split.
-
-    Raises:
-        ValueError: options conflict with the number of ranks or the device.
-    """
-    if ranks > 1 and limit_gb is not None:
-        raise ValueError(
-            f"--limit-gb {limit_gb:g} is for a single process, but {ranks} ranks share each "
-            "region: leave it out"
-        )
-    if ranks > 1 and grid is not None and prod(grid) != ranks:
-        raise ValueError(
-            f"--grid {grid[0]},{grid[1]} needs {prod(grid)} ranks, but there are {ranks}: leave it "
-            "out, or start as many"
-        )
-    if limit_gb is not None and device.type != "cpu":
-        raise ValueError(
-            f"--limit-gb {limit_gb:g} limits host memory, but the encoder is on {device}: add "
-            "--device cpu, or leave it out"
-        )
-    return RegionParts(grid or grid_for(ranks), limit_gb)

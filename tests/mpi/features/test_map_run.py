@@ -14,9 +14,9 @@ from mpi4py import MPI
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.features.command import compute
 from spatialdl.features.encoders.making import make_encoder
 from spatialdl.features.maps import writing
-from spatialdl.features.maps.running import map_regions
 from spatialdl.features.options import parsed
 from spatialdl.features.preparing import given_in, prepare
 from spatialdl.predicting.agreed_errors import AgreedError
@@ -46,7 +46,7 @@ def written(slides: Path, out: Path, world: Communicator, *more: object) -> int:
     options = parsed([*map(str, words), "--encoder", "tests.features.maps.networks.Convolved"])
     encoder = make_encoder(options.wish)
     prepared = prepare(options, given_in(options), encoder)
-    return map_regions(prepared, world, encoder, CPU, precision_of("float64", CPU))
+    return compute(prepared, world, encoder, CPU, precision_of("float64", CPU))
 
 
 def test_ranks_write_the_files_of_one_process(tmp_path, monkeypatch, capsys):
