@@ -64,8 +64,9 @@ def here(case, monkeypatch, run_main):
 
 
 def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
-    words = ("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", SHOWN, "parallel=sp")
-    start = [sys.executable, "-m", "spatialdl.predict", *words, *HERE]
+    words = ("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", SHOWN)
+    layout = ("parallel=sp", "parallel.grid=[2,1]")
+    start = [sys.executable, "-m", "spatialdl.predict", *words, *layout, *HERE]
     text = printed(start, case, PYTHONPATH=import_path(ROOT))  # of the network
     tiles, slides = read_rows(case / "p/predictions.csv"), read_rows(case / "p/slides.csv")
     assert [row["slide"] for row in slides] == ["a", "b"]

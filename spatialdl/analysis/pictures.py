@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spatialdl.errors import SlideError
 from spatialdl.evaluating.pictures import draw_pairs
 from spatialdl.predicting.geojson import colour_of
-from spatialdl.predicting.overlay import new_figure, save_figure
+from spatialdl.predicting.pictures import new_figure, save_figure
 from spatialdl.predicting.slide_paths import slide_paths
 from spatialdl.slides.reading.paths import slide_aliases
 from spatialdl.slides.reading.reader import Slide

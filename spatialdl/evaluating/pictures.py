@@ -21,7 +21,7 @@ from spatialdl.evaluating.scores import (
     from_confusion,
     kaplan_meier,
 )
-from spatialdl.predicting.overlay import new_figure, save_figure
+from spatialdl.predicting.pictures import new_figure, save_figure
 from spatialdl.text import fitted
 
 _COLOURS = ("#1f5fa8", "#e6550d", "#2f8f5b", "#756bb1", "#a1622d", "#d6336c", "#0b7285", "#5b6470")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from math import prod
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
+
 from spatialdl.comm.abort import install_abort_hook
-from spatialdl.comm.capacity import check_capacity
+from spatialdl.comm.capacity import check_capacity, usable_cores
 from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.features.encoders.making import make_encoder
@@ -34,8 +37,6 @@ from spatialdl.features.workers import FeatureJob, FeatureWorker, check_same, de
 from spatialdl.predicting.agreed_errors import AgreedError, agreeing, parse_once
 
 if TYPE_CHECKING:
-    import torch
-
     from spatialdl.comm.communicator import Communicator
     from spatialdl.features.encoders.encoder import Encoder
     from spatialdl.features.results import Folder
@@ -118,6 +119,8 @@ def _run(options: argparse.Namespace, world: Communicator, local_rank: int) -> i
                 "leave it out"
             )
         given = given_in(options) if world.rank == 0 else []
+        if options.jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, usable_cores() // options.jobs))
         device = device_for(options.device, local_rank)
         precision = precision_for(options.precision, device)
         encoder = make_encoder(options.wish)
@@ -144,11 +147,12 @@ def compute(
     """
     options, source = prepared.options, prepared.source
     folder: Folder | None = None
-    job: FeatureJob | MapJob | None = None
+    maps: MapJob | None = None
+    job: FeatureJob | None = None
     with ExitStack() as stack:
         with agreeing(world):
             if isinstance(source, RegionSource):
-                job = MapJob(
+                maps = MapJob(
                     source,
                     prepared.layout,
                     prepared.about,
@@ -160,11 +164,11 @@ def compute(
                 )
             if world.rank == 0:
                 folder = stack.enter_context(opened_folder(prepared))
-                if job is None:
+                if maps is None:
                     job = prepared.job(precision)
                     stack.callback(job.claims.remove)
-        if isinstance(job, MapJob):
-            outcomes = [MapWorker(job, encoder, device, world).run()]
+        if maps is not None:
+            outcomes = [MapWorker(maps, encoder, device, world).run()]
         else:
             job = world.bcast(job)
             assert job is not None

@@ -17,9 +17,14 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from spatialdl.data.bags import PlacedBag
-from spatialdl.predicting.class_maps import Overview, TileMap, save_class_map
 from spatialdl.predicting.geojson import box_of, save_geojson
-from spatialdl.predicting.overlay import save_overlay, slide_thumbnail
+from spatialdl.predicting.pictures import (
+    Overview,
+    TileMap,
+    save_class_map,
+    save_overlay,
+    slide_thumbnail,
+)
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.reading.reader import Slide
 

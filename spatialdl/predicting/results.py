@@ -26,7 +26,6 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.predicting.class_maps import ROWS, Bands, ClassMap, Overview, TileMap, save_class_map
 from spatialdl.predicting.geojson import (
     active_features,
     region_features,
@@ -34,7 +33,16 @@ from spatialdl.predicting.geojson import (
     tile_features,
 )
 from spatialdl.predicting.inputs import Input
-from spatialdl.predicting.overlay import save_overlay, slide_thumbnail
+from spatialdl.predicting.pictures import (
+    ROWS,
+    Bands,
+    ClassMap,
+    Overview,
+    TileMap,
+    save_class_map,
+    save_overlay,
+    slide_thumbnail,
+)
 from spatialdl.predicting.pieces import PiecedMap
 from spatialdl.predicting.running import SlideOutput, bar
 from spatialdl.predicting.spatial_data import SlideMaps, save_spatial_data

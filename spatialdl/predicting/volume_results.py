@@ -40,7 +40,7 @@ from spatialdl.data.saving import unfinished
 from spatialdl.data.volume_geometry import VolumeTurn
 from spatialdl.predicting.agreed_errors import agreeing
 from spatialdl.predicting.inputs import Input
-from spatialdl.predicting.overlay import new_figure, save_figure
+from spatialdl.predicting.pictures import new_figure, save_figure
 from spatialdl.predicting.pieces import MapPiece, PiecedMap
 from spatialdl.predicting.results import class_files
 from spatialdl.predicting.running import SlideOutput

@@ -24,7 +24,7 @@ from spatialdl.errors import SlideError
 from spatialdl.features.maps.regions import SlideRegion
 from spatialdl.features.results import ResultFolders
 from spatialdl.predicting.agreed_errors import agreeing
-from spatialdl.predicting.overlay import new_figure, save_figure
+from spatialdl.predicting.pictures import new_figure, save_figure
 from spatialdl.predicting.pieces import MapPiece, PiecedMap
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 from spatialdl.text import fitted
@@ -197,8 +197,7 @@ def save_picture(
         axes, ("region", f"principal components ({shares} of variance)"), strict=True
     ):
         panel.set_axis_off()
-        panel.set_xlim(0, width)
-        panel.set_ylim(height, 0)
+        panel.set(xlim=(0, width), ylim=(height, 0))
         panel.set_title(title, fontsize=9)
     figure.suptitle(fitted(region.name, int(14 * wide)), fontsize=10)
     save_figure(path, figure)

@@ -20,7 +20,7 @@ WORLD = MpiCommunicator(MPI.COMM_WORLD)
 
 def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
     folder = Path(WORLD.bcast(tmp_path))
-    words = f"ckpt_path={folder / 'run'}", "trust=[]", f"parallel.data={WORLD.size}"
+    words = f"ckpt_path={folder / 'run'}", "maps=false", f"parallel.data={WORLD.size}"
     some, every = (f"features={folder / name}" for name in ("some", "bags"))
     if WORLD.rank == 0:
         for name in ("out", "some"):
