@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,16 +158,17 @@ def _learned(
     names = [file.slide for file in files]
     kind = RidgeClassifierCV if options.classes else RidgeCV
     model = kind(options.alphas, cv=options.folds, scoring=MSE, comm=comm, device=options.device)
+    rows: AbstractContextManager[Any] = cohort.rows(files)
     if options.level == "slide":
         first, last = (len(files) * (comm.rank + k) // comm.size for k in (0, 1))
-        own, values = names[first:last], of_slides[first:last]
+        own, rows = names[first:last], nullcontext(of_slides[first:last])
     else:
         own = [part.file.slide for part in cohort.parts(files) for _ in range(part.tiles)]
     targets, groups = (
         [values_of[name] for name in own] for values_of in (labels.target, labels.group)
     )
-    with cohort.rows(files) as rows:
-        model.fit(values if options.level == "slide" else rows, targets, np.array(groups, str))
+    with rows as given:
+        model.fit(given, targets, np.array(groups, str))
     folds: dict[str, int] = {}
     for of_rank in comm.allgather(dict(zip(own, model.folds_.tolist(), strict=True))):
         folds |= of_rank

@@ -144,11 +144,9 @@ class DeviceEncoder:
         self._network = encoder.network.to(device, precision.dtype)
         self._preprocess = Preprocess(encoder.preprocessing, precision.dtype).to(device)
         self._device, self._precision, self._batch_size = device, precision, batch_size
-        self._queued: list[tuple[Filling, Tiles]] = []
-        self._count = 0
+        self._queued: deque[tuple[Filling, Tiles]] = deque()
         self._in_flight: deque[tuple[Tensor, Any, list[tuple[Filling, int]]]] = deque()
-        self._slides: deque[Filling] = deque()
-        self._by_bag: dict[int, Filling] = {}
+        self._slides: dict[int, Filling] = {}  # in order, by the identity of their tiles
         self.seconds = 0.0
 
     def add(self, bag: SlideTiles, piece: TilePiece) -> Iterator[Filling]:
@@ -158,8 +156,7 @@ class DeviceEncoder:
         if len(piece.tiles) and filling.problem is None:
             filling.rows += len(piece.tiles)
             self._queued.append((filling, piece.tiles))
-            self._count += len(piece.tiles)
-        while self._count >= self._batch_size:
+        while self._count() >= self._batch_size:
             self._encode(self._batch_size)
             yield from self._done()  # lets the caller write them before the next batch
 
@@ -174,25 +171,23 @@ class DeviceEncoder:
 
     def flush(self) -> Iterator[Filling]:
         """Encode the remaining tiles; yields completed slides."""
-        while self._count:
-            self._encode(min(self._count, self._batch_size))
+        while count := self._count():
+            self._encode(min(count, self._batch_size))
             yield from self._done()
         while self._in_flight:
             self._collect()
         yield from self._done()
 
+    def _count(self) -> int:
+        return sum(len(tiles) for _, tiles in self._queued)
+
     def _filling(self, bag: SlideTiles) -> Filling:
-        found = self._by_bag.get(id(bag))
-        if found is None:
-            found = self._by_bag[id(bag)] = Filling(bag)
-            self._slides.append(found)
-        return found
+        return self._slides.setdefault(id(bag), Filling(bag))
 
     def _done(self) -> Iterator[Filling]:
-        while self._slides and self._slides[0].is_done:
-            found = self._slides.popleft()
-            del self._by_bag[id(found.bag)]
-            yield found
+        while self._slides and (first := next(iter(self._slides.values()))).is_done:
+            del self._slides[id(first.bag)]
+            yield first
 
     def _encode(self, count: int) -> None:
         started = time.monotonic()
@@ -228,9 +223,8 @@ class DeviceEncoder:
             if len(tiles) > left:
                 self._queued[0] = filling, tiles[left:]
             else:
-                self._queued.pop(0)
+                self._queued.popleft()
             left -= len(images[-1])
-        self._count -= count
         return np.concatenate(images), owners
 
     def _collect(self) -> None:

@@ -26,10 +26,17 @@ from spatialdl.errors import ShardError, SlideError
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
 from spatialdl.predicting.network import Network
-from spatialdl.predicting.records import PredictionRecord, key_of
+from spatialdl.predicting.records import (
+    Columns,
+    PredictionRecord,
+    SlideReport,
+    key_of,
+    predicted_columns,
+    save_columns,
+    table,
+)
 from spatialdl.predicting.running import bar
 from spatialdl.predicting.slide_paths import slide_paths
-from spatialdl.predicting.tables import Columns, SlideReport, predicted_columns, save_columns, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.reading.reader import Slide

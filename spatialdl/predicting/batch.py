@@ -26,11 +26,10 @@ from spatialdl.predicting.checks import GEOJSON
 from spatialdl.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
 from spatialdl.predicting.pieces import Counts, confusion_of
-from spatialdl.predicting.records import PredictionRecord, key_of
+from spatialdl.predicting.records import PredictionRecord, SlideReport, key_of, save_tables, table
 from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Runner, SlideOutput
 from spatialdl.predicting.slide_paths import slide_paths, volume_names, volume_paths
-from spatialdl.predicting.tables import SlideReport, save_tables, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.predicting.volume_inputs import (
     VolumeImages,

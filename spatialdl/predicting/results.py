@@ -44,9 +44,9 @@ from spatialdl.predicting.pictures import (
     slide_thumbnail,
 )
 from spatialdl.predicting.pieces import PiecedMap
+from spatialdl.predicting.records import ONE_CLASS
 from spatialdl.predicting.running import SlideOutput, bar
 from spatialdl.predicting.spatial_data import SlideMaps, save_spatial_data
-from spatialdl.predicting.tables import ONE_CLASS
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.batch.finding_slides import storable
 from spatialdl.slides.reading.reader import Slide, Thumbnail

@@ -14,8 +14,14 @@ import pytest
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.batch import run
-from spatialdl.predicting.records import PredictionRecord, key_of
-from spatialdl.predicting.tables import SlideReport, save_tables, slide_columns, tile_columns
+from spatialdl.predicting.records import (
+    PredictionRecord,
+    SlideReport,
+    key_of,
+    save_tables,
+    slide_columns,
+    tile_columns,
+)
 from tests.evaluating.cases import read_rows
 from tests.predicting.runs import NETWORK, command, train, write_slide
 
