@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -116,45 +113,6 @@ def test_maps_and_layouts_of_tiles_replace_each_other(small, done, tmp_path, cap
     assert [*(out / "h5_files").iterdir(), *(out / "pt_files").iterdir()] == []
     assert {path.name for path in (out / "maps").glob("a.*")} == {"a.h5", "a.png"}
     assert map_of(out, "a")[0].dtype == np.float16
-
-
-KILLED = """
-import os, signal, sys
-
-from spatialdl.features.maps import running
-
-save, saved = running.save_map, []
-
-
-def save_or_die(*given):
-    saved.append(given)
-    if len(saved) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(*given)
-
-
-running.save_map = save_or_die
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes(small, done, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = [small, "--out", out, "--mpp", 1, *WHOLE, *EXACT]
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, words)],
-        check=False,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert [path.name for path in (out / "maps").glob("*.h5")] == ["a.h5"]
-    assert run(*words) == 0
-    assert "1 of them by an earlier run" in capsys.readouterr().out
-    for name in "abc":
-        np.testing.assert_array_equal(map_of(out, name)[0], map_of(done, name)[0])
 
 
 @pytest.mark.slow
