@@ -15,6 +15,7 @@ from spatialdl.analysis.estimator import load_model, save_model
 from spatialdl.analysis.ridge import MSE, Ridge, RidgeClassifierCV, RidgeCV
 from spatialdl.data.feature_file import FeatureFile
 from spatialdl.data.saving import save_table
+from spatialdl.evaluating.scores import from_confusion
 from spatialdl.predicting.agreed_errors import agreeing
 
 Numbers = npt.NDArray[np.float64]
@@ -56,7 +57,8 @@ def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
     shown = (held_out or predicted)["predicted"]
     both = [(labels.target[name], shown[name]) for name in shown if name in labels.target]
     if is_class and both:
-        summary |= _shares(both)
+        scores = from_confusion(_pairs(both)[1][None].astype(np.float64))
+        summary |= {name: float(scores[name][0]) for name in ("accuracy", "balanced_accuracy")}
     elif len(both) > 1:
         summary["r2_of_slides"] = _r2(*np.array(both).T)
     with agreeing(cohort.comm):
@@ -85,12 +87,12 @@ def _by_slide(slides: list[str], results: Columns) -> Table:
     }
 
 
-def _shares(both: list[tuple[str, str]]) -> dict[str, float]:
-    """Accuracy and balanced accuracy (mean recall of the classes)."""
-    true, predicted = (np.array(values) for values in zip(*both, strict=True))
-    right = true == predicted
-    recalls = [float(right[true == name].mean()) for name in np.unique(true)]
-    return {"accuracy": float(right.mean()), "balanced_accuracy": float(np.mean(recalls))}
+def _pairs(both: list[tuple[str, str]]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Class names, and the confusion matrix by true and predicted class."""
+    names = sorted({str(name) for pair in both for name in pair})
+    pairs = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(pairs, tuple(np.searchsorted(names, np.array(both).T)), 1)
+    return names, pairs
 
 
 def _labels(options: argparse.Namespace, cohort: Cohort, is_class: bool) -> _Labels:
@@ -213,9 +215,7 @@ def _draw(
         how = f"{options.apply.name}"
     path, target = options.out / "predicted.png", options.target
     if is_class:
-        names = sorted({str(name) for pair in both for name in pair})
-        pairs = np.zeros((len(names), len(names)), np.int64)
-        np.add.at(pairs, tuple(np.searchsorted(names, np.array(both).T)), 1)
+        names, pairs = _pairs(both)
         title = f"{len(both)} slides, accuracy {100 * summary['accuracy']:.1f} %\n{how}"
         pictures.draw_confusion(path, pairs, names, target, title)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ from spatialdl.features.options import PRECISIONS, cutting_settings, given_optio
 from spatialdl.features.results import LAYOUTS, MAPS, Folder, ResultFolders, encoder_settings
 from spatialdl.features.sources import ShardSource, SlideSource, TileSource
 from spatialdl.features.workers import FeatureJob, WorkerResult, new_claims
+from spatialdl.predicting.slide_paths import matching
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
 from spatialdl.slides.batch.report import save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.steps import Task
-from spatialdl.slides.reading.paths import series_at, slide_bytes
+from spatialdl.slides.reading.paths import slide_bytes
 from spatialdl.text import counted, print_lines
 from spatialdl.training.optimization.precision import Precision, precision_of
 from spatialdl.training.run_lock import held
@@ -93,7 +93,9 @@ def given_in(options: argparse.Namespace) -> list[Path] | Path:
     Raises:
         ValueError: nothing is found, or options conflict with it.
     """
-    paths = [found for one in options.slides for found in _matching(one)]
+    # find_slides reports what is wrong with a path that matches nothing
+    given = [path.expanduser() for path in options.slides]
+    paths = [found for path in given for found in matching(path) or [path]]
     sets = [path for path in paths if (path / MANIFEST).is_file()]
     if sets:
         if len(paths) > 1:
@@ -113,15 +115,6 @@ def given_in(options: argparse.Namespace) -> list[Path] | Path:
     if options.mpp is None and options.mag is None and options.level is None:
         raise ValueError("the resolution of tiles is missing: add --mpp X, --mag X or --level N")
     return find_slides(paths, recursive=options.recursive)
-
-
-def _matching(path: Path) -> list[Path]:
-    """A path, or the matches of a pattern; ** matches any number of folders."""
-    path = path.expanduser()
-    if path.exists() or series_at(path) is not None:
-        return [path]
-    found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
-    return found or [path]  # find_slides reports what is wrong with it
 
 
 def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Encoder) -> Prepared:
