@@ -23,7 +23,7 @@ def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
     words = f"ckpt_path={folder / 'run'}", "maps=false", f"parallel.data={WORLD.size}"
     some, every = (f"features={folder / name}" for name in ("some", "bags"))
     if WORLD.rank == 0:
-        for name in ("out", "some"):
+        for name in ("out", "some", "at_once"):
             (folder / name).mkdir()
         write_bags(folder / "bags")
         trainer = Trainer(
