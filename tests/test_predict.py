@@ -33,6 +33,7 @@ from tests.vision import import_path
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["benign", "tumour in situ", "tumour"]
 HERE = ("device=cpu", "trust=[tests]")
+SHOWN = "classes=[tumour in situ,tumour]"
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,9 @@ def here(case, monkeypatch, run_main):
 
 
 def test_slides_are_predicted_as_the_training_set_was_cut(case, here):
-    words = ("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", "parallel=sp")
-    start = [sys.executable, "-m", "spatialdl.predict", *words, *HERE]
+    words = ("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", SHOWN)
+    layout = ("parallel=sp", "parallel.grid=[2,1]")
+    start = [sys.executable, "-m", "spatialdl.predict", *words, *layout, *HERE]
     text = printed(start, case, PYTHONPATH=import_path(ROOT))  # of the network
     tiles, slides = read_rows(case / "p/predictions.csv"), read_rows(case / "p/slides.csv")
     assert [row["slide"] for row in slides] == ["a", "b"]
@@ -149,7 +151,7 @@ def _check_resuming(case: Path, here: Callable[..., tuple[int, str]]) -> None:
     """A slide that is done is left as it is, unless a file of it is gone."""
     before = (case / "p" / "predictions.csv").read_bytes()
     (case / "p" / "b-tumour.tif").unlink()
-    code, out = here("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p")
+    code, out = here("ckpt_path=run", "slides=[a.tiff,b.tif]", "hydra.run.dir=p", SHOWN)
     assert code == 0
     assert "a is already predicted" in out
     assert "b is already predicted" not in out

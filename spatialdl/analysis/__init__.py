@@ -9,15 +9,14 @@ mpi4py or of this package::
     model = KMeans(n_clusters=8, comm=MPI.COMM_WORLD).fit(own_rows)  # may be empty on a rank
     model.cluster_centers_, model.labels_                            # labels of this rank's rows
 
-`fit` and `score` are collective: all ranks must call them. `predict` and `transform` are local.
-Instead of arrays they accept `Rows`, such as the `FileRows` of feature files.
+`fit` and `kneighbors` are collective: all ranks must call them. `predict` and `transform` are
+local. Instead of arrays they accept `Rows`, such as the `FileRows` of feature files.
 """
 
 from spatialdl.analysis.decomposition import PCA, TruncatedSVD
 from spatialdl.analysis.kmeans import KMeans
 from spatialdl.analysis.neighbours import NearestNeighbors
-from spatialdl.analysis.ridge import Ridge, RidgeCV
-from spatialdl.analysis.ridge_classes import RidgeClassifierCV
+from spatialdl.analysis.ridge import Ridge, RidgeClassifierCV, RidgeCV
 from spatialdl.analysis.rows import ArrayRows, FileRows, Rows
 
 __all__ = [

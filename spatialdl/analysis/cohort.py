@@ -13,11 +13,13 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from spatialdl.analysis.ranks import Ranks
-from spatialdl.analysis.rows import FilePart, FileRows, share
+from spatialdl.analysis.rows import FilePart, FileRows, share, total
 from spatialdl.comm.communicator import Communicator
 from spatialdl.data.feature_file import FeatureFile, list_features
 from spatialdl.data.saving import save_table
+from spatialdl.data.slide_table import read_table
+from spatialdl.evaluating.truth import match_slides
+from spatialdl.predicting.agreed_errors import agreeing
 
 Columns = Mapping[str, npt.NDArray[Any]]
 _DECIMALS = 6
@@ -42,7 +44,7 @@ class Cohort:
 
     Args:
         paths: see `list_features`.
-        world: all ranks.
+        comm: all ranks.
 
     Attributes:
         files: feature files of all slides, sorted by name.
@@ -52,18 +54,16 @@ class Cohort:
         ValueError: on all ranks, see `list_features`.
     """
 
-    def __init__(self, paths: Sequence[Path], world: Communicator) -> None:
-        self.ranks = Ranks(world)
-        is_first = world.rank == 0
-        files = self.ranks.together(lambda: list_features(paths) if is_first else None)
-        self.files: list[FeatureFile] = world.bcast(files)
+    def __init__(self, paths: Sequence[Path], comm: Communicator) -> None:
+        self.comm = comm
+        with agreeing(comm):
+            files = list_features(paths) if comm.rank == 0 else None
+        self.files: list[FeatureFile] = comm.bcast(files)
+        self.slides = [file.slide for file in self.files]
         self.tiles = sum(file.tiles for file in self.files)
+        self.width = self.files[0].width
         if not self.tiles:
             raise ValueError(f"the {len(self.files)} feature files have no tiles")
-
-    @property
-    def width(self) -> int:
-        return self.files[0].width
 
     @contextmanager
     def rows(self, files: Sequence[FeatureFile] | None = None) -> Iterator[FileRows]:
@@ -74,23 +74,23 @@ class Cohort:
             unit=" tiles",
             unit_scale=True,
             mininterval=0.5,
-            disable=self.ranks.rank != 0,
+            disable=self.comm.rank != 0,
         ) as bar:  # without a total, as the number of passes is not known in advance
             yield FileRows(parts, self.width, progress=bar.update)
 
     def parts(self, files: Sequence[FeatureFile]) -> list[FilePart]:
         """Parts of the files that `rows` reads on this rank."""
-        return share(files, self.ranks.rank, self.ranks.size)
+        return share(files, self.comm.rank, self.comm.size)
 
     def own_slides(self) -> list[int]:
         """Indices of the slides whose results this rank writes, balanced by tiles."""
-        filled, mine = [0] * self.ranks.size, []
+        filled, owned = [0] * self.comm.size, []
         for number in sorted(range(len(self.files)), key=lambda k: (-self.files[k].tiles, k)):
             rank = filled.index(min(filled))
             filled[rank] += self.files[number].tiles + 1
-            if rank == self.ranks.rank:
-                mine.append(number)
-        return sorted(mine)
+            if rank == self.comm.rank:
+                owned.append(number)
+        return sorted(owned)
 
     def write_tables(
         self,
@@ -113,26 +113,22 @@ class Cohort:
         Returns:
             Rows for pictures on rank 0, in the order of slides; empty on all other ranks.
         """
-        wanted, step = set(whole), max(1, -(-self.tiles // samples)) if samples else 0
+        wanted, step = set(whole), -(-self.tiles // samples) if samples else 0
         firsts = list(accumulate((file.tiles for file in self.files), initial=0))
-
-        def work() -> list[Sampled]:
+        kept = []
+        with agreeing(self.comm):
             folder.mkdir(parents=True, exist_ok=True)
-            kept = []
-            bar = tqdm(self.own_slides(), "writing", unit="slide", disable=self.ranks.rank != 0)
+            bar = tqdm(self.own_slides(), "writing", unit="slide", disable=self.comm.rank != 0)
             for number in bar:
-                file = self.files[number]
                 every = self._write(folder, number, columns)
                 if also is not None:
-                    also(file, every)
+                    also(self.files[number], every)
                 if number in wanted:
                     kept.append(every)
                 elif step:
                     kept.append(_thinned(every, -firsts[number] % step, step))
-            return kept
-
-        gathered = self.ranks.comm.gather(self.ranks.together(work))
-        rows = (sampled for of_rank in gathered or [] for sampled in of_rank)
+        gathered = self.comm.gather(kept) or []
+        rows = (sampled for of_rank in gathered for sampled in of_rank)
         return sorted(rows, key=lambda sampled: sampled.slide)
 
     def _write(self, folder: Path, number: int, columns: Callable[[FileRows], Columns]) -> Sampled:
@@ -150,20 +146,41 @@ class Cohort:
 
     def slide_means(self, rows: FileRows, files: Sequence[FeatureFile]) -> npt.NDArray[Any]:
         """Mean features of each file, (files, width); `rows` is this rank's share of them."""
-        places = np.repeat(
-            [files.index(part.file) for part in self.parts(files)],
-            [part.tiles for part in self.parts(files)],
-        )
-        numbers = torch.from_numpy(places.astype(np.int64))
-        cpu = torch.device("cpu")
+        parts, cpu = self.parts(files), torch.device("cpu")
+        places = [files.index(part.file) for part in parts for _ in range(part.tiles)]
+        numbers = torch.tensor(places, dtype=torch.int64)
 
         def work(sums: list[torch.Tensor]) -> None:
             for place, block in rows.blocks(cpu):
                 sums[0].index_add_(0, numbers[place], block)
 
-        [total] = self.ranks.total([(len(files), self.width)], work, cpu)
+        [sums] = total(self.comm, [(len(files), self.width)], work, cpu)
         counts = np.array([file.tiles for file in files])[:, None]
-        return np.asarray(total.numpy() / np.maximum(counts, 1))
+        return np.asarray(sums.numpy() / np.maximum(counts, 1))
+
+    def read_columns(self, path: Path, columns: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Read values of slides from a table, by slide and column; empty values are omitted.
+
+        Raises:
+            ValueError: the file cannot be read, lacks a column, lists a slide twice, or lists none
+                of the slides.
+        """
+        table = read_table(path)
+        missing = [name for name in columns if name not in table.columns]
+        if missing:
+            raise ValueError(
+                f"{path} has no column {', '.join(missing)}; columns: {', '.join(table.columns)}"
+            )
+        found, _ = match_slides(table, self.slides, path)
+        if not found:
+            raise ValueError(
+                f"{path} has none of the {len(self.files)} slides with features, such as "
+                f"{self.slides[0]!r}"
+            )
+        return {
+            slide: {name: row[name] for name in columns if row[name]}
+            for slide, row in found.items()
+        }
 
 
 def _thinned(every: Sampled, first: int, step: int) -> Sampled:
@@ -175,16 +192,3 @@ def _texts(column: npt.NDArray[Any]) -> list[object]:
     if column.dtype.kind == "f":
         return [f"{value:.{_DECIMALS}g}" for value in column.tolist()]
     return list(column.tolist())
-
-
-def tile_span(file: FeatureFile, coords: npt.NDArray[np.int64]) -> float:
-    """Side of a tile in level-0 pixels: from the file, else the smallest distance of two tiles."""
-    attributes = file.attributes
-    for key in ("patch_size_level0", "patch_size_lv0"):
-        if key in attributes:
-            return float(np.ravel(attributes[key])[0])
-    if "patch_size" in attributes:
-        down = np.ravel(attributes.get("downsample", 1.0))
-        return float(np.ravel(attributes["patch_size"])[0]) * float(down[0])
-    steps = np.concatenate([np.diff(np.unique(coords[:, k])) for k in (0, 1)])
-    return float(steps.min()) if len(steps) else 256.0

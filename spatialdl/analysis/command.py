@@ -6,8 +6,6 @@ It runs in a single process, under mpiexec or srun, or launches ranks itself.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import math
 import sys
 import time
@@ -21,12 +19,13 @@ from spatialdl.comm.launch import launched, start_ranks
 from spatialdl.comm.liveness import print_last
 from spatialdl.comm.world import start_world
 from spatialdl.commands.start import run_as_rank
+from spatialdl.predicting.agreed_errors import agreeing, parse_once
 from spatialdl.text import counted, print_lines
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
 
-_OK, _FAILED, _MISUSED, _INTERRUPTED = 0, 1, 2, 130
+_OK, _FAILED, _INTERRUPTED = 0, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,46 +58,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(world: Communicator, words: Sequence[str]) -> int:
     """Run the command on every rank; errors are raised on all ranks and printed by rank 0."""
-    parsed = world.bcast(_parsed(words) if world.rank == 0 else None)
+    parsed = parse_once(world, lambda: given.parser().parse_args(words))
     if isinstance(parsed, int):
         return parsed
     code = _OK
     try:
         _analyze(parsed, world)
     except (ValueError, OSError) as error:
-        text = f"error: {describe_error(error)}"
-        if world.size > 1 and world.rank == 0:
-            print_last(text)
-        elif world.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+        if world.size == 1:
+            raise
+        if world.rank == 0:
+            print_last(f"error: {describe_error(error)}")
         code = _FAILED
     world.barrier()  # a rank that exits with an error would abort the job before rank 0 prints
     return code
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace | int:
-    """Parse the options; prints help or an error and returns the exit code for those."""
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return given.parser().parse_args(words)
-    except SystemExit as stop:
-        print(shown.getvalue(), end="", file=sys.stderr, flush=True)
-        return stop.code if isinstance(stop.code, int) else _MISUSED
-
-
 def _analyze(options: argparse.Namespace, world: Communicator) -> None:
     from spatialdl.analysis import methods
     from spatialdl.analysis.cohort import Cohort
-    from spatialdl.analysis.ranks import Ranks
     from spatialdl.analysis.regressing import regress
     from spatialdl.data.saving import save_json
 
-    ranks, began = Ranks(world), time.monotonic()
-    ranks.on_first(lambda: given.check(options))
-    options.device = ranks.together(lambda: _device(options.device))
+    began = time.monotonic()
+    with agreeing(world):
+        if world.rank == 0:
+            given.check(options)
+        options.device = _device(options.device)
     cohort = Cohort(options.features, world)
-    ranks.on_first(lambda: options.out.mkdir(parents=True, exist_ok=True))
+    with agreeing(world):
+        options.out.mkdir(parents=True, exist_ok=True)
     run = {
         given.KMEANS: methods.cluster,
         given.PCA: methods.project,
@@ -116,15 +105,10 @@ def _analyze(options: argparse.Namespace, world: Communicator) -> None:
         "seconds": round(time.monotonic() - began, 3),
         **found,
     }
-    ranks.on_first(lambda: save_json(options.out / "summary.json", _plain(summary)))
     if world.rank == 0:
+        nan = [key for key, v in summary.items() if isinstance(v, float) and math.isnan(v)]
+        save_json(options.out / "summary.json", summary | dict.fromkeys(nan))  # JSON has no NaN
         print_lines(_report(options, summary, found))
-
-
-def _plain(summary: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN, which JSON lacks, by None."""
-    nan = [key for key, value in summary.items() if isinstance(value, float) and math.isnan(value)]
-    return {key: None if key in nan else value for key, value in summary.items()}
 
 
 def _report(options: argparse.Namespace, summary: dict[str, Any], found: dict[str, Any]) -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.analysis import moments
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
-from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import DividedRows
+from spatialdl.analysis.rows import Comm, DividedRows
+from spatialdl.predicting.agreed_errors import agreeing
 
 _WIDE = 4096  # columns above which "auto" avoids the (width, width) Gram matrix
+_OVERSAMPLES = 10  # additional vectors of the randomised solver
 _RANDOMIZED, _AUTO = "randomized", "auto"
 
 
@@ -28,34 +27,14 @@ class _Projection(Estimator):
     """
 
     components_: Array
-    explained_variance_: Array
-    explained_variance_ratio_: Array
-    singular_values_: Array
-    n_components: int | float | None
-    n_oversamples: int
-    random_state: int | None
 
-    def _vectors(
-        self,
-        data: DividedRows,
-        centre: Tensor | None,
-        wanted: int,
-        randomized: bool,
-        iterations: Any,
-    ) -> tuple[Tensor, Tensor]:
-        if not randomized:
-            singular, vectors = moments.exact(data, centre)
-        else:
-            few = wanted < 0.1 * min(data.total, data.width)
-            singular, vectors = moments.randomized(
-                data,
-                centre,
-                wanted,
-                data.ranks.generator(self.random_state),
-                oversamples=self.n_oversamples,
-                iterations=(7 if few else 4) if iterations == _AUTO else iterations,
-            )
-        return singular, moments.signed(vectors)
+    def _take(
+        self, data: DividedRows, vectors: Tensor, singular: Tensor, variance: Tensor, whole: float
+    ) -> None:
+        self.components_, self.singular_values_ = numpy(vectors), numpy(singular)
+        self.explained_variance_ = numpy(variance)
+        self.explained_variance_ratio_ = numpy(_share(variance, whole))
+        self.n_features_in_ = data.width
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
         """Fit the components; all ranks must call it with their own rows."""
@@ -63,21 +42,14 @@ class _Projection(Estimator):
 
     def transform(self, X: Any) -> Array:  # noqa: N803
         """Project this rank's rows, (rows, components); without communication."""
-        rows = self._fitted_rows(X)
-        vectors = self._put(self.components_)
-        parts = [numpy(self._projected(block, vectors)) for _, block in self._blocks(rows)]
-        return np.concatenate([np.empty((0, len(vectors))), *parts])
+        return self._applied(X, self._projected)
 
     def fit_transform(self, X: Any, y: object = None) -> Array:  # noqa: N803
         """Fit the components, and project this rank's rows."""
         return self.fit(X).transform(X)
 
-    def _projected(self, block: Tensor, vectors: Tensor) -> Tensor:
-        return block @ vectors.T
-
-    def inverse_transform(self, X: Any) -> Array:  # noqa: N803
-        """Map projected rows back to features, (rows, width)."""
-        return np.asarray(np.asarray(X, np.float64) @ self.components_)
+    def _projected(self, block: Tensor) -> Tensor:
+        return block @ self._put(self.components_).T
 
 
 class PCA(_Projection):
@@ -86,11 +58,8 @@ class PCA(_Projection):
     Args:
         n_components: number of components; or, between 0 and 1, the share of variance to explain;
             None: all.
-        whiten: scale the projections to a variance of 1.
         svd_solver: `covariance_eigh`, exact, from the (width, width) covariance; `randomized`, for
             many columns; `auto`, the latter for more than 4,096 columns.
-        iterated_power: subspace iterations of `randomized`.
-        n_oversamples: additional vectors of `randomized`.
         random_state: seed of `randomized`, the same on all ranks.
         comm: communicator of mpi4py or of this package; None: single process.
         device: device of the computation.
@@ -102,26 +71,18 @@ class PCA(_Projection):
         noise_variance_: mean variance of the discarded directions.
     """
 
-    mean_: Array
-    n_components_: int
-    n_samples_: int
-    noise_variance_: float
-
     def __init__(
         self,
         n_components: int | float | None = None,
         *,
-        whiten: bool = False,
         svd_solver: str = _AUTO,
-        iterated_power: int | str = _AUTO,
-        n_oversamples: int = 10,
         random_state: int | None = 0,
         comm: Comm = None,
         device: str = "cpu",
     ) -> None:
-        self.n_components, self.whiten, self.svd_solver = n_components, whiten, svd_solver
-        self.iterated_power, self.n_oversamples = iterated_power, n_oversamples
-        self.random_state, self.comm, self.device = random_state, comm, device
+        self.n_components, self.svd_solver = n_components, svd_solver
+        self.random_state = random_state
+        self.comm, self.device = comm, device
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
         """Fit the components; all ranks must call it with their own rows.
@@ -134,41 +95,23 @@ class PCA(_Projection):
             raise ValueError(f"svd_solver={self.svd_solver!r} must be one of {', '.join(solvers)}")
         data = DividedRows(X, self.comm, self.device, least=2)
         most = min(data.total, data.width)
-        randomized = self.svd_solver == _RANDOMIZED or (
-            self.svd_solver == _AUTO and data.width > _WIDE
-        )
+        randomized = _is_randomized(self.svd_solver, data)
         wanted = _wanted(self.n_components, most, randomized)
-        mean = data.mean()
-        singular, vectors = self._vectors(
-            data, mean, int(wanted) if wanted >= 1 else most, randomized, self.iterated_power
-        )
+        kept = int(wanted) if wanted >= 1 else most
+        mean, iterations = data.mean, _AUTO if randomized else None
+        singular, vectors = _vectors(data, mean, kept, self.random_state, iterations)
         variance = singular.square() / (data.total - 1)
-        squares = moments.square_sum(data, mean) if randomized else singular.square()
+        squares = _square_sum(data, mean) if randomized else singular.square()
         whole = float(squares.sum()) / (data.total - 1)
-        ratio = variance / whole if whole else torch.zeros_like(variance)
-        count = int(wanted) if wanted >= 1 else _count_of(ratio, wanted)
-        self.components_, self.singular_values_ = numpy(vectors[:count]), numpy(singular[:count])
-        self.explained_variance_ = numpy(variance[:count])
-        self.explained_variance_ratio_ = numpy(ratio[:count])
+        count = kept if wanted >= 1 else _count_of(_share(variance, whole), wanted)
+        self._take(data, vectors[:count], singular[:count], variance[:count], whole)
         self.mean_, self.n_components_, self.n_samples_ = numpy(mean), count, data.total
         left = max(0.0, whole - float(variance[:count].sum()))
         self.noise_variance_ = left / (most - count) if count < most else 0.0
-        self.n_features_in_ = data.width
         return self
 
-    def _projected(self, block: Tensor, vectors: Tensor) -> Tensor:
-        projected = (block - self._put(self.mean_)) @ vectors.T
-        return projected / self._put(self._scale()) if self.whiten else projected
-
-    def _scale(self) -> Array:
-        """Standard deviations of the components; 1 where the variance vanishes."""
-        scale = np.sqrt(self.explained_variance_)
-        return np.where(scale > np.finfo(np.float64).eps, scale, 1.0)
-
-    def inverse_transform(self, X: Any) -> Array:  # noqa: N803
-        """Map projected rows back to features, (rows, width)."""
-        values = np.asarray(X, np.float64) * (self._scale() if self.whiten else 1)
-        return np.asarray(values @ self.components_ + self.mean_)
+    def _projected(self, block: Tensor) -> Tensor:
+        return super()._projected(block - self._put(self.mean_))
 
 
 class TruncatedSVD(_Projection):
@@ -179,7 +122,6 @@ class TruncatedSVD(_Projection):
         algorithm: `exact`, from the (width, width) Gram matrix; `randomized`, for many columns;
             `auto`, the latter for more than 4,096 columns.
         n_iter: subspace iterations of `randomized`.
-        n_oversamples: additional vectors of `randomized`.
         random_state: seed of `randomized`, the same on all ranks.
         comm: communicator of mpi4py or of this package; None: single process.
         device: device of the computation.
@@ -191,14 +133,12 @@ class TruncatedSVD(_Projection):
         *,
         algorithm: str = _AUTO,
         n_iter: int | str = _AUTO,
-        n_oversamples: int = 10,
         random_state: int | None = 0,
         comm: Comm = None,
         device: str = "cpu",
     ) -> None:
         self.n_components, self.algorithm, self.n_iter = n_components, algorithm, n_iter
-        self.n_oversamples, self.random_state = n_oversamples, random_state
-        self.comm, self.device = comm, device
+        self.random_state, self.comm, self.device = random_state, comm, device
 
     def fit(self, X: Any, y: object = None) -> Self:  # noqa: N803
         """Fit the components; all ranks must call it with their own rows.
@@ -211,32 +151,29 @@ class TruncatedSVD(_Projection):
                 f"algorithm={self.algorithm!r} must be one of auto, exact, {_RANDOMIZED}"
             )
         data = DividedRows(X, self.comm, self.device)
-        randomized = self.algorithm == _RANDOMIZED or (
-            self.algorithm == _AUTO and data.width > _WIDE
-        )
+        randomized = _is_randomized(self.algorithm, data)
         wanted = positive("n_components", self.n_components)
-        _wanted(wanted, min(data.total, data.width), True)
-        singular, vectors = self._vectors(data, None, wanted, randomized, self.n_iter)
-        count = wanted
-        singular, vectors = singular[:count], vectors[:count]
-        mean = data.mean()
-        spread = self._spread(data, mean, vectors)
-        whole = float(moments.square_sum(data, mean).sum()) / data.total
-        self.components_, self.singular_values_ = numpy(vectors), numpy(singular)
-        self.explained_variance_ = numpy(spread)
-        self.explained_variance_ratio_ = numpy(spread / whole if whole else spread)
-        self.n_features_in_ = data.width
-        return self
-
-    def _spread(self, data: DividedRows, mean: Tensor, vectors: Tensor) -> Tensor:
-        """Variance of each projection, (components,)."""
+        _wanted(wanted, min(data.total, data.width), randomized=True)
+        iterations = self.n_iter if randomized else None
+        found = _vectors(data, None, wanted, self.random_state, iterations)
+        singular, vectors = (one[:wanted] for one in found)
+        mean = data.mean
 
         def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
             sums[0].add_(((block - mean) @ vectors.T).square().sum(0))
 
-        [total] = data.sums([(len(vectors),)], add)
-        spread: Tensor = total / data.total
-        return spread
+        [spread] = data.sums([(len(vectors),)], add)
+        whole = float(_square_sum(data, mean).sum()) / data.total
+        self._take(data, vectors, singular, spread / data.total, whole)
+        return self
+
+
+def _is_randomized(solver: str, data: DividedRows) -> bool:
+    return solver == _RANDOMIZED or (solver == _AUTO and data.width > _WIDE)
+
+
+def _share(variance: Tensor, whole: float) -> Tensor:
+    return variance / whole if whole else torch.zeros_like(variance)
 
 
 def _wanted(components: int | float | None, most: int, randomized: bool) -> float:
@@ -266,3 +203,84 @@ def _count_of(ratio: Tensor, part: float) -> int:
     """Number of components that explain more than a share of the variance."""
     reached = torch.searchsorted(ratio.cumsum(0), torch.tensor(part).to(ratio), right=True)
     return min(int(reached) + 1, len(ratio))
+
+
+# --- singular vectors
+
+
+def _vectors(
+    data: DividedRows,
+    centre: Tensor | None,
+    wanted: int,
+    seed: int | None,
+    iterations: int | str | None,
+) -> tuple[Tensor, Tensor]:
+    """Singular values, largest first, and right singular vectors (k, width); at least `wanted`.
+
+    Signs are flipped so that the largest absolute entry is positive, as in scikit-learn.
+
+    Args:
+        iterations: subspace iterations of the randomised solver; None: the exact one.
+    """
+    if iterations is not None:
+        few = wanted < 0.1 * min(data.total, data.width)
+        times = (7 if few else 4) if isinstance(iterations, str) else iterations
+        singular, vectors = _by_range_finder(data, centre, wanted, seed, times)
+    else:
+        [gram] = data.sums([(data.width, data.width)], _adding_products(centre, None))
+        values, vectors = torch.linalg.eigh(gram)
+        most = min(data.total, data.width)
+        singular, vectors = values.flip(0).clamp(min=0).sqrt()[:most], vectors.flip(1).T[:most]
+    signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
+    return singular, vectors * torch.where(signs == 0, 1.0, signs)
+
+
+def _by_range_finder(
+    data: DividedRows, centre: Tensor | None, wanted: int, seed: int | None, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """Largest singular values and right singular vectors, by a randomised range finder.
+
+    Halko, Martinsson and Tropp, "Finding structure with randomness", 2011: subspace iteration
+    (algorithm 4.4, here on the row space, replicated on all ranks) and factorisation of the
+    projected rows (section 5.1), by a tall-skinny QR over blocks (TSQR).
+    """
+    size = min(wanted + _OVERSAMPLES, data.total, data.width)
+    rng = data.generator(seed)
+    basis = torch.from_numpy(rng.standard_normal((data.width, size))).to(data.device)
+    for _ in range(iterations + 1):
+        [twice] = data.sums([tuple(basis.shape)], _adding_products(centre, basis))
+        basis, _ = torch.linalg.qr(twice)
+    _, singular, turned = torch.linalg.svd(_factor(data, centre, basis))
+    count = min(wanted, len(singular))
+    return singular[:count], (basis @ turned.T).T[:count]
+
+
+def _factor(data: DividedRows, centre: Tensor | None, basis: Tensor) -> Tensor:
+    """Factor R of the QR factorisation of A basis, (size, size), with A the rows of all ranks."""
+    size = basis.shape[1]
+    factor = basis.new_zeros(size, size)
+    with agreeing(data.comm):
+        for _, block in data.rows.blocks(data.device):
+            rows = block if centre is None else block - centre
+            factor = torch.linalg.qr(torch.cat([factor, rows @ basis]), mode="r").R
+    factors = data.comm.all_gather(factor.cpu().contiguous())
+    whole: Tensor = torch.linalg.qr(factors.reshape(-1, size), mode="r").R
+    return whole.to(data.device)
+
+
+def _adding_products(centre: Tensor | None, basis: Tensor | None) -> Any:
+    """Adds A' A, or A' (A basis), of a block of rows A minus the centre."""
+
+    def add(sums: list[Tensor], _: slice, block: Tensor) -> None:
+        rows = block if centre is None else block - centre
+        sums[0].addmm_(rows.T, rows if basis is None else rows @ basis)
+
+    return add
+
+
+def _square_sum(data: DividedRows, centre: Tensor) -> Tensor:
+    """Squares (width,): sum over all rows of x^2, with x a row minus the centre."""
+    [total] = data.sums(
+        [(data.width,)], lambda sums, _, block: sums[0].add_((block - centre).square().sum(0))
+    )
+    return total

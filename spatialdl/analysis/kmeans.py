@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
-from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import DividedRows
+from spatialdl.analysis.rows import Comm, DividedRows
 
 _NOISE = 1e-13  # rounding error of a squared distance, relative to the squared norms
 
@@ -43,11 +42,6 @@ class KMeans(Estimator):
         inertia_: sum of squared distances to the nearest centre, over all ranks.
         n_iter_: iterations of the best run.
     """
-
-    cluster_centers_: Array
-    labels_: Array
-    inertia_: float
-    n_iter_: int
 
     def __init__(
         self,
@@ -80,17 +74,13 @@ class KMeans(Estimator):
         data = DividedRows(X, self.comm, self.device)
         if data.total < count:
             raise ValueError(f"n_clusters={count} is more than the {data.total} rows on all ranks")
-        run = _Run(data, count)
-        rng = data.ranks.generator(self.random_state)
-        threshold = self.tol * run.variance()
-        best: tuple[_Step, Tensor, int] | None = None
+        rng = data.generator(self.random_state)
+        threshold = self.tol * _variance(data)
+        results = []
         for _ in range(times):
-            centres = run.seeded(rng) if seeds else self._initial(data, count) - data.mean()
-            result = run.lloyd(centres, self.max_iter, threshold)
-            if best is None or result[0].inertia < best[0].inertia:
-                best = result
-        assert best is not None  # n_init is at least 1
-        self._take(data, *best)
+            centres = _seeded(data, count, rng) if seeds else self._initial(data, count) - data.mean
+            results.append(_lloyd(data, centres, self.max_iter, threshold))
+        self._take(data, *min(results, key=lambda result: result[0].inertia))
         return self
 
     def _initial(self, data: DividedRows, count: int) -> Tensor:
@@ -102,21 +92,17 @@ class KMeans(Estimator):
         return centres
 
     def _take(self, data: DividedRows, step: _Step, centres: Tensor, iterations: int) -> None:
-        self.cluster_centers_ = numpy(centres + data.mean())
+        self.cluster_centers_ = numpy(centres + data.mean)
         self.labels_ = numpy(step.labels)
         self.inertia_, self.n_iter_ = step.inertia, iterations
         self.n_features_in_ = data.width
         filled = int((step.counts > 0).sum())
-        if filled < len(centres) and data.ranks.rank == 0:
+        if filled < len(centres) and data.comm.rank == 0:
             warnings.warn(
                 f"only {filled} of {len(centres)} clusters have rows: there are fewer distinct "
                 "rows than clusters, or k-means has not converged",
                 stacklevel=3,
             )
-
-    def fit_predict(self, X: Any, y: object = None) -> Array:  # noqa: N803
-        """Fit the clusters, and return the labels of this rank's rows."""
-        return self.fit(X).labels_
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Nearest centre of each row, (rows,); without communication."""
@@ -126,27 +112,15 @@ class KMeans(Estimator):
         """Distance of each row to each centre, (rows, clusters); without communication."""
         return np.asarray(np.sqrt(self._distances(X)))
 
-    def fit_transform(self, X: Any, y: object = None) -> Array:  # noqa: N803
-        """Fit the clusters, and return the distances of this rank's rows."""
-        return self.fit(X).transform(X)
-
-    def score(self, X: Any, y: object = None) -> float:  # noqa: N803
-        """Negative sum of squared distances to the nearest centre; all ranks must call it."""
-        data = DividedRows(X, self.comm, self.device)
-        data.check_width(self.n_features_in_)
-        own = data.ranks.together(lambda: float(self._distances(X).min(1).sum()))
-        return -float(sum(data.ranks.comm.allgather(own)))
-
     def _distances(self, values: Any) -> Array:
         """Squared distances, (rows, clusters)."""
-        rows = self._fitted_rows(values)
-        centre = self._put(self.cluster_centers_)
-        middle = centre.mean(0)
-        parts = [
-            numpy(squared_distances(block - middle, centre - middle))
-            for _, block in self._blocks(rows)
-        ]
-        return np.concatenate([np.empty((0, len(centre))), *parts])
+
+        def of(block: Tensor) -> Tensor:
+            centre = self._put(self.cluster_centers_)
+            middle = centre.mean(0)
+            return squared_distances(block - middle, centre - middle)
+
+        return self._applied(values, of)
 
 
 def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
@@ -176,134 +150,130 @@ class _Step(NamedTuple):
     changed: int
 
 
-class _Run:
-    """Initialisation and iterations of k-means on centred rows."""
+def _variance(data: DividedRows) -> float:
+    """Mean variance of the features."""
+    mean = data.mean
+    [squares] = data.sums([()], lambda sums, _, block: sums[0].add_((block - mean).square().sum()))
+    return float(squares / (data.total * data.width))
 
-    def __init__(self, data: DividedRows, clusters: int) -> None:
-        self._data, self._clusters = data, clusters
 
-    def variance(self) -> float:
-        """Mean variance of the features."""
-        data, mean = self._data, self._data.mean()
-        [squares] = data.sums(
-            [()], lambda sums, _, block: sums[0].add_((block - mean).square().sum())
-        )
-        variance: float = squares.item() / (data.total * data.width)
-        return variance
+# --- k-means++
 
-    # --- k-means++
 
-    def seeded(self, rng: np.random.RandomState) -> Tensor:
-        """Draw initial centres from the rows."""
-        data, trials = self._data, 2 + int(math.log(self._clusters))
-        first = min(int(rng.random_sample() * data.total), data.total - 1)
-        own = first - data.first
-        mine = own if 0 <= own < data.rows.count else None
-        chosen = [data.fetch([mine])[0] - data.mean()]
-        closest = torch.full((data.rows.count,), torch.inf, dtype=torch.float64).to(data.device)
-        closest, _ = self._closer(closest, chosen[0][None])
-        closest = closest[0]
-        for _ in range(1, self._clusters):
-            local = self._draw(closest, rng.uniform(size=trials))
-            candidates = data.fetch(local) - data.mean()
-            closer, potentials = self._closer(closest, candidates)
-            best = int(potentials.argmin())
-            closest = closer[best]
-            chosen.append(candidates[best])
-        return torch.stack(chosen)
+def _seeded(data: DividedRows, clusters: int, rng: np.random.RandomState) -> Tensor:
+    """Draw initial centres from the rows."""
+    trials = 2 + int(math.log(clusters))
+    first = min(int(rng.random_sample() * data.total), data.total - 1)
+    own = first - data.first
+    mine = own if 0 <= own < data.rows.count else None
+    chosen = [data.fetch([mine])[0] - data.mean]
+    closest = torch.full((data.rows.count,), torch.inf, dtype=torch.float64).to(data.device)
+    closest, _ = _closer(data, closest, chosen[0][None])
+    closest = closest[0]
+    for _ in range(1, clusters):
+        local = _draw(data, closest, rng.uniform(size=trials))
+        candidates = data.fetch(local) - data.mean
+        closer, potentials = _closer(data, closest, candidates)
+        best = int(potentials.argmin())
+        closest = closer[best]
+        chosen.append(candidates[best])
+    return torch.stack(chosen)
 
-    def _closer(self, closest: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared distances (candidates, own rows) with each candidate as a centre; global sums."""
-        data, mean = self._data, self._data.mean()
-        closer = closest.repeat(len(candidates), 1)
 
-        def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
-            squares = squared_distances(block - mean, candidates).T
-            closer[:, place] = torch.minimum(closer[:, place], squares)
-            sums[0].add_(closer[:, place].sum(1))
+def _closer(data: DividedRows, closest: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distances (candidates, own rows) with each candidate as a centre; global sums."""
+    mean = data.mean
+    closer = closest.repeat(len(candidates), 1)
 
-        [potentials] = data.sums([(len(candidates),)], add)
-        return closer, potentials
+    def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
+        squares = squared_distances(block - mean, candidates).T
+        closer[:, place] = torch.minimum(closer[:, place], squares)
+        sums[0].add_(closer[:, place].sum(1))
 
-    def _draw(self, closest: Tensor, uniform: Array) -> list[int | None]:
-        """Draw rows by squared distance: this rank's indices, None for rows of other ranks."""
-        comm = self._data.ranks.comm
-        running = closest.cumsum(0)
-        own = float(running[-1]) if len(running) else 0.0
-        ends = list(accumulate(comm.allgather(own)))
-        last = max(rank for rank, count in enumerate(self._data.counts) if count)
-        drawn: list[int | None] = []
-        for value in uniform * ends[-1]:
-            owner = min(bisect_left(ends, value), last)
-            while not self._data.counts[owner]:
-                owner += 1
-            before = ends[owner - 1] if owner else 0.0
-            at = int(torch.searchsorted(running, float(value) - before)) if len(running) else 0
-            drawn.append(min(at, len(running) - 1) if owner == comm.rank else None)
-        return drawn
+    [potentials] = data.sums([(len(candidates),)], add)
+    return closer, potentials
 
-    # --- Lloyd's iterations
 
-    def lloyd(self, centres: Tensor, most: int, tol: float) -> tuple[_Step, Tensor, int]:
-        """Run Lloyd's iterations until convergence.
+def _draw(data: DividedRows, closest: Tensor, uniform: Array) -> list[int | None]:
+    """Draw rows by squared distance: this rank's indices, None for rows of other ranks."""
+    running = closest.cumsum(0)
+    own = float(running[-1]) if len(running) else 0.0
+    ends = list(accumulate(data.comm.allgather(own)))
+    last = max(rank for rank, count in enumerate(data.counts) if count)
+    drawn: list[int | None] = []
+    for value in uniform * ends[-1]:
+        owner = min(bisect_left(ends, value), last)
+        while not data.counts[owner]:
+            owner += 1
+        before = ends[owner - 1] if owner else 0.0
+        at = int(torch.searchsorted(running, float(value) - before)) if len(running) else 0
+        drawn.append(min(at, len(running) - 1) if owner == data.comm.rank else None)
+    return drawn
 
-        Returns:
-            Results of a final pass, the centres, and the number of iterations.
-        """
-        labels = torch.full((self._data.rows.count,), -1).to(self._data.device)
-        iterations = 0
-        while iterations < most:
-            iterations += 1
-            step = self._assign(centres, labels)
-            moved = self._moved(step, centres)
-            shift = float((moved - centres).square().sum())
-            centres, labels = moved, step.labels
-            if not step.changed or shift <= tol:
-                break
-        return self._assign(centres, labels), centres, iterations
 
-    def _assign(self, centres: Tensor, before: Tensor) -> _Step:
-        data, mean = self._data, self._data.mean()
-        labels, distances = torch.empty_like(before), torch.empty(len(before), dtype=torch.float64)
-        distances = distances.to(data.device)
-        numbers = torch.arange(len(centres), device=data.device)
+# --- Lloyd's iterations
 
-        def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
-            rows = block - mean
-            squares = squared_distances(rows, centres)
-            labels[place] = nearest = squares.argmin(1)
-            distances[place] = squares.gather(1, nearest[:, None])[:, 0]
-            # a product with a 0/1 matrix is deterministic, also on GPUs
-            member = (nearest == numbers[:, None]).double()
-            sums[0].addmm_(member, rows)
-            sums[1].add_(member.sum(1))
-            sums[2].add_(distances[place].sum())
-            sums[3].add_((nearest != before[place]).sum())
 
-        shapes = [tuple(centres.shape), (len(centres),), (), ()]
-        total, counts, inertia, changed = data.sums(shapes, add)
-        return _Step(labels, distances, total, counts, float(inertia), int(changed))
+def _lloyd(data: DividedRows, centres: Tensor, most: int, tol: float) -> tuple[_Step, Tensor, int]:
+    """Run Lloyd's iterations until convergence.
 
-    def _moved(self, step: _Step, centres: Tensor) -> Tensor:
-        """Means of the clusters; an empty cluster gets the row farthest from its centre."""
-        sums, counts = step.sums.clone(), step.counts.clone()
-        empty = (counts == 0).nonzero()[:, 0].tolist()
-        if empty:
-            for number, (row, old) in zip(empty, self._farthest(step, len(empty)), strict=False):
-                sums[old] -= row
-                counts[old] -= 1
-                sums[number], counts[number] = row, 1
-        return torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centres)
+    Returns:
+        Results of a final pass, the centres, and the number of iterations.
+    """
+    labels = torch.full((data.rows.count,), -1).to(data.device)
+    iterations = 0
+    while iterations < most:
+        iterations += 1
+        step = _assign(data, centres, labels)
+        moved = _moved(data, step, centres)
+        shift = float((moved - centres).square().sum())
+        centres, labels = moved, step.labels
+        if not step.changed or shift <= tol:
+            break
+    return _assign(data, centres, labels), centres, iterations
 
-    def _farthest(self, step: _Step, most: int) -> list[tuple[Tensor, int]]:
-        """The rows of all ranks farthest from their centres, with their clusters."""
-        data = self._data
-        own = step.distances.argsort(dim=0, descending=True, stable=True)[:most].tolist()
-        mine = [
-            (-float(step.distances[row]), data.first + row, int(step.labels[row])) for row in own
-        ]
-        every = [row for of_rank in data.ranks.comm.allgather(mine) for row in of_rank]
-        chosen = [row for row in sorted(every)[:most] if row[0] < 0]
-        local = [row - data.first for _, row, _ in chosen]
-        rows = data.fetch([at if 0 <= at < data.rows.count else None for at in local])
-        return [(row - data.mean(), old) for row, (_, _, old) in zip(rows, chosen, strict=True)]
+
+def _assign(data: DividedRows, centres: Tensor, before: Tensor) -> _Step:
+    mean = data.mean
+    labels, distances = torch.empty_like(before), torch.empty(len(before), dtype=torch.float64)
+    distances = distances.to(data.device)
+    numbers = torch.arange(len(centres), device=data.device)
+
+    def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
+        rows = block - mean
+        squares = squared_distances(rows, centres)
+        labels[place] = nearest = squares.argmin(1)
+        distances[place] = squares.gather(1, nearest[:, None])[:, 0]
+        # a product with a 0/1 matrix is deterministic, also on GPUs
+        member = (nearest == numbers[:, None]).double()
+        sums[0].addmm_(member, rows)
+        sums[1].add_(member.sum(1))
+        sums[2].add_(distances[place].sum())
+        sums[3].add_((nearest != before[place]).sum())
+
+    shapes = [tuple(centres.shape), (len(centres),), (), ()]
+    total, counts, inertia, changed = data.sums(shapes, add)
+    return _Step(labels, distances, total, counts, float(inertia), int(changed))
+
+
+def _moved(data: DividedRows, step: _Step, centres: Tensor) -> Tensor:
+    """Means of the clusters; an empty cluster gets the row farthest from its centre."""
+    sums, counts = step.sums.clone(), step.counts.clone()
+    empty = (counts == 0).nonzero()[:, 0].tolist()
+    if empty:
+        for number, (row, old) in zip(empty, _farthest(data, step, len(empty)), strict=False):
+            sums[old] -= row
+            counts[old] -= 1
+            sums[number], counts[number] = row, 1
+    return torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centres)
+
+
+def _farthest(data: DividedRows, step: _Step, most: int) -> list[tuple[Tensor, int]]:
+    """The rows of all ranks farthest from their centres, with their clusters."""
+    own = step.distances.argsort(dim=0, descending=True, stable=True)[:most].tolist()
+    mine = [(-float(step.distances[row]), data.first + row, int(step.labels[row])) for row in own]
+    every = [row for of_rank in data.comm.allgather(mine) for row in of_rank]
+    chosen = [row for row in sorted(every)[:most] if row[0] < 0]
+    local = [row - data.first for _, row, _ in chosen]
+    rows = data.fetch([at if 0 <= at < data.rows.count else None for at in local])
+    return [(row - data.mean, old) for row, (_, _, old) in zip(rows, chosen, strict=True)]

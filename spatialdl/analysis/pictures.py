@@ -1,18 +1,22 @@
-"""Pictures of clusters, projections, regressions and neighbours."""
+"""Pictures of clusters, projections, regressions and neighbours, with the slides under them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.saving import unfinished
+from spatialdl.errors import SlideError
 from spatialdl.evaluating.pictures import draw_pairs
 from spatialdl.predicting.geojson import colour_of
+from spatialdl.predicting.pictures import new_figure, save_figure
+from spatialdl.predicting.slide_paths import slide_paths
+from spatialdl.slides.reading.paths import slide_aliases
+from spatialdl.slides.reading.reader import Slide
 from spatialdl.text import fitted
 
 if TYPE_CHECKING:
@@ -22,7 +26,60 @@ if TYPE_CHECKING:
 _LISTED = 12  # groups in a legend
 _NAME = 28  # letters of a panel title
 _SIDE = 3.2  # side of a panel in inches
+_DPI = 150
 _MISSING = (0.75, 0.75, 0.75)
+_OVERVIEW = 500  # longer side in pixels
+_TILE = 160
+
+Read = TypeVar("Read")
+
+
+Picture = npt.NDArray[np.uint8]
+
+
+class SlidePictures:
+    """Overviews and tiles of slides, by the names of their feature files.
+
+    Args:
+        paths: slides, folders and patterns; may be empty.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        found = slide_paths(list(paths)) if paths else []
+        self._paths = {name: path for path in found for name in reversed(slide_aliases(path))}
+        self._unreadable: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._paths)
+
+    def summary(self) -> dict[str, Any]:
+        """Errors of unreadable slides, by name."""
+        return {"slides_not_shown": self._unreadable} if self._unreadable else {}
+
+    def overview(self, name: str) -> tuple[Picture, float] | None:
+        """Overview of a slide, and level-0 pixels per pixel; None if missing or unreadable."""
+
+        def read(slide: Slide) -> tuple[Picture, float]:
+            found = slide.thumbnail(max(1.0, max(slide.size) / _OVERVIEW))
+            return found.image, found.scale
+
+        return self._read(name, read)
+
+    def tile(self, name: str, place: tuple[int, int], span: float) -> Picture | None:
+        """Tile at level-0 x and y, `span` level-0 pixels wide; None if missing or unreadable."""
+        side = int(min(_TILE, max(1.0, span)))
+        scale = max(1.0, span / side)
+        return self._read(name, lambda slide: slide.read_scaled(*place, (side, side), scale))
+
+    def _read(self, name: str, read: Callable[[Slide], Read]) -> Read | None:
+        if name not in self._paths:
+            return None
+        try:
+            with Slide(self._paths[name]) as slide:
+                return read(slide)
+        except SlideError as error:
+            self._unreadable[name] = str(error)
+            return None
 
 
 class SlideMap(NamedTuple):
@@ -67,8 +124,7 @@ def draw_maps(path: Path, maps: Sequence[SlideMap], clusters: int) -> None:
         )
         panel.add_collection(boxes)
         if one.picture is None and len(one.coords):
-            panel.set_xlim(x.min(), x.max() + side)
-            panel.set_ylim(y.max() + side, y.min())
+            panel.set(xlim=(x.min(), x.max() + side), ylim=(y.max() + side, y.min()))
     shown = range(min(clusters, 2 * _LISTED))
     handles = [Patch(color=_colours([k])[0], label=str(k)) for k in shown]
     more = f", the first {len(shown)} of {clusters}" if clusters > len(shown) else ""
@@ -80,7 +136,7 @@ def draw_maps(path: Path, maps: Sequence[SlideMap], clusters: int) -> None:
         frameon=False,
         fontsize=8,
     )
-    _save(figure, path)
+    save_figure(path, figure)
 
 
 def draw_projection(
@@ -101,7 +157,7 @@ def draw_projection(
         titles: titles of the axes.
         legend: title of the legend.
     """
-    figure = _figure(7.5, 5.5)
+    figure = new_figure(7.5, 5.5, _DPI)
     panel = figure.subplots()
     order = np.random.RandomState(0).permutation(len(points))  # so that no group covers the rest
     size = float(np.clip(15_000 / max(1, len(points)), 2, 16))
@@ -118,10 +174,9 @@ def draw_projection(
         colours = np.array([_colours([at[g]])[0] if g else _MISSING for g in groups]).reshape(-1, 3)
         panel.scatter(x, y, s=size, c=colours[order], linewidths=0)
         _name_groups(panel, names, legend)
-    panel.set_xlabel(titles[0])
-    panel.set_ylabel(titles[1])
+    panel.set(xlabel=titles[0], ylabel=titles[1])
     panel.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_figure(path, figure)
 
 
 def _name_groups(panel: Axes, names: Sequence[str], legend: str) -> None:
@@ -139,22 +194,20 @@ def _name_groups(panel: Axes, names: Sequence[str], legend: str) -> None:
 
 def draw_regression(
     path: Path,
-    true: npt.NDArray[np.float64],
-    predicted: npt.NDArray[np.float64],
+    pairs: npt.NDArray[np.float64],
     target: str,
     title: str,
 ) -> None:
-    """Scatter plot of predicted over true values of slides."""
-    figure = _figure(5, 5)
+    """Scatter plot of predicted over true values of slides, from pairs (slides, 2) of both."""
+    figure = new_figure(5, 5, _DPI)
     panel = figure.subplots()
-    ends = [float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))]
+    ends = [float(pairs.min()), float(pairs.max())]
     panel.plot(ends, ends, color="#b0b0b0", lw=1, zorder=0)
-    panel.scatter(true, predicted, s=22, color="#1f5fa8", alpha=0.75, linewidths=0)
-    panel.set_xlabel(f"{target}, true")
-    panel.set_ylabel(f"{target}, predicted")
+    panel.scatter(pairs[:, 0], pairs[:, 1], s=22, color="#1f5fa8", alpha=0.75, linewidths=0)
+    panel.set(xlabel=f"{target}, true", ylabel=f"{target}, predicted")
     panel.set_title(title, fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_figure(path, figure)
 
 
 def draw_confusion(
@@ -162,13 +215,12 @@ def draw_confusion(
 ) -> None:
     """Confusion matrix of slides, (classes, classes)."""
     side = max(4.0, 1.8 + 0.62 * len(classes))
-    figure = _figure(side, side)
+    figure = new_figure(side, side, _DPI)
     panel = figure.subplots()
     draw_pairs(panel, pairs, classes)
-    panel.set_xlabel(f"{target}, predicted")
-    panel.set_ylabel(f"{target}, true")
+    panel.set(xlabel=f"{target}, predicted", ylabel=f"{target}, true")
     panel.set_title(title, fontsize=10)
-    _save(figure, path)
+    save_figure(path, figure)
 
 
 def draw_tiles(
@@ -177,21 +229,20 @@ def draw_tiles(
 ) -> None:
     """Draw tiles with captions, a query and its neighbours in each row."""
     columns = max(map(len, rows))
-    figure = _figure(1.7 * columns, 2.15 * len(rows))
+    figure = new_figure(1.7 * columns, 2.15 * len(rows), _DPI)
     panels = figure.subplots(len(rows), columns, squeeze=False)
     for line, row in zip(panels, rows, strict=True):
         for panel in line[len(row) :]:
             panel.axis("off")
         for panel, (caption, tile) in zip(line, row, strict=False):
-            panel.set_xticks([])
-            panel.set_yticks([])
+            panel.set(xticks=[], yticks=[])
             panel.spines[:].set_color("#c0c0c0")  # a visible frame for white tiles
             panel.set_title(caption, fontsize=7)
             if tile is not None:
                 panel.imshow(tile)
             else:
                 panel.text(0.5, 0.5, "no picture", ha="center", va="center", fontsize=8)
-    _save(figure, path)
+    save_figure(path, figure)
 
 
 def _colours(numbers: Any) -> npt.NDArray[np.float64]:
@@ -203,19 +254,8 @@ def _colours(numbers: Any) -> npt.NDArray[np.float64]:
 def _grid(count: int) -> tuple[Figure, list[Axes]]:
     columns = min(count, math.ceil(math.sqrt(count)) + 1)
     rows = math.ceil(count / columns)
-    figure = _figure(max(5.0, _SIDE * columns), _SIDE * rows + 0.8)
+    figure = new_figure(max(5.0, _SIDE * columns), _SIDE * rows + 0.8, _DPI)
     panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for panel in panels[count:]:
         panel.axis("off")
     return figure, panels[:count]
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with unfinished(path) as temporary:
-        figure.savefig(temporary, format="png")

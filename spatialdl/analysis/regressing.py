@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +11,12 @@ import numpy.typing as npt
 
 from spatialdl.analysis import pictures
 from spatialdl.analysis.cohort import Cohort, Columns
-from spatialdl.analysis.columns import numbers_of, read_columns
-from spatialdl.analysis.ridge import MSE, Ridge, RidgeCV
-from spatialdl.analysis.ridge_classes import RidgeClassifierCV
-from spatialdl.analysis.saved_models import load_model, save_model
+from spatialdl.analysis.estimator import load_model, save_model
+from spatialdl.analysis.ridge import MSE, Ridge, RidgeClassifierCV, RidgeCV
 from spatialdl.data.feature_file import FeatureFile
 from spatialdl.data.saving import save_table
+from spatialdl.evaluating.scores import from_confusion
+from spatialdl.predicting.agreed_errors import agreeing
 
 Numbers = npt.NDArray[np.float64]
 
@@ -32,41 +33,39 @@ class _Labels(NamedTuple):
     group: dict[str, str]
 
 
-class _Predicted(NamedTuple):
-    """Predictions of slides.
-
-    Attributes:
-        values: predicted number or class, by slide.
-        columns: scores of classes, by column and slide; empty for numbers.
-    """
-
-    values: dict[str, Any]
-    columns: dict[str, dict[str, float]]
+Table = dict[str, dict[str, Any]]
+"""Results by column and slide: `predicted`, a number or a class, and scores of classes."""
 
 
 def regress(options: argparse.Namespace, cohort: Cohort) -> dict[str, Any]:
     """Fit or apply a ridge regression of slides; writes tables and a picture."""
-    ranks = cohort.ranks
-    model: Any = ranks.together(lambda: _loaded(options, cohort)) if options.apply else None
-    is_class = options.classes or isinstance(model, RidgeClassifierCV)
-    labels = ranks.together(lambda: _labels(options, cohort, is_class))
+    model: Any = None
+    with agreeing(cohort.comm):
+        if options.apply:
+            model = _loaded(options, cohort)
+        is_class = options.classes or isinstance(model, RidgeClassifierCV)
+        labels = _labels(options, cohort, is_class)
     filled = [file for file in cohort.files if file.tiles]
     with cohort.rows(filled) as rows:
         means = cohort.slide_means(rows, filled)
-    held_out: _Predicted | None = None
+    held_out: Table = {}
     summary: dict[str, Any] = {}
     if model is None:
         model, held_out, summary = _learned(options, cohort, filled, means, labels)
-    slides = [file.slide for file in filled]
-    predicted = _by_slide(slides, _columns(model, means))
+    predicted = _by_slide([file.slide for file in filled], _columns(model, means))
     cohort.write_tables(options.out / "tiles", lambda of_slide: _columns(model, of_slide))
-    shown = held_out or predicted
-    ranks.on_first(lambda: _write(options, cohort, labels, predicted, held_out))
-    both = _compared(labels, shown)
+    shown = (held_out or predicted)["predicted"]
+    both = [(labels.target[name], shown[name]) for name in shown if name in labels.target]
     if is_class and both:
-        summary |= _shares(both)
+        scores = from_confusion(_pairs(both)[1][None].astype(np.float64))
+        summary |= {name: float(scores[name][0]) for name in ("accuracy", "balanced_accuracy")}
     elif len(both) > 1:
         summary["r2_of_slides"] = _r2(*np.array(both).T)
+    with agreeing(cohort.comm):
+        if cohort.comm.rank == 0:
+            _save_slides(options, cohort, labels, predicted, held_out)
+            if len(both) > 1:
+                _draw(options, both, is_class, summary)
     return {"slides_compared": len(both), **summary}
 
 
@@ -81,46 +80,55 @@ def _columns(model: Any, rows: Any) -> Columns:
     return {"predicted": model.decide(decisions), **scores}
 
 
-def _by_slide(slides: list[str], results: Columns) -> _Predicted:
-    def of(column: str) -> dict[str, Any]:
-        return dict(zip(slides, results[column].tolist(), strict=True))
-
-    return _Predicted(of("predicted"), {name: of(name) for name in results if name != "predicted"})
-
-
-def _compared(labels: _Labels, shown: _Predicted) -> list[tuple[Any, Any]]:
-    """True and predicted values of labelled slides."""
-    known = [name for name in shown.values if name in labels.target]
-    return [(labels.target[name], shown.values[name]) for name in known]
+def _by_slide(slides: list[str], results: Columns) -> Table:
+    return {
+        column: dict(zip(slides, values.tolist(), strict=True))
+        for column, values in results.items()
+    }
 
 
-def _shares(both: list[tuple[str, str]]) -> dict[str, float]:
-    """Accuracy and balanced accuracy (mean recall of the classes)."""
-    true, predicted = (np.array(values) for values in zip(*both, strict=True))
-    right = true == predicted
-    recalls = [float(right[true == name].mean()) for name in np.unique(true)]
-    return {"accuracy": float(right.mean()), "balanced_accuracy": float(np.mean(recalls))}
+def _pairs(both: list[tuple[str, str]]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Class names, and the confusion matrix by true and predicted class."""
+    names = sorted({str(name) for pair in both for name in pair})
+    pairs = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(pairs, tuple(np.searchsorted(names, np.array(both).T)), 1)
+    return names, pairs
 
 
 def _labels(options: argparse.Namespace, cohort: Cohort, is_class: bool) -> _Labels:
     if options.labels is None:
         return _Labels({}, {})
-    slides = [file.slide for file in cohort.files]
     columns = [options.target, *([options.group] if options.group else [])]
-    table = read_columns(options.labels, slides, columns)
-    target: dict[str, Any] = (
-        {name: row[options.target] for name, row in table.items() if options.target in row}
-        if is_class
-        else numbers_of(options.labels, table, options.target)
-    )
+    table = cohort.read_columns(options.labels, columns)
+    target: dict[str, Any] = {
+        name: row[options.target] for name, row in table.items() if options.target in row
+    }
+    if not is_class:
+        target = {name: _number(options, name, text) for name, text in target.items()}
+        if not target:
+            raise ValueError(
+                f"{options.labels}: column {options.target} is empty for all slides with features"
+            )
     group = {name: table[name].get(options.group, name) for name in target}
     return _Labels(target, group)
 
 
+def _number(options: argparse.Namespace, slide: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = np.nan
+    if not np.isfinite(value):
+        raise ValueError(
+            f"{options.labels}: {options.target} of slide {slide!r} is {text!r}, expected a finite "
+            "number (for classes, use --classes)"
+        )
+    return value
+
+
 def _loaded(options: argparse.Namespace, cohort: Cohort) -> Any:
-    model = load_model(options.apply, device=options.device)
-    if not isinstance(model, Ridge | RidgeCV):
-        raise ValueError(f"{options.apply} is a {type(model).__name__}, expected a ridge model")
+    kinds = (Ridge, RidgeCV, RidgeClassifierCV)
+    model = load_model(options.apply, kinds, options.device, "ridge")
     is_class = isinstance(model, RidgeClassifierCV)
     if options.classes and not is_class:
         raise ValueError(f"{options.apply} predicts a number: remove --classes")
@@ -139,9 +147,9 @@ def _learned(
     filled: list[FeatureFile],
     means: Numbers,
     labels: _Labels,
-) -> tuple[RidgeCV, _Predicted, dict[str, Any]]:
+) -> tuple[RidgeCV, Table, dict[str, Any]]:
     """Fit a model; returns it, held-out predictions of the slides, and entries of the summary."""
-    ranks = cohort.ranks
+    comm = cohort.comm
     known = [k for k, file in enumerate(filled) if file.slide in labels.target]
     files, of_slides = [filled[k] for k in known], means[known]
     if len(files) < 3:
@@ -151,75 +159,68 @@ def _learned(
         )
     names = [file.slide for file in files]
     kind = RidgeClassifierCV if options.classes else RidgeCV
-    model = kind(
-        options.alphas, cv=options.folds, scoring=MSE, comm=ranks.comm, device=options.device
-    )
+    model = kind(options.alphas, cv=options.folds, scoring=MSE, comm=comm, device=options.device)
+    rows: AbstractContextManager[Any] = cohort.rows(files)
     if options.level == "slide":
-        first, last = (len(files) * (ranks.rank + k) // ranks.size for k in (0, 1))
-        own, values = names[first:last], of_slides[first:last]
-        model.fit(values, _of(labels.target, own), np.array(_of(labels.group, own), str))
+        first, last = (len(files) * (comm.rank + k) // comm.size for k in (0, 1))
+        own, rows = names[first:last], nullcontext(of_slides[first:last])
     else:
         own = [part.file.slide for part in cohort.parts(files) for _ in range(part.tiles)]
-        with cohort.rows(files) as rows:
-            model.fit(rows, _of(labels.target, own), np.array(_of(labels.group, own), str))
-    every = [
-        one
-        for of in ranks.comm.allgather(dict(zip(own, model.folds_.tolist(), strict=True)))
-        for one in of.items()
-    ]
-    folds = dict(every)
-    predicted = _Predicted({}, {})
+    targets, groups = (
+        [values_of[name] for name in own] for values_of in (labels.target, labels.group)
+    )
+    with rows as given:
+        model.fit(given, targets, np.array(groups, str))
+    folds: dict[str, int] = {}
+    for of_rank in comm.allgather(dict(zip(own, model.folds_.tolist(), strict=True))):
+        folds |= of_rank
+    predicted: Table = {}
     for fold in sorted(set(folds.values())):
         inside = [k for k, name in enumerate(names) if folds[name] == fold]
-        part = _by_slide(
-            [names[k] for k in inside], _columns(model.without(fold), of_slides[inside])
-        )
-        predicted.values.update(part.values)
-        for column, cells in part.columns.items():
-            predicted.columns.setdefault(column, {}).update(cells)
-    ranks.on_first(lambda: save_model(options.out / "model.npz", model))
+        part = _columns(model.without(fold), of_slides[inside])
+        for column, cells in _by_slide([names[k] for k in inside], part).items():
+            predicted.setdefault(column, {}).update(cells)
+    with agreeing(comm):
+        if comm.rank == 0:
+            save_model(options.out / "model.npz", model)
     return model, predicted, {"alpha": model.alpha_, "folds": options.folds}
 
 
-def _of(values: dict[str, Any], names: list[str]) -> list[Any]:
-    return [values[name] for name in names]
-
-
-def _write(
-    options: argparse.Namespace,
-    cohort: Cohort,
-    labels: _Labels,
-    predicted: _Predicted,
-    held_out: _Predicted | None,
+def _save_slides(
+    options: argparse.Namespace, cohort: Cohort, labels: _Labels, predicted: Table, held_out: Table
 ) -> None:
-    shown = held_out or predicted
+    scores = {**(held_out or predicted)}
+    scores.pop("predicted")
     columns = {
         "true": labels.target,
-        "predicted_held_out": held_out.values if held_out else {},
-        "predicted": predicted.values,
-        **shown.columns,
+        "predicted_held_out": held_out.get("predicted", {}),
+        "predicted": predicted["predicted"],
+        **scores,
     }
     lines = [
         [f.slide, f.tiles, *(_text(values, f.slide) for values in columns.values())]
         for f in cohort.files
     ]
     save_table(options.out / "slides.csv", ["slide", "tiles", *columns], lines)
-    both = _compared(labels, shown)
-    if len(both) < 2:
-        return
-    how = f"{options.folds} folds, each slide held out" if held_out else f"{options.apply.name}"
+
+
+def _draw(
+    options: argparse.Namespace,
+    both: list[tuple[Any, Any]],
+    is_class: bool,
+    summary: dict[str, Any],
+) -> None:
+    how = f"{options.folds} folds, each slide held out"
+    if options.apply:
+        how = f"{options.apply.name}"
     path, target = options.out / "predicted.png", options.target
-    if predicted.columns:
-        names = sorted({str(name) for pair in both for name in pair})
-        pairs = np.zeros((len(names), len(names)), np.int64)
-        np.add.at(pairs, tuple(np.searchsorted(names, np.array(both).T)), 1)
-        accuracy = 100 * pairs.trace() / len(both)
-        title = f"{len(both)} slides, accuracy {accuracy:.1f} %\n{how}"
+    if is_class:
+        names, pairs = _pairs(both)
+        title = f"{len(both)} slides, accuracy {100 * summary['accuracy']:.1f} %\n{how}"
         pictures.draw_confusion(path, pairs, names, target, title)
         return
-    numbers = np.array(both)
-    title = f"{len(both)} slides, R2 = {_r2(*numbers.T):.3f}\n{how}"
-    pictures.draw_regression(path, numbers[:, 0], numbers[:, 1], target, title)
+    title = f"{len(both)} slides, R2 = {summary['r2_of_slides']:.3f}\n{how}"
+    pictures.draw_regression(path, np.array(both), target, title)
 
 
 def _text(values: dict[str, Any], name: str) -> str:

@@ -1,19 +1,19 @@
-"""Ridge regression on rows divided over ranks, by normal equations."""
+"""Ridge regression on rows divided over ranks, by normal equations: of numbers, of classes."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.analysis import normal_equations
 from spatialdl.analysis.estimator import Array, Estimator, numpy, positive
-from spatialdl.analysis.normal_equations import Fit, Sums
-from spatialdl.analysis.ranks import Comm
-from spatialdl.analysis.rows import DividedRows
+from spatialdl.analysis.rows import Comm, DividedRows, total
+from spatialdl.predicting.agreed_errors import agreeing
 
 R2, MSE = "r2", "neg_mean_squared_error"
 
@@ -32,43 +32,16 @@ class _Linear(Estimator):
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Predict this rank's rows, (rows,) or (rows, targets); without communication."""
-        rows = self._fitted_rows(X)
-        weights = self._put(np.atleast_2d(self.coef_)).T
-        parts = [numpy(block @ weights) for _, block in self._blocks(rows)]
-        several = np.concatenate([np.empty((0, weights.shape[1])), *parts])
+        several = self._applied(X, lambda block: block @ self._put(np.atleast_2d(self.coef_)).T)
         return np.asarray((several if self.coef_.ndim == 2 else several[:, 0]) + self.intercept_)
 
-    def score(self, X: Any, y: Any) -> float:  # noqa: N803
-        """Mean R2 of the targets over the rows of all ranks; all ranks must call it."""
-        data = DividedRows(X, self.comm, self.device)
-        data.check_width(self.n_features_in_)
-        targets, _ = _targets(data, y)
-        predicted = data.ranks.together(lambda: self._put(self.predict(data.rows)))
-        errors = targets - predicted.reshape(targets.shape)
-        mean = _mean(data, targets)
-        parts = [errors.square().sum(0), (targets - mean).square().sum(0)]
-        wrong, whole = data.ranks.total(
-            [tuple(part.shape) for part in parts],
-            lambda sums: [one.copy_(part) for one, part in zip(sums, parts, strict=True)],
-            data.device,
-        )
-        return float(_r2(wrong, whole).mean())
-
-    def _take(
-        self, data: DividedRows, fit: Fit, centres: tuple[Tensor, Tensor], flat: bool
-    ) -> None:
-        weights = fit.weights[0].T
-        offset = centres[1] + fit.y - weights @ (centres[0] + fit.x)
-        self.coef_ = numpy(weights[0] if flat else weights)
-        intercept = numpy(offset)
-        self.intercept_ = float(intercept[0]) if flat else intercept
-        if not self.fit_intercept:
-            self.intercept_ = 0.0
+    def _take(self, data: DividedRows, coef: Array, intercept: Array, flat: bool) -> None:
+        self.coef_, self.intercept_ = (coef[0], float(intercept[0])) if flat else (coef, intercept)
         self.n_features_in_ = data.width
 
-    def _centres(self, data: DividedRows, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _centres(self, data: DividedRows, targets: Tensor) -> Centres:
         if self.fit_intercept:
-            return data.mean(), _mean(data, targets)
+            return data.mean, _mean(data, targets)
         like = targets.new_zeros
         return like(data.width), like(targets.shape[1])
 
@@ -107,9 +80,10 @@ class Ridge(_Linear):
             raise ValueError(f"alpha has {len(alphas)} numbers for {targets.shape[1]} targets")
         centres = self._centres(data, targets)
         folds = torch.zeros(data.rows.count, dtype=torch.int64, device=data.device)
-        sums = normal_equations.collect(data, targets, folds, 1, centres).fold(0)
+        [products] = _products(data, targets, folds, 1, centres)
         strengths = alphas.to(data.device)[None]
-        self._take(data, normal_equations.solve(sums, strengths, self.fit_intercept), centres, flat)
+        [errors] = _solve(products, data.width, strengths, self.fit_intercept)
+        self._take(data, *_coefficients(errors, centres), flat)
         return self
 
 
@@ -134,13 +108,6 @@ class RidgeCV(_Linear):
         fold_coef_: (folds, targets, width), weights fitted without each fold, with `alpha_`.
         fold_intercept_: (folds, targets), constants fitted without each fold.
     """
-
-    alpha_: float
-    best_score_: float
-    scores_: Array
-    folds_: Array
-    fold_coef_: Array
-    fold_intercept_: Array
 
     def __init__(
         self,
@@ -174,39 +141,32 @@ class RidgeCV(_Linear):
         targets, flat = _targets(data, y)
         folds = _folds(data, count, groups)
         centres = self._centres(data, targets)
-        sums = normal_equations.collect(data, targets, folds, count, centres)
-        whole, strengths = sums.whole(), alphas.to(data.device)[:, None]
+        products = _products(data, targets, folds, count, centres)
+        whole, strengths = products.sum(0), alphas.to(data.device)[:, None]
         fits, scores = [], []
-        for fold in range(count):
-            held_out = sums.fold(fold)
-            fits.append(
-                normal_equations.solve(whole.without(held_out), strengths, self.fit_intercept)
-            )
+        for held_out in products:
+            fits.append(_solve(whole - held_out, data.width, strengths, self.fit_intercept))
             scores.append(self._scored(held_out, fits[-1]))
         self.scores_ = numpy(torch.stack(scores, 1))
         best = int(self.scores_.mean(1).argmax())
         self.alpha_, self.best_score_ = float(alphas[best]), float(self.scores_.mean(1)[best])
-        chosen = strengths[best : best + 1]
-        self._take(data, normal_equations.solve(whole, chosen, self.fit_intercept), centres, flat)
-        self._take_folds(fits, best, centres)
+        [errors] = _solve(whole, data.width, strengths[best : best + 1], self.fit_intercept)
+        self._take(data, *_coefficients(errors, centres), flat)
+        of_folds = [_coefficients(fit[best], centres) for fit in fits]
+        self.fold_coef_, self.fold_intercept_ = map(np.stack, zip(*of_folds, strict=True))
         self.folds_ = numpy(folds)
         return self
 
-    def _scored(self, sums: Sums, fit: Fit) -> Tensor:
-        """Mean score of the targets, (alphas,)."""
-        wrong = normal_equations.squared_errors(sums, fit)
+    def _scored(self, products: Tensor, errors: Tensor) -> Tensor:
+        """Mean score of the targets over the rows of a fold, (alphas,)."""
+        wrong = torch.einsum("sit,ij,sjt->st", errors, products, errors).clamp(min=0)
+        rows = products[-1, -1]
         if self.scoring == MSE:
-            return -(wrong / sums.rows).mean(1)
-        return _r2(wrong, normal_equations.spread(sums)).mean(1)
-
-    def _take_folds(self, fits: list[Fit], best: int, centres: tuple[Tensor, Tensor]) -> None:
-        weights = torch.stack([fit.weights[best].T for fit in fits])
-        offsets = [
-            centres[1] + fit.y - one @ (centres[0] + fit.x)
-            for one, fit in zip(weights, fits, strict=True)
-        ]
-        self.fold_coef_ = numpy(weights)
-        self.fold_intercept_ = numpy(torch.stack(offsets)) * bool(self.fit_intercept)
+            return -(wrong / rows).mean(1)
+        targets = slice(-1 - errors.shape[2], -1)
+        squares, sums = products.diagonal()[targets], products[-1, targets]
+        spread = (squares - sums.square() / rows.clamp(min=1)).clamp(min=0)
+        return _r2(wrong, spread).mean(1)
 
     def without(self, fold: int) -> Self:
         """The model fitted without a fold, for predictions."""
@@ -217,19 +177,138 @@ class RidgeCV(_Linear):
         model.intercept_ = float(offset[0]) if flat else offset
         return model
 
-    def predict_held_out(self, X: Any) -> Array:  # noqa: N803
-        """Predict the rows of `fit`, each by the model fitted without its fold."""
-        rows = self._fitted_rows(X)
-        if rows.count != len(self.folds_):
-            raise ValueError(f"there are {rows.count} rows, fit had {len(self.folds_)}")
-        predicted = np.empty((rows.count, self.fold_coef_.shape[1]))
-        for place, block in self._blocks(rows):
-            numbers = self.folds_[place]
-            for fold in np.unique(numbers):
-                chosen = torch.from_numpy(np.flatnonzero(numbers == fold)).to(block.device)
-                values = numpy(block[chosen] @ self._put(self.fold_coef_[fold]).T)
-                predicted[place][numbers == fold] = values + self.fold_intercept_[fold]
-        return predicted if self.coef_.ndim == 2 else predicted[:, 0]
+
+class RidgeClassifierCV(RidgeCV):
+    """Ridge classifier with the penalty chosen by cross-validation.
+
+    The class of the largest decision value is predicted; of two classes the second if the single
+    decision value is above 0, as in scikit-learn's `RidgeClassifier`. The penalty is that of
+    `RidgeCV` on the targets +1 and -1.
+
+    Args:
+        alphas: candidate penalties.
+        fit_intercept: whether to fit an unpenalised constant.
+        scoring: `r2` or `neg_mean_squared_error` of the decision values; the mean over the folds
+            selects the penalty.
+        cv: number of folds: contiguous ranges of all rows, or whole groups.
+        comm: communicator of mpi4py or of this package; None: single process.
+        device: device of the computation.
+
+    Attributes:
+        classes_: (classes,), sorted text.
+    """
+
+    def __init__(
+        self,
+        alphas: Any = (0.1, 1.0, 10.0),
+        *,
+        fit_intercept: bool = True,
+        scoring: str = MSE,
+        cv: int = 5,
+        comm: Comm = None,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(
+            alphas, fit_intercept=fit_intercept, scoring=scoring, cv=cv, comm=comm, device=device
+        )
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:  # noqa: N803
+        """Fit classes (rows,); all ranks must call it with their own rows.
+
+        Args:
+            X: this rank's rows.
+            y: classes of the same rows, converted to text.
+            groups: groups of the same rows, such as patients; a group stays in one fold.
+
+        Raises:
+            ValueError: on all ranks: see `RidgeCV`, or fewer than two classes.
+        """
+        own = np.asarray(y).astype(str)
+        comm = DividedRows(X, self.comm, self.device).comm
+        everywhere = set(chain.from_iterable(comm.allgather(sorted(set(own.ravel().tolist())))))
+        if len(everywhere) < 2:
+            raise ValueError(
+                f"there are {len(everywhere)} classes on all ranks, expected at least 2"
+            )
+        self.classes_ = np.array(sorted(everywhere))
+        coded = np.where(own[..., None] == self.classes_, 1.0, -1.0)
+        return super().fit(X, coded[..., 1] if len(self.classes_) == 2 else coded, groups)
+
+    def decision_function(self, X: Any) -> Array:  # noqa: N803
+        """Decision values of this rank's rows, (rows, classes), or (rows,) for two classes."""
+        return super().predict(X)
+
+    def decide(self, decisions: Array) -> Array:
+        """Classes of decision values, (rows,)."""
+        several = decisions.ndim == 2
+        numbers = decisions.argmax(1) if several else (decisions > 0).astype(np.int64)
+        return np.asarray(self.classes_[numbers])
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Predict the classes of this rank's rows, (rows,); without communication."""
+        return self.decide(self.decision_function(X))
+
+
+# --- normal equations: products of the columns of z = (x, y, 1), minus fixed centres
+#
+# The error y - prediction is z c: a fit is c, (size, targets), with the weights negated, then the
+# identity, then a constant. The sum of its squares over some rows is c' (sum of z z') c.
+
+Centres = tuple[Tensor, Tensor]
+
+
+def _products(
+    data: DividedRows, targets: Tensor, folds: Tensor, count: int, centres: Centres
+) -> Tensor:
+    """Sums of z z' over the rows of all ranks in each fold, (count, size, size).
+
+    Args:
+        targets: targets of this rank's rows, (rows, targets).
+        folds: folds of this rank's rows, below `count`.
+        centres: subtracted from rows and targets, to avoid cancellation between sums.
+    """
+
+    def add(sums: list[Tensor], place: slice, block: Tensor) -> None:
+        y, numbers = targets[place] - centres[1], folds[place]
+        z = torch.cat([block - centres[0], y, torch.ones_like(y[:, :1])], 1)
+        for fold in torch.unique(numbers).tolist():
+            some = z[numbers == fold]
+            sums[0][fold].addmm_(some.T, some)
+
+    size = data.width + targets.shape[1] + 1
+    [products] = data.sums([(count, size, size)], add)
+    return products
+
+
+def _solve(products: Tensor, width: int, alphas: Tensor, intercept: bool) -> Tensor:
+    """Solve ridge regressions by an eigendecomposition of the Gram matrix.
+
+    Args:
+        products: sums over the rows.
+        alphas: (strengths, targets or 1), at least 0; 0 gives the minimum-norm solution.
+        intercept: whether to fit a constant.
+
+    Returns:
+        Fits, (strengths, size, targets).
+    """
+    means = products[-1] / products[-1, -1] * intercept
+    centred = products - torch.outer(products[-1], means)
+    xx, xy = centred[:width, :width], centred[:width, width:-1]
+    values, vectors = torch.linalg.eigh(xx)
+    noise = len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
+    values = torch.where(values > noise, values, 0.0)
+    bottom = values[:, None] + alphas[:, None]  # (strengths, width, targets or 1)
+    turned = torch.where(bottom > 0, (vectors.T @ xy) / torch.where(bottom > 0, bottom, 1.0), 0.0)
+    weights = vectors @ turned
+    constant = means[:width] @ weights - means[width:-1]
+    identity = torch.eye(xy.shape[1], dtype=xy.dtype, device=xy.device)
+    return torch.cat([-weights, identity.expand(len(weights), -1, -1), constant[:, None]], 1)
+
+
+def _coefficients(errors: Tensor, centres: Centres) -> tuple[Array, Array]:
+    """Weights (targets, width) and intercepts (targets,) of a fit."""
+    weights = -errors[: len(centres[0])].T
+    return numpy(weights), numpy(centres[1] - weights @ centres[0] - errors[-1])
 
 
 def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
@@ -241,9 +320,8 @@ def _r2(wrong: Tensor, whole: Tensor) -> Tensor:
 
 def _mean(data: DividedRows, targets: Tensor) -> Tensor:
     own = targets.sum(0)
-    [total] = data.ranks.total([tuple(own.shape)], lambda sums: sums[0].add_(own), data.device)
-    mean: Tensor = total / data.total
-    return mean
+    [sums] = total(data.comm, [tuple(own.shape)], lambda sums: sums[0].add_(own), data.device)
+    return sums.div(data.total)
 
 
 def _alphas(values: Any) -> Tensor:
@@ -264,21 +342,17 @@ def _targets(data: DividedRows, values: Any) -> tuple[Tensor, bool]:
     Raises:
         ValueError: on all ranks: targets are not finite, or do not match the rows.
     """
-
-    def parse() -> Tensor:
-        parsed = torch.as_tensor(np.asarray(values, np.float64))
-        if parsed.ndim not in (1, 2) or len(parsed) != data.rows.count:
+    with agreeing(data.comm):
+        own = torch.as_tensor(np.asarray(values, np.float64))
+        if own.ndim not in (1, 2) or len(own) != data.rows.count:
             raise ValueError(
-                f"targets have shape {tuple(parsed.shape)} for {data.rows.count} rows, expected "
+                f"targets have shape {tuple(own.shape)} for {data.rows.count} rows, expected "
                 "(rows,) or (rows, targets)"
             )
-        if not torch.isfinite(parsed).all():
-            row = int((~torch.isfinite(parsed)).nonzero()[0, 0])
+        if not torch.isfinite(own).all():
+            row = int((~torch.isfinite(own)).nonzero()[0, 0])
             raise ValueError(f"the target of {data.rows.place(row)} is not finite")
-        return parsed
-
-    own = data.ranks.together(parse)
-    everywhere = data.ranks.comm.allgather(tuple(own.shape))
+    everywhere = data.comm.allgather(tuple(own.shape))
     shapes = {shape[1:] for shape in everywhere if shape[0]}
     if len(shapes) > 1:
         raise ValueError(f"ranks have targets of different shapes: {everywhere}")
@@ -297,13 +371,13 @@ def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
         size, more = divmod(data.total, count)
         folds = torch.where(index < more * (size + 1), index // (size + 1), (index - more) // size)
         return folds.to(data.device)
-    own = data.ranks.together(lambda: _named(groups, data.rows.count))
-    sizes: dict[str, int] = {}
-    for each in data.ranks.comm.allgather(
-        dict(zip(*np.unique(own, return_counts=True), strict=True))
-    ):
-        for name, rows in each.items():
-            sizes[name] = sizes.get(name, 0) + int(rows)
+    with agreeing(data.comm):
+        own = np.asarray(groups).astype(str)
+        if own.shape != (data.rows.count,):
+            raise ValueError(
+                f"groups have shape {own.shape}, expected one for each of {data.rows.count} rows"
+            )
+    sizes = Counter(name for of_rank in data.comm.allgather(own.tolist()) for name in of_rank)
     if count < 2 or count > len(sizes):
         raise ValueError(f"cv={count} must be between 2 and the {len(sizes)} groups")
     filled, fold_of = [0] * count, dict[str, int]()
@@ -312,10 +386,3 @@ def _folds(data: DividedRows, count: int, groups: Any) -> Tensor:
         filled[fold_of[name]] += sizes[name]
     folds = torch.tensor([fold_of[name] for name in own], dtype=torch.int64)
     return folds.to(data.device)
-
-
-def _named(groups: Any, count: int) -> Array:
-    names = np.asarray(groups).astype(str)
-    if names.shape != (count,):
-        raise ValueError(f"groups have shape {names.shape}, expected one for each of {count} rows")
-    return names

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,8 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spatialdl.analysis.ranks import Comm, Ranks
+from spatialdl.comm.communicator import Communicator
+from spatialdl.comm.single_process import SingleProcess
+from spatialdl.comm.world import as_communicator
 from spatialdl.data.feature_file import FeatureFile
+from spatialdl.predicting.agreed_errors import agreeing
+
+Comm = Any  # communicator of mpi4py or of this package, or None; Any avoids importing MPI
 
 _READ, _LONGEST = 2**21, 2**15  # numbers (16 MB in float64) and rows per read
 _IN_CACHE = 2**17  # numbers per block on a CPU, to stay in cache over several uses
@@ -48,24 +55,25 @@ class Rows(ABC):
         for start in range(0, self.count, step):
             yield start, min(start + step, self.count)
 
-    def block(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Rows start to stop in float64.
+    def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+        """All rows in float64, block by block, each with its slice.
 
         Raises:
             ValueError: NaN or infinity, or a damaged file.
         """
-        return self._checked(self.read(start, stop), start, device)
-
-    def blocks(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """All rows in float64, block by block, each with its slice; see `block`."""
         step = _LONGEST if device.type != "cpu" else max(16, _IN_CACHE // max(1, self.width))
         for start, stop in self.spans():
             at = start
             for some in torch.split(self.read(start, stop), step):
-                yield slice(at, at + len(some)), self._checked(some, at, device)
+                yield slice(at, at + len(some)), self.checked(some, at, device)
                 at += len(some)
 
-    def _checked(self, rows: Tensor, start: int, device: torch.device) -> Tensor:
+    def checked(self, rows: Tensor, start: int, device: torch.device) -> Tensor:
+        """Rows that were read from `start`, in float64.
+
+        Raises:
+            ValueError: NaN or infinity.
+        """
         block = rows.to(device, torch.float64)
         if not torch.isfinite(block.sum()):  # a sum is faster than a test of every value
             bad = (~torch.isfinite(block)).nonzero()
@@ -213,11 +221,12 @@ class DividedRows:
 
     Args:
         values: this rank's rows, see `as_rows`; may be empty.
-        comm: see `Ranks`.
+        comm: communicator of mpi4py or of this package; None: single process.
         device: device of the computation.
         least: minimum number of rows on all ranks together.
 
     Attributes:
+        comm: the communicator.
         rows: rows of this rank.
         counts: number of rows of each rank.
         total: number of rows of all ranks.
@@ -230,14 +239,15 @@ class DividedRows:
     """
 
     def __init__(self, values: Any, comm: Comm, device: str | torch.device, least: int = 1) -> None:
-        self.ranks = Ranks(comm)
+        self.comm: Communicator = SingleProcess() if comm is None else as_communicator(comm)
         self.device = torch.device(device)
-        self.rows = self.ranks.together(lambda: as_rows(values))
+        with agreeing(self.comm):
+            self.rows = as_rows(values)
         own = self.rows.count, self.rows.width, self.rows.dtype
-        everywhere = self.ranks.comm.allgather(own)
+        everywhere = self.comm.allgather(own)
         self.counts = [count for count, _, _ in everywhere]
         self.total = sum(self.counts)
-        self.first = sum(self.counts[: self.ranks.rank])
+        self.first = sum(self.counts[: self.comm.rank])
         widths = {width: rank for rank, (count, width, _) in enumerate(everywhere) if count}
         if len(widths) > 1:
             listed = ", ".join(f"{width} on rank {rank}" for width, rank in widths.items())
@@ -248,7 +258,6 @@ class DividedRows:
         if self.width < 1:
             raise ValueError("rows have no columns")
         self.dtype = _common([dtype for count, _, dtype in everywhere if count])
-        self._mean: Tensor | None = None
 
     def sums(
         self,
@@ -267,14 +276,18 @@ class DividedRows:
             for place, block in self.rows.blocks(self.device):
                 add(sums, place, block)
 
-        return self.ranks.total(shapes, work, self.device)
+        return total(self.comm, shapes, work, self.device)
 
+    def generator(self, seed: int | None) -> np.random.RandomState:
+        """Generator with the same state on all ranks, from rank 0's seed, or a random one."""
+        fresh = int(np.random.RandomState().randint(2**31 - 1)) if seed is None else seed
+        return np.random.RandomState(self.comm.bcast(fresh))
+
+    @cached_property
     def mean(self) -> Tensor:
-        """Mean of each column, (width,); cached."""
-        if self._mean is None:
-            [total] = self.sums([(self.width,)], lambda sums, _, block: sums[0].add_(block.sum(0)))
-            self._mean = total / self.total
-        return self._mean
+        """Mean of each column, (width,); the first use is collective."""
+        [sums] = self.sums([(self.width,)], lambda sums, _, block: sums[0].add_(block.sum(0)))
+        return sums.div(self.total)
 
     def fetch(self, local: Sequence[int | None]) -> Tensor:
         """Broadcast rows of all ranks, (len, width), in float64; collective.
@@ -286,16 +299,35 @@ class DividedRows:
         def work(sums: list[Tensor]) -> None:
             for number, index in enumerate(local):
                 if index is not None:
-                    sums[0][number] = self.rows.block(index, index + 1, self.device)[0]
+                    row = self.rows.read(index, index + 1)
+                    sums[0][number] = self.rows.checked(row, index, self.device)[0]
 
-        [rows] = self.ranks.total([(len(local), self.width)], work, self.device)
+        [rows] = total(self.comm, [(len(local), self.width)], work, self.device)
         return rows
 
-    def check_width(self, width: int) -> None:
-        """Check that rows have the width that a model was fitted on.
 
-        Raises:
-            ValueError: on all ranks: another width.
-        """
-        if self.width != width:
-            raise ValueError(f"rows have {self.width} columns, the model was fitted on {width}")
+def total(
+    comm: Communicator,
+    shapes: Sequence[tuple[int, ...]],
+    work: Callable[[list[Tensor]], object],
+    device: torch.device,
+) -> list[Tensor]:
+    """Sum over ranks by one all-reduce; bitwise the same on every rank.
+
+    Args:
+        shapes: shapes of the sums.
+        work: adds this rank's part to float64 zeros of these shapes; must not communicate, and its
+            errors are raised on all ranks.
+        device: device of the sums.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    parts = torch.split(flat, sizes)
+    sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    with agreeing(comm):
+        work(sums)
+    if comm.size > 1:
+        host = flat.cpu()
+        comm.all_reduce_(host)
+        flat.copy_(host)
+    return sums

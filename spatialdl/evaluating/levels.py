@@ -10,14 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from spatialdl.evaluating.predicted import Predicted
-from spatialdl.evaluating.scores import ClassScores, LabelScores, NumberScores, PixelScores
-from spatialdl.evaluating.survival_scores import SurvivalScores
+from spatialdl.evaluating.scores import (
+    ClassScores,
+    LabelScores,
+    NumberScores,
+    PixelScores,
+    Scores,
+    SurvivalScores,
+)
 from spatialdl.evaluating.truth import Truth
 from spatialdl.text import counted
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-AnyScores = ClassScores | LabelScores | NumberScores | PixelScores | SurvivalScores
+_SCORES: dict[str, type[Scores]] = {
+    "classification": ClassScores,
+    "multilabel": LabelScores,
+    "regression": NumberScores,
+    "segmentation": PixelScores,
+    "survival": SurvivalScores,
+}
 
 
 @dataclass(frozen=True)
@@ -49,29 +61,19 @@ class Level:
     def some(self, chosen: npt.NDArray[np.bool_]) -> Level:
         """The level restricted to the chosen samples."""
         kept = np.flatnonzero(chosen).tolist()
-        return Level(
-            self.name,
-            self.task,
-            [self.names[n] for n in kept],
-            self.values[chosen],
-            self.truth[chosen],
-            [self.units[n] for n in kept],
-            [self.keys[n] for n in kept],
-            None if self.rows is None else self.rows[chosen],
+        return replace(
+            self,
+            names=[self.names[n] for n in kept],
+            values=self.values[chosen],
+            truth=self.truth[chosen],
+            units=[self.units[n] for n in kept],
+            keys=[self.keys[n] for n in kept],
+            rows=None if self.rows is None else self.rows[chosen],
         )
 
-    def scores(self) -> AnyScores:
+    def scores(self) -> Scores:
         """The scores of the level, according to its task."""
-        unit = numbered(self.units)
-        if self.task == "segmentation":
-            return PixelScores(self.values, unit)
-        made: Any = {
-            "classification": ClassScores,
-            "multilabel": LabelScores,
-            "survival": SurvivalScores,
-        }
-        found: AnyScores = made.get(self.task, NumberScores)(self.values, self.truth, unit)
-        return found
+        return _SCORES[self.task](self.values, self.truth, numbered(self.units))
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spatialdl.data.saving import replacing
 from spatialdl.evaluating.levels import Level
 from spatialdl.evaluating.measured import ALL, Measured, shown_value
-from spatialdl.evaluating.ranking import Ranking
-from spatialdl.evaluating.scores import BINS, PixelScores, bins_of, from_confusion
-from spatialdl.evaluating.survival_curves import draw_survival
+from spatialdl.evaluating.scores import (
+    BINS,
+    Curve,
+    PixelScores,
+    Ranking,
+    bins_of,
+    from_confusion,
+    kaplan_meier,
+)
+from spatialdl.predicting.pictures import new_figure, save_figure
 from spatialdl.text import fitted
 
 _COLOURS = ("#1f5fa8", "#e6550d", "#2f8f5b", "#756bb1", "#a1622d", "#d6336c", "#0b7285", "#5b6470")
 _MOST_CURVES = len(_COLOURS)
+_HALVES = (("lower risk", "#1f5fa8"), ("higher risk", "#e6550d"))
 _MOST_CLASSES = 20  # classes of a readable confusion matrix
 _MOST_POINTS = 20_000
 _LONGEST = 24  # characters of a name
+Floats = npt.NDArray[np.float64]
+_OF_CLASSES = ("classification", "multilabel")
+_UNDEFINED = "undefined"
 FEW = 5
 """Curves need as many samples with and without the class; calibration twice as many in all."""
 
@@ -35,38 +45,25 @@ def save_pictures(
     Returns:
         Files by title.
     """
-    task = levels[0].task
-    wanted: dict[str, Callable[..., Any]] = {}
-    if task in ("classification", "multilabel"):
-        wanted = {"roc": _draw_roc, "precision-recall": _draw_precision, "calibration": _draw_bins}
-    if task in ("classification", "segmentation") and len(classes) <= _MOST_CLASSES:
-        wanted["confusion"] = _draw_confusion
-    if task == "segmentation":
-        wanted["dice"] = _draw_dice
-    if task == "regression":
-        wanted["regression"] = _draw_numbers
-    if task == "survival":
-        wanted["survival"] = draw_survival
+    pictures: list[tuple[str, str, Callable[..., str], tuple[str, ...]]] = [
+        ("roc", "ROC curves", _draw_roc, _OF_CLASSES),
+        ("precision-recall", "Precision and recall", _draw_precision, _OF_CLASSES),
+        ("calibration", "Calibration", _draw_bins, _OF_CLASSES),
+        ("confusion", "Confusion", _draw_confusion, ("classification", "segmentation")),
+        ("dice", "Dice", _draw_dice, ("segmentation",)),
+        ("regression", "Predictions and targets", _draw_numbers, ("regression",)),
+        ("survival", "Survival by predicted risk", _draw_survival, ("survival",)),
+    ]
     paths = {}
-    for name, draw in wanted.items():
-        path = folder / f"{name}.png"
-        if _save(path, levels, classes, found, draw):
-            paths[_TITLES[name]] = path
-        else:
-            path.unlink(missing_ok=True)  # left by an earlier evaluation
+    for name, title, draw, tasks in pictures:
+        large = draw is _draw_confusion and len(classes) > _MOST_CLASSES
+        if levels[0].task in tasks and not large:
+            path = folder / f"{name}.png"
+            if _save(path, levels, classes, found, draw):
+                paths[title] = path
+            else:
+                path.unlink(missing_ok=True)  # left by an earlier evaluation
     return paths
-
-
-_UNDEFINED = "undefined"
-_TITLES = {
-    "roc": "ROC curves",
-    "precision-recall": "Precision and recall",
-    "calibration": "Calibration",
-    "confusion": "Confusion",
-    "dice": "Dice",
-    "regression": "Predictions and targets",
-    "survival": "Survival by predicted risk",
-}
 
 
 def _save(
@@ -81,14 +78,11 @@ def _save(
     Args:
         draw: draws a panel; returns why it cannot, else an empty text.
     """
-    from matplotlib.figure import Figure
-
     if draw is _draw_confusion and levels[0].task == "segmentation":
         levels = levels[:1]  # pixel counts are the same at all levels
     targets = classes[:_MOST_CURVES] if draw is _draw_numbers else [""]
     side = 4.4 if draw is not _draw_confusion else max(4.0, 1.8 + 0.62 * len(classes))
-    inches = side * 1.08 * len(levels), side * len(targets)
-    figure = Figure(figsize=inches, dpi=110, layout="constrained")
+    figure = new_figure(side * 1.08 * len(levels), side * len(targets), dpi=110)
     panels = figure.subplots(len(targets), len(levels), squeeze=False).ravel()
     reasons = []
     for panel, (target, level) in zip(panels, product(targets, levels), strict=True):
@@ -106,8 +100,7 @@ def _save(
             panel.text(0.5, 0.5, reasons[-1], color="0.35", fontsize=9, bbox=white, **middle)
     if set(reasons) == {_UNDEFINED}:
         return False
-    with replacing(path) as out:
-        figure.savefig(out, format="png")
+    save_figure(path, figure)
     return True
 
 
@@ -125,14 +118,9 @@ def _at(classes: Sequence[str], target: str) -> list[int]:
 
 def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]) -> str:
     panel.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", label="chance")
-    reason = _UNDEFINED
-    for colour, name, ranking, positive in _rankings(level, classes):
-        curve = ranking.curve()
-        if curve is not None:
-            reason = reason and _too_few(level, positive)
-        if curve is not None and not _too_few(level, positive):
-            label = f"{fitted(name, _LONGEST)}: {_value(found, 'auroc', name)}"
-            panel.plot(curve.false_positive, curve.recall, color=colour, lw=1.6, label=label)
+    curves, reason = _curves(level, classes, found, "auroc")
+    for colour, label, curve, _ in curves:
+        panel.plot(curve.false_positive, curve.recall, color=colour, lw=1.6, label=label)
     x, y = "false positive rate (1 - specificity)", "true positive rate (sensitivity)"
     _finish(panel, x, y, "lower right", not reason, "AUROC")
     return reason
@@ -141,21 +129,40 @@ def _draw_roc(panel: Any, level: Level, classes: Sequence[str], found: Sequence[
 def _draw_precision(
     panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
 ) -> str:
-    reason = _UNDEFINED
-    for colour, name, ranking, positive in _rankings(level, classes):
-        curve = ranking.curve()
-        if curve is not None:
-            reason = reason and _too_few(level, positive)
-        if curve is not None and not _too_few(level, positive):
-            label = f"{fitted(name, _LONGEST)}: {_value(found, 'average_precision', name)}"
-            at, precision = curve.recall, curve.precision
-            panel.plot(at, precision, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
-            panel.axhline(positive.mean(), color=colour, lw=0.8, ls=":")
+    curves, reason = _curves(level, classes, found, "average_precision")
+    for colour, label, curve, share in curves:
+        at, precision = curve.recall, curve.precision
+        panel.plot(at, precision, color=colour, lw=1.6, label=label, drawstyle="steps-pre")
+        panel.axhline(share, color=colour, lw=0.8, ls=":")
     if not reason:
         panel.plot([], [], color="0.4", lw=0.8, ls=":", label="chance: share of the class")
     x, y = "recall (sensitivity)", "precision (positive predictive value)"
     _finish(panel, x, y, "lower left", not reason, "average precision")
     return reason
+
+
+def _curves(
+    level: Level, classes: Sequence[str], found: Sequence[Measured], metric: str
+) -> tuple[list[tuple[str, str, Curve, float]], str]:
+    """Colour, label, curve and share of the class of each class to draw; why there is none."""
+    curves, reason = [], _UNDEFINED
+    numbers = range(min(len(classes), _MOST_CURVES))
+    if level.task == "classification" and len(classes) == 2:
+        numbers = range(1, 2)  # the other class has the mirrored curve
+    for k in numbers:
+        if level.task == "classification":
+            scores, positive = level.values[:, k], level.truth == k
+        else:
+            known = ~np.isnan(level.truth[:, k])
+            scores, positive = level.values[known, k], level.truth[known, k] > 0.5
+        curve = Ranking(scores, positive, np.zeros(len(positive), np.int64)).curve()
+        if curve is not None:
+            few = _too_few(level, positive)
+            reason = reason and few
+            if not few:
+                label = f"{fitted(classes[k], _LONGEST)}: {_value(found, metric, classes[k])}"
+                curves.append((_COLOURS[k], label, curve, float(positive.mean())))
+    return curves, reason
 
 
 def _too_few(level: Level, positive: npt.NDArray[np.bool_]) -> str:
@@ -169,42 +176,21 @@ def _too_few(level: Level, positive: npt.NDArray[np.bool_]) -> str:
     )
 
 
-def _rankings(
-    level: Level, classes: Sequence[str]
-) -> list[tuple[str, str, Ranking, npt.NDArray[np.bool_]]]:
-    """Colour, name, ranking and members of each class to draw."""
-    numbers = range(min(len(classes), _MOST_CURVES))
-    if level.task == "classification" and len(classes) == 2:
-        numbers = range(1, 2)  # the other class has the mirrored curve
-    found = []
-    for k in numbers:
-        if level.task == "classification":
-            scores, positive = level.values[:, k], level.truth == k
-        else:
-            known = ~np.isnan(level.truth[:, k])
-            scores, positive = level.values[known, k], level.truth[known, k] > 0.5
-        if len(positive):
-            unit = np.zeros(len(positive), np.int64)
-            ranking = Ranking(scores, positive, unit)
-            found.append((_COLOURS[k], classes[k], ranking, positive))
-    return found
-
-
 def _value(found: Sequence[Measured], metric: str, name: str) -> str:
     return next((shown_value(o) for o in found if (o.metric, o.name) == (metric, name)), "-")
 
 
 def _finish(panel: Any, x: str, y: str, place: str, labelled: bool, title: str = "") -> None:
-    panel.set_xlim(-0.02, 1.02)
-    panel.set_ylim(-0.02, 1.02)
-    panel.set_aspect("equal")
-    panel.set_xlabel(x)
-    panel.set_ylabel(y)
-    panel.grid(color="0.92")
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    panel.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+    _style(panel, x, y)
     if labelled:
         panel.legend(fontsize=7.5, loc=place, framealpha=0.85, title=title, title_fontsize=7.5)
+
+
+def _style(panel: Any, x: str, y: str, grid: str = "both") -> None:
+    panel.set(xlabel=x, ylabel=y, axisbelow=True)
+    panel.grid(axis=grid, color="0.92")
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 # --- calibration
@@ -268,8 +254,7 @@ def draw_pairs(panel: Any, pairs: npt.NDArray[Any], classes: Sequence[str]) -> N
     names = _distinct(classes)
     panel.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     panel.set_yticks(range(len(names)), names, fontsize=8)
-    panel.set_xlabel("predicted")
-    panel.set_ylabel("true (%: of its row)")
+    panel.set(xlabel="predicted", ylabel="true (%: of its row)")
 
 
 def _distinct(classes: Sequence[str]) -> list[str]:
@@ -303,10 +288,7 @@ def _draw_dice(panel: Any, level: Level, classes: Sequence[str], found: Sequence
     panel.set_xticks(range(len(classes)), [fitted(n, 14) for n in classes], rotation=35, ha="right")
     least = np.floor(10 * np.nanmin(dice, initial=0.9)) / 10
     panel.set_ylim(least - 0.02, 1.02)
-    panel.set_ylabel("Dice (line: mean, bar: its interval)")
-    panel.grid(axis="y", color="0.92")
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    _style(panel, "", "Dice (line: mean, bar: its interval)", "y")
     return "" if np.isfinite(dice).any() else _UNDEFINED
 
 
@@ -324,11 +306,7 @@ def _draw_numbers(
     """Draw predictions of one target over the true values."""
     step = max(1, len(level) // _MOST_POINTS)
     truth, values = level.truth[::step, number], level.values[::step, number]
-    panel.set_xlabel("target")
-    panel.set_ylabel("predicted")
-    panel.grid(color="0.92")
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    _style(panel, "target", "predicted")
     if np.isnan(truth).all():
         return _UNDEFINED
     panel.scatter(truth, values, s=12, alpha=0.5, color=_COLOURS[number], lw=0)
@@ -338,3 +316,40 @@ def _draw_numbers(
     text = f"R2 {_value(found, 'r2', classes[0])}"
     panel.text(0.03, 0.97, text, fontsize=8, va="top", transform=panel.transAxes)
     return ""
+
+
+# --- survival
+
+
+def _draw_survival(
+    panel: Any, level: Level, classes: Sequence[str], found: Sequence[Measured]
+) -> str:
+    """Draw a curve per half of higher and lower risk, with a tick at each censoring."""
+    risks, times, events = level.values[:, 0], level.truth[:, 0], level.truth[:, 1] == 1
+    if not events.any():
+        return "no event"
+    is_high = risks > np.median(risks)
+    for (name, colour), chosen in zip(_HALVES, (~is_high, is_high), strict=True):
+        if chosen.any():
+            _draw_half(panel, times[chosen], events[chosen], name, colour)
+    value = next((one for one in found if one.metric == "c_index"), None)
+    title = "" if value is None else f"concordance index {value.estimate:.3f}"
+    if value is not None and not np.isnan(value.interval.low):
+        title += f" [{value.interval.low:.3f}, {value.interval.high:.3f}]"
+    panel.set(xlim=(0, float(times.max()) * 1.02 or 1), ylim=(-0.02, 1.02))
+    _style(panel, classes[0], "share without an event")
+    panel.legend(fontsize=7.5, loc="best", framealpha=0.85, title=title, title_fontsize=7.5)
+    return ""
+
+
+def _draw_half(
+    panel: Any, times: Floats, events: npt.NDArray[np.bool_], name: str, colour: str
+) -> None:
+    at, survived = kaplan_meier(times, events)
+    x = np.r_[0.0, at, times.max()]
+    y = np.r_[1.0, survived, survived[-1] if len(survived) else 1.0]
+    label = f"{name} ({len(times):,}, {int(events.sum()):,} events)"
+    panel.plot(x, y, color=colour, lw=1.6, drawstyle="steps-post", label=label)
+    ends = times[~events]
+    heights = y[np.searchsorted(np.r_[0.0, at], ends, side="right") - 1]
+    panel.plot(ends, heights, "|", color=colour, ms=5, mew=0.8)

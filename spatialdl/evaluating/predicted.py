@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from spatialdl.data.slide_table import find_predicted, read_predicted
 from spatialdl.evaluating.checks import SAMPLE
-from spatialdl.predicting.tables import PIXELS
+from spatialdl.predicting.records import PIXELS
 
 RISK = "risk"
 """Column of predictions of task=survival."""

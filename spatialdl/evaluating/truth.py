@@ -147,8 +147,8 @@ def match_slides(
             unknown.append(given)
         elif name in found:
             raise ValueError(
-                f"{file}: {found[name][table.key]!r} and {given!r} both match slide {name!r} of "
-                "the predictions; keep one, or use the exact name of the predictions"
+                f"{file}: {found[name][table.key]!r} and {given!r} both match slide {name!r}: "
+                "keep one, or use its exact name"
             )
         else:
             found[name] = row

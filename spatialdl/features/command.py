@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from math import prod
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
 from spatialdl.comm.abort import install_abort_hook
-from spatialdl.comm.launch import end_with_launcher, launched
+from spatialdl.comm.capacity import check_capacity, usable_cores
+from spatialdl.comm.launch import end_with_launcher, launched, start_ranks
 from spatialdl.comm.single_process import SingleProcess
-from spatialdl.features.agreed_errors import FAILED, MISUSED, AgreedError, agreeing
-from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.making import make_encoder
-from spatialdl.features.finishing import finish
-from spatialdl.features.map_run import map_regions
+from spatialdl.features.maps.network import RegionParts, grid_for
+from spatialdl.features.maps.regions import RegionSource, stride_of
+from spatialdl.features.maps.running import MapJob, MapWorker
 from spatialdl.features.options import parsed
 from spatialdl.features.preparing import (
+    FAILED,
+    MISUSED,
     Prepared,
+    finish,
     given_in,
     opened_folder,
     precision_for,
     prepare,
 )
-from spatialdl.features.workers import (
-    SlideProgress,
-    check_same,
-    device_for,
-    run_processes,
-    run_single_process,
-)
-from spatialdl.features.working import FeatureJob, FeatureWorker
-from spatialdl.training.optimization.precision import Precision
+from spatialdl.features.workers import FeatureJob, FeatureWorker, check_same, device_for
+from spatialdl.predicting.agreed_errors import AgreedError, agreeing, parse_once
 
 if TYPE_CHECKING:
     from spatialdl.comm.communicator import Communicator
+    from spatialdl.features.encoders.encoder import Encoder
+    from spatialdl.features.results import Folder
+    from spatialdl.training.optimization.precision import Precision
 
-_OK, _INTERRUPTED, _TERMINATED = 0, 130, 143
+_INTERRUPTED, _TERMINATED = 130, 143
 
 
 class _TerminatedError(KeyboardInterrupt):
@@ -66,7 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _as_rank(argv, info.local_rank)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _single_process(argv)
+        options = parsed(argv)
+        if options.jobs > 1:
+            given_in(options)  # reports errors before ranks start
+            check_capacity(options.jobs)
+            return start_ranks(options.jobs, "spatialdl.features.command", argv)
+        return _run(options, SingleProcess(), 0)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED if isinstance(error, OSError) else MISUSED
@@ -81,28 +88,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise _TerminatedError
 
 
-def _single_process(argv: Sequence[str]) -> int:
-    options = parsed(argv)
-    given = given_in(options)
-    device = device_for(options.device, 0)
-    precision = precision_for(options.precision, device)
-    encoder = make_encoder(options.wish)
-    prepared = prepare(options, given, encoder)
-    if options.whole:
-        return map_regions(prepared, SingleProcess(), encoder, device, precision)
-    with opened_folder(prepared) as folder:
-        job = prepared.job(precision)
-        try:
-            if options.jobs > 1:
-                digest = prepared.digest
-                outcomes = run_processes(job, options.wish, digest, options.device, options.jobs)
-            else:
-                outcomes = run_single_process(job, encoder, device)
-        finally:
-            job.claims.remove()
-        return finish(prepared, folder, outcomes)
-
-
 def _as_rank(argv: Sequence[str], local_rank: int) -> int:
     """Run as one of several ranks; an error of one rank ends all."""
     from spatialdl.comm.world import start_world
@@ -110,89 +95,114 @@ def _as_rank(argv: Sequence[str], local_rank: int) -> int:
     install_abort_hook()
     end_with_launcher()
     world = start_world()
-    options, code = _parsed_once(argv, world)
-    if options is None:
-        return code
     try:
-        return _ranks(options, world, local_rank)
+        options = parse_once(world, lambda: parsed(argv))
+        return options if isinstance(options, int) else _run(options, world, local_rank)
     except AgreedError as error:
         if world.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         world.barrier()  # otherwise a launcher may kill rank 0 before it prints the error
-        return error.code
+        return FAILED if error.is_io else MISUSED
 
 
-def _parsed_once(argv: Sequence[str], world: Communicator) -> tuple[argparse.Namespace | None, int]:
-    """Parse the options on rank 0, so that help and errors are printed once."""
-    found: tuple[argparse.Namespace | None, int] = None, _OK
-    if world.rank == 0:
-        try:
-            found = parsed(argv), _OK
-        except SystemExit as stop:
-            found = None, stop.code if isinstance(stop.code, int) else MISUSED
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            found = None, MISUSED
-    agreed: tuple[argparse.Namespace | None, int] = world.bcast(found)
-    return agreed
+def _run(options: argparse.Namespace, world: Communicator, local_rank: int) -> int:
+    """Run on all ranks; collective.
 
-
-def _ranks(options: argparse.Namespace, world: Communicator, local_rank: int) -> int:
+    Returns:
+        The exit code.
+    """
+    prepared: Prepared | None = None
     with agreeing(world):
-        if options.jobs > 1:
+        if options.jobs not in (1, world.size):
             raise ValueError(
-                f"--jobs {options.jobs} is for a single process, but {world.size} ranks share the "
-                "slides: leave it out"
+                f"--jobs {options.jobs} starts as many ranks, but there are {world.size} already: "
+                "leave it out"
             )
+        given = given_in(options) if world.rank == 0 else []
+        if options.jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, usable_cores() // options.jobs))
         device = device_for(options.device, local_rank)
         precision = precision_for(options.precision, device)
         encoder = make_encoder(options.wish)
-    prepared: Prepared | None = None
-    with agreeing(world):
         if world.rank == 0:
-            prepared = prepare(options, given_in(options), encoder)
+            prepared = prepare(options, given, encoder)
     agreed: Prepared = world.bcast(prepared)
     with agreeing(world):
-        check_same(encoder, agreed.digest)
-    if options.whole:
-        return map_regions(agreed, world, encoder, device, precision)
-    if world.rank == 0:
-        return _first_rank(agreed, world, encoder, device, precision)
-    job: FeatureJob | None = None
-    with agreeing(world):
-        pass
-    job = world.bcast(None)
-    assert job is not None
-    with agreeing(world):
-        outcome = FeatureWorker(job, encoder, device, lambda report, tiles: None).run()
-    world.gather(outcome)
-    code: int = world.bcast(None)
-    return code
+        if world.size > 1:
+            check_same(encoder, agreed.digest)
+    return compute(agreed, world, encoder, device, precision)
 
 
-def _first_rank(
+def compute(
     prepared: Prepared,
     world: Communicator,
     encoder: Encoder,
     device: torch.device,
     precision: Precision,
 ) -> int:
-    holding = opened_folder(prepared)
-    with agreeing(world):
-        folder = holding.__enter__()
-    try:
-        job = world.bcast(prepared.job(precision))
-        progress = SlideProgress(len(job.source.tasks), job)
+    """Write features of tiles, or maps of whole regions; collective over `world`.
+
+    Returns:
+        The exit code.
+    """
+    options, source = prepared.options, prepared.source
+    folder: Folder | None = None
+    maps: MapJob | None = None
+    job: FeatureJob | None = None
+    with ExitStack() as stack:
         with agreeing(world):
-            outcome = FeatureWorker(job, encoder, device, progress.update).run()
-        progress.close()
-        outcomes = world.gather(outcome) or []
-        job.claims.remove()
-        code = finish(prepared, folder, outcomes)
-    finally:
-        holding.__exit__(None, None, None)
-    world.bcast(code)
-    return code
+            if isinstance(source, RegionSource):
+                maps = MapJob(
+                    source,
+                    prepared.layout,
+                    prepared.about,
+                    options.dtype,
+                    precision,
+                    stride_of(encoder),
+                    int(prepared.settings["encoder"]["width"]),
+                    _parts(options.grid, options.limit_gb, world.size, device),
+                )
+            if world.rank == 0:
+                folder = stack.enter_context(opened_folder(prepared))
+                if maps is None:
+                    job = prepared.job(precision)
+                    stack.callback(job.claims.remove)
+        if maps is not None:
+            outcomes = [MapWorker(maps, encoder, device, world).run()]
+        else:
+            job = world.bcast(job)
+            assert job is not None
+            with agreeing(world):
+                outcome = FeatureWorker(job, encoder, device, shows=world.rank == 0).run()
+            outcomes = world.gather(outcome) or []
+        code = None if folder is None else finish(prepared, folder, outcomes)
+        return int(world.bcast(code))
+
+
+def _parts(
+    grid: tuple[int, int] | None, limit_gb: float | None, ranks: int, device: torch.device
+) -> RegionParts:
+    """The parts into which regions are split.
+
+    Raises:
+        ValueError: options conflict with the number of ranks or the device.
+    """
+    if ranks > 1 and limit_gb is not None:
+        raise ValueError(
+            f"--limit-gb {limit_gb:g} is for a single process, but {ranks} ranks share each "
+            "region: leave it out"
+        )
+    if ranks > 1 and grid is not None and prod(grid) != ranks:
+        raise ValueError(
+            f"--grid {grid[0]},{grid[1]} needs {prod(grid)} ranks, but there are {ranks}: leave it "
+            "out, or start as many"
+        )
+    if limit_gb is not None and device.type != "cpu":
+        raise ValueError(
+            f"--limit-gb {limit_gb:g} limits host memory, but the encoder is on {device}: add "
+            "--device cpu, or leave it out"
+        )
+    return RegionParts(grid or grid_for(ranks), limit_gb)
 
 
 if __name__ == "__main__":

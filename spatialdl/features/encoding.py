@@ -1,10 +1,14 @@
-"""Batched encoding of tiles across slides, with features returned per slide."""
+"""Tiles read ahead by threads, and encoded in batches across slides.
+
+Decoders and resampling release the GIL, so threads suffice.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +22,81 @@ from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.encoders.preprocessing import Preprocess
 from spatialdl.features.sources import SlideTiles, TilePiece, Tiles
 from spatialdl.slides.batch.record import PartRecord
+from spatialdl.slides.batch.report import TilingReport
 from spatialdl.training.optimization.precision import Precision
+
+Opened = SlideTiles | TilingReport
+"""A slide to read, or the report of a slide without tiles to read."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A piece of a slide, or the error of reading it; neither marks the end of the slide."""
+
+    bag: SlideTiles
+    piece: TilePiece | None = None
+    problem: Exception | None = None
+
+
+class ReadAhead:
+    """A reader that prefetches slide after slide.
+
+    ::
+
+        with ReadAhead(opened, threads=4) as reading:
+            for one in reading:  # a `TilingReport`, or a `Read`
+
+    Args:
+        opened: returns the next slide, None at the end; called by one thread at a time.
+        threads: number of reading threads.
+    """
+
+    def __init__(self, opened: Callable[[], Opened | None], threads: int) -> None:
+        self._opened, self._room = opened, 2 * threads + 2
+        self._pool = ThreadPoolExecutor(threads, "reading")
+        self._opening = self._pool.submit(opened)
+        self._inside = False  # whether the slide that was opened last has more pieces
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Stop the threads; pending reads are cancelled."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __iter__(self) -> Iterator[TilingReport | Read]:
+        """Yield results in order."""
+        submitted, ahead = self._submit(), deque[tuple[Opened, Future[TilePiece] | None]]()
+        while True:
+            # never wait for a slide to be opened while tiles are there
+            while len(ahead) < self._room and (self._inside or self._opening.done() or not ahead):
+                one = next(submitted, None)
+                if one is None:
+                    break
+                ahead.append(one)
+            if not ahead:
+                return
+            found, future = ahead.popleft()
+            if isinstance(found, TilingReport):
+                yield found
+            elif future is None:
+                yield Read(found)
+            else:
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield Read(found, None if error else future.result(), error)
+
+    def _submit(self) -> Iterator[tuple[Opened, Future[TilePiece] | None]]:
+        """Start to open the next slide, and to read one piece after the other of this one."""
+        while (found := self._opening.result()) is not None:
+            self._opening = self._pool.submit(self._opened)
+            if not isinstance(found, TilingReport):
+                self._inside = True
+                for first, last in found.pieces():
+                    yield found, self._pool.submit(found.read, first, last)
+                self._inside = False
+            yield found, None
 
 
 @dataclass
@@ -66,11 +144,9 @@ class DeviceEncoder:
         self._network = encoder.network.to(device, precision.dtype)
         self._preprocess = Preprocess(encoder.preprocessing, precision.dtype).to(device)
         self._device, self._precision, self._batch_size = device, precision, batch_size
-        self._queued: list[tuple[Filling, Tiles]] = []
-        self._count = 0
+        self._queued: deque[tuple[Filling, Tiles]] = deque()
         self._in_flight: deque[tuple[Tensor, Any, list[tuple[Filling, int]]]] = deque()
-        self._slides: deque[Filling] = deque()
-        self._by_bag: dict[int, Filling] = {}
+        self._slides: dict[int, Filling] = {}  # in order, by the identity of their tiles
         self.seconds = 0.0
 
     def add(self, bag: SlideTiles, piece: TilePiece) -> Iterator[Filling]:
@@ -80,8 +156,7 @@ class DeviceEncoder:
         if len(piece.tiles) and filling.problem is None:
             filling.rows += len(piece.tiles)
             self._queued.append((filling, piece.tiles))
-            self._count += len(piece.tiles)
-        while self._count >= self._batch_size:
+        while self._count() >= self._batch_size:
             self._encode(self._batch_size)
             yield from self._done()  # lets the caller write them before the next batch
 
@@ -96,25 +171,23 @@ class DeviceEncoder:
 
     def flush(self) -> Iterator[Filling]:
         """Encode the remaining tiles; yields completed slides."""
-        while self._count:
-            self._encode(min(self._count, self._batch_size))
+        while count := self._count():
+            self._encode(min(count, self._batch_size))
             yield from self._done()
         while self._in_flight:
             self._collect()
         yield from self._done()
 
+    def _count(self) -> int:
+        return sum(len(tiles) for _, tiles in self._queued)
+
     def _filling(self, bag: SlideTiles) -> Filling:
-        found = self._by_bag.get(id(bag))
-        if found is None:
-            found = self._by_bag[id(bag)] = Filling(bag)
-            self._slides.append(found)
-        return found
+        return self._slides.setdefault(id(bag), Filling(bag))
 
     def _done(self) -> Iterator[Filling]:
-        while self._slides and self._slides[0].is_done:
-            found = self._slides.popleft()
-            del self._by_bag[id(found.bag)]
-            yield found
+        while self._slides and (first := next(iter(self._slides.values()))).is_done:
+            del self._slides[id(first.bag)]
+            yield first
 
     def _encode(self, count: int) -> None:
         started = time.monotonic()
@@ -150,9 +223,8 @@ class DeviceEncoder:
             if len(tiles) > left:
                 self._queued[0] = filling, tiles[left:]
             else:
-                self._queued.pop(0)
+                self._queued.popleft()
             left -= len(images[-1])
-        self._count -= count
         return np.concatenate(images), owners
 
     def _collect(self) -> None:

@@ -54,7 +54,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         _check_whole(options)
     elif options.grid is not None or options.limit_gb is not None:
         raise ValueError("--grid and --limit-gb need --whole: add it, or leave them out")
-    options.dtype = _dtype(options.layout, options.dtype)
+    if options.layout == "clam" and options.dtype == "float16":
+        raise ValueError(
+            "--layout clam --dtype float16: CLAM needs features of float32, as it does not convert "
+            "them; leave out --dtype"
+        )
+    options.dtype = options.dtype or ("float32" if options.layout == "clam" else "float16")
     arguments: dict[str, Any] = {}
     for key, value in options.encoder_args:
         if key in arguments:
@@ -85,13 +90,7 @@ def _check_whole(options: argparse.Namespace) -> None:
     Raises:
         ValueError: some are.
     """
-    defaults = parser()
-    clash = [
-        f"--{name.replace('_', '-')}"
-        for name in _OF_TILES
-        if getattr(options, name) != defaults.get_default(name)
-    ]
-    if clash:
+    if clash := given_options(options, _OF_TILES):
         raise ValueError(f"{', '.join(clash)} is for tiles, but --whole has none: leave it out")
     if options.limit_gb is not None and options.grid is None:
         raise ValueError(
@@ -241,20 +240,10 @@ def _add_work(group: Any) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="processes on this machine, each with an encoder, over its devices in turn",
+        help="launch N ranks, each with an encoder, over the devices of a machine in turn",
     )
     add("--overwrite", action="store_true", help="replace features computed with other settings")
     add("--skip-errors", action="store_true", help="exit with 0 even if slides failed")
-
-
-def _dtype(layout: str, given: str | None) -> str:
-    default = "float32" if layout == "clam" else "float16"
-    if layout == "clam" and given not in (None, default):
-        raise ValueError(
-            f"--layout clam --dtype {given}: CLAM needs features of float32, as it does not "
-            "convert them; leave out --dtype"
-        )
-    return given or default
 
 
 def cutting_settings(options: argparse.Namespace) -> dict[str, object]:
@@ -266,12 +255,12 @@ def cutting_settings(options: argparse.Namespace) -> dict[str, object]:
     return {**settings, "tile_size": None, "whole": True} if options.whole else settings
 
 
-def given_cutting(options: argparse.Namespace) -> list[str]:
-    """Options of cutting that differ from their defaults."""
+def given_options(options: argparse.Namespace, names: Sequence[str] = CUTTING) -> list[str]:
+    """Those options of some names, by default of cutting, that differ from their defaults."""
     defaults = parser()
     return [
         f"--{name.replace('_', '-')}"
-        for name in CUTTING
+        for name in names
         if getattr(options, name) != defaults.get_default(name)
     ]
 

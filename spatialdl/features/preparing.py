@@ -1,10 +1,10 @@
-"""Preparation of a run: inputs, settings and checks."""
+"""Preparation of a run: inputs, settings and checks; its end: tables and printed summary."""
 
 from __future__ import annotations
 
 import argparse
-import glob
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,26 @@ from typing import Any
 import torch
 
 from spatialdl.data.format import MANIFEST
-from spatialdl.features.claims import new_claims
 from spatialdl.features.encoders.encoder import Encoder
-from spatialdl.features.manifest import Folder, encoder_settings
 from spatialdl.features.maps.regions import RegionSource
-from spatialdl.features.options import PRECISIONS, cutting_settings, given_cutting
-from spatialdl.features.results import LAYOUTS, MAPS, ResultFolders
+from spatialdl.features.options import PRECISIONS, cutting_settings, given_options
+from spatialdl.features.results import LAYOUTS, MAPS, Folder, ResultFolders, encoder_settings
 from spatialdl.features.sources import ShardSource, SlideSource, TileSource
-from spatialdl.features.working import FeatureJob
+from spatialdl.features.workers import FeatureJob, WorkerResult, new_claims
+from spatialdl.predicting.slide_paths import matching
 from spatialdl.slides.batch.choosing import Choosing
 from spatialdl.slides.batch.finding_slides import find_slides, slide_names
+from spatialdl.slides.batch.report import save_reports, table, warnings, why_nothing
 from spatialdl.slides.batch.steps import Task
-from spatialdl.slides.reading.paths import series_at, slide_bytes
+from spatialdl.slides.reading.paths import slide_bytes
+from spatialdl.text import counted, print_lines
 from spatialdl.training.optimization.precision import Precision, precision_of
 from spatialdl.training.run_lock import held
+
+FAILED, MISUSED = 1, 2
+"""Exit codes: failed slides or an I/O error; invalid arguments or files."""
+
+PROCESS_LIST = "process_list.csv"
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,9 @@ def given_in(options: argparse.Namespace) -> list[Path] | Path:
     Raises:
         ValueError: nothing is found, or options conflict with it.
     """
-    paths = [found for one in options.slides for found in _matching(one)]
+    # find_slides reports what is wrong with a path that matches nothing
+    given = [path.expanduser() for path in options.slides]
+    paths = [found for path in given for found in matching(path) or [path]]
     sets = [path for path in paths if (path / MANIFEST).is_file()]
     if sets:
         if len(paths) > 1:
@@ -96,7 +104,7 @@ def given_in(options: argparse.Namespace) -> list[Path] | Path:
             )
         if options.whole:
             raise ValueError(f"--whole needs slides, but {sets[0]} is a data set: give the slides")
-        if clash := given_cutting(options):
+        if clash := given_options(options):
             raise ValueError(
                 f"{', '.join(clash)} is for cutting slides, but {sets[0]} is a data set of tiles: "
                 "leave it out"
@@ -107,15 +115,6 @@ def given_in(options: argparse.Namespace) -> list[Path] | Path:
     if options.mpp is None and options.mag is None and options.level is None:
         raise ValueError("the resolution of tiles is missing: add --mpp X, --mag X or --level N")
     return find_slides(paths, recursive=options.recursive)
-
-
-def _matching(path: Path) -> list[Path]:
-    """A path, or the matches of a pattern; ** matches any number of folders."""
-    path = path.expanduser()
-    if path.exists() or series_at(path) is not None:
-        return [path]
-    found = [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]
-    return found or [path]  # find_slides reports what is wrong with it
 
 
 def prepare(options: argparse.Namespace, given: list[Path] | Path, encoder: Encoder) -> Prepared:
@@ -158,3 +157,51 @@ def opened_folder(prepared: Prepared) -> Iterator[Folder]:
         yield folder
     finally:
         holding.__exit__(None, None, None)
+
+
+# --- the end
+
+
+def finish(prepared: Prepared, folder: Folder, outcomes: Sequence[WorkerResult]) -> int:
+    """Write the tables, print a summary, and return the exit code."""
+    reports = sorted((r for one in outcomes for r in one.reports), key=lambda r: r.slide)
+    together = folder.finish(reports)
+    save_reports(folder.path / PROCESS_LIST, together)
+    print_lines(table(reports))
+    for line in warnings(reports):
+        print(f"warning: {line}", file=sys.stderr)
+    tiles = sum(report.written for report in reports)
+    if not tiles:
+        print(f"error: {why_nothing(reports)}", file=sys.stderr)
+        return FAILED
+    before = sum(len(one.before) for one in outcomes)
+    used = sum(report.written > 0 for report in reports)
+    width = prepared.settings["encoder"]["width"]
+    done = f", {before} of them by an earlier run" if before else ""
+    if prepared.options.whole:
+        print_lines(f"maps of {width} features of {counted(used, 'slide')}{done} in {folder.path}")
+    else:
+        print_lines(
+            f"{width} features of each of {counted(tiles, 'tile')} of {counted(used, 'slide')}"
+            f"{done} in {folder.path}"
+        )
+    if line := speed(outcomes):
+        print_lines(line)
+    failed = any(report.failed for report in reports)
+    return FAILED if failed and not prepared.options.skip_errors else 0
+
+
+def speed(outcomes: Sequence[WorkerResult]) -> str:
+    """Throughput of reading and encoding, as text; empty if no tiles were encoded."""
+    tiles = sum(one.tiles for one in outcomes)
+    reading, encoding, waited = (
+        sum(getattr(one, name) for one in outcomes) for name in ("reading", "encoding", "waited")
+    )
+    seconds = max(one.seconds for one in outcomes)
+    if not tiles or not reading or not encoding:
+        return ""
+    return (
+        f"{counted(tiles, 'tile')} in {seconds:.1f} s, {tiles / seconds:,.0f}/s; per encoder "
+        f"{tiles / encoding:,.0f}/s, per reading thread {tiles / reading:,.0f}/s; encoders waited "
+        f"for tiles {waited / (waited + encoding):.0%} of the time"
+    )

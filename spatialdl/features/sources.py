@@ -58,6 +58,7 @@ class SlideTiles(ABC):
         report: its report so far.
         attributes: attributes of its coordinates.
         side: rows and columns of a tile.
+        idle: open files that no thread uses.
     """
 
     name: str
@@ -65,6 +66,7 @@ class SlideTiles(ABC):
     report: TilingReport
     attributes: Mapping[str, object]
     side: int
+    idle: SimpleQueue[Any] = field(default_factory=SimpleQueue, kw_only=True)
 
     @property
     @abstractmethod
@@ -72,12 +74,31 @@ class SlideTiles(ABC):
         """Number of tiles to read."""
 
     @abstractmethod
-    def read(self, first: int, last: int) -> TilePiece:
-        """Read tiles `first` up to `last` (exclusive); thread-safe."""
+    def _open(self) -> Any:
+        """Open the files; the result is used by one thread at a time."""
 
     @abstractmethod
+    def _read(self, opened: Any, tiles: slice, part: PartRecord) -> list[Tiles]:
+        """Read some tiles, and note in `part` what became of each."""
+
+    def read(self, first: int, last: int) -> TilePiece:
+        """Read tiles `first` up to `last` (exclusive); thread-safe."""
+        try:
+            opened = self.idle.get_nowait()
+        except Empty:
+            opened = self._open()
+        part, started = PartRecord(), time.monotonic()
+        try:
+            images = self._read(opened, slice(first, last), part)
+        finally:
+            self.idle.put(opened)
+        part.seconds = time.monotonic() - started
+        return self._stacked(images, part)
+
     def close(self) -> None:
         """Close files."""
+        while not self.idle.empty():
+            self.idle.get_nowait().close()
 
     def pieces(self) -> list[tuple[int, int]]:
         """First and last tile of each piece."""
@@ -168,23 +189,17 @@ class _SlideTiles(SlideTiles):
     task: Task
     plan: TilePlan
     own: Colours | None
-    idle: SimpleQueue[Slide] = field(default_factory=SimpleQueue)
 
     @property
     def count(self) -> int:
         return len(self.plan.places)
 
-    def read(self, first: int, last: int) -> TilePiece:
-        slide = self._slide()
-        try:
-            return self._read(slide, first, last)
-        finally:
-            self.idle.put(slide)
+    def _open(self) -> Slide:
+        return Slide(self.task.path, self.source.options.slide_mpp)
 
-    def _read(self, slide: Slide, first: int, last: int) -> TilePiece:
-        part, images, choosing = PartRecord(), [], self.source.choosing
-        started = time.monotonic()
-        for tile in cut_tiles(slide, self.plan.part(first, last)):
+    def _read(self, opened: Slide, tiles: slice, part: PartRecord) -> list[Tiles]:
+        images, choosing = [], self.source.choosing
+        for tile in cut_tiles(opened, self.plan.part(tiles.start, tiles.stop)):
             place = tile.x, tile.y
             if tile.image is None:
                 if tile.bare:
@@ -197,19 +212,7 @@ class _SlideTiles(SlideTiles):
             else:
                 images.append(choosing.finished(tile.image, self.own))
                 part.taken.append((*place, None))
-        part.seconds = time.monotonic() - started
-        return self._stacked(images, part)
-
-    def _slide(self) -> Slide:
-        """An open slide that no other thread uses."""
-        try:
-            return self.idle.get_nowait()
-        except Empty:
-            return Slide(self.task.path, self.source.options.slide_mpp)
-
-    def close(self) -> None:
-        while not self.idle.empty():
-            self.idle.get_nowait().close()
+        return images
 
 
 @dataclass
@@ -267,8 +270,7 @@ class ShardSource(TileSource):
         )
 
     def _samples(self, name: str) -> list[TileSample]:
-        numbers: Sequence[int] = self._inputs[name].source.numbers  # type: ignore[attr-defined]
-        found = [self._dataset.sample(number) for number in numbers]
+        found = [self._dataset.sample(number) for number in self.numbers(name)]
         return [one for one in found if isinstance(one, TileSample)]
 
     def numbers(self, name: str) -> Sequence[int]:
@@ -284,39 +286,26 @@ class ShardSource(TileSource):
 class _ShardTiles(SlideTiles):
     source: ShardSource
     samples: Sequence[TileSample]
-    idle: SimpleQueue[ShardDataset] = field(default_factory=SimpleQueue)
 
     @property
     def count(self) -> int:
         return len(self.samples)
 
-    def read(self, first: int, last: int) -> TilePiece:
-        try:
-            dataset = self.idle.get_nowait()
-        except Empty:
-            dataset = ShardDataset(self.source.folder, self.source.split, whole=False)
-        try:
-            return self._read(dataset, first, last)
-        finally:
-            self.idle.put(dataset)
+    def _open(self) -> ShardDataset:
+        return ShardDataset(self.source.folder, self.source.split, whole=False)
 
-    def _read(self, dataset: ShardDataset, first: int, last: int) -> TilePiece:
-        part, images, started = PartRecord(), [], time.monotonic()
-        numbers = self.source.numbers(self.name)[first:last]
-        for number, sample in zip(numbers, self.samples[first:last], strict=True):
+    def _read(self, opened: ShardDataset, tiles: slice, part: PartRecord) -> list[Tiles]:
+        images = []
+        numbers = self.source.numbers(self.name)[tiles]
+        for number, sample in zip(numbers, self.samples[tiles], strict=True):
             try:
-                images.append(dataset.read(number))
+                images.append(opened.read(number))
             except ShardError as error:
                 part.unreadable.append((sample.x, sample.y))
                 part.problem = str(error)
             else:
                 part.taken.append((sample.x, sample.y, None))
-        part.seconds = time.monotonic() - started
-        return self._stacked(images, part)
-
-    def close(self) -> None:
-        while not self.idle.empty():
-            self.idle.get_nowait().close()
+        return images
 
 
 def _check(dataset: ShardDataset) -> None:

@@ -7,7 +7,6 @@ NAME.geojson         a box per tile, with its attention, for QuPath
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,17 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from spatialdl.data.bags import PlacedBag
-from spatialdl.predicting.geojson import save_geojson
-from spatialdl.predicting.overlay import save_overlay
-from spatialdl.predicting.results import PICTURE, Overview, as_bytes
-from spatialdl.predicting.tile_map import TileMap
+from spatialdl.predicting.geojson import box_of, save_geojson
+from spatialdl.predicting.pictures import (
+    Overview,
+    TileMap,
+    save_class_map,
+    save_overlay,
+    slide_thumbnail,
+)
 from spatialdl.slides.batch.finding_slides import storable
-from spatialdl.slides.finding.tissue import find_tissue
-from spatialdl.slides.pyramid import TILE, write_pyramid
-from spatialdl.slides.reading.reader import Slide, Thumbnail
+from spatialdl.slides.reading.reader import Slide
 
-_ROWS = 2 * TILE  # rows of a band
 _STRONG = 0.9
 """Least share of tiles with less attention for a tile to be marked."""
 _MARK = [220, 40, 40]
@@ -126,35 +126,22 @@ def save_bag_maps(
     stem, shares = storable(name), shares_below(attention)
     span = places.span, places.span
     found = TileMap(places.places, span, places.extent, shares[:, None, None, None])
-    overview = Overview(found.size)
-    tags = {"what": "share of tiles with less attention", "value_at_1": 0.0, "value_at_255": 1.0}
-    mpp = None if slide is None else slide.known_mpp
-    write_pyramid(
-        folder / f"{stem}-attention.tif",
-        (as_bytes(band, (0.0, 1.0)) for band in overview.accumulate(found.bands(0, _ROWS))),
-        found.size,
-        None if mpp is None else mpp * found.scale,
-        grey=True,
-        empty=True,
-        description=json.dumps({**tags, "not_examined": 0}),
-    )
+    label = "share of tiles with less attention"
+    mpp = None if slide is None or slide.known_mpp is None else slide.known_mpp * found.scale
+    path = folder / f"{stem}-attention.tif"
+    overview = save_class_map(path, found, 0, (0.0, 1.0), mpp, {"what": label})
     save_overlay(
         folder / f"{stem}-attention.png",
         name,
-        {what: overview.means},
-        found.scale * overview.factor,
+        {what: overview},
+        found.scale * Overview(found.size).factor,
         places.extent,
-        None if slide is None else _thumbnail(slide),
-        "share of tiles with less attention",
+        None if slide is None else slide_thumbnail(slide),
+        label,
         (0.0, 1.0),
     )
     save_geojson(folder / f"{stem}.geojson", _features(places, attention, shares))
     return [f"{stem}{ending}" for ending in ("-attention.tif", "-attention.png", ".geojson")]
-
-
-def _thumbnail(slide: Slide) -> Thumbnail:
-    found = slide.thumbnail(max(1.0, max(slide.size) / PICTURE))
-    return found._replace(image=find_tissue(found).shown(found.image))
 
 
 def _features(
@@ -164,12 +151,11 @@ def _features(
     rows, cols = places.extent
     for (x, y), value, share in zip(places.places.tolist(), attention, shares, strict=True):
         right, bottom = min(x + places.span, cols), min(y + places.span, rows)
-        ring = [(x, y), (right, y), (right, bottom), (x, bottom), (x, y)]
         properties: dict[str, Any] = {
             "objectType": "tile",
             "measurements": {"attention": float(value), "attention share": float(share)},
         }
         if share >= _STRONG:
             properties["classification"] = {"name": "strong attention", "color": _MARK}
-        geometry = {"type": "Polygon", "coordinates": [ring]}
+        geometry = box_of(x, y, right, bottom)
         yield {"type": "Feature", "geometry": geometry, "properties": properties}

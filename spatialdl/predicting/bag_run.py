@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,23 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.bags import BagSource, PlacedBag, open_tile_bags
 from spatialdl.data.feature_file import list_features
+from spatialdl.data.format import MANIFEST
 from spatialdl.data.loader import bag_to_input
 from spatialdl.errors import ShardError, SlideError
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps
-from spatialdl.predicting.bag_records import BagOutcome, BagRecords
 from spatialdl.predicting.network import Network
-from spatialdl.predicting.progress import bar
+from spatialdl.predicting.records import (
+    Columns,
+    PredictionRecord,
+    SlideReport,
+    key_of,
+    predicted_columns,
+    save_columns,
+    table,
+)
+from spatialdl.predicting.running import bar
 from spatialdl.predicting.slide_paths import slide_paths
-from spatialdl.predicting.tables import Columns, SlideReport, predicted_columns, save_columns, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.slides.batch.finding_slides import slide_names
 from spatialdl.slides.reading.reader import Slide
@@ -36,6 +44,9 @@ from spatialdl.training.bag_sources import feature_paths
 from spatialdl.training.tasks.survival import survival_columns, survival_of
 
 log = logging.getLogger("spatialdl.predict")
+
+_SETTINGS = ("average", "maps", "precision")
+"""Keys of the command on which the prediction of a slide, or its files, depends."""
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
@@ -66,29 +77,57 @@ def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
         )
     slides = slides_of(config, files)
     predictor = BagPredictor(trained, config, run_dir, slides)
-    records = BagRecords(run_dir, trained, config)
     own = files[world.rank :: world.size]
     results = []
-    progress = bar("bags", "predicted", len(own), "slide") if world.rank == 0 else nullcontext()
-    with progress as shown:
+    with bar("bags", "predicted", len(own), "slide", shows=world.rank == 0) as progress:
         for file in own:
-            slide = slides.get(file.slide)
-            key = records.key(file, slide)
-            outcome = records.load(file.slide, key)
-            if outcome is None:
-                outcome = predictor.predict(file)
-                if slide is None or not outcome.remark:  # the slide may be readable next time
-                    records.save(outcome, key)
-            results.append(outcome)
-            if shown is not None:
-                shown.update()
+            results.append(_one(file, predictor, config, run_dir))
+            progress.update()
     gathered = world.gather(results)
     succeeded = True
     if gathered is not None:
-        outcomes = sorted((one for rank in gathered for one in rank), key=lambda one: one.name)
-        _report_outcomes(outcomes, trained, run_dir, str(config.table))
-        succeeded = not any(one.problem for one in outcomes)
+        found = sorted((one for rank in gathered for one in rank), key=lambda one: one.name)
+        _save_slides(found, trained, run_dir, str(config.table))
+        succeeded = not any(one.problem for one in found)
     return bool(world.bcast(succeeded))
+
+
+@dataclass(frozen=True)
+class BagResult:
+    """The result of a slide: its record, or the problem why it has none."""
+
+    name: str
+    tiles: int
+    record: PredictionRecord | None = None
+    problem: str = ""
+    done_before: bool = False
+
+    def report(self, trained: Trained) -> SlideReport:
+        """The result as a row of the console table."""
+        if self.record is None:
+            return SlideReport(self.name, self.tiles, problem=self.problem, failed=True)
+        values = self.record.values[0]
+        best = int(values.argmax())
+        name = trained.classes[best] if best < len(trained.classes) else str(best)
+        if trained.task == "survival":
+            best, name = 0, "risk"
+        return SlideReport(self.name, self.tiles, name, float(values[best]), self.record.remark)
+
+
+def _one(file: PlacedBag, predictor: BagPredictor, config: DictConfig, run_dir: Path) -> BagResult:
+    """The recorded result of a slide, if its inputs are the same, or a new one."""
+    slide, key = predictor.slides.get(file.slide), predictor.key(file)
+    if not config.overwrite:
+        record = PredictionRecord.load(run_dir, file.slide, key)
+        if record is not None:
+            return BagResult(file.slide, record.bag, record, done_before=True)
+    try:
+        record = predictor.predict(file, key)
+    except (ValueError, ShardError) as error:
+        return BagResult(file.slide, file.tiles, problem=str(error))
+    if slide is None or not record.remark:  # the slide may be readable next time
+        record.save(run_dir)
+    return BagResult(file.slide, file.tiles, record)
 
 
 def _bags(trained: Trained, config: DictConfig) -> Sequence[PlacedBag]:
@@ -134,7 +173,8 @@ class BagPredictor:
     def __init__(
         self, trained: Trained, config: DictConfig, run_dir: Path, slides: Mapping[str, Path]
     ) -> None:
-        self._trained, self._run_dir, self._slides = trained, run_dir, slides
+        self._trained, self._run_dir, self.slides = trained, run_dir, slides
+        self._settings = [trained.digest, {name: config[name] for name in _SETTINGS}]
         self._draws = bool(config.maps)
         single = config.copy()
         single.parallel.data = 1
@@ -148,25 +188,41 @@ class BagPredictor:
             log.info("%s has no method attention: no heat maps", type(self._model).__name__)
             self._draws = False
 
-    def predict(self, file: PlacedBag) -> BagOutcome:
-        """Predict a slide and draw its heat map."""
-        if not file.tiles:
-            return BagOutcome(file.slide, 0, problem="it has no tiles")
+    def key(self, file: PlacedBag) -> str:
+        """A digest of all inputs of a bag's prediction."""
+        path = file.path / MANIFEST if file.path.is_dir() else file.path
+        slide = self.slides.get(file.slide)
         try:
-            source = BagSource([file], np.zeros(1, np.int64), ())
-            features = source.read(0)
-        except (ValueError, ShardError) as error:
-            return BagOutcome(file.slide, file.tiles, problem=str(error))
+            under = None if slide is None else key_of(None, slide)
+            return key_of([*self._settings, file.slide, file.tiles, under], path)
+        except OSError as error:
+            return f"{path}: {error.strerror}"  # reported where it is opened
+
+    def predict(self, file: PlacedBag, key: str) -> PredictionRecord:
+        """Predict a slide and draw its heat map.
+
+        Raises:
+            ValueError, ShardError: it cannot be predicted.
+        """
+        if not file.tiles:
+            raise ValueError("it has no tiles")
+        features = BagSource([file], np.zeros(1, np.int64), ()).read(0)
         values, attention = self._run(features)
         if not np.isfinite(values).all():
-            return BagOutcome(file.slide, file.tiles, problem="the network returns NaN or Inf")
+            raise ValueError("the network returns NaN or Inf")
         remark, files = "", []
         if self._draws:
             try:
                 files = self._draw(file, values, attention)
             except (ValueError, SlideError) as error:
                 remark = f"no heat map: {error}"
-        return BagOutcome(file.slide, file.tiles, values, remark, files=files)
+        nowhere = np.zeros((1, 2), np.int64)
+        return PredictionRecord(
+            *(file.slide, key, nowhere, None, values[None]),
+            files=files,
+            bag=file.tiles,
+            remark=remark,
+        )
 
     @torch.no_grad()
     def _run(self, features: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:
@@ -194,7 +250,7 @@ class BagPredictor:
             else:
                 number = int(values.argmax())
                 what = f"attention for {self._trained.classes[number]}"
-        path = self._slides.get(file.slide)
+        path = self.slides.get(file.slide)
         if path is None:
             places = BagPlaces.of(file, None)
             return save_bag_maps(self._run_dir, file.slide, attention[number], places, None, what)
@@ -220,40 +276,28 @@ def values_of(output: Tensor, task: str) -> Tensor:
     return output if output.dim() > 1 else output.unsqueeze(1)
 
 
-def _report_outcomes(
-    outcomes: Sequence[BagOutcome], trained: Trained, run_dir: Path, kind: str
-) -> None:
+def _save_slides(found: Sequence[BagResult], trained: Trained, run_dir: Path, kind: str) -> None:
     """Write the table of slides, and print it."""
-    good = [one for one in outcomes if one.values is not None]
-    values = np.stack([one.values for one in good]) if good else np.empty((0, 0))  # type: ignore[misc]
-    columns = {}
+    good = {one.name: one.record.values[0] for one in found if one.record is not None}
+    values = np.stack([*good.values()]) if good else np.empty((0, 0))
+    columns: Columns = {}
     if good and trained.task == "survival":
-        names = survival_columns(values.shape[1] - 1)
-        columns = dict(zip(names, values.T.tolist(), strict=True))
+        columns = dict(zip(survival_columns(values.shape[1] - 1), values.T.tolist(), strict=True))
     elif good:
         columns = predicted_columns(values, trained.classes, trained.task)
-    place = {one.name: number for number, one in enumerate(good)}
+    reports = [one.report(trained) for one in found]
     rows: Columns = {
-        "slide": [one.name for one in outcomes],
-        "tiles": [one.tiles for one in outcomes],
+        "slide": [one.name for one in found],
+        "tiles": [one.tiles for one in found],
     }
     for head, cells in columns.items():
-        rows[head] = [cells[place[one.name]] if one.name in place else None for one in outcomes]
-    rows["status"] = ["failed" if one.problem else "processed" for one in outcomes]
-    rows["reason"] = [one.problem or one.remark for one in outcomes]
+        of_slides = dict(zip(good, cells, strict=True))
+        rows[head] = [of_slides.get(one.name) for one in found]
+    rows["status"] = [one.status for one in reports]
+    rows["reason"] = [one.problem or one.remark for one in reports]
     path = save_columns(run_dir, "slides", rows, kind)
-    print(table([_report(one, trained) for one in outcomes]))
-    if before := sum(one.done_before for one in outcomes):
+    print(table(reports))
+    if before := sum(one.done_before for one in found):
         log.info("%s already predicted; overwrite=true predicts again", counted(before, "slide"))
-    maps = counted(sum(bool(one.files) for one in outcomes), "heat map")
-    log.info("written: %s, %s in %s", path, maps, run_dir)
-
-
-def _report(one: BagOutcome, trained: Trained) -> SlideReport:
-    if one.values is None:
-        return SlideReport(one.name, one.tiles, problem=one.problem, failed=True)
-    if trained.task == "survival":
-        return SlideReport(one.name, one.tiles, "risk", float(one.values[0]), one.remark)
-    best = int(one.values.argmax())
-    name = trained.classes[best] if best < len(trained.classes) else str(best)
-    return SlideReport(one.name, one.tiles, name, float(one.values[best]), one.remark)
+    maps = sum(one.record is not None and bool(one.record.files) for one in found)
+    log.info("written: %s, %s in %s", path, counted(maps, "heat map"), run_dir)

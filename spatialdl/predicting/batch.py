@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -22,14 +23,13 @@ from spatialdl.errors import SlideError
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.node_order import placed_by_nodes
 from spatialdl.predicting.checks import GEOJSON
-from spatialdl.predicting.confusion import Counts, confusion_of
 from spatialdl.predicting.cutting import BatchCutting, cutting_of
 from spatialdl.predicting.inputs import Input, SlideImages, named_samples, shard_inputs, slide_input
-from spatialdl.predicting.records import PredictionRecord, key_of
+from spatialdl.predicting.pieces import Counts, confusion_of
+from spatialdl.predicting.records import PredictionRecord, SlideReport, key_of, save_tables, table
 from spatialdl.predicting.results import Maps
 from spatialdl.predicting.running import Runner, SlideOutput
 from spatialdl.predicting.slide_paths import slide_paths, volume_names, volume_paths
-from spatialdl.predicting.tables import SlideReport, save_tables, table
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.predicting.volume_inputs import (
     VolumeImages,
@@ -42,6 +42,12 @@ from spatialdl.text import counted
 from spatialdl.training.layouts import placement_of
 
 log = logging.getLogger("spatialdl.predict")
+
+_SETTINGS = (
+    *("average", "maps", "activation", "classes", "precision", "split", "tta", "geojson"),
+    "spatialdata",
+)
+"""Keys of the command on which the prediction of a slide, or its files, depends."""
 
 
 def run(config: DictConfig, run_dir: Path, world: Communicator) -> bool:
@@ -176,19 +182,8 @@ class _Batch:
         return [_Job(one.name, key, partial(_known, one)) for one in found], single_images
 
     def _key(self, cutting: BatchCutting | None, path: Path) -> str:
-        config = self._config
-        chosen = (
-            "average",
-            "maps",
-            "activation",
-            "classes",
-            "precision",
-            "split",
-            "tta",
-            "geojson",
-            "spatialdata",
-        )
-        settings = {key: OmegaConf.to_container(config, resolve=True)[key] for key in chosen}  # type: ignore[call-overload,index]
+        given: Any = OmegaConf.to_container(self._config, resolve=True)
+        settings = {key: given[key] for key in _SETTINGS}
         try:
             how = None if cutting is None else cutting.key()
             return key_of([self._trained.digest, settings, how], path)
@@ -232,17 +227,12 @@ class _Batch:
         confusion = confusion_of(self._ranks, given, outcome.pieces, classes)
         files: Sequence[str] = []
         if self._config.maps and self._trained.task != "regression":
-            maps: VolumeMaps | Maps
+            words = self._run_dir, given, self._trained, self._shown, self._ranks
             if isinstance(given.source, VolumeImages):
-                maps = VolumeMaps(self._run_dir, given, self._trained, self._shown, self._ranks)
+                files = VolumeMaps(*words).save(outcome)
             else:
-                ending = GEOJSON[self._config.geojson]
-                maps = Maps(
-                    *(self._run_dir, given, self._trained, self._shown, self._ranks),
-                    geojson=ending,
-                    store=self._config.spatialdata,
-                )
-            files = maps.save(outcome)
+                ending, store = GEOJSON[self._config.geojson], bool(self._config.spatialdata)
+                files = Maps(*words, ending, store).save(outcome)
         if outcome.values is None:
             return None
         record = _record(given, outcome, key, files, confusion)

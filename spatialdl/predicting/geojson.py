@@ -63,11 +63,15 @@ def tile_features(
     height, width = span
     for (x, y), row in zip(places.tolist(), values, strict=True):
         right, bottom = min(x + width, extent[1]), min(y + height, extent[0])
-        ring = [(x, y), (right, y), (right, bottom), (x, bottom), (x, y)]
         chosen = [int(row.argmax())] if one_class else np.flatnonzero(row > 0.5).tolist()
         measured = {f"probability {name}": float(row[k]) for k, name in enumerate(classes)}
-        geometry = {"type": "Polygon", "coordinates": [ring]}
-        yield _feature("tile", geometry, chosen, classes, measured)
+        yield _feature("tile", box_of(x, y, right, bottom), chosen, classes, measured)
+
+
+def box_of(x: float, y: float, right: float, bottom: float) -> dict[str, Any]:
+    """The geometry of a box."""
+    ring = [(x, y), (right, y), (right, bottom), (x, bottom), (x, y)]
+    return {"type": "Polygon", "coordinates": [ring]}
 
 
 def region_features(

@@ -1,11 +1,15 @@
-"""Maps in pieces on the ranks, assembled band by band; no rank holds a full map."""
+"""Maps in pieces on the ranks, assembled band by band, and their confusion counts.
+
+No rank holds a full map.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,16 @@ import torch
 from torch import Tensor
 
 from spatialdl.comm.communicator import Communicator
+from spatialdl.data.format import UNLABELLED
+from spatialdl.data.image_source import Box, Pixels
+from spatialdl.predicting.agreed_errors import agreeing
+from spatialdl.predicting.inputs import Input
 from spatialdl.spatial.tensor import SpatialTensor
 from spatialdl.training.validation import Evaluated
 
+log = logging.getLogger("spatialdl.predict")
+
+Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64] | npt.NDArray[np.float32]
 Part = tuple[tuple[int, ...], Floats]
 
@@ -35,6 +46,12 @@ class MapPiece:
     values: Tensor
     file: mmap.mmap | None = None
 
+    @property
+    def box(self) -> Box:
+        """First and last (exclusive) slice, row and column."""
+        extents = zip(self.start, self.values.shape[1:], strict=True)
+        return tuple(number for first, n in extents for number in (first, first + n))
+
     def release(self) -> None:
         """Advise the kernel to drop the file's pages from memory."""
         if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -45,11 +62,11 @@ def to_file(folder: Path, piece: MapPiece) -> MapPiece:
     """Move a piece to an anonymous, memory-mapped file."""
     values = piece.values
     with tempfile.TemporaryFile(dir=folder, prefix="spatialdl-map-") as file:
-        dtype = values.numpy().dtype
-        mapped = np.memmap(file, dtype, "w+", shape=tuple(values.shape))
-    mapped[...] = values.numpy()
+        file.truncate(values.nbytes)
+        mapped = mmap.mmap(file.fileno(), values.nbytes)
+    again = torch.frombuffer(mapped, dtype=values.dtype).view(values.shape).copy_(values)
     mapped.flush()
-    stored = MapPiece(piece.start, torch.from_numpy(mapped), mapped._mmap)  # type: ignore[attr-defined]
+    stored = MapPiece(piece.start, again, mapped)
     stored.release()
     return stored
 
@@ -160,3 +177,50 @@ def _cut(piece: MapPiece, column: int | slice, first: int, last: int) -> Iterato
     if begin < end:
         part = piece.values[:, begin - row : end - row][column]
         yield (begin, *piece.start[1:]), np.ascontiguousarray(part.numpy())
+
+
+# --- confusion counts
+
+
+def confusion_of(
+    world: Communicator, given: Input, pieces: Sequence[MapPiece], classes: int
+) -> Counts | None:
+    """Count pixels, int64 (classes, classes), by true and predicted class.
+
+    Collective; all ranks get the sum. Unlabelled pixels are ignored. A mask that is unreadable or
+    has an unknown class is logged.
+
+    Args:
+        pieces: this rank's pieces of the probability map.
+
+    Returns:
+        The counts; None without a valid mask.
+    """
+    if given.read_mask is None:
+        return None
+    own = np.zeros((classes, classes), np.int64)
+    try:
+        with agreeing(world):
+            for piece in pieces:
+                own += _counted(given.read_mask, piece, classes)
+    except ValueError as error:  # the same on all ranks
+        if world.rank == 0:
+            log.warning("%s: no confusion counts from its mask: %s", given.name, error)
+        return None
+    # float64 is exact for counts below 2**53
+    total: torch.Tensor = world.all_reduce(torch.from_numpy(own).double())
+    return np.asarray(total.numpy().round(), np.int64)
+
+
+def _counted(read_mask: Callable[[Box], Pixels], piece: MapPiece, classes: int) -> Counts:
+    mask = read_mask(piece.box)
+    known = mask != UNLABELLED
+    truth = mask[known].astype(np.int64)
+    if truth.size and int(truth.max()) >= classes:
+        raise ValueError(
+            f"the mask has a pixel of class {int(truth.max())}, but the network has {classes} "
+            "classes"
+        )
+    predicted = piece.values.argmax(0).numpy()[known]
+    cells = np.bincount(truth * classes + predicted, minlength=classes * classes)
+    return cells.reshape(classes, classes)

@@ -12,16 +12,14 @@ NAME.zarr                   maps and polygons as a SpatialData store, optional
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,36 +33,27 @@ from spatialdl.predicting.geojson import (
     tile_features,
 )
 from spatialdl.predicting.inputs import Input
-from spatialdl.predicting.overlay import save_overlay
+from spatialdl.predicting.pictures import (
+    ROWS,
+    Bands,
+    ClassMap,
+    Overview,
+    TileMap,
+    save_class_map,
+    save_overlay,
+    slide_thumbnail,
+)
 from spatialdl.predicting.pieces import PiecedMap
-from spatialdl.predicting.progress import bar
-from spatialdl.predicting.running import SlideOutput
+from spatialdl.predicting.records import ONE_CLASS
+from spatialdl.predicting.running import SlideOutput, bar
 from spatialdl.predicting.spatial_data import SlideMaps, save_spatial_data
-from spatialdl.predicting.tables import ONE_CLASS
-from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.trained import Trained
 from spatialdl.slides.batch.finding_slides import storable
-from spatialdl.slides.finding.tissue import find_tissue
-from spatialdl.slides.pyramid import TILE, write_pyramid
 from spatialdl.slides.reading.reader import Slide, Thumbnail
 
 log = logging.getLogger("spatialdl.predict")
 
-Bands = Iterator[npt.NDArray[Any]]
-_ROWS = 2 * TILE  # rows of a band
-PICTURE = 1600
-"""Longer side of a slide's thumbnail, in pixels."""
-LONGEST = 1600
-"""Longer side of an overview map at most, in pixels."""
-
-
-class ClassMap(Protocol):
-    """A map per class over a slide; iterating bands is collective, rank 0 gets the values."""
-
-    @property
-    def size(self) -> tuple[int, int]: ...
-
-    def bands(self, column: int, rows: int) -> Bands: ...
+_UNIT = (0.0, 1.0)  # limits of probabilities
 
 
 class Maps:
@@ -103,7 +92,10 @@ class Maps:
             log.info("%s: no maps written, as the level-0 size of its tiles is unknown", given.name)
             return []
         if rank == 0 and given.slide is not None:
-            self._thumbnail = _thumbnail(given)
+            source: Any = given.source
+            with Slide(given.slide, source.mpp) as slide:
+                slide.background = source.background
+                self._thumbnail = slide_thumbnail(slide)
         if self._trained.task == "segmentation":
             self._save_map(outcome)
         elif rank == 0:
@@ -121,8 +113,8 @@ class Maps:
         assert given.span is not None
         assert given.extent is not None
         found = TileMap(places, given.span, given.extent, values[:, :, None, None])
-        means = self._tiffs(found, found.scale, (0.0, 1.0), "", "probability")
-        self._picture("heatmap", means, _scale(found, found.scale), "probability", (0.0, 1.0))
+        means = self._tiffs(found, found.scale, _UNIT, "", "probability")
+        self._picture("heatmap", means, _scale(found, found.scale), "probability", _UNIT)
         one = self._trained.task in ONE_CLASS
         tiles = [*tile_features(places, given.span, given.extent, values, classes, one_class=one)]
         if self._store:
@@ -171,32 +163,21 @@ class Maps:
         whole = (max(size[0], offset[0] + given.size[0]), max(size[1], offset[1] + given.size[1]))
         found = PiecedMap(self._world, whole, outcome.pieces, given.size, offset)
         classes = self._trained.classes
-        with self._bar(len(classes) * ceil(whole[0] / _ROWS)) as done:
+        rank, bands = self._world.rank, len(classes) * ceil(whole[0] / ROWS)
+        with bar(given.name, "maps", bands, "band", shows=rank == 0) as done:
             counted = _CountedMap(found, done)
-            means = self._tiffs(counted, scale, (0.0, 1.0), "", "probability")
-            hidden = [k for k in range(len(classes)) if k not in means]
-            for number in hidden:  # the most probable class is found among all classes
-                means[number] = self._overview(counted, number)
-        if self._world.rank != 0:
+            means = self._tiffs(counted, scale, _UNIT, "", "probability")
+            for number in range(len(classes)):  # the most probable class is found among all
+                if number not in means:
+                    means[number] = save_class_map(None, counted, number, _UNIT, None, {})
+        if rank != 0:
             return
-        self._picture("heatmap", means, _scale(counted, scale), "probability", (0.0, 1.0))
+        self._picture("heatmap", means, _scale(counted, scale), "probability", _UNIT)
         stack = np.stack([means[k] for k in range(len(means))])
         features = [*region_features(stack, _scale(counted, scale), classes, self._shown)]
         save_geojson(self._named(self._geojson), features)
         if self._store:
             self._save_store(means, _scale(counted, scale), "regions", features)
-
-    def _bar(self, bands: int) -> AbstractContextManager[Any]:
-        if self._world.rank != 0:
-            return nullcontext()
-        return bar(self._given.name, "maps", bands, "band")  # type: ignore[no-any-return]
-
-    def _overview(self, found: ClassMap, number: int) -> npt.NDArray[Any]:
-        overview = Overview(found.size)
-        bands = found.bands(number, _ROWS)
-        for _ in overview.accumulate(bands) if self._world.rank == 0 else bands:
-            pass
-        return overview.means
 
     # --- files
 
@@ -231,27 +212,12 @@ class Maps:
     ) -> dict[int, npt.NDArray[Any]]:
         """Write a pyramid per shown class; returns their overviews, valid on rank 0."""
         mpp = None if self._given.mpp is None else self._given.mpp * scale
-        means: dict[int, npt.NDArray[Any]] = {}
+        names, means = class_files(self._trained.classes), {}
         for number in self._shown:
-            overview = Overview(found.size)
-            bands = found.bands(number, _ROWS)
-            if self._world.rank != 0:
-                for _ in bands:
-                    pass
-                means[number] = overview.means
-                continue
-            name = self._trained.classes[number]
-            tags = {"class": name, "what": what, "value_at_1": limits[0], "value_at_255": limits[1]}
-            write_pyramid(
-                self._named(f"-{class_files(self._trained.classes)[number]}{ending}.tif"),
-                (as_bytes(band, limits) for band in overview.accumulate(bands)),
-                found.size,
-                mpp,
-                grey=True,
-                empty=True,
-                description=json.dumps({**tags, "not_examined": 0}),
-            )
-            means[number] = overview.means
+            writes = self._world.rank == 0
+            path = self._named(f"-{names[number]}{ending}.tif") if writes else None
+            tags = {"class": self._trained.classes[number], "what": what}
+            means[number] = save_class_map(path, found, number, limits, mpp, tags)
         return means
 
     def _picture(
@@ -287,7 +253,7 @@ class _CountedMap:
     """A map that advances a progress bar band by band."""
 
     given: PiecedMap
-    bar: tqdm[Any] | None
+    bar: tqdm[Any]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -297,8 +263,7 @@ class _CountedMap:
     def bands(self, column: int, rows: int) -> Bands:
         for band in self.given.bands(column, rows):
             yield band
-            if self.bar is not None:
-                self.bar.update()
+            self.bar.update()
 
 
 def class_files(classes: Sequence[str]) -> list[str]:
@@ -312,53 +277,3 @@ def class_files(classes: Sequence[str]) -> list[str]:
 def _scale(found: ClassMap, scale: float) -> float:
     """Level-0 pixels per pixel of the overview."""
     return scale * Overview(found.size).factor
-
-
-def as_bytes(band: npt.NDArray[Any], limits: tuple[float, float]) -> npt.NDArray[np.uint8]:
-    """Scale values within the limits to 1...255; NaN becomes 0."""
-    shares = (np.nan_to_num(band, nan=limits[0]) - limits[0]) / (limits[1] - limits[0])
-    levels = 1 + np.rint(254 * shares.clip(0, 1))
-    return np.asarray(np.where(np.isnan(band), 0, levels), np.uint8)
-
-
-def _thumbnail(given: Input) -> Thumbnail:
-    """A thumbnail of the slide, contrast-stretched if it is dark."""
-    assert given.slide is not None
-    source: Any = given.source
-    with Slide(given.slide, source.mpp) as slide:
-        slide.background = source.background
-        found = slide.thumbnail(max(1.0, max(slide.size) / PICTURE))
-        return found._replace(image=find_tissue(found).shown(found.image))
-
-
-class Overview:
-    """A downsampled map of one class, accumulated band by band.
-
-    Args:
-        size: rows and columns of the full map.
-
-    Attributes:
-        factor: downsampling factor along each dim.
-    """
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.factor = max(1, ceil(max(size) / LONGEST))
-        shape = ceil(size[0] / self.factor), ceil(size[1] / self.factor)
-        self._sums, self._counts, self._row = np.zeros(shape), np.zeros(shape), 0
-
-    def accumulate(self, bands: Iterable[npt.NDArray[Any]]) -> Iterator[npt.NDArray[Any]]:
-        """Accumulate and pass through the bands, from top to bottom."""
-        for band in bands:
-            known = np.isfinite(band)
-            at = (self._row + np.arange(len(band))) // self.factor
-            self._row += len(band)
-            for total, values in ((self._sums, np.where(known, band, 0)), (self._counts, known)):
-                starts = range(0, band.shape[1], self.factor)
-                np.add.at(total, at, np.add.reduceat(values, starts, axis=1, dtype=np.float64))
-            yield band
-
-    @property
-    def means(self) -> npt.NDArray[np.float64]:
-        """The overview (rows, columns), NaN where the map has no value."""
-        with np.errstate(invalid="ignore"):
-            return self._sums / self._counts

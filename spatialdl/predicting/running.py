@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from spatialdl.comm.communicator import Communicator
-from spatialdl.data.image_source import Size
+from spatialdl.data.format import VOLUME_CHUNK
+from spatialdl.data.image_source import Box, ImageSource, Pixels, Size, extents, whole_box
 from spatialdl.data.views import Views
 from spatialdl.errors import CheckpointError, SlideError
 from spatialdl.parallel.layout import by
@@ -24,9 +27,9 @@ from spatialdl.pipeline.runtime import PipelineRuntime
 from spatialdl.predicting.inputs import Input
 from spatialdl.predicting.network import Network
 from spatialdl.predicting.pieces import MapPiece, joined, own_pieces, to_file
-from spatialdl.predicting.progress import ReadInBands, bar, layer_progress
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.turning import MapTurn, TurnMean, turned_views, turns
+from spatialdl.training.console.progress import has_terminal
 from spatialdl.training.pictures.activation import NEEDED, Activations
 from spatialdl.training.rank_loader import RankLoader
 from spatialdl.training.tasks.losses import own_pixels
@@ -35,6 +38,7 @@ from spatialdl.training.validation import Evaluated, evaluated
 
 log = logging.getLogger("spatialdl.predict")
 
+BAND = 1024  # rows per read
 TASKS: Mapping[str, type[Any]] = {
     "classification": Classification,
     "multilabel": MultiLabel,
@@ -203,11 +207,10 @@ class Runner:
 
     def _microbatches(self, loader: RankLoader, given: Input, name: str) -> Iterator[Any]:
         reports = self._world.rank == 0 and not given.whole
-        with bar(name, "tiles", len(loader), "batch") if reports else nullcontext() as done:
+        with bar(name, "tiles", len(loader), "batch", shows=reports) as done:
             for batch in loader.batches():
                 yield loader.microbatches(batch)
-                if done is not None:
-                    done.update()
+                done.update()
 
     def _kept(self, given: Input) -> tuple[list[int], str]:
         """Images readable on all ranks, and the read error of the first unreadable one.
@@ -270,3 +273,83 @@ class ActivationMaps:
             place = [slice(first, first + many) for first, many in extents]
             maps[part.samples.start : part.samples.stop, :, *place] = part.values
         return maps
+
+
+# --- progress bars: reading, inference and maps, on rank 0
+
+
+def bar(name: str, what: str, total: int, unit: str, *, shows: bool = True) -> tqdm[Any]:
+    """A progress bar that is erased when closed; it needs a terminal."""
+    return tqdm(
+        total=total,
+        desc=f"{name}, {what}",
+        unit=unit,
+        disable=not (shows and has_terminal()),
+        leave=False,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    )
+
+
+@dataclass
+class ReadInBands:
+    """An image source that reads band by band and advances a bar; pixels are unchanged."""
+
+    source: ImageSource
+    name: str
+
+    def __post_init__(self) -> None:
+        self.labels: npt.NDArray[Any] = self.source.labels
+        self.dtype: np.dtype[Any] = self.source.dtype  # type: ignore[attr-defined]
+
+    @property
+    def has_masks(self) -> bool:
+        return self.source.has_masks
+
+    @property
+    def channels(self) -> int:
+        return self.source.channels
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def image_size(self, sample: int) -> Size:
+        return self.source.image_size(sample)
+
+    def read(self, sample: int, box: Box | None = None) -> Pixels:
+        size = self.image_size(sample)
+        row0, row1, *rest = box or whole_box(size)
+        found = np.empty((*extents((row0, row1, *rest)), self.channels), self.dtype)
+        unit, step = ("row", BAND) if len(size) == 2 else ("slice", VOLUME_CHUNK)
+        with bar(self.name, "reading", row1 - row0, unit) as rows_read:
+            for first in range(row0 // step * step, row1, step):
+                top, end = max(first, row0), min(first + step, row1)
+                band = self.source.read(sample, (top, end, *rest))
+                found[top - row0 : end - row0] = band
+                rows_read.update(end - top)
+        return found
+
+    def read_mask(self, sample: int, box: Box | None = None) -> npt.NDArray[np.uint8]:
+        return self.source.read_mask(sample, box)
+
+
+@contextmanager
+def layer_progress(name: str, stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Show a progress bar of the layers that this rank executes."""
+    layers = [one for stage in stages for one in stage.modules() if not list(one.children())]
+    with bar(name, "network", len(layers), "layer") as done:
+        hooks = [one.register_forward_hook(lambda *_: _advance(done)) for one in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _advance(done: tqdm[Any]) -> None:
+    if done.n < done.total:  # a layer may be called more than once
+        done.update()

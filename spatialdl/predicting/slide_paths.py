@@ -21,7 +21,7 @@ def slide_paths(given: Any) -> list[Path]:
     Raises:
         ValueError: one of them does not exist, or matches nothing.
     """
-    paths = _paths(given, "slides", lambda path: path.exists() or series_at(path) is not None)
+    paths = _paths(given, "slides", is_there)
     try:
         return find_slides(paths)
     except ValueError as error:
@@ -66,7 +66,7 @@ def _paths(given: Any, key: str, exists: Callable[[Path], bool]) -> list[Path]:
     paths: list[Path] = []
     for one in given if isinstance(given, list | ListConfig) else [given]:
         path = Path(str(one)).expanduser()
-        found = [path] if exists(path) else _matching(str(path))
+        found = matching(path, exists)
         if not found:
             raise ValueError(f"{key}={one} matches no file or folder")
         paths += found
@@ -75,6 +75,13 @@ def _paths(given: Any, key: str, exists: Callable[[Path], bool]) -> list[Path]:
     return paths
 
 
-def _matching(pattern: str) -> list[Path]:
-    """Paths that match a pattern; ``**`` matches any number of folders."""
-    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+def is_there(path: Path) -> bool:
+    """Whether a path is a file, a folder, or a folder's DICOM series of a UID."""
+    return path.exists() or series_at(path) is not None
+
+
+def matching(path: Path, exists: Callable[[Path], bool] = is_there) -> list[Path]:
+    """A path, or the paths that match it as a pattern; ``**`` matches any number of folders."""
+    if exists(path):
+        return [path]
+    return [Path(one) for one in sorted(glob.glob(str(path), recursive=True))]

@@ -10,12 +10,18 @@ NAME-CLASS-activation.nii   contribution of each place to the logit of a class; 
                             network's input
 NAME-activation.png         the slices, and the activation of the most probable class over them
 
-Files are compressed, NAME-classes.nii.gz, if the volume is.
+Files are compressed, NAME-classes.nii.gz, if the volume is: rank 0 gathers one band of slices at a
+time then, otherwise every rank writes its own box into the file.
 """
 
 from __future__ import annotations
 
+import gzip
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
+from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +34,13 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.augmentation.geometry import Draw, window_of
 from spatialdl.data.image_source import Box, Size, pairs, whole_box
-from spatialdl.data.saving import replacing
+from spatialdl.data.importing.volume_file import StoredVolume, load_nifti
+from spatialdl.data.saving import unfinished
 from spatialdl.data.volume_geometry import VolumeTurn
+from spatialdl.predicting.agreed_errors import agreeing
 from spatialdl.predicting.inputs import Input
-from spatialdl.predicting.nifti import nifti_header, save_nifti
-from spatialdl.predicting.pieces import MapPiece
+from spatialdl.predicting.pictures import new_figure, save_figure
+from spatialdl.predicting.pieces import MapPiece, PiecedMap
 from spatialdl.predicting.results import class_files
 from spatialdl.predicting.running import SlideOutput
 from spatialdl.predicting.trained import Trained
@@ -53,6 +61,13 @@ from spatialdl.training.pictures.thumbnails import (
 
 Array = npt.NDArray[Any]
 
+_BAND = 2**22  # voxels that rank 0 gathers at a time; at least a slice
+_LEVEL = 1  # gzip level, as in nibabel: higher ones take far longer for little gain
+_MOST_OF_NIFTI_1 = 2**15 - 1  # voxels along a dim, as sizes are int16
+_GEOMETRY = (
+    *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
+    *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"),
+)
 _LEGEND = 12  # classes in a legend at most
 
 
@@ -115,7 +130,7 @@ class VolumeMaps:
             piece = _spread(turn.stored(values[number]), box, size)
             self._save(f"{names[number]}-activation", [piece], values.dtype, SingleProcess())
             if number == most:
-                heat = _means(piece.values[0].numpy(), _box(piece), size)
+                heat = _means(piece.values[0].numpy(), piece.box, size)
         title = f"{self._given.name}: {self._trained.classes[most]}"
         self._save_picture("activation", title, (), heat=heat)
 
@@ -124,10 +139,7 @@ class VolumeMaps:
         turn = self._source.turn
         if turn == VolumeTurn():
             return piece
-        box = whole_box(piece.values.shape[1:])
-        spans = zip(pairs(box), piece.start, strict=True)
-        seen = tuple(number + first for span, first in spans for number in span)
-        stored = turn.stored_box(seen, self._given.size)
+        stored = turn.stored_box(piece.box, self._given.size)
         values = np.stack([turn.stored(one.numpy()) for one in piece.values])
         return MapPiece(tuple(stored[::2]), torch.from_numpy(values))
 
@@ -147,7 +159,7 @@ class VolumeMaps:
 
     def _save_classes(self, pieces: Sequence[MapPiece]) -> None:
         size = self._source.stored.size
-        own = [mask_patches(one.values[0], _box(one), size) for one in pieces]
+        own = [mask_patches(one.values[0], one.box, size) for one in pieces]
         gathered = self._world.gather(own)
         if gathered is not None:
             sections = joined_sections([part for one in gathered for part in one], size)
@@ -187,23 +199,16 @@ def _means(values: Array, box: Box, size: Size) -> list[Array]:
     return [one[..., 0] for one in mean_sections([patches], size)]
 
 
-def _box(piece: MapPiece) -> Box:
-    spans = zip(piece.start, piece.values.shape[1:], strict=True)
-    return tuple(number for first, n in spans for number in (first, first + n))
-
-
 def _save_figure(
     path: Path, title: str, pictures: Sequence[Picture], names: Sequence[str], *, heat: bool
 ) -> None:
     """Draw the slices without and with overlay, and a legend of classes or the scale of heat."""
     from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows, cols = pictures[0].shape[:2]
     down, across = (1, 2) if 2 * rows > cols else (2, 1)
-    inches = 7.0 * across, 7.0 * down * rows / cols + 1
-    figure = Figure(figsize=inches, dpi=130, layout="constrained")
+    figure = new_figure(7.0 * across, 7.0 * down * rows / cols + 1)
     panels = figure.subplots(down, across)
     for panel, picture in zip(panels, pictures, strict=True):
         panel.imshow(picture, interpolation="nearest")
@@ -220,5 +225,113 @@ def _save_figure(
     if marks:
         figure.legend(handles=marks, loc="outside lower center", ncols=min(6, len(marks)))
     figure.suptitle(fitted(title, 60), fontsize=11)
-    with replacing(path) as out:
-        figure.savefig(out, format="png")
+    save_figure(path, figure)
+
+
+# --- NIfTI
+
+
+def nifti_header(stored: StoredVolume, source: Path | None, dtype: np.dtype[Any]) -> bytes:
+    """A NIfTI header with the geometry of a stored volume.
+
+    Args:
+        stored: the volume.
+        source: its file, if there is one; the geometry of a NIfTI file is copied exactly.
+        dtype: dtype of the voxels to write.
+    """
+    import nibabel
+
+    large = max(stored.size) > _MOST_OF_NIFTI_1
+    kind: Any = nibabel.Nifti2Header if large else nibabel.Nifti1Header
+    header = kind()
+    header.set_data_dtype(dtype)
+    header.set_data_shape(stored.size[::-1])
+    header.set_slope_inter(1, 0)
+    if source is not None and source.name.lower().endswith((".nii", ".nii.gz")):
+        known = load_nifti(source).header
+        for name in _GEOMETRY:
+            header[name] = known[name]
+        header["pixdim"][4:] = 1
+        header.set_xyzt_units(known.get_xyzt_units()[0])
+    elif stored.affine is not None:
+        affine = np.vstack([stored.affine[:, [2, 1, 0, 3]], (0, 0, 0, 1)])
+        header.set_qform(affine, "scanner")
+        header.set_sform(affine, "scanner")
+        header.set_xyzt_units("mm")
+    elif stored.spacing is not None:
+        header.set_zooms(stored.spacing[::-1])
+        header.set_xyzt_units("mm")
+    out = BytesIO()
+    header.write_to(out)
+    return out.getvalue()
+
+
+def save_nifti(
+    path: Path,
+    world: Communicator,
+    header: bytes,
+    size: Size,
+    pieces: Sequence[MapPiece],
+    dtype: np.dtype[Any],
+) -> None:
+    """Write a volume atomically; collective over `world`. Voxels outside pieces are 0.
+
+    Args:
+        path: compressed if it ends in .gz; otherwise on a file system shared by all ranks.
+        header: on rank 0, see `nifti_header`.
+        size: (slices, rows, columns).
+        pieces: pieces of this rank, of one class.
+        dtype: dtype of the voxels, to which values are cast.
+
+    Raises:
+        OSError, AgreedError: a rank cannot write.
+    """
+    with unfinished(path) if world.rank == 0 else nullcontext() as temporary:
+        if path.name.endswith(".gz"):
+            _write_bands(temporary, world, header, size, pieces, dtype)
+            return
+        if temporary is not None:
+            with temporary.open("r+b") as file:
+                file.write(header)
+                file.truncate(len(header) + prod(size) * dtype.itemsize)
+        place, offset = world.bcast((temporary, len(header)))
+        with agreeing(world), place.open("r+b") as file:
+            for piece in pieces:
+                _write_box(file.fileno(), offset, size, piece, dtype)
+            os.fsync(file.fileno())  # data must reach the file system before the rename
+
+
+def _write_bands(
+    temporary: Path | None,
+    world: Communicator,
+    header: bytes,
+    size: Size,
+    pieces: Sequence[MapPiece],
+    dtype: np.dtype[Any],
+) -> None:
+    slices = max(1, _BAND // (size[1] * size[2]))
+    bands = PiecedMap(world, size, pieces, size, empty=0.0).bands(0, slices)
+    if temporary is None:
+        for _ in bands:
+            pass
+        return
+    with (
+        temporary.open("r+b") as out,
+        gzip.GzipFile("", "wb", _LEVEL, out, mtime=0) as compressed,
+    ):
+        compressed.write(header)
+        for band in bands:
+            compressed.write(band.astype(dtype).tobytes())
+
+
+def _write_box(file: int, offset: int, size: Size, piece: MapPiece, dtype: np.dtype[Any]) -> None:
+    """Write a box; voxels contiguous in the file are written at once."""
+    box = piece.values[0].numpy().astype(dtype, copy=False)
+    run = 3 if box.shape[1:] == tuple(size[1:]) else 2 if box.shape[2] == size[2] else 1
+    for outer in np.ndindex(*box.shape[: 3 - run]):
+        first = [a + b for a, b in zip(piece.start, (*outer, 0, 0, 0), strict=False)]
+        at = offset + int(np.ravel_multi_index(first, size)) * dtype.itemsize
+        left = memoryview(box[outer].tobytes())
+        while left:
+            written = os.pwrite(file, left, at)
+            left, at = left[written:], at + written

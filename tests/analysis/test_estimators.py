@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from sklearn import cluster, decomposition, neighbors
-from sklearn.base import clone
 
 from spatialdl.analysis import (
     PCA,
@@ -22,20 +21,14 @@ ALL = [KMeans(2), PCA(2), TruncatedSVD(2), Ridge(), RidgeCV(cv=2), NearestNeighb
 ROWS = np.random.default_rng(0).normal(size=(20, 5))
 
 
+def again(model):
+    """An estimator with the same parameters, not fitted."""
+    return type(model)(**model.get_params())
+
+
 def fit(model, rows, targets=None):
     targets = np.zeros(len(rows)) if targets is None else targets
     return model.fit(rows, targets)
-
-
-@pytest.mark.parametrize("model", ALL, ids=lambda one: type(one).__name__)
-def test_parameters_and_clones(model):
-    copy = clone(model)
-    assert type(copy) is type(model)
-    assert copy.get_params() == model.get_params()
-    assert copy.set_params(device="cpu") is copy
-    assert type(model).__name__ in repr(model)
-    with pytest.raises(ValueError, match="has no parameter 'clusters', only"):
-        copy.set_params(clusters=3)
 
 
 @pytest.mark.parametrize("model", ALL, ids=lambda one: type(one).__name__)
@@ -53,15 +46,15 @@ def test_rows_that_cannot_be_used_are_refused(model):
         (np.empty((3, 0)), "rows have no columns"),
     ]:
         with pytest.raises(ValueError, match=message):
-            fit(clone(model), rows)
+            fit(again(model), rows)
 
 
 @pytest.mark.parametrize("model", ALL[:5], ids=lambda one: type(one).__name__)
 def test_other_widths_and_models_that_are_not_fitted(model):
     name = "predict" if hasattr(model, "predict") else "transform"
     with pytest.raises(ValueError, match="is not fitted"):
-        getattr(clone(model), name)(ROWS)
-    fitted = fit(clone(model), ROWS, ROWS[:, 0])
+        getattr(again(model), name)(ROWS)
+    fitted = fit(again(model), ROWS, ROWS[:, 0])
     with pytest.raises(ValueError, match="rows have 4 columns, the model was fitted on 5"):
         getattr(fitted, name)(ROWS[:, :4])
     assert len(getattr(fitted, name)(np.empty((0, 5)))) == 0
@@ -72,12 +65,12 @@ def test_types_of_rows(model):
     """What is stored in half precision counts as the same numbers in double."""
     name = "predict" if hasattr(model, "predict") else "transform"
     half = ROWS.astype(np.float16)
-    wanted = getattr(fit(clone(model), half.astype(np.float64), half[:, 0]), name)(half)
+    wanted = getattr(fit(again(model), half.astype(np.float64), half[:, 0]), name)(half)
     for rows in (half, torch.from_numpy(half), half.astype(">f4"), half[:, ::-1][:, ::-1]):
-        found = getattr(fit(clone(model), rows, half[:, 0]), name)(rows)
+        found = getattr(fit(again(model), rows, half[:, 0]), name)(rows)
         np.testing.assert_allclose(found, wanted, rtol=1e-10)
     whole = np.round(ROWS * 9).astype(np.int16)
-    assert np.isfinite(getattr(fit(clone(model), whole, whole[:, 0]), name)(whole)).all()
+    assert np.isfinite(getattr(fit(again(model), whole, whole[:, 0]), name)(whole)).all()
 
 
 # --- k-means
@@ -100,7 +93,6 @@ def test_clusters_are_those_of_scikit_learn(seed, clusters, n_init):
     more = GROUPED[::7] + 0.5
     np.testing.assert_array_equal(ours.predict(more), theirs.predict(more))
     np.testing.assert_allclose(ours.transform(more), theirs.transform(more), atol=1e-10)
-    assert ours.score(more) == pytest.approx(theirs.score(more), rel=1e-10)
 
 
 def test_clusters_without_rows_take_the_farthest():
@@ -121,11 +113,6 @@ def test_duplicates_and_more_clusters_than_distinct_rows():
     assert (found.labels_.reshape(3, 7) == found.labels_.reshape(3, 7)[:, :1]).all()
     with pytest.warns(UserWarning, match="only 1 of 2"):
         assert KMeans(2).fit(np.ones((4, 2))).inertia_ == 0
-
-
-def test_several_runs_are_never_worse_than_the_first():
-    first, best = (KMeans(9, n_init=n, random_state=5).fit(GROUPED).inertia_ for n in (1, 8))
-    assert best <= first
 
 
 def test_refusals_of_kmeans():
@@ -159,26 +146,13 @@ def same(ours, theirs, names, tolerance=1e-9):
         np.testing.assert_allclose(found, wanted, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("count", "whiten"), [(1, False), (4, True), (11, False), (0.9, True), (0.3, False)]
-)
-def test_pca_is_that_of_scikit_learn(count, whiten):
-    ours = PCA(count, whiten=whiten).fit(COLUMNS)
-    theirs = decomposition.PCA(count, whiten=whiten, svd_solver="full").fit(COLUMNS)
+@pytest.mark.parametrize("count", [1, 11, 0.9, 0.3])
+def test_pca_is_that_of_scikit_learn(count):
+    ours = PCA(count).fit(COLUMNS)
+    theirs = decomposition.PCA(count, svd_solver="full").fit(COLUMNS)
     same(ours, theirs, (*OF_BOTH, "mean_", "noise_variance_", "n_components_", "n_samples_"))
     found = ours.transform(COLUMNS[:9])
     np.testing.assert_allclose(found, theirs.transform(COLUMNS[:9]), atol=1e-9)
-    np.testing.assert_allclose(
-        ours.inverse_transform(found), theirs.inverse_transform(found), atol=1e-9
-    )
-
-
-def test_all_components_explain_everything():
-    found = PCA().fit(COLUMNS)
-    assert found.explained_variance_ratio_.sum() == pytest.approx(1)
-    np.testing.assert_allclose(
-        found.inverse_transform(found.transform(COLUMNS)), COLUMNS, atol=1e-9
-    )
 
 
 def test_fewer_rows_than_columns():
@@ -199,11 +173,6 @@ def test_truncated_svd_is_that_of_scikit_learn(count):
     theirs = decomposition.TruncatedSVD(count, algorithm="arpack", random_state=0).fit(COLUMNS)
     same(ours, theirs, OF_BOTH)
     np.testing.assert_allclose(ours.transform(COLUMNS), theirs.transform(COLUMNS), atol=1e-9)
-    np.testing.assert_allclose(
-        ours.inverse_transform(ours.transform(COLUMNS)),
-        theirs.inverse_transform(theirs.transform(COLUMNS)),
-        atol=1e-9,
-    )
 
 
 def test_randomized_finds_what_the_exact_ones_find():
@@ -256,19 +225,18 @@ NEAR = DRAWS_OF_NEAR.normal(size=(90, 7)) + 3
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("block", [4, 1000])
-def test_neighbours_are_those_of_scikit_learn(metric, own, block, monkeypatch):
+def test_neighbours_are_those_of_scikit_learn(metric, block, monkeypatch):
     monkeypatch.setattr(neighbours, "_ROWS", block)
     monkeypatch.setattr(neighbours, "_QUERIES", 16)
-    queries = None if own else DRAWS_OF_NEAR.normal(size=(40, 7)) + 3
+    queries = DRAWS_OF_NEAR.normal(size=(40, 7)) + 3
     ours = NearestNeighbors(6, metric=metric).fit(NEAR)
     theirs = neighbors.NearestNeighbors(n_neighbors=6, metric=metric, algorithm="brute").fit(NEAR)
     (distances, indices), wanted = ours.kneighbors(queries), theirs.kneighbors(queries)
     np.testing.assert_allclose(distances, wanted[0], atol=1e-9)
     np.testing.assert_array_equal(indices, wanted[1])
-    only = ours.kneighbors(queries, 2, return_distance=False)
-    np.testing.assert_array_equal(only, wanted[1][:, :2])
+    _, few = ours.kneighbors(queries, 2)
+    np.testing.assert_array_equal(few, wanted[1][:, :2])
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
@@ -295,8 +263,6 @@ def test_refusals_of_neighbours():
         NearestNeighbors(metric="manhattan").fit(NEAR)
     fitted = NearestNeighbors(90).fit(NEAR)
     assert fitted.kneighbors(NEAR[:2])[0].shape == (2, 90)
-    with pytest.raises(ValueError, match="n_neighbors=90 is more than the 89 rows"):
-        fitted.kneighbors()
     with pytest.raises(ValueError, match="n_neighbors=91 is more than the 90 rows"):
         fitted.kneighbors(NEAR, 91)
     with pytest.raises(ValueError, match="rows have 3 columns, the model was fitted on 7"):

@@ -15,12 +15,11 @@ from PIL import Image
 
 from spatialdl.data import ShardWriter
 from spatialdl.evaluating.cases import Case, CasePictures, config_of, save_cases, worst_cases
+from spatialdl.evaluating.evaluation import save_evaluation
 from spatialdl.evaluating.levels import Level, Levels
-from spatialdl.evaluating.measured import measure
-from spatialdl.evaluating.page import save_evaluation
+from spatialdl.evaluating.measured import Resampling, measure
 from spatialdl.evaluating.pictures import draw_pairs, save_pictures
 from spatialdl.evaluating.predicted import Predicted
-from spatialdl.evaluating.resampling import Resampling
 from tests.evaluating.cases import read_rows
 
 NAMES = [f"s{n}" for n in range(12)]

@@ -12,20 +12,30 @@ from matplotlib.figure import Figure
 from scipy import stats
 from sklearn import metrics as known
 
-from spatialdl.evaluating import resampling, survival_scores
+from spatialdl.evaluating import pictures
+from spatialdl.evaluating import scores as scores_module
 from spatialdl.evaluating.evaluation import evaluate
 from spatialdl.evaluating.levels import Level, Levels
 from spatialdl.evaluating.measured import (
     ALL,
     Measured,
+    Resampling,
+    draw_weights,
+    intervals,
     measure,
+    point,
     save_metrics,
 )
-from spatialdl.evaluating.ranking import Ranking
-from spatialdl.evaluating.resampling import Resampling, intervals, point
-from spatialdl.evaluating.scores import ClassScores, LabelScores, NumberScores, PixelScores
-from spatialdl.evaluating.survival_curves import draw_survival, kaplan_meier
-from spatialdl.evaluating.survival_scores import SurvivalScores
+from spatialdl.evaluating.pictures import save_pictures
+from spatialdl.evaluating.scores import (
+    ClassScores,
+    LabelScores,
+    NumberScores,
+    PixelScores,
+    Ranking,
+    SurvivalScores,
+    kaplan_meier,
+)
 from spatialdl.training.tasks.metrics import (
     classification_scores,
     from_pairs,
@@ -108,7 +118,7 @@ def test_pixels_as_in_training():
     rng = np.random.default_rng(3)
     pairs = rng.integers(0, 90, (7, 3, 3))
     pairs[0, 2], pairs[0, :, 2] = 0, 0  # an image without a class
-    ours = point(PixelScores(pairs, np.arange(7)))
+    ours = point(PixelScores(pairs, np.zeros(7), np.arange(7)))
     theirs = from_pairs(torch.from_numpy(pairs.sum(0)).double())
     compare(ours, {name: theirs[name] for name in ("accuracy", "mean_dice", "mean_iou")})
     of_images = [from_pairs(torch.from_numpy(one).double())["dice"] for one in pairs]
@@ -139,7 +149,7 @@ def test_weights_are_copies_of_samples():
         lambda at: ClassScores(values[at], truth[at], unit[at]),
         lambda at: LabelScores(values[at], (np.eye(3)[truth])[at], unit[at]),
         lambda at: NumberScores(values[at], (np.eye(3)[truth])[at], unit[at]),
-        lambda at: PixelScores(pairs[at], unit[at]),
+        lambda at: PixelScores(pairs[at], truth[at], unit[at]),
     ]
     for make in makers:
         whole, some = make(np.arange(40)), make(copies)
@@ -228,7 +238,7 @@ def test_the_seed_says_what_is_drawn():
     scores = numbers(20)
     first, again, other = (intervals(scores, Resampling(50, 0.95, s))["mae"] for s in (3, 3, 4))
     assert first == again != other
-    weights = np.concatenate(list(resampling.drawn(scores, Resampling(50))))
+    weights = np.concatenate(list(draw_weights(scores, Resampling(50))))
     assert weights.shape == (50, 20)
     assert (weights.sum(1) == 20).all()
 
@@ -327,20 +337,19 @@ def survival_level(events: list[float]) -> Level:
     return Level("slide", "survival", names, risks, truth, names, [[n] for n in names])
 
 
-def test_the_half_of_higher_risk_is_the_one_that_dies() -> None:
-    panel = Figure().subplots()
-    assert draw_survival(panel, survival_level([1, 1, 0, 0]), ["months", "dead"], []) == ""
+def test_the_half_of_higher_risk_is_the_one_that_dies(tmp_path, monkeypatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(pictures, "save_figure", lambda path, figure: figures.append(figure))
+    for events in ([1, 1, 0, 0], [0, 0, 0, 0]):
+        save_pictures(tmp_path, [survival_level(events)], ["months", "dead"], [])
+    panel, without_events = (figure.axes[0] for figure in figures)
     curves = {line.get_label(): line for line in panel.lines if line.get_linestyle() == "-"}
     high = curves["higher risk (2, 2 events)"]
     assert high.get_xdata().tolist() == [0, 1, 2, 2]
     assert high.get_ydata().tolist() == pytest.approx([1, 0.5, 0, 0])
     assert curves["lower risk (2, 0 events)"].get_ydata().tolist() == [1, 1]
     assert panel.get_xlabel() == "months"
-
-
-def test_there_is_no_picture_without_events() -> None:
-    said = draw_survival(Figure().subplots(), survival_level([0, 0, 0, 0]), ["months", "dead"], [])
-    assert said == "no event"
+    assert [text.get_text() for text in without_events.texts] == ["no event"]
 
 
 def survival(count: int = 40) -> tuple[np.ndarray, np.ndarray]:
@@ -351,7 +360,7 @@ def survival(count: int = 40) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_index_is_that_of_training_also_of_samples_drawn_again(monkeypatch) -> None:
-    monkeypatch.setattr(survival_scores, "_CELLS", 200)
+    monkeypatch.setattr(scores_module, "_CELLS", 200)
     risks, truth = survival()
     scores = SurvivalScores(risks, truth, np.arange(40))
     counts = np.random.default_rng(1).integers(0, 3, (2, 40))

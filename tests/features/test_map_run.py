@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import h5py
@@ -15,18 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from spatialdl.features.command import main
 from spatialdl.slides.reading.reader import Slide
 from tests.features.maps.networks import Convolved
-from tests.features.test_command import REAL, ended, started
+from tests.features.test_command import EXACT, REAL, run
 
 NETWORK = "tests.features.maps.networks.Convolved"
 WHOLE = ["--whole", "--encoder", NETWORK, "--device", "cpu"]
-EXACT = ["--precision", "float64", "--dtype", "float32"]
-
-
-def run(*arguments: object) -> int:
-    return main([*map(str, arguments)])
 
 
 def map_of(out: Path, name: str) -> tuple[np.ndarray, dict[str, object]]:
@@ -90,11 +82,9 @@ def test_parts_in_one_process_give_the_same(small, done, tmp_path):
         assert said["key"] == before["key"]  # parts change nothing, so that others may go on
 
 
-def test_what_is_done_is_not_done_again(small, tmp_path, capsys):
-    out = tmp_path / "out"
-    common = [small, "--out", out, "--mpp", 1, *WHOLE]
-    assert run(*common) == 0
-    assert map_of(out, "a")[0].dtype == np.float16
+def test_what_is_done_is_not_done_again(small, done, tmp_path, capsys):
+    out = shutil.copytree(done, tmp_path / "out")
+    common = [small, "--out", out, "--mpp", 1, *WHOLE, *EXACT]
     before = {path.name: path.stat().st_mtime_ns for path in (out / "maps").iterdir()}
     (out / "maps" / "b.h5").write_bytes(b"damaged")
     (out / "maps" / "c.png").unlink()
@@ -108,12 +98,11 @@ def test_what_is_done_is_not_done_again(small, tmp_path, capsys):
     assert run(*common, "--encoder-args", "seed=4") == 2
 
 
-def test_maps_and_layouts_of_tiles_replace_each_other(small, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_maps_and_layouts_of_tiles_replace_each_other(small, done, tmp_path, capsys):
+    out = shutil.copytree(done, tmp_path / "out")
     tiles = [small, "--out", out, "--mpp", 1, "--encoder", "tests.features.tiny.Tiny"]
     tiles += ["--device", "cpu", "--layout", "clam"]
     maps = [small, "--out", out, "--mpp", 1, *WHOLE]
-    assert run(*maps) == 0
     assert run(*tiles) == 2
     assert "has features of other settings" in capsys.readouterr().err
     assert run(*tiles, "--overwrite") == 0
@@ -123,46 +112,7 @@ def test_maps_and_layouts_of_tiles_replace_each_other(small, tmp_path, capsys):
     assert run(*maps, "--overwrite") == 0
     assert [*(out / "h5_files").iterdir(), *(out / "pt_files").iterdir()] == []
     assert {path.name for path in (out / "maps").glob("a.*")} == {"a.h5", "a.png"}
-
-
-KILLED = """
-import os, signal, sys
-
-from spatialdl.features.command import main
-from spatialdl.features.maps import running
-
-save, saved = running.save_map, []
-
-
-def save_or_die(*given):
-    saved.append(given)
-    if len(saved) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(*given)
-
-
-running.save_map = save_or_die
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes(small, done, tmp_path, capsys):
-    out = tmp_path / "out"
-    words = [small, "--out", out, "--mpp", 1, *WHOLE, *EXACT]
-    died = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, words)],
-        check=False,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert [path.name for path in (out / "maps").glob("*.h5")] == ["a.h5"]
-    assert run(*words) == 0
-    assert "1 of them by an earlier run" in capsys.readouterr().out
-    for name in "abc":
-        np.testing.assert_array_equal(map_of(out, name)[0], map_of(done, name)[0])
+    assert map_of(out, "a")[0].dtype == np.float16
 
 
 @pytest.mark.slow
@@ -215,20 +165,3 @@ def test_parts_are_of_whole_regions_and_sets_are_not(small, tmp_path, capsys):
     (tmp_path / "set" / "manifest.json").touch()
     assert run(tmp_path / "set", "--out", tmp_path / "out", *WHOLE) == 2
     assert "--whole needs slides" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ranks_of_a_launcher_share_each_region(small, done, tmp_path):
-    from spatialdl.comm.launch import mpiexec_command
-
-    words = [small, "--mpp", 1, *WHOLE, *EXACT, "--out", tmp_path / "ranks"]
-    launcher = tuple(mpiexec_command(2))
-    code, said = ended(started(*words, "--grid", "3,1", launcher=launcher))
-    assert code != 0
-    assert said.count("--grid 3,1 needs 3 ranks, but there are 2") == 1
-    code, said = ended(started(*words, launcher=launcher))
-    assert code == 0, said
-    assert said.count("maps of 10 features of 3 slides") == 1
-    for name in "abc":
-        found, wanted = map_of(tmp_path / "ranks", name)[0], map_of(done, name)[0]
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-10)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spatialdl.features.manifest import different
-from spatialdl.features.options import given_cutting, parsed
+from spatialdl.features.options import given_options, parsed
+from spatialdl.features.results import different
 
 COMMON = ["slides", "--out", "out", "--encoder", "package.Net"]
 
@@ -26,8 +26,8 @@ def test_values_that_cannot_be_end_the_process(words, capsys):
 
 
 def test_options_on_cutting_are_told_from_the_defaults():
-    assert given_cutting(parsed(COMMON)) == []
-    assert given_cutting(parsed([*COMMON, "--overlap", "0", "--edge", "pad"])) == ["--edge"]
+    assert given_options(parsed(COMMON)) == []
+    assert given_options(parsed([*COMMON, "--overlap", "0", "--edge", "pad"])) == ["--edge"]
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 import threading
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spatialdl.features.claims import new_claims
-from spatialdl.features.reading import Read, ReadAhead
-from spatialdl.features.sources import SlideTiles, TilePiece
+from spatialdl.features.encoding import Read, ReadAhead
+from spatialdl.features.sources import SlideTiles
+from spatialdl.features.workers import new_claims
 from spatialdl.slides.batch.record import PartRecord
 from spatialdl.slides.batch.report import TilingReport
 
@@ -27,12 +28,14 @@ class Numbers(SlideTiles):
     def count(self) -> int:
         return self._count
 
-    def read(self, first: int, last: int) -> TilePiece:
-        if first <= self._bad < last:
-            raise OSError("bad")
-        return TilePiece(np.arange(first, last).astype(np.uint8), PartRecord())
+    def _open(self) -> BytesIO:
+        return BytesIO()
 
-    def close(self) -> None: ...
+    def _read(self, opened: BytesIO, tiles: slice, part: PartRecord) -> list[Any]:
+        assert not opened.closed
+        if tiles.start <= self._bad < tiles.stop:
+            raise OSError("bad")
+        return list(np.arange(tiles.start, tiles.stop, dtype=np.uint8))
 
 
 def described(one: Any) -> Any:

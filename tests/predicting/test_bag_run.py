@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -17,15 +16,14 @@ from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.bags import open_tile_bags
 from spatialdl.data.feature_file import write_features
 from spatialdl.predicting.bag_maps import BagPlaces, save_bag_maps, shares_below, tile_span
-from spatialdl.predicting.bag_records import BagOutcome, BagRecords
 from spatialdl.predicting.bag_run import BagPredictor, run
 from spatialdl.predicting.checks import check_config
+from spatialdl.predicting.trained import find_trained
 from spatialdl.training.trainer import Trainer
 from tests.bags import SMALL, WIDTH, bag_config, tile_config, write_bags, write_tile_bags
 from tests.composing import composed
 from tests.evaluating.cases import read_rows
 from tests.fitting import fit
-from tests.predicting.runs import command, known_network
 
 ENCODER = ("_target_=spatialdl.models.tile_encoder", "num_classes=8")
 
@@ -45,9 +43,9 @@ def predicted(monkeypatch):
     """Names of slides that are predicted rather than loaded from records."""
     names, predict = [], BagPredictor.predict
 
-    def noted(self, file):
+    def noted(self, file, key):
         names.append(file.slide)
-        return predict(self, file)
+        return predict(self, file, key)
 
     monkeypatch.setattr(BagPredictor, "predict", noted)
     return names
@@ -153,13 +151,14 @@ class Killed(BaseException):
 
 def test_a_killed_run_resumes(tmp_path, trained, predicted, monkeypatch) -> None:
     folder, _ = trained
-    out, words = tmp_path / "out", (f"ckpt_path={folder / 'run'}", f"features={folder / 'bags'}")
+    out, bags = tmp_path / "out", tmp_path / "bags"
+    write_bags(bags, (5, 4, 6))
     out.mkdir()
-    draw = BagPredictor._draw
+    words, draw = (f"ckpt_path={folder / 'run'}", f"features={bags}"), BagPredictor._draw
 
     def draw_or_die(self, file, *rest):
         files = draw(self, file, *rest)
-        if file.slide == "s3":
+        if file.slide == "s1":
             raise Killed
         return files
 
@@ -170,7 +169,7 @@ def test_a_killed_run_resumes(tmp_path, trained, predicted, monkeypatch) -> None
     assert not (out / "slides.csv").exists()
     predicted.clear()
     assert run(config(*words), out, SingleProcess())
-    assert predicted == ["s3", "s4", "s5", "s6", "s7", "s8"]
+    assert predicted == ["s1", "s2"]
     assert run(config(*words), tmp_path / "at_once", SingleProcess())
     assert (out / "slides.csv").read_bytes() == (tmp_path / "at_once" / "slides.csv").read_bytes()
     for file in (tmp_path / "at_once").glob("*.tif"):
@@ -196,52 +195,32 @@ def test_what_has_changed_or_is_missing_is_predicted_again(tmp_path, trained, pr
     write_features(bags / "s2.h5", np.ones((4, WIDTH)), np.zeros((4, 2), int))
     assert again() == ["s2"]
     assert [row["tiles"] for row in read_rows(out / "slides.csv")] == ["5", "2", "4"]
-    record = out / "records" / "s0.json"
-    record.write_text(record.read_text()[:-20])
+    record = out / "records" / "s0.npz"
+    record.write_bytes(record.read_bytes()[:-20])
     assert again() == ["s0"]
     assert again("maps=false") == ["s0", "s1", "s2"]
     assert again("maps=false", "overwrite=true") == ["s0", "s1", "s2"]
 
 
-OUTCOME = BagOutcome("a", 3, np.array([0.1, 1 / 3]), "no heat map", files=["a.tif"])
-
-
-def bag_records(folder: Path, *words: str) -> BagRecords:
-    given = command("ckpt_path=x", "features=y", *words)
-    return BagRecords(folder, known_network(("a", "b")), given)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("values", [1, 2]), ("values", [float("nan")]), ("values", "x"), ("tiles", -1), ("files", 1)],
-)
-def test_a_damaged_record_is_none(name, value, tmp_path):
-    (tmp_path / "a.tif").touch()
-    bag_records(tmp_path).save(OUTCOME, "key")
-    [path] = (tmp_path / "records").iterdir()
-    assert bag_records(tmp_path).load("a", "key") is not None
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    assert bag_records(tmp_path).load("a", "key") is None
-    path.write_text("[]")
-    assert bag_records(tmp_path).load("a", "key") is None
-
-
-def test_a_key_follows_features_slide_and_settings(tmp_path):
-    slide = tmp_path / "a.tif"
+def test_a_key_follows_features_slide_and_settings(tmp_path, trained):
+    slide, network = tmp_path / "a.tif", find_trained(str(trained[0] / "run"), SingleProcess())
     slide.touch()
+
+    def key(bag, slides=(), *words):
+        given = config("ckpt_path=x", "features=y", *words)
+        return BagPredictor(network, given, tmp_path, dict(slides)).key(bag)
+
     bag = write_features(tmp_path / "a.h5", np.ones((2, 3)), None)
     found = {
-        bag_records(tmp_path).key(bag, None),
-        bag_records(tmp_path).key(bag, slide),
-        bag_records(tmp_path, "maps=false").key(bag, None),
-        bag_records(tmp_path, "precision=float64").key(bag, None),
+        *(key(bag), key(bag, {"a": slide}), key(bag, (), "maps=false")),
+        key(bag, (), "precision=float64"),
     }
-    assert bag_records(tmp_path, "table=parquet").key(bag, None) in found
+    assert key(bag, (), "table=parquet") in found
     bag = write_features(tmp_path / "a.h5", np.ones((3, 3)), None)
-    found.add(bag_records(tmp_path).key(bag, None))
+    found.add(key(bag))
     assert len(found) == 5
     bag.path.unlink()
-    assert bag_records(tmp_path).key(bag, None) is None
+    assert "No such file" in key(bag)
 
 
 PLACES = np.array([[0, 0], [256, 0], [0, 256]], np.int64)

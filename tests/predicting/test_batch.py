@@ -14,8 +14,14 @@ import pytest
 
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.predicting.batch import run
-from spatialdl.predicting.records import PredictionRecord, key_of
-from spatialdl.predicting.tables import SlideReport, save_tables, slide_columns, tile_columns
+from spatialdl.predicting.records import (
+    PredictionRecord,
+    SlideReport,
+    key_of,
+    save_tables,
+    slide_columns,
+    tile_columns,
+)
 from tests.evaluating.cases import read_rows
 from tests.predicting.runs import NETWORK, command, train, write_slide
 
@@ -50,7 +56,7 @@ def predicted(folder: Path, out: Path, *words: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "other",
-    ["average=false", "precision=float32", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
+    ["average=false", "min_tissue=0.2", "slide_mpp=0.5 mpp=0.8 level=null"],
 )
 def test_slides_are_done_only_if_all_was_as_it_is(other, folder, done, tmp_path):
     """Otherwise a command with other settings would reuse the last predictions."""

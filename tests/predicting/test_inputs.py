@@ -180,13 +180,6 @@ def test_edges_are_as_in_the_training_set_or_as_asked_for():
     assert cutting("level=0", "whole=true", made_with={"edge": "pad"}).edge == "drop"
 
 
-def test_what_nobody_says_is_as_when_tiling():
-    found = cutting("level=1")
-    assert (found.tile_size, found.view) == (32, (32, 32))
-    assert (found.overlap, found.min_tissue, found.background) == (0, 0.5, "auto")
-    assert (found.filters, found.stain_normalise, found.slide_mpp) == (None, None, None)
-
-
 def test_regions_and_maps_are_of_the_whole_tissue():
     assert cutting(made_with=SAID, kind="regions").whole
     assert not cutting("whole=false", made_with=SAID, kind="regions").whole

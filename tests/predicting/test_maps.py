@@ -15,10 +15,8 @@ from PIL import Image
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.image_source import whole_box
 from spatialdl.data.views import Views
-from spatialdl.predicting.overlay import save_overlay
+from spatialdl.predicting.pictures import Overview, TileMap, save_overlay
 from spatialdl.predicting.pieces import MapPiece, PiecedMap, to_file
-from spatialdl.predicting.results import Overview
-from spatialdl.predicting.tile_map import TileMap
 from spatialdl.predicting.turning import turned_views, turns
 from spatialdl.slides.reading.reader import Thumbnail
 from spatialdl.training.pictures.thumbnails import HEAT_COLOURS, HEAT_OPACITY
@@ -54,7 +52,7 @@ def test_bands_do_not_depend_on_their_rows(rows):
 
 
 def test_an_overview_has_the_means_of_what_is_known(monkeypatch):
-    monkeypatch.setattr("spatialdl.predicting.results.LONGEST", 4)
+    monkeypatch.setattr("spatialdl.predicting.pictures.LONGEST", 4)
     image = np.random.default_rng(0).random((11, 7))
     image[:3, :3] = np.nan
     image[4, 5] = np.nan

@@ -142,7 +142,7 @@ def region(slide: Path, mpp: float | None = 0.25) -> tuple[Input, torch.Tensor]:
 
 @pytest.mark.parametrize("longest", [1600, 52])  # small maps with pixels of 2 x 2
 def test_maps_of_pixels_lie_where_the_region_does(longest, slide, tmp_path, monkeypatch):
-    monkeypatch.setattr("spatialdl.predicting.results.LONGEST", longest)
+    monkeypatch.setattr("spatialdl.predicting.pictures.LONGEST", longest)
     given, values = region(slide)
     outcome = SlideOutput(
         pieces=[MapPiece((0, 0), values[:, :13]), MapPiece((13, 0), values[:, 13:])]

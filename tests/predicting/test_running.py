@@ -15,12 +15,11 @@ from spatialdl.comm.launch import TERMINAL
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.data.loader import to_input
 from spatialdl.errors import SlideError
-from spatialdl.predicting import progress
+from spatialdl.predicting import running
 from spatialdl.predicting.cutting import cutting_of
 from spatialdl.predicting.inputs import Input, SlideImages, slide_input
 from spatialdl.predicting.network import Network, no_more_weights
-from spatialdl.predicting.progress import ReadInBands, layer_progress
-from spatialdl.predicting.running import Runner, SlideOutput
+from spatialdl.predicting.running import ReadInBands, Runner, SlideOutput, layer_progress
 from spatialdl.predicting.trained import find_trained
 from spatialdl.slides.reading.reader import Slide
 from tests.mpi.training.small import small
@@ -177,7 +176,7 @@ def terminal(monkeypatch):
 
 @pytest.mark.parametrize("scale", [1.0, 1.7])
 def test_an_image_that_is_read_in_bands_is_the_same(scale, tmp_path, monkeypatch, terminal, capsys):
-    monkeypatch.setattr(progress, "BAND", 32)
+    monkeypatch.setattr(running, "BAND", 32)
     path = write_slide(tmp_path / "a.tiff", 300, 260)
     plain = SlideImages(path, None, [(3, 5)], (151, 137), scale)
     told = ReadInBands(plain, "a")

@@ -15,7 +15,7 @@ from spatialdl.data import ShardWriter
 from spatialdl.data.normalisation import Normalisation
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import CheckpointError
-from spatialdl.predicting.target_allowlist import builds, check_targets
+from spatialdl.predicting.network import builds, check_targets
 from spatialdl.predicting.trained import Trained, find_trained
 from spatialdl.training.checkpoints.folder import CONTENT, SEAL, sealed
 from tests.predicting.runs import NETWORK, train, write_slide

@@ -21,10 +21,10 @@ from spatialdl.data.importing.volume_file import open_volume
 from spatialdl.data.volume_geometry import Geometry
 from spatialdl.errors import SlideError
 from spatialdl.predicting.batch import run
-from spatialdl.predicting.nifti import nifti_header, save_nifti
 from spatialdl.predicting.pieces import MapPiece
 from spatialdl.predicting.trained import Trained
 from spatialdl.predicting.volume_inputs import shard_volume, shard_volume_input, volume_input
+from spatialdl.predicting.volume_results import nifti_header, save_nifti
 from tests.evaluating.cases import read_rows
 from tests.predicting.runs import command
 from tests.predicting.volumes import AFFINE, of_own, save, train_on_labels, train_on_volumes, voxels
@@ -340,8 +340,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(ending, tmp_path, m
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spatialdl.predicting.nifti.os.pwrite", full)
-    monkeypatch.setattr("spatialdl.predicting.nifti.gzip.GzipFile.write", full)
+    monkeypatch.setattr("spatialdl.predicting.volume_results.os.pwrite", full)
+    monkeypatch.setattr("spatialdl.predicting.volume_results.gzip.GzipFile.write", full)
     with pytest.raises(OSError, match="No space left"):
         save_nifti(
             *(tmp_path / f"a.{ending}", SingleProcess(), b"head", SIZE, pieces("all")),

@@ -1,4 +1,4 @@
-"""Encoders: frozen networks with their pre-processing, and the request for one."""
+"""Encoders: frozen networks with their pre-processing, the request for one, and their weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spatialdl.features.encoders.maps import Wrapper
 from spatialdl.features.encoders.preprocessing import Preprocessing, centred
+from spatialdl.training.network.weights import read_weights, strip_prefixes
 
 POOLS = ("auto", "pooler", "class", "mean")
 KINDS = ("timm", "transformers", "torchvision")
+HEADS = ("head", "heads", "head_dist", "fc", "classifier", "last_linear", "logits")
+"""Names of last layers, which encoders do not have."""
+
+_COUNTER = "num_batches_tracked"  # missing in old files
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -127,16 +134,8 @@ class Encoder:
         return int(found.shape[1])
 
 
-class Features(nn.Module):
-    """A wrapper that checks that a network returns features.
-
-    Args:
-        network: returns (N, width), or (N, width, 1, 1).
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
+class Features(Wrapper):
+    """A wrapper that checks that a network returns features (N, width), or (N, width, 1, 1)."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Features (N, width)."""
@@ -161,3 +160,46 @@ def as_features(found: object, count: int) -> Tensor:
             "it must return one vector per image"
         )
     return found
+
+
+# --- weights
+
+
+def load_file(network: nn.Module, file: Path, base: str = "") -> None:
+    """Load a file of weights.
+
+    Args:
+        network: the network without its head.
+        file: .safetensors, or a file of `torch.save`, of which only tensors are unpickled.
+        base: optional prefix of names, as in files of networks with a head.
+
+    Raises:
+        ValueError: weights are missing, have other shapes, or are of another network.
+    """
+    wanted = network.state_dict()
+    given = strip_prefixes(read_weights(file), wanted)
+    if base:
+        given = {key.removeprefix(f"{base}."): value for key, value in given.items()}
+    missing = [key for key in wanted if key not in given and not key.endswith(_COUNTER)]
+    excess = [key for key in given if key not in wanted and key.partition(".")[0] not in HEADS]
+    other = [key for key in wanted if key in given and given[key].shape != wanted[key].shape]
+    if missing or excess or other:
+        problems = [
+            f"{what} {_some(keys)}"
+            for what, keys in (
+                ("missing", missing),
+                ("unexpected", excess),
+                ("of other shapes", other),
+            )
+            if keys
+        ]
+        raise ValueError(
+            f"--weights {file} does not match the encoder: {'; '.join(problems)}; set sizes and "
+            "options of the network by --encoder-args"
+        )
+    network.load_state_dict({key: given[key] for key in wanted if key in given}, strict=False)
+
+
+def _some(keys: list[str]) -> str:
+    shown = ", ".join(keys[:_SHOWN])
+    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"

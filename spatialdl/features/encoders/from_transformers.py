@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spatialdl.features.encoders.encoder import Encoder, Wish, as_features
+from spatialdl.features.encoders.encoder import Encoder, Wish, as_features, load_file
+from spatialdl.features.encoders.from_libraries import offline
 from spatialdl.features.encoders.maps import TransformersMap
-from spatialdl.features.encoders.offline import offline
 from spatialdl.features.encoders.preprocessing import Preprocessing
-from spatialdl.features.encoders.weights import load_file
 from spatialdl.training.network.weights import read_weights
 
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's constants

@@ -15,32 +15,24 @@ from torch.nn import functional as F
 _OWN = "write a class that returns a map, --encoder package.Class"
 
 
-class FeatureMap(nn.Module):
-    """A wrapper that checks that a network returns a map.
-
-    Args:
-        network: returns (N, width, rows, columns).
-    """
+class Wrapper(nn.Module):
+    """A module around a network."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+
+
+class FeatureMap(Wrapper):
+    """A wrapper that checks that a network returns a map (N, width, rows, columns)."""
 
     def forward(self, images: Tensor) -> Tensor:
         """A map (N, width, rows, columns)."""
         return as_map(self.network(images), len(images))
 
 
-class TimmMap(nn.Module):
-    """The output of a timm network before pooling; for transformers the patch tokens.
-
-    Args:
-        network: with a method `forward_features`.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
+class TimmMap(Wrapper):
+    """The output of a timm network before pooling; for transformers the patch tokens."""
 
     def forward(self, images: Tensor) -> Tensor:
         """A map (N, width, rows, columns)."""
@@ -55,7 +47,7 @@ class TimmMap(nn.Module):
         return as_map(found, len(images))
 
 
-class TransformersMap(nn.Module):
+class TransformersMap(Wrapper):
     """The last hidden state of a network of transformers, as a map.
 
     Args:
@@ -63,8 +55,7 @@ class TransformersMap(nn.Module):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(network)
         takes = signature(network.forward).parameters
         resizes = "interpolate_pos_encoding" in takes
         self._more = {"interpolate_pos_encoding": True} if resizes else {}
@@ -82,7 +73,7 @@ class TransformersMap(nn.Module):
         return as_map(found, len(images))
 
 
-class TorchvisionMap(nn.Module):
+class TorchvisionMap(Wrapper):
     """The output of a torchvision network before pooling.
 
     Args:
@@ -94,8 +85,7 @@ class TorchvisionMap(nn.Module):
     """
 
     def __init__(self, network: Any, name: str) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(network)
         kind = type(network).__name__
         self._rectified = kind == "DenseNet"
         self._last_channels = kind == "SwinTransformer"

@@ -20,7 +20,7 @@ from spatialdl.parallel.layout import by
 from spatialdl.pipeline.autocast import autocast
 from spatialdl.pipeline.streamed import stream
 from spatialdl.predicting.pieces import MapPiece, own_pieces
-from spatialdl.predicting.progress import ReadInBands
+from spatialdl.predicting.running import ReadInBands
 from spatialdl.spatial.dims import image_dims
 from spatialdl.spatial.split import from_local
 from spatialdl.spatial.tensor import SpatialTensor

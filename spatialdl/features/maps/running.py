@@ -1,4 +1,4 @@
-"""Worker of `--whole`: slide after slide, each on all ranks."""
+"""Worker of `--whole`: slide after slide, each region on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from spatialdl.comm.communicator import Communicator
 from spatialdl.errors import SlideError
 from spatialdl.features.encoders.encoder import Encoder
 from spatialdl.features.maps.network import MapNetwork, RegionParts
-from spatialdl.features.maps.regions import RegionSource, SlideRegion
-from spatialdl.features.maps.stride import Stride
+from spatialdl.features.maps.regions import RegionSource, SlideRegion, Stride
 from spatialdl.features.maps.writing import FoundMap, save_map
-from spatialdl.features.results import ResultFolders, check_other, load_before, resume_attributes
-from spatialdl.features.working import WorkerResult, failed
+from spatialdl.features.results import ResultFolders, resume, resume_attributes
+from spatialdl.features.workers import WorkerResult, failed
 from spatialdl.slides.batch.report import TilingReport
 from spatialdl.slides.batch.steps import Task
 from spatialdl.training.optimization.precision import Precision
@@ -117,11 +116,10 @@ class MapWorker:
         job = self._job
         try:
             key = job.source.key(task)
-            before = load_before(job.layout, task.name)
-            if before is not None and before.key == key:
+            before = resume(job.layout, task, key)
+            if before is not None:
                 self._outcome.before.append(task.name)
-                return before.report, key, None
-            check_other(before, key, job.layout.out, str(task.path))
+                return before, key, None
             report, region = job.source.region(task, job.stride)
             if region is None:  # remove files of an earlier version of the slide
                 for path in job.layout.files_of(task.name):

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from spatialdl.comm.single_process import SingleProcess
 from spatialdl.errors import SlideError
 from spatialdl.features.maps import writing
-from spatialdl.features.maps.components import components_of
-from spatialdl.features.maps.picture import as_colours, save_picture
-from spatialdl.features.maps.stride import Stride, stride_of
-from spatialdl.features.maps.writing import FoundMap, save_map
+from spatialdl.features.maps.regions import Stride, stride_of
+from spatialdl.features.maps.writing import (
+    FoundMap,
+    as_colours,
+    components_of,
+    save_map,
+    save_picture,
+)
 from spatialdl.features.results import MAPS, ResultFolders
 from spatialdl.predicting.pieces import MapPiece
 from tests.features.maps.networks import Convolved, Pooling, encoder_of, region_of

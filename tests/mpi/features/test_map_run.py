@@ -7,17 +7,19 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 import torch
 from mpi4py import MPI
 
 from spatialdl.comm.communicator import Communicator
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.comm.single_process import SingleProcess
+from spatialdl.features.command import compute
 from spatialdl.features.encoders.making import make_encoder
-from spatialdl.features.map_run import map_regions
 from spatialdl.features.maps import writing
 from spatialdl.features.options import parsed
 from spatialdl.features.preparing import given_in, prepare
+from spatialdl.predicting.agreed_errors import AgreedError
 from spatialdl.training.optimization.precision import precision_of
 from tests.predicting.runs import write_slide
 
@@ -26,13 +28,25 @@ CPU = torch.device("cpu")
 SIZES = {"a": (233, 150), "b": (97, 210)}
 
 
-def written(slides: Path, out: Path, world: Communicator) -> int:
-    words = [slides, "--out", out, "--whole", "--mpp", 0.5, "--slide-mpp", 0.5, "--device", "cpu"]
-    words += ["--precision", "float64", "--dtype", "float32"]
+def written(slides: Path, out: Path, world: Communicator, *more: object) -> int:
+    words = [
+        *more,
+        slides,
+        "--out",
+        out,
+        "--whole",
+        "--mpp",
+        0.5,
+        "--slide-mpp",
+        0.5,
+        "--device",
+        "cpu",
+    ]
+    words += ["--device", "cpu", "--precision", "float64", "--dtype", "float32"]
     options = parsed([*map(str, words), "--encoder", "tests.features.maps.networks.Convolved"])
     encoder = make_encoder(options.wish)
     prepared = prepare(options, given_in(options), encoder)
-    return map_regions(prepared, world, encoder, CPU, precision_of("float64", CPU))
+    return compute(prepared, world, encoder, CPU, precision_of("float64", CPU))
 
 
 def test_ranks_write_the_files_of_one_process(tmp_path, monkeypatch, capsys):
@@ -85,6 +99,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, monk
     problem = ""
     try:
         written(folder / "a.tif", folder / "out", WORLD)
-    except OSError as error:
+    except AgreedError as error:
         problem = str(error)
     assert all("No space left" in one for one in WORLD.allgather(problem))
+    with pytest.raises(AgreedError, match=f"--grid 7,1 needs 7 ranks, but there are {WORLD.size}"):
+        written(folder / "a.tif", folder / "out", WORLD, "--grid", "7,1")

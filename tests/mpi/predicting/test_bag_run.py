@@ -20,10 +20,10 @@ WORLD = MpiCommunicator(MPI.COMM_WORLD)
 
 def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
     folder = Path(WORLD.bcast(tmp_path))
-    words = f"ckpt_path={folder / 'run'}", "trust=[]", f"parallel.data={WORLD.size}"
+    words = f"ckpt_path={folder / 'run'}", "maps=false", f"parallel.data={WORLD.size}"
     some, every = (f"features={folder / name}" for name in ("some", "bags"))
     if WORLD.rank == 0:
-        for name in ("out", "some"):
+        for name in ("out", "some", "at_once"):
             (folder / name).mkdir()
         write_bags(folder / "bags")
         trainer = Trainer(
@@ -38,9 +38,9 @@ def test_a_run_resumes_on_other_ranks(tmp_path, monkeypatch):
     WORLD.barrier()
     names, predict = [], BagPredictor.predict
 
-    def noted(self, file):
+    def noted(self, file, key):
         names.append(file.slide)
-        return predict(self, file)
+        return predict(self, file, key)
 
     monkeypatch.setattr(BagPredictor, "predict", noted)
     given = command(*words, every, "parallel=dp")

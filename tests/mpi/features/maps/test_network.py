@@ -11,8 +11,8 @@ from torch import nn
 
 from spatialdl.comm.mpi import MpiCommunicator
 from spatialdl.features.encoders.maps import TimmMap, TransformersMap
-from spatialdl.features.maps.components import components_of
 from spatialdl.features.maps.network import MapNetwork, RegionParts, grid_for
+from spatialdl.features.maps.writing import components_of
 from spatialdl.predicting.pieces import MapPiece
 from spatialdl.training.optimization.precision import precision_of
 from tests.features.maps.networks import Convolved, encoder_of, mapped, region_of
