@@ -80,7 +80,7 @@ test-docs: $(READY)
 
 # what surrounds the split step, or is tried on each dim alone: two ranks show what four would
 ON_TWO := $(addprefix tests/mpi/, benchmarks evaluating features integrations predicting/test_bag_run.py \
-    predicting/test_results.py spatial/test_losses.py spatial/test_op_db.py training/pictures \
+    predicting/test_results.py spatial/test_losses.py spatial/test_op_db.py \
     training/tasks/test_own_metrics.py)
 test-mpi: $(READY)
 	$(RUN) 1800 -n 4 $(MPI_TESTS) -m "not slow" tests/mpi $(addprefix --ignore , $(ON_TWO))
