@@ -274,7 +274,7 @@ class Watchdog:
             missing = sorted(stopped)
         parts = []
         for rank in missing[:MANY]:
-            why = stopped.get(rank, "dead, unreachable, or in a call that holds the GIL")
+            why = stopped.get(rank, "stopped, dead, unreachable, or in a call that holds the GIL")
             parts.append(f"no report from rank {rank} ({self._processes[rank]}), which is {why}")
         failed = any(one.raised and not one.waits for one in reports.values())
         if busy and not failed:
