@@ -154,5 +154,6 @@ def assert_hang_is_told(said: str, nodes: list[str], lost: int) -> None:
     assert [told[rank][0] for rank in others] == [nodes[rank] for rank in others], said
     assert any(str(lost) in told[rank][1] for rank in others), said
     assert f"longer than {TIMEOUT}" in said
-    blame = rf"no report from rank {lost} \(process \d+ on {nodes[lost]}\), which is stopped, dead, "
+    place = rf"process \d+ on {nodes[lost]}"
+    blame = rf"no report from rank {lost} \({place}\), which is stopped, dead, "
     assert len(re.findall(blame, said)) == 1, said
