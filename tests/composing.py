@@ -55,16 +55,11 @@ def _of_groups(command: str, *words: str) -> DictConfig:
 def _group_of(command: str, word: str) -> tuple[str, DictConfig | None]:
     """The only key that a choice of a file sets, and its value; "" where it sets others, too."""
     group = word.partition("=")[0]
-    before, after = _of_groups(command), _of_groups(command, word)
-    same = all(
-        _plain(before).get(key) == value for key, value in _plain(after).items() if key != group
-    )
-    alone = same and group in before and list(before) == list(after)
-    return (group, after._get_node(group)) if alone else ("", None)
-
-
-def _plain(config: DictConfig) -> dict[str, object]:
-    return OmegaConf.to_container(config, resolve=False)
+    chosen = _of_groups(command, word)
+    before, after = (OmegaConf.to_container(one) for one in (_of_groups(command), chosen))
+    before.pop(group, None)
+    alone = after.pop(group, None) is not None and list(before.items()) == list(after.items())
+    return (group, chosen[group]) if alone else ("", None)
 
 
 def compose_anew(command: str, *words: str, with_hydra: bool = False) -> DictConfig:

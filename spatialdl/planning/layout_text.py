@@ -8,15 +8,13 @@ from math import prod
 from spatialdl.parallel.layout import by
 from spatialdl.parallel.placement import Placement, Position
 from spatialdl.text import width
+from spatialdl.training.console.run_log import ranks_text
 
 WIDEST = 98
 """Maximum width of a drawing in characters."""
 
 DRAWN = 6
 """Maximum number of drawn rows, columns and stages."""
-
-LISTED = 8
-"""Maximum number of ranks that are listed one by one if they are not consecutive."""
 
 _ARROW = "->"
 
@@ -49,17 +47,6 @@ def _notes(placement: Placement) -> Iterator[str]:
         ranks = ranks_text(sorted(placement.ranks_by_place[size:]))
         each = "" if size == 1 else f", {size} each"
         yield f"  replicas 1 to {placement.data - 1}: same layout on {ranks}{each}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ranks: "rank 3", "ranks 0 to 5", "ranks 0, 2, 4", "ranks 0, 2, 4, 6 ... 62"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    if len(ranks) <= LISTED:
-        return f"ranks {', '.join(map(str, ranks))}"
-    return f"ranks {', '.join(map(str, ranks[: LISTED // 2]))} ... {ranks[-1]}"
 
 
 def _block(placement: Placement, stage: int) -> Iterator[str]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +17,8 @@ import pytest
 from spatialdl.comm.launch import mpiexec_command
 from spatialdl.comm.store import LOOPBACK, connect_store, keep_to_loopback, serve_store
 from tests.comm.ports import listening
-from tests.comm.programs import run
+from tests.comm.programs import ENDS_S, TORCHRUN, environment, run
+from tests.comm.two_hosts import ADDRESSES, Hosts, two_hosts
 
 JOB = str(Path(__file__).with_name("ports.py"))
 SHORT = timedelta(seconds=20)
@@ -77,3 +82,66 @@ def test_nobody_else_can_reach_the_ranks():
     found = [words for words in lines if words[0] == "LISTENS" and words[3] not in LAUNCHERS]
     assert [words for words in found if not ipaddress.ip_address(words[4]).is_loopback] == []
     assert {words[1] for words in found} == {"torch", "mpi4py"}  # a store, and gloo
+
+
+# --- two hosts without Slurm
+
+EACH_ITS_OWN = {host: {address} for host, address in ADDRESSES.items()}
+OPEN_MPI = ("0.0.0.0 1024", ":: 1024")
+"""It listens on all networks where ranks are on several hosts, from its first port upwards."""
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Iterator[Hosts]:
+    with two_hosts(tmp_path) as made:
+        yield made
+
+
+def addresses(hosts: Hosts, commands: dict[str, list[str]], **more: str) -> dict[str, set[str]]:
+    """Where ranks have listened, by host, when a command is run on each of these."""
+    started = [
+        subprocess.Popen(
+            hosts.on(host, [*words, JOB, "0", "torch"]),
+            env=environment(**more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host, words in commands.items()
+    ]
+    try:
+        said = [one.communicate(timeout=ENDS_S) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    assert not any(one.returncode for one in started), said
+    found = defaultdict(set)
+    lines = [line.split() for out, _ in said for line in out.splitlines()]
+    assert len([words for words in lines if words[0] == "LOOKED"]) == 2
+    for kind, _, host, *words in lines:
+        if kind == "LISTENS" and " ".join(words[1:]) not in OPEN_MPI:
+            found[host].add(words[1])
+    return dict(found)
+
+
+def test_ranks_that_mpiexec_starts_listen_at_the_address_of_their_host(hosts, tmp_path):
+    agent = hosts.agent(tmp_path / "agent")
+    where = ["--host", "host-a:1,host-b:1", "-x", "OMP_NUM_THREADS", "-x", "PYTHONPATH"]
+    words = [*mpiexec_command(2), *where, sys.executable]
+    found = addresses(hosts, {"host-a": words}, PRTE_MCA_plm_ssh_agent=str(agent))
+    assert found == EACH_ITS_OWN
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_listen_at_the_address_of_their_host(hosts):
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400", "--rdzv-id=1"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", *meeting]
+    assert addresses(hosts, dict.fromkeys(ADDRESSES, words)) == EACH_ITS_OWN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "start", [[*mpiexec_command(2), sys.executable], [sys.executable, *TORCHRUN]]
+)
+def test_ranks_on_one_host_that_has_a_network_keep_to_the_loopback(start, hosts):
+    assert addresses(hosts, {"host-a": start}) == {"host-a": {LOOPBACK}}
