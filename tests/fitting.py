@@ -23,6 +23,13 @@ def make_trainer(*words: str) -> Trainer:
     return Trainer(composed("train", *words), SingleProcess())
 
 
+def train(run_dir: Path, *words: str) -> Trainer:
+    """A run in one process."""
+    trainer = make_trainer(*words)
+    fit(trainer, run_dir)
+    return trainer
+
+
 def make_parts(*words: str) -> RunParts:
     """Those of a run in one process."""
     return RunParts(composed("train", *words), SingleProcess())

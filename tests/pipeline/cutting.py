@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spatialdl.pipeline.partition import free_places, joints_of, leftovers
 from spatialdl.pipeline.recording import Forward
-from spatialdl.pipeline.stage import OUTPUT, SAMPLES, Stage
+from spatialdl.pipeline.stage import OUTPUT, SAMPLES, Stage, run_stage
 from spatialdl.pipeline.steps import IMAGE
 
 SIZE = (3, 9, 7)
@@ -33,6 +33,14 @@ def run_stages(stages: Sequence[Stage], x: Tensor) -> Tensor:
     values = {IMAGE: x}
     for stage in stages:
         values |= stage({value: values[value].clone() for value in stage.takes}, len(x))
+    return values[OUTPUT]
+
+
+def run_in_turn(stages: Sequence[Stage], x: Tensor) -> Tensor:
+    """What the stages give one after the other, without ranks."""
+    values = {IMAGE: x}
+    for stage in stages:
+        values |= run_stage(stage, {v: values[v] for v in stage.takes}, len(x))
     return values[OUTPUT]
 
 

@@ -12,20 +12,14 @@ from torch import nn
 from spatialdl.models import resnet18, unet
 from spatialdl.pipeline.partition import StepCosts, balance, cut, estimated
 from spatialdl.pipeline.recording import Forward
-from spatialdl.pipeline.stage import OUTPUT, Stage, run_stage
-from spatialdl.pipeline.steps import IMAGE, Recording, Step, Value
+from spatialdl.pipeline.stage import Stage
+from spatialdl.pipeline.steps import Recording, Step, Value
+from tests.pipeline.cutting import run_in_turn
 
 
 def small(**options) -> nn.Module:
     torch.manual_seed(0)
     return resnet18(num_classes=4, width=4, **options).double()
-
-
-def run(stages, x: torch.Tensor):
-    values = {IMAGE: x}
-    for stage in stages:
-        values |= run_stage(stage, {v: values[v] for v in stage.takes}, len(x))
-    return values[OUTPUT]
 
 
 class Backbone(nn.Module):
@@ -78,7 +72,7 @@ def test_the_stages_together_are_the_network_under_its_own_names(name, stages):
     x = torch.randn(2, 3, 33, 35, dtype=torch.float64)
     for part in (model, *parts):
         part.eval()
-    assert torch.equal(run(parts, x), model(x))
+    assert torch.equal(run_in_turn(parts, x), model(x))
 
 
 @pytest.mark.parametrize("model", [nn.Bilinear(2, 2, 2), Classifier(), small()])

@@ -11,24 +11,14 @@ from spatialdl.models import resnet18
 from spatialdl.pipeline.partition import cut
 from spatialdl.pipeline.recording import Forward
 from spatialdl.pipeline.stage import (
-    OUTPUT,
     Stage,
     pieces,
     rest_in_training,
-    run_stage,
     start_training,
 )
-from spatialdl.pipeline.steps import IMAGE
 from spatialdl.random import keyed, scope
 from spatialdl.spatial.recompute import recompute_blocks
-
-
-def run(stages, x: torch.Tensor):
-    """What the stages give one after the other, without ranks."""
-    values = {IMAGE: x}
-    for stage in stages:
-        values |= run_stage(stage, {v: values[v] for v in stage.takes}, len(x))
-    return values[OUTPUT]
+from tests.pipeline.cutting import run_in_turn
 
 
 class Skips(nn.Module):
@@ -70,7 +60,7 @@ def test_stages_give_what_the_network_gives(bounds, recompute):
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     stages = parts_of(model, *bounds, recompute=recompute)
-    found, more = run(stages, x)
+    found, more = run_in_turn(stages, x)
     found.sum().backward()
     assert torch.equal(found, expected)
     assert torch.equal(more["sum"], others["sum"])
@@ -105,7 +95,7 @@ def test_a_value_is_let_go_after_its_last_use():
     seen: list[weakref.ref] = []
     (stage,) = parts_of(nn.Sequential(*(Watches() for _ in range(4))))
     with torch.no_grad():
-        run([stage], torch.zeros(2, 3, 9, 7))
+        run_in_turn([stage], torch.zeros(2, 3, 9, 7))
     assert alive == [[], [True], [False, True], [False, False, True]]
 
 
@@ -116,7 +106,7 @@ def test_modules_draw_the_same_numbers_in_every_stage_and_uncut():
     found = []
     for bounds in ((), (1,), (2,), (3,), (1, 4)):
         with keyed(seed=3, step=1):
-            found.append(run(parts_of(model, *bounds), x))
+            found.append(run_in_turn(parts_of(model, *bounds), x))
     masks = []
     for path in ("1", "1#1"):
         with keyed(seed=3, step=1), scope(path):
@@ -124,7 +114,7 @@ def test_modules_draw_the_same_numbers_in_every_stage_and_uncut():
     assert not torch.equal(*masks)
     with keyed(seed=3, step=1):
         ones = nn.Sequential(nn.Identity(), drop)  # under the name that it has above
-        assert torch.equal(run(parts_of(ones), torch.ones(4, 3, 9, 7)), masks[0])
+        assert torch.equal(run_in_turn(parts_of(ones), torch.ones(4, 3, 9, 7)), masks[0])
     (whole,) = cut(model, [1])
     assert whole is model
     for _ in range(2):  # the calls of a run are counted anew

@@ -7,12 +7,12 @@ import json
 import pytest
 from omegaconf import DictConfig
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.callbacks import Callback, Callbacks, callback_plugins
 from spatialdl.training.checks import check_config
 from spatialdl.training.trainer import Trainer
+from tests import fitting
 from tests.composing import composed
-from tests.fitting import fit, summary
+from tests.fitting import summary
 
 OWN = "tests.training.own_callbacks"
 SMALL = (
@@ -27,9 +27,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def trained(run_dir, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), SingleProcess())
-    fit(trainer, run_dir)
-    return trainer
+    return fitting.train(run_dir, *SMALL, *overrides)
 
 
 def recorded(run_dir) -> dict:

@@ -17,6 +17,7 @@ from spatialdl.data.loader import sample_order, to_input
 from spatialdl.data.synthetic import SyntheticDataset, SyntheticMasks
 from spatialdl.training.network.building import build_model
 from spatialdl.training.trainer import Trainer
+from tests import fitting
 from tests.composing import composed
 from tests.fitting import fit, make_trainer, summary
 from tests.training.checkpoints.runs import table
@@ -39,9 +40,7 @@ def config(*words: str) -> DictConfig:
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), SingleProcess())
-    fit(trainer, run_dir)
-    return trainer
+    return fitting.train(run_dir, *TINY, *overrides)
 
 
 def batch(samples: list[int], seed: int = 0, masks: bool = False) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,11 @@ from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from spatialdl.comm.single_process import SingleProcess
 from spatialdl.training.checkpoints.folder import CONTENT, RANDOM, sealed, stage_file
 from spatialdl.training.checkpoints.reading import FORMAT, sha256
 from spatialdl.training.trainer import Trainer
+from tests import fitting
 from tests.composing import composed
-from tests.fitting import fit
 
 TINY = [
     *("++model._target_=tests.training.checkpoints.runs.network", "~model.width"),
@@ -57,9 +56,7 @@ def config(*overrides: str) -> DictConfig:
 
 
 def train(run_dir: Path, *overrides: str) -> Trainer:
-    trainer = Trainer(config(*overrides), SingleProcess())
-    fit(trainer, run_dir)
-    return trainer
+    return fitting.train(run_dir, *TINY, *overrides)
 
 
 def losses(run_dir: Path) -> list[float]:
