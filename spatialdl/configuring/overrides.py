@@ -51,17 +51,17 @@ REMOVED = {
     "debug=detect_nan": "trainer.stop_on_nan=true, the default, which repeats the step and names "
     "the layer",
     **{
-        f"logger.{name}.images": "nothing: loggers get the pictures of the run; those of the worst "
-        "samples are drawn by spatialdl.evaluate"
+        f"logger.{name}.images": "spatialdl.evaluate, which draws the worst samples; loggers get the "
+        "pictures of the run"
         for name in ("tensorboard", "wandb", "mlflow")
     },
     "parallel.balance": "parallel.cut for other stages than those balanced by operation counts",
-    "trainer.compile": "nothing: it compiled only stages that split no image",
+    "trainer.compile": "the command without it, which compiled only stages that split no image",
     "optimizer.base_batch": "the learning rate of your batch, optimizer.lr",
     "optimizer.scale_lr": "the learning rate of your batch, optimizer.lr",
     "parallel.late": "parallel.local_dp=N, or parallel.tensor=[1,N] with a number for each stage",
     "scheduler.warmup_epochs": "scheduler.warmup_steps",
-    "trainer.checkpoint.local": "nothing: checkpoints are written while training continues",
+    "trainer.checkpoint.local": "the command without it, as checkpoints are written while training continues",
 }
 """What replaces keys and choices of earlier versions."""
 

@@ -22,7 +22,7 @@ MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_t
         ("parallel=sp+ppp", "parallel=sp+ppp is unknown; nearest: parallel=sp+pp; choices: auto"),
         ("parallel.gems.varint=x", "nearest: parallel.gems.variant;"),
         ("parallel.balance=memory", "parallel.balance is no longer there: use parallel.cut"),
-        ("trainer.compile=true", "trainer.compile is no longer there: use nothing: it"),
+        ("trainer.compile=true", "trainer.compile is no longer there: use the command without it"),
         ("logger=[csv,tensorbord]", "logger=tensorbord is unknown; nearest: logger=tensorboard;"),
         ("batch_size=3", "batch_size is unknown; nearest: data.batch_size;"),
         ("+foo=1", "+foo is unknown; `python"),
