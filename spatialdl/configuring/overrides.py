@@ -51,8 +51,8 @@ REMOVED = {
     "debug=detect_nan": "trainer.stop_on_nan=true, the default, which repeats the step and names "
     "the layer",
     **{
-        f"logger.{name}.images": "spatialdl.evaluate, which draws the worst samples; loggers get the "
-        "pictures of the run"
+        f"logger.{name}.images": "spatialdl.evaluate, which draws the worst samples; loggers get "
+        "the pictures of the run"
         for name in ("tensorboard", "wandb", "mlflow")
     },
     "parallel.balance": "parallel.cut for other stages than those balanced by operation counts",
@@ -61,7 +61,12 @@ REMOVED = {
     "optimizer.scale_lr": "the learning rate of your batch, optimizer.lr",
     "parallel.late": "parallel.local_dp=N, or parallel.tensor=[1,N] with a number for each stage",
     "scheduler.warmup_epochs": "scheduler.warmup_steps",
-    "trainer.checkpoint.local": "the command without it, as checkpoints are written while training continues",
+    "trainer.checkpoint.local": "the command without it, as checkpoints are written while training "
+    "continues",
+    "data=fractals": "experiment=volumes",
+    "experiment=volume_fractals": "experiment=volumes",
+    "data.io": "the command without it, as shards are read by pread alone",
+    "data.prefetch": "the command without it, which reads two batches ahead",
 }
 """What replaces keys and choices of earlier versions."""
 

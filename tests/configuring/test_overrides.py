@@ -53,6 +53,8 @@ MODELS = "choices: abmil, amoebanet_d, bag_pooling, bag_transformer, clam, end_t
         ("hydra.output_subdir=x", "hydra.output_subdir=x is not supported: overrides and"),
         ("debug=detect_nan", "debug=detect_nan is no longer there: use trainer.stop_on_nan=true"),
         ("+optimizer.scale_lr=linear", "optimizer.scale_lr is no longer there: use the learning"),
+        ("data=fractals", "data=fractals is no longer there: use experiment=volumes"),
+        ("data.io=mmap", "data.io is no longer there: use the command without it, as shards"),
         ("parallel.late=tensor", "use parallel.local_dp=N, or parallel.tensor=[1,N]"),
         ("hydra/job_logging=default", "hydra.job_logging.handlers.file writes to a file, but the"),
     ],
