@@ -9,10 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from spatialdl.comm.allocator import available_memory
 
 RANKS_PER_CORE = 8
 FEWEST_RANKS = 16
 """Ranks that start even on a machine with one core."""
+
+RANK_BYTES = 500_000_000
+"""Memory of a rank before it has any data: Python, PyTorch and MPI."""
 
 _OTHER_MACHINES = (
     *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
@@ -37,7 +43,7 @@ def is_one_machine(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def check_capacity(ranks: int, oversubscribe: bool | None = None) -> None:
-    """Check that this machine has the cores for ranks to be launched on it.
+    """Check that this machine has the cores and the memory for ranks to be launched on it.
 
     Args:
         ranks: number of ranks.
@@ -46,12 +52,32 @@ def check_capacity(ranks: int, oversubscribe: bool | None = None) -> None:
     Raises:
         ValueError: if it has not, with the largest number that is launched.
     """
-    most = max(RANKS_PER_CORE * usable_cores(), FEWEST_RANKS)
-    if oversubscribe or ranks <= most or not is_one_machine():
+    if oversubscribe or ranks == 1 or not is_one_machine():
         return
+    cores, memory = usable_cores(), _memory()
+    by_cores = max(RANKS_PER_CORE * cores, FEWEST_RANKS)
+    by_memory = by_cores if memory is None else max(1, memory // RANK_BYTES)
+    most = min(by_cores, by_memory)
+    if ranks <= most:
+        return
+    of = f"{cores} cores"
+    if memory is not None and by_memory <= by_cores:
+        of = f"{memory / 1e9:.1f} GB of free memory, of which each takes {RANK_BYTES / 1e9:.1f} GB"
     raise ValueError(
-        f"{ranks} ranks are too many for this machine with {usable_cores()} cores: use at most "
-        f"{most}, or start them with mpiexec or srun on more machines"
+        f"{ranks} ranks are too many for this machine with {of}: use at most {most}, or start "
+        "them with mpiexec or srun on more machines"
         + ", or set comm.oversubscribe=true"
         * (oversubscribe is not None)
     )
+
+
+def _memory() -> int | None:
+    """Bytes that programs can still allocate here, also within a container; None if unknown."""
+    try:
+        free = available_memory()
+    except (OSError, StopIteration):  # no Linux
+        return None
+    try:
+        return min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return free

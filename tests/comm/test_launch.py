@@ -193,11 +193,14 @@ def test_notices_of_the_launcher_are_set_aside(step):
         (16, {}, None),
         (17, {}, "17 ranks are too many for this machine with 2 cores: use at most 16, or"),
         (17, {"SLURM_JOB_ID": "7"}, None),
+        (8, {"MEMORY": "2000000"}, r"8 ranks .* with 2.0 GB of free memory.*: use at most 4, or"),
     ],
 )
-def test_ranks_need_cores(ranks, environment, refused, place, monkeypatch):
+def test_ranks_need_cores_and_memory(ranks, environment, refused, place, monkeypatch):
     """200 ranks on two cores started for minutes."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    free = int(environment.pop("MEMORY", "90000000")) * 1000
+    monkeypatch.setattr("spatialdl.comm.capacity.available_memory", lambda: free)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     check_capacity(ranks, oversubscribe=True)
