@@ -6,6 +6,11 @@ the layout. One rank runs in this process; several are launched; see `starting`.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from spatialdl.comm import early_signals
+
+    early_signals.keep()  # before other imports, which take seconds
+
 import logging
 import sys
 from collections.abc import Iterable, Sequence

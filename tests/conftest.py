@@ -18,6 +18,7 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # of ranks that test
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spatialdl.comm import early_signals
 from spatialdl.comm.launch import launched
 
 HIDE_DEVICES = {
@@ -118,11 +119,11 @@ def filters_of_the_log() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def handlers_of_signals() -> Iterator[None]:
-    """A command in the process of a test leaves no handlers."""
-    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in stopping}
+    """A command in the process of a test leaves neither its handlers nor signals that it kept."""
+    before = {number: signal.getsignal(number) for number in early_signals.STOPPING}
     yield
     signal.set_wakeup_fd(-1)  # of a run, whose thread would end this process at the next signal
+    early_signals.take()
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)

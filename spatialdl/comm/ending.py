@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from spatialdl.comm.liveness import report_exit
 
@@ -54,29 +51,6 @@ def record_ending(reason: str, log: Path | None = None) -> None:
     stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03d}"
     with suppress(OSError), log.open("a") as file:  # a full disk
         file.write(f"[{stamp}][spatialdl][ERROR] - {reason.strip()}\n")
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal that ends this process before it has anything to save.
-
-    Args:
-        number: the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code = 128 + number
-
-
-def stop_on_signals() -> None:
-    """Have SIGINT and SIGTERM raise `Stopped`, unless the program handles them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, _stop)
-
-
-def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    raise Stopped(number)
 
 
 def end_job(code: int) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from spatialdl.comm import allocator
+from spatialdl.comm import allocator, early_signals
 from spatialdl.comm.capacity import is_one_machine, usable_cores
 from spatialdl.comm.ending import record_ending
 from spatialdl.comm.launcher_output import LauncherOutput
@@ -364,7 +364,11 @@ def _supervise(
             delayed.start()
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    received += early_signals.take()
     try:
+        for number in received:
+            if number in _STOP_SIGNALS:
+                return 128 + number, ""
         output = LauncherOutput()
         # a new session, or Ctrl-C would reach the launcher twice
         child = subprocess.Popen(

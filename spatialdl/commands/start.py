@@ -21,14 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from spatialdl.comm.abort import exit_with, install_abort_hook
-from spatialdl.comm.ending import (
-    Stopped,
-    end_job,
-    forget_run,
-    note_run,
-    record_ending,
-    stop_on_signals,
-)
+from spatialdl.comm.early_signals import Stopped, let_end
+from spatialdl.comm.ending import end_job, forget_run, note_run, record_ending
 from spatialdl.comm.launch import LaunchInfo, end_with_launcher, launched
 from spatialdl.comm.liveness import print_last, report_start
 from spatialdl.comm.waiting import limit_waits
@@ -50,7 +44,7 @@ _CHECKED = "hydra.output_subdir=null"  # has no effect: it is the default of our
 def run_single_process(work: Callable[[], object]) -> None:
     """Run a process without a launcher; print errors in one line."""
     try:
-        stop_on_signals()
+        let_end()
         work()
     except Stopped as stop:
         print(stop, file=sys.stderr)

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from spatialdl.comm.early_signals import STOPPING, take
 from spatialdl.comm.ending import end_job, record_ending
 from spatialdl.comm.launch import launched
 from spatialdl.comm.liveness import SWITCH, announced_signal, print_last
 from spatialdl.data.saving import replacing
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 MARKER = "stopped.json"
 """File in the run directory for scripts that restart the run."""
 
@@ -40,7 +40,10 @@ class _Seen:
 
 
 def install() -> None:
-    """Install the handlers, from the main thread only."""
+    """Install the handlers, from the main thread only.
+
+    A signal that `spatialdl.comm.early_signals` has recorded counts too.
+    """
     if _Seen.installed:
         return
     _Seen.installed = True
@@ -52,6 +55,8 @@ def install() -> None:
         signal.signal(number, _leave_to_thread)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    for number in take()[:1]:
+        _see(number)
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
 
 
