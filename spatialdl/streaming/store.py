@@ -82,7 +82,10 @@ class Store(Protocol):
         """Start to store a storage, which must not be freed or changed until the slot is done."""
 
     def get(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        """Start to load the bytes; the storage must not be used until the slot is done."""
+        """Start to load the bytes of a slot that is done.
+
+        The storage must not be used until the slot is done again.
+        """
 
     def free(self, slot: Slot) -> None:
         """Release a slot without a transfer."""

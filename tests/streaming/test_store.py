@@ -26,7 +26,7 @@ def stored(store: DiskStore, values: torch.UntypedStorage) -> Slot:
 def test_bytes_come_back(tmp_path):
     store = DiskStore(tmp_path)
     first, second = storage(5000), storage(3, 1)
-    slots = [store.put(first), store.put(second)]
+    slots = [stored(store, first), stored(store, second)]
     for slot, one in zip(slots, (first, second), strict=True):
         room = torch.UntypedStorage(one.nbytes())
         store.get(slot, room)
